@@ -1,0 +1,1 @@
+"""From a model's or adapter's name to files and checked tensors. This half imports no torch."""

@@ -1,0 +1,1 @@
+"""Speed and correctness at full size: what README claims, reproducible."""

@@ -1,0 +1,314 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SOURCE_PREFILL: _ClassVar[Source]
+    SOURCE_TARGET: _ClassVar[Source]
+    SOURCE_LOOKUP: _ClassVar[Source]
+    SOURCE_MEDUSA: _ClassVar[Source]
+    SOURCE_DRAFT: _ClassVar[Source]
+    SOURCE_RESAMPLE: _ClassVar[Source]
+    SOURCE_BONUS: _ClassVar[Source]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_NONE: _ClassVar[FinishReason]
+    FINISH_LENGTH: _ClassVar[FinishReason]
+    FINISH_EOS: _ClassVar[FinishReason]
+    FINISH_ABORTED: _ClassVar[FinishReason]
+    FINISH_DEADLINE: _ClassVar[FinishReason]
+    FINISH_ERROR: _ClassVar[FinishReason]
+SOURCE_PREFILL: Source
+SOURCE_TARGET: Source
+SOURCE_LOOKUP: Source
+SOURCE_MEDUSA: Source
+SOURCE_DRAFT: Source
+SOURCE_RESAMPLE: Source
+SOURCE_BONUS: Source
+FINISH_NONE: FinishReason
+FINISH_LENGTH: FinishReason
+FINISH_EOS: FinishReason
+FINISH_ABORTED: FinishReason
+FINISH_DEADLINE: FinishReason
+FINISH_ERROR: FinishReason
+
+class InfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ShardInfo(_message.Message):
+    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "speculate", "prefix_caching", "chunked_prefill")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    SPECULATE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
+    CHUNKED_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    model_id: str
+    dtype: str
+    device: str
+    architecture: str
+    vocab_size: int
+    max_total_tokens: int
+    page_size: int
+    num_pages: int
+    step_tokens: int
+    max_running: int
+    speculate: int
+    prefix_caching: bool
+    chunked_prefill: bool
+    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., speculate: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ...) -> None: ...
+
+class Command(_message.Message):
+    __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests", "drain")
+    SUBMITS_FIELD_NUMBER: _ClassVar[int]
+    ABORT_IDS_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHES_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    submits: _containers.RepeatedCompositeFieldContainer[Submit]
+    abort_ids: _containers.RepeatedScalarFieldContainer[int]
+    pins: _containers.RepeatedCompositeFieldContainer[Pin]
+    prefetches: _containers.RepeatedCompositeFieldContainer[AdapterPin]
+    unload_digests: _containers.RepeatedScalarFieldContainer[str]
+    drain: bool
+    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., abort_ids: _Optional[_Iterable[int]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[AdapterPin, _Mapping]]] = ..., unload_digests: _Optional[_Iterable[str]] = ..., drain: _Optional[bool] = ...) -> None: ...
+
+class AdapterPin(_message.Message):
+    __slots__ = ("source", "id", "revision", "digest")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    id: str
+    revision: str
+    digest: str
+    def __init__(self, source: _Optional[str] = ..., id: _Optional[str] = ..., revision: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class Pin(_message.Message):
+    __slots__ = ("digest", "pinned")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    pinned: bool
+    def __init__(self, digest: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "grammar", "group_id", "deadline_ms", "logprobs", "cache_salt")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EMITTED_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_IDS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_emitted: int
+    max_new_tokens: int
+    seed: int
+    sampling: Sampling
+    stop_ids: _containers.RepeatedScalarFieldContainer[int]
+    adapter: AdapterPin
+    speculation: Speculation
+    prediction_ids: _containers.RepeatedScalarFieldContainer[int]
+    grammar: str
+    group_id: str
+    deadline_ms: int
+    logprobs: Logprobs
+    cache_salt: str
+    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., group_id: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "bias_ids", "bias_values", "watermark")
+    DO_SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    BIAS_IDS_FIELD_NUMBER: _ClassVar[int]
+    BIAS_VALUES_FIELD_NUMBER: _ClassVar[int]
+    WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    bias_ids: _containers.RepeatedScalarFieldContainer[int]
+    bias_values: _containers.RepeatedScalarFieldContainer[float]
+    watermark: bool
+    def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., watermark: _Optional[bool] = ...) -> None: ...
+
+class Logprobs(_message.Message):
+    __slots__ = ("wanted", "alternatives", "prefill", "law", "prefill_alternatives")
+    class Law(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PROCESSED: _ClassVar[Logprobs.Law]
+        RAW: _ClassVar[Logprobs.Law]
+    PROCESSED: Logprobs.Law
+    RAW: Logprobs.Law
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    LAW_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    wanted: bool
+    alternatives: int
+    prefill: bool
+    law: Logprobs.Law
+    prefill_alternatives: int
+    def __init__(self, wanted: _Optional[bool] = ..., alternatives: _Optional[int] = ..., prefill: _Optional[bool] = ..., law: _Optional[_Union[Logprobs.Law, str]] = ..., prefill_alternatives: _Optional[int] = ...) -> None: ...
+
+class Speculation(_message.Message):
+    __slots__ = ("method", "num_tokens", "schedule", "verify")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    num_tokens: int
+    schedule: str
+    verify: str
+    def __init__(self, method: _Optional[str] = ..., num_tokens: _Optional[int] = ..., schedule: _Optional[str] = ..., verify: _Optional[str] = ...) -> None: ...
+
+class StepOutput(_message.Message):
+    __slots__ = ("step", "credit", "heartbeat", "adapters", "outputs", "load")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    credit: Credit
+    heartbeat: Heartbeat
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterState]
+    outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
+    load: Load
+    def __init__(self, step: _Optional[int] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class Credit(_message.Message):
+    __slots__ = ("num_requests", "num_kv_tokens", "acknowledged")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    num_kv_tokens: int
+    acknowledged: int
+    def __init__(self, num_requests: _Optional[int] = ..., num_kv_tokens: _Optional[int] = ..., acknowledged: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("running_step", "age_ms")
+    RUNNING_STEP_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    running_step: int
+    age_ms: int
+    def __init__(self, running_step: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "used_pages", "cached_pages", "num_preempted", "step_ms", "step_tokens")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    USED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    used_pages: int
+    cached_pages: int
+    num_preempted: int
+    step_ms: int
+    step_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., used_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., num_preempted: _Optional[int] = ..., step_ms: _Optional[int] = ..., step_tokens: _Optional[int] = ...) -> None: ...
+
+class AdapterState(_message.Message):
+    __slots__ = ("digest", "residency", "reason")
+    class Residency(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ABSENT: _ClassVar[AdapterState.Residency]
+        LOADING: _ClassVar[AdapterState.Residency]
+        RESIDENT: _ClassVar[AdapterState.Residency]
+        FAILED: _ClassVar[AdapterState.Residency]
+    ABSENT: AdapterState.Residency
+    LOADING: AdapterState.Residency
+    RESIDENT: AdapterState.Residency
+    FAILED: AdapterState.Residency
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    residency: AdapterState.Residency
+    reason: str
+    def __init__(self, digest: _Optional[str] = ..., residency: _Optional[_Union[AdapterState.Residency, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RequestOutput(_message.Message):
+    __slots__ = ("id", "token_ids", "sources", "logprobs", "alternative_ids", "alternative_logprobs", "num_drafted", "num_accepted", "num_cached_tokens", "finish_reason", "error", "prefill_logprobs", "prefill_alternative_ids", "prefill_alternative_logprobs", "step_ends", "retryable")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ALTERNATIVE_IDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ALTERNATIVE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STEP_ENDS_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sources: bytes
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    alternative_ids: _containers.RepeatedScalarFieldContainer[int]
+    alternative_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    num_drafted: int
+    num_accepted: int
+    num_cached_tokens: int
+    finish_reason: FinishReason
+    error: str
+    prefill_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    prefill_alternative_ids: _containers.RepeatedScalarFieldContainer[int]
+    prefill_alternative_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    step_ends: bytes
+    retryable: bool
+    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[float]] = ..., alternative_ids: _Optional[_Iterable[int]] = ..., alternative_logprobs: _Optional[_Iterable[float]] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., prefill_logprobs: _Optional[_Iterable[float]] = ..., prefill_alternative_ids: _Optional[_Iterable[int]] = ..., prefill_alternative_logprobs: _Optional[_Iterable[float]] = ..., step_ends: _Optional[bytes] = ..., retryable: _Optional[bool] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""HTTP, text, admission, placement. Knows shards only through the wire in `proto`; imports no torch."""

@@ -1,0 +1,62 @@
+"""What a router process is told at start: one frozen dataclass, read from the JSON file that the launcher wrote.
+
+Knows names and defaults only; nothing here opens a socket.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Everything a router needs to know."""
+
+    model_id: str
+    """The name the model was asked for by, as clients write it in `model`."""
+    model_path: str
+    """Local folder with configuration, tokenizer and chat template."""
+    shard_addresses: tuple[str, ...]
+    """gRPC addresses: `unix:/private/folder/shard-0.sock` or `host:port`."""
+    model_sha: str | None = None
+    """Commit of the model at its hub, if known."""
+    tokenizer_config_path: str | None = None
+    """Overrides the model's tokenizer_config.json (chat template)."""
+    trust_remote_code: bool = False
+    hostname: str = "0.0.0.0"
+    port: int = 3000
+    max_concurrent_requests: int = 1024
+    """Requests inside the server (queued and running); above it 429."""
+    max_best_of: int = 2
+    max_stop_sequences: int = 4
+    max_input_length: int = 4095
+    max_total_tokens: int = 4096
+    max_body_bytes: int = 16 * 1024 * 1024
+    validation_workers: int = 2
+    """Threads that tokenize."""
+    request_timeout_s: float | None = None
+    """Ends a request so long after its arrival, with 504; None never."""
+    max_queue_seconds: float | None = None
+    """A request that waited so long for a shard gets 429; None never."""
+    drain_timeout_s: float = 60.0
+    cors_allow_origin: tuple[str, ...] = ()
+    cors_allow_header: tuple[str, ...] = ()
+    cors_allow_method: tuple[str, ...] = ()
+    cors_expose_header: tuple[str, ...] = ()
+    cors_allow_credentials: bool | None = None
+    json_output: bool = False
+    log_level: str = "info"
+    parent_pid: int | None = None
+    """The router ends when this process is gone."""
+    effective_configuration: dict[str, Any] | None = None
+    """Every launcher flag with its effective value, shown by `/info`."""
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read the JSON file at `path`. Raises ValueError that names unknown fields."""
+        values = json.loads(Path(path).read_text())
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"unknown router configuration fields: {', '.join(unknown)}")
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

@@ -1,0 +1,84 @@
+"""The seam between the HTTP routes and the engine room: what a route asks for and what it gets back, token by token.
+
+Knows tokens and text, not HTTP and not the wire.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a generation ended, in LoRAX's words (`details.finish_reason`)."""
+
+    LENGTH = "length"
+    EOS_TOKEN = "eos_token"
+    STOP_SEQUENCE = "stop_sequence"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; field for field the wire's Sampling message."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    watermark: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One text to generate, checked and tokenized."""
+
+    prompt_ids: list[int]
+    max_new_tokens: int
+    seed: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_strings: tuple[str, ...] = ()
+    include_stop: bool = True
+    """Whether the stop string stays in the text (LoRAX) or is cut off (OpenAI)."""
+    ignore_eos: bool = False
+    num_alternatives: int = 0
+    """So many most likely tokens beside each emitted one."""
+    prefill_logprobs: bool = False
+    num_prefill_alternatives: int = 0
+    raw_logprobs: bool = False
+    """Log probabilities of the model's own logits (OpenAI) instead of the law drawn from (LoRAX)."""
+    group_id: str = ""
+    request_id: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(slots=True)
+class Token:
+    """One emitted token."""
+
+    id: int
+    text: str
+    """The text it adds; empty while a character is incomplete."""
+    logprob: float
+    special: bool
+    skipped: bool
+    """Emitted by the same step as the token before it."""
+    source: int
+    alternatives: list[tuple[int, str, float]] | None = None
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one message from the shard added to one generation."""
+
+    tokens: list[Token]
+    text: str
+    """Visible text that may be shown now (held back while it could be the start of a stop string)."""
+    finish_reason: FinishReason | None = None
+    num_cached: int = 0
+    prefill: list[tuple[int, str, float | None]] | None = None
+    """Prompt tokens with log probabilities, in the first chunk, when asked for."""
+    prefill_alternatives: list[list[tuple[int, str, float]]] | None = None

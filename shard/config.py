@@ -1,0 +1,68 @@
+"""What a shard process is told at start: one frozen dataclass, read from the JSON file that the launcher wrote.
+
+Knows names and defaults only; nothing here opens a model or a socket.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """Everything a shard needs to know. "Auto" (None) is resolved where the needed fact is measured."""
+
+    model_id: str
+    """The name the model was asked for by, as shown to users."""
+    model_path: str
+    """Local folder with the configuration and weights."""
+    listen: str
+    """gRPC address: `unix:/private/folder/shard-0.sock` or `host:port`."""
+    device: str = "cpu"
+    """`cpu` or `cuda:N`."""
+    dtype: str | None = None
+    """`float32`, `bfloat16` or `float16`; None takes the checkpoint's (float32 for float16 on CPU)."""
+    trust_remote_code: bool = False
+    max_total_tokens: int = 4096
+    """Prompt plus output of one request, in tokens."""
+    step_tokens: int = 4096
+    """Prompt tokens that one step computes at most (`--max-batch-prefill-tokens`)."""
+    max_batch_total_tokens: int | None = None
+    """Cap on KV tokens over all requests; None is what memory gives."""
+    max_running: int = 256
+    """Requests that run at once at most."""
+    max_waiting: int = 64
+    """Submitted requests that may wait for pages beyond the running ones; bounds the credit."""
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    cpu_memory: int | None = None
+    """Bytes for KV and adapters on CPU; None takes a part of what is free."""
+    cuda_memory_fraction: float = 1.0
+    memory_wiggle_room: float = 0.9
+    """Fraction of the memory left after loading that KV may take."""
+    num_pages: int | None = None
+    """Fixes the number of KV pages; None sizes them from memory."""
+    page_size: int | None = None
+    """Tokens per KV page; None is the attention backend's own."""
+    attention: str = "auto"
+    """Attention backend: `auto`, `reference`, `cpu`, …"""
+    commit_lag: int | None = None
+    """0 commits a step before the next is launched, 1 after; None is 0 on CPU, 1 on CUDA."""
+    threads: int | None = None
+    """Torch's intra-op threads; None is all cores this process may use."""
+    watermark_gamma: float = 0.5
+    watermark_delta: float = 2.0
+    json_output: bool = False
+    log_level: str = "info"
+    parent_pid: int | None = None
+    """The shard ends when this process is gone."""
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read the JSON file at `path`. Raises ValueError that names unknown fields."""
+        values = json.loads(Path(path).read_text())
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"unknown shard configuration fields: {', '.join(unknown)}")
+        return cls(**values)

@@ -1,0 +1,100 @@
+"""The shared words of a shard: a request, how it is sampled, and why it ended.
+
+A request has known tokens (prompt and output) and a count of computed ones; a step makes the second catch up with
+the first. There is no prefill or decode phase. Imports no torch.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class FinishReason(IntEnum):
+    """Why a request ended; the values of the wire."""
+
+    NONE = 0
+    LENGTH = 1
+    EOS = 2
+    ABORTED = 3
+    DEADLINE = 4
+    ERROR = 5
+
+
+class Source(IntEnum):
+    """Where an emitted token came from; the values of the wire."""
+
+    PREFILL = 0
+    TARGET = 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are drawn. The neutral value of each transform is its default.
+
+    Order: logit bias, watermark, repetition, frequency and presence penalty, temperature, top_k, top_p, min_p,
+    typical_p. Without `do_sample` the arg max of the penalised scores is taken; temperature and filters play no part.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    watermark: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LogprobParams:
+    """Which log probabilities a request wants. `raw` is of the model's own logits, else of the law drawn from."""
+
+    wanted: bool = False
+    alternatives: int = 0
+    raw: bool = False
+    prefill: bool = False
+    prefill_alternatives: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """One request inside the shard. The scheduler owns `page_ids`, `num_computed` and `row`."""
+
+    key: tuple[int, int]
+    """(stream epoch, id within the stream)."""
+    token_ids: list[int]
+    """Known tokens: prompt, then output as it is committed."""
+    num_prompt: int
+    """Tokens of `token_ids` that are the prompt proper."""
+    max_new_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    logprobs: LogprobParams = field(default_factory=LogprobParams)
+    stop_ids: frozenset[int] = frozenset()
+    adapter_digest: str = ""
+    cache_salt: str = ""
+    group_id: str = ""
+    deadline: float | None = None
+    """time.monotonic() at which the request ends, or None."""
+    num_computed: int = 0
+    """Tokens whose KV is computed or being computed by a launched step."""
+    num_in_flight: int = 0
+    """Tokens being sampled by launched steps, not yet in `token_ids`."""
+    num_cached: int = 0
+    """Prompt tokens that the prefix cache gave at first admission."""
+    page_ids: list[int] = field(default_factory=list)
+    """KV pages in the order of positions."""
+    row: int = -1
+    """Index of the request's row of device state, -1 while it has none."""
+
+    @property
+    def num_output(self) -> int:
+        """Committed output tokens, those of an earlier run included."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_known(self) -> int:
+        """Tokens committed or being sampled; the next step's KV catches up with these."""
+        return len(self.token_ids) + self.num_in_flight
