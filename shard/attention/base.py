@@ -1,0 +1,73 @@
+"""What an attention backend is: it keeps K and V in pages and lets a step's queries see them.
+
+A backend is told once per step which segments come, then called once per layer. Knows nothing of the model around it.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from shard.batch import StepInputs
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What is fixed about one layer's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scaling: float
+    window: int | None = None
+    """A token sees this many newest tokens, itself included; None sees all."""
+    softcap: float | None = None
+    """Scores become `softcap * tanh(score / softcap)`."""
+    # [num_heads] logit of a column that takes attention but has no value, or None
+    sinks: torch.Tensor | None = None
+    # [num_heads] score is lowered by slope times distance, or None
+    alibi_slopes: torch.Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one K and V head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """K and V of one layer, all pages."""
+
+    # [N * P, num_kv_heads, key_dim] one row per token slot
+    keys: torch.Tensor
+    # [N * P, num_kv_heads, value_dim]
+    values: torch.Tensor
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention over paged K and V."""
+
+    page_size: int
+
+    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
+        """Memory for `num_pages` pages of one layer."""
+        rows = num_pages * self.page_size
+        return LayerKV(
+            keys=torch.zeros(rows, spec.num_kv_heads, spec.key_dim, dtype=dtype, device=device),
+            values=torch.zeros(rows, spec.num_kv_heads, spec.value_dim, dtype=dtype, device=device),
+        )
+
+    @abstractmethod
+    def prepare(self, inputs: StepInputs) -> None:
+        """Called once per step, after `inputs` was filled and before the first layer."""
+
+    @abstractmethod
+    def attend(
+        self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Store the step's K and V, then attend.
+
+        query: [T, num_heads, key_dim], key: [T, num_kv_heads, key_dim], value: [T, num_kv_heads, value_dim].
+        Returns [T, num_heads, value_dim].
+        """

@@ -1,0 +1,68 @@
+"""Attention written out, one segment at a time, on any device: the specification that other backends are tested by."""
+
+import torch
+
+from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from shard.batch import StepInputs
+
+
+class ReferenceAttention(AttentionBackend):
+    """Gathers each request's pages and computes softmax(Q Kᵀ) V in float32."""
+
+    def __init__(self, page_size: int = 16) -> None:
+        self.page_size = page_size
+        self._inputs: StepInputs | None = None
+
+    def prepare(self, inputs: StepInputs) -> None:
+        self._inputs = inputs
+
+    def attend(
+        self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        assert self._inputs is not None, "prepare() comes before attend()"
+        kv.keys[self._inputs.kv_slots] = key
+        kv.values[self._inputs.kv_slots] = value
+        # [T, num_heads, value_dim]
+        output = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
+        first = 0
+        for segment in self._inputs.segments:
+            rows = slice(first, first + segment.num_tokens)
+            first += segment.num_tokens
+            slots = self._slots(segment.page_ids, segment.kv_len, query.device)
+            output[rows] = attend_one(spec, query[rows], kv.keys[slots], kv.values[slots], segment.start)
+        return output
+
+    def _slots(self, page_ids: object, kv_len: int, device: torch.device) -> torch.Tensor:
+        """[kv_len] slot of each position."""
+        positions = torch.arange(kv_len, device=device)
+        pages = torch.tensor(list(page_ids), device=device)  # type: ignore[call-overload]
+        slots: torch.Tensor = pages[positions // self.page_size] * self.page_size + positions % self.page_size
+        return slots
+
+
+def attend_one(
+    spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int
+) -> torch.Tensor:
+    """One request. query: [Q, heads, key_dim] at positions start…; keys, values: [L, kv_heads, dim] at 0…."""
+    keys = keys.repeat_interleave(spec.group, dim=1)
+    values = values.repeat_interleave(spec.group, dim=1)
+    # [heads, Q, L]
+    scores = torch.einsum("qhd,lhd->hql", query.float(), keys.float()) * spec.scaling
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    # [Q, L] how far back each position lies
+    distance = (torch.arange(query.shape[0], device=query.device) + start)[:, None] - torch.arange(
+        keys.shape[0], device=query.device
+    )
+    if spec.alibi_slopes is not None:
+        scores = scores - spec.alibi_slopes.float()[:, None, None] * distance
+    hidden = distance < 0
+    if spec.window is not None:
+        hidden = hidden | (distance >= spec.window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if spec.sinks is not None:
+        sinks = spec.sinks.float()[:, None, None].expand(-1, query.shape[0], 1)
+        probabilities = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        probabilities = scores.softmax(-1)
+    return torch.einsum("hql,lhd->qhd", probabilities, values.float()).to(query.dtype)

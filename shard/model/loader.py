@@ -1,0 +1,49 @@
+"""From a folder with a configuration and weights to a network that is ready for the layer pass.
+
+Knows transformers' loading; knows nothing of steps or pages.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shard.config import ShardConfig
+from shard.model.site import NAME
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_config(config: ShardConfig) -> Any:
+    """The checkpoint's own configuration (transformers' class)."""
+    return AutoConfig.from_pretrained(
+        config.model_path, trust_remote_code=config.trust_remote_code, local_files_only=True
+    )
+
+
+def choose_dtype(config: ShardConfig, checkpoint: Any) -> torch.dtype:
+    """What was asked for, else the checkpoint's own; float16 has no fast path on CPU and becomes float32 there."""
+    if config.dtype is not None:
+        if config.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {config.dtype!r}; known: {', '.join(DTYPES)}")
+        return DTYPES[config.dtype]
+    dtype = getattr(checkpoint, "dtype", None) or torch.float32
+    if dtype == torch.float16 and config.device == "cpu":
+        return torch.float32
+    return dtype if isinstance(dtype, torch.dtype) else DTYPES[str(dtype)]
+
+
+def load_network(config: ShardConfig, checkpoint: Any, dtype: torch.dtype) -> nn.Module:
+    """Weights in place on the device, in eval mode."""
+    network: nn.Module = AutoModelForCausalLM.from_pretrained(
+        config.model_path,
+        config=checkpoint,
+        dtype=dtype,
+        device_map={"": config.device} if config.device != "cpu" else None,
+        attn_implementation=NAME,
+        trust_remote_code=config.trust_remote_code,
+        local_files_only=True,
+    )
+    network.requires_grad_(False)
+    return network.eval()
