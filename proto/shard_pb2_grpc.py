@@ -5,7 +5,7 @@ import warnings
 
 from proto import shard_pb2 as proto_dot_shard__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.82.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
