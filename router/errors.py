@@ -1,0 +1,229 @@
+"""Everything that can go wrong with one request: a tree of exceptions, and one table from each leaf to its answer.
+
+    RouterError
+    ├── InvalidRequest              the client can mend it
+    │   ├── BodyRejected            plain text on LoRAX's routes
+    │   │   ├── NotJson, WrongJsonType, WrongMediaType, BodyTooLarge
+    │   ├── ValidationError         "Input validation error: …"
+    │   │   └── UnsupportedField
+    │   └── ChatTemplateError, NoFastTokenizer, ModelNotFound, UnknownRoute, UnknownMethod
+    ├── Refused                     the server can't take it now
+    │   └── Overloaded, QueueTimeout, ShuttingDown, NoShard, Unhealthy, NotServed
+    └── Failed                      it began and broke
+        └── GenerationFailed, IncompleteGeneration, DeadlineExceeded, InternalError
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+class RouterError(Exception):
+    """Base of the tree. `str()` is the text that LoRAX's routes show as `error`."""
+
+    template: ClassVar[str] = "{}"
+    """How a leaf words its message."""
+    param: str | None = None
+    """The request's field at fault, in OpenAI's shape."""
+    retry_after: float | None = None
+    """Seconds after which another attempt may succeed."""
+
+    def __init__(self, message: str = "") -> None:
+        self.message = message
+        super().__init__(self.template.format(message))
+
+
+class InvalidRequest(RouterError):
+    """The client can mend it."""
+
+
+class BodyRejected(InvalidRequest):
+    """The body could not be read as what the route expects."""
+
+
+class NotJson(BodyRejected):
+    template = "Failed to parse the request body as JSON: {}"
+
+
+class WrongJsonType(BodyRejected):
+    template = "Failed to deserialize the JSON body into the target type: {}"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class WrongMediaType(BodyRejected):
+    template = "Expected request with `Content-Type: application/json`"
+
+
+class BodyTooLarge(BodyRejected):
+    template = "Failed to buffer the request body: length limit exceeded"
+
+
+class ValidationError(InvalidRequest):
+    """A field or a combination of fields breaks a rule."""
+
+    template = "Input validation error: {}"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class UnsupportedField(ValidationError):
+    """A field that other servers know and this one does not serve; never ignored in silence."""
+
+    def __init__(self, name: str, reason: str = "is not supported by this server") -> None:
+        super().__init__(f"`{name}` {reason}", param=name, code="unsupported_parameter")
+
+
+class ChatTemplateError(InvalidRequest):
+    template = "Failed applying chat template to inputs: {}"
+
+
+class NoFastTokenizer(InvalidRequest):
+    template = "No fast tokenizer or tokenizer.json for this model"
+
+
+class ModelNotFound(InvalidRequest):
+    template = "The model `{}` does not exist"
+    param = "model"
+
+
+class UnknownRoute(InvalidRequest):
+    template = "Not Found"
+
+
+class UnknownMethod(InvalidRequest):
+    template = "Method Not Allowed"
+
+
+class Refused(RouterError):
+    """The server can't take it now."""
+
+
+class Overloaded(Refused):
+    """More requests inside the server than it was told to hold."""
+
+    template = "Model is overloaded"
+
+    def __init__(self, retry_after: float = 1.0) -> None:
+        super().__init__()
+        self.retry_after = retry_after
+
+
+class QueueTimeout(Refused):
+    """Waited longer for a shard than the operator allows."""
+
+    template = "Model is overloaded"
+
+    def __init__(self, retry_after: float = 1.0) -> None:
+        super().__init__()
+        self.retry_after = retry_after
+
+
+class ShuttingDown(Refused):
+    template = "The server is shutting down"
+
+
+class NoShard(Refused):
+    template = "No shard is ready"
+
+
+class Unhealthy(Refused):
+    template = "unhealthy"
+
+
+class NotServed(Refused):
+    """A route that exists by name only."""
+
+    template = "`{}` is not supported by this server"
+
+
+class Failed(RouterError):
+    """It began and broke."""
+
+
+class GenerationFailed(Failed):
+    template = "Request failed during generation: {}"
+
+
+class IncompleteGeneration(Failed):
+    template = "Incomplete generation"
+
+
+class DeadlineExceeded(Failed):
+    template = "Request exceeded the time limit"
+
+
+class InternalError(Failed):
+    template = "Internal server error"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a leaf becomes on the wire: LoRAX's status and `error_type`, OpenAI's status, `type` and `code`."""
+
+    status: int
+    error_type: str
+    openai_status: int
+    openai_type: str = "invalid_request_error"
+    openai_code: str | None = None
+
+
+ANSWERS: dict[type[RouterError], Answer] = {
+    NotJson: Answer(400, "invalid_json", 400),
+    WrongJsonType: Answer(422, "invalid_type", 400),
+    WrongMediaType: Answer(415, "unsupported_media_type", 415),
+    BodyTooLarge: Answer(413, "payload_too_large", 413),
+    ValidationError: Answer(422, "validation", 400),
+    UnsupportedField: Answer(422, "validation", 400),
+    ChatTemplateError: Answer(422, "template_error", 400),
+    NoFastTokenizer: Answer(404, "no fast tokenizer", 404),
+    ModelNotFound: Answer(404, "model_not_found", 404, openai_code="model_not_found"),
+    UnknownRoute: Answer(404, "not_found", 404, openai_code="unknown_url"),
+    UnknownMethod: Answer(405, "method_not_allowed", 405),
+    Overloaded: Answer(429, "overloaded", 429, "requests", "rate_limit_exceeded"),
+    QueueTimeout: Answer(429, "overloaded", 429, "requests", "rate_limit_exceeded"),
+    ShuttingDown: Answer(503, "shutting_down", 503, "server_error", "shutting_down"),
+    NoShard: Answer(503, "unavailable", 503, "server_error", "unavailable"),
+    Unhealthy: Answer(503, "healthcheck", 503, "server_error", "unhealthy"),
+    NotServed: Answer(501, "not_implemented", 501, "server_error", "not_implemented"),
+    GenerationFailed: Answer(424, "generation", 500, "server_error", "generation_failed"),
+    IncompleteGeneration: Answer(500, "incomplete_generation", 500, "server_error", "incomplete_generation"),
+    DeadlineExceeded: Answer(504, "timeout", 504, "server_error", "timeout"),
+    InternalError: Answer(500, "internal", 500, "server_error", "internal_error"),
+}
+
+
+def answer(error: RouterError) -> Answer:
+    """The row of the table for `error`, by its class or the nearest ancestor that has one."""
+    for ancestor in type(error).__mro__:
+        row = ANSWERS.get(ancestor)
+        if row is not None:
+            return row
+    raise LookupError(f"{type(error).__name__} has no answer")
+
+
+def lorax_body(error: RouterError) -> dict[str, Any]:
+    """`{"error", "error_type"}`, also the data of a stream's error event."""
+    return {"error": str(error), "error_type": answer(error).error_type}
+
+
+def openai_body(error: RouterError) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    row = answer(error)
+    message = error.message if isinstance(error, ValidationError) else str(error)
+    code = getattr(error, "code", None) or row.openai_code
+    return {"error": {"message": message, "type": row.openai_type, "param": error.param, "code": code}}
+
+
+def failure_headers(error: RouterError) -> dict[str, str]:
+    """Headers that tell a client when to come back, or to go elsewhere."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after)))
+    if isinstance(error, ShuttingDown | BodyTooLarge):
+        headers["connection"] = "close"
+    return headers
