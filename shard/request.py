@@ -59,9 +59,9 @@ class LogprobParams:
     prefill_alternatives: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
-    """One request inside the shard. The scheduler owns `page_ids`, `num_computed` and `row`."""
+    """One request inside the shard. Who submits it fills the first part, scheduler and page table own the rest."""
 
     key: tuple[int, int]
     """(stream epoch, id within the stream)."""
@@ -75,19 +75,34 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     adapter_digest: str = ""
     cache_salt: str = ""
-    group_id: str = ""
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""
-    num_computed: int = 0
-    """Tokens whose KV is computed or being computed by a launched step."""
-    num_in_flight: int = 0
-    """Tokens being sampled by launched steps, not yet in `token_ids`."""
-    num_cached: int = 0
-    """Prompt tokens that the prefix cache gave at first admission."""
+
+    finish_reason: FinishReason = FinishReason.NONE
+    order: int = 0
+    """First come, first served: lower goes first."""
+    row: int = -1
+    """Index of the request's row of device state, -1 while it waits."""
     page_ids: list[int] = field(default_factory=list)
     """KV pages in the order of positions."""
-    row: int = -1
-    """Index of the request's row of device state, -1 while it has none."""
+    page_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the leading full pages, as far as they were needed."""
+    num_computed: int = 0
+    """Tokens whose KV is computed or being computed by a launched step."""
+    num_committed: int = 0
+    """Tokens whose KV is computed by committed steps."""
+    num_published: int = 0
+    """Leading pages that were offered to the prefix cache."""
+    num_in_flight: int = 0
+    """Tokens being sampled by launched steps, not yet in `token_ids`."""
+    num_launched: int = 0
+    """Launched steps, not yet committed, that write this request's pages."""
+    num_scored: int = 0
+    """Leading prompt positions whose prompt log probability has been emitted."""
+    num_cached: int | None = None
+    """Prompt tokens that the prefix cache gave at first admission; None before it."""
+    awaited_hash: bytes | None = None
+    """Hash of the page that another request is computing and this one waits for."""
 
     @property
     def num_output(self) -> int:
@@ -98,3 +113,12 @@ class Request:
     def num_known(self) -> int:
         """Tokens committed or being sampled; the next step's KV catches up with these."""
         return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_shareable(self) -> int:
+        """Leading tokens that may come from a prefix hit: the last known token is computed for its logits, and a
+        prompt whose log probabilities are wanted is computed from the first one not yet emitted.
+        """
+        if self.logprobs.prefill and self.num_scored < self.num_prompt - 1:
+            return self.num_scored
+        return len(self.token_ids) - 1

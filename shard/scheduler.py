@@ -1,0 +1,249 @@
+"""Which tokens the next step computes: first come, first served, within a budget of prompt tokens and the free pages.
+
+There is no prefill or decode phase: every running request's computed tokens catch up with its known ones. A plan names
+requests and counts, never a token's value, so the next step can be planned while the last one still runs on the device.
+Owns the order of requests, their rows of device state, preemption and ends. Imports no torch, reads no clock.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+from math import inf
+
+from shard.kv_cache import Admission, KvCache
+from shard.request import FinishReason, Request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one step and one shard may hold."""
+
+    step_tokens: int
+    """Tokens of catching up by more than one that a step computes; requests one token behind always fit."""
+    max_running: int
+    chunked_prefill: bool = True
+    max_scored: int = 512
+    """Prompt tokens of a step whose logits are wanted at most (a row of the vocabulary each), with chunked prefill."""
+
+
+@dataclass(slots=True)
+class Share:
+    """One request's part of a step: tokens at positions `start` … `start + num_tokens - 1`."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    """Whether the step ends at the newest known token, so that the next one is sampled."""
+
+    @property
+    def end(self) -> int:
+        """The position after the share's last token; of the sampled token where there is one."""
+        return self.start + self.num_tokens
+
+
+class Scheduler:
+    """The running and the waiting requests of one shard."""
+
+    def __init__(self, cache: KvCache, limits: Limits) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
+        self.running: list[Request] = []  # in order of admission
+        self.waiting: list[Request] = []  # in order of arrival
+        self.admitted: list[Request] = []  # got a row since the device state was last brought up to date
+        self.freed_rows: list[int] = []  # lost their request since then
+        self.num_waiting_tokens = 0
+        self.num_preempted = 0
+        self._rows = list(reversed(range(limits.max_running)))
+        self._ending: set[Request] = set()  # ended, but a launched step still writes their pages
+        self._num_arrived = 0
+        self._next_deadline = inf
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is left, not even one that has ended but is still being computed."""
+        return not self.requests and not self._ending
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its key must be new."""
+        self._num_arrived += 1
+        request.order = self._num_arrived
+        self.requests[request.key] = request
+        self._enqueue(request)
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
+
+    def expire(self, now: float) -> list[Request]:
+        """End the requests whose deadline has passed."""
+        if now < self._next_deadline:
+            return []
+        late = [r for r in self.requests.values() if r.deadline is not None and r.deadline <= now]
+        for request in late:
+            self.finish(request, FinishReason.DEADLINE)
+        self._next_deadline = min((r.deadline for r in self.requests.values() if r.deadline is not None), default=inf)
+        return late
+
+    def schedule(self) -> list[Share]:
+        """Plan the next step and count it as launched."""
+        shares: list[Share] = []
+        num_preempted = self.num_preempted
+        budget = Budget(self.limits)
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            num_tokens = budget.grant(request)
+            if num_tokens:
+                if not self._make_room(request, request.num_computed + num_tokens):
+                    return shares
+                shares.append(self._launch(request, num_tokens, budget))
+            index += 1
+        if self.num_preempted == num_preempted:
+            self._admit(shares, budget)
+        return shares
+
+    def commit(self, share: Share, token_id: int | None) -> bool:
+        """Take in what a launched share gave: its KV, and the sampled token. False if the request had ended before."""
+        request = share.request
+        request.num_launched -= 1
+        if request.finish_reason:
+            self._release_if_still(request)
+            return False
+        request.num_committed = share.end
+        self.cache.publish(request)
+        if token_id is not None:
+            request.num_in_flight -= 1
+            request.token_ids.append(token_id)
+            if token_id in request.stop_ids:
+                self.finish(request, FinishReason.EOS)
+            elif request.num_output >= request.max_new_tokens:
+                self.finish(request, FinishReason.LENGTH)
+        return True
+
+    def discard(self, share: Share) -> bool:
+        """A launched share gave nothing usable: end its request in error. False if it had ended before."""
+        request = share.request
+        request.num_launched -= 1
+        if request.finish_reason:
+            self._release_if_still(request)
+            return False
+        self.finish(request, FinishReason.ERROR)
+        return True
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request now; its pages and row go back as soon as no launched step writes them."""
+        request.finish_reason = reason
+        del self.requests[request.key]
+        if request.row < 0:
+            self.waiting.remove(request)
+            self.num_waiting_tokens -= len(request.token_ids)
+            return
+        self.running.remove(request)
+        self._ending.add(request)
+        self._release_if_still(request)
+
+    def check(self) -> None:
+        """Prove that pages and rows are accounted for. Raises RuntimeError."""
+        owners = [*self.running, *self._ending]
+        self.cache.check(owners)
+        if sorted([*self._rows, *(request.row for request in owners)]) != list(range(self.limits.max_running)):
+            raise RuntimeError("rows of device state leaked")
+
+    def _launch(self, request: Request, num_tokens: int, budget: "Budget") -> Share:
+        budget.spend(request, num_tokens)
+        start = request.num_computed
+        samples = start + num_tokens == request.num_known
+        request.num_computed += num_tokens
+        request.num_in_flight += samples
+        request.num_launched += 1
+        return Share(request, start, num_tokens, samples)
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Find pages, preempting the latest. False if the request itself had to go, or if the latest is still being
+        computed: its pages are free after the next commit, so the plan ends here.
+        """
+        while not self.cache.grow(request, num_tokens):
+            latest = self.running[-1]
+            if latest.num_launched:
+                return False
+            self._preempt(latest)
+            if latest is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preempted += 1
+        self.running.remove(request)
+        self._release(request)
+        self._enqueue(request)
+
+    def _admit(self, shares: list[Share], budget: "Budget") -> None:
+        """Let waiting requests run, in order. One that awaits a page of another is passed over; else none overtakes."""
+        index = 0
+        while index < len(self.waiting) and self._rows and budget.num_left > 0:
+            request = self.waiting[index]
+            admission = self.cache.admit(request, num_spare=len(self.running))
+            if admission is Admission.FULL:
+                return
+            if admission is Admission.AWAITS:
+                index += 1
+                continue
+            del self.waiting[index]
+            self.num_waiting_tokens -= len(request.token_ids)
+            if request.num_cached is None:
+                request.num_cached = min(request.num_computed, request.num_prompt)
+            request.row = self._rows.pop()
+            self.running.append(request)
+            self.admitted.append(request)
+            num_tokens = budget.grant(request)
+            if not num_tokens:
+                return
+            shares.append(self._launch(request, num_tokens, budget))
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda other: other.order)
+        self.num_waiting_tokens += len(request.token_ids)
+
+    def _release_if_still(self, request: Request) -> None:
+        if not request.num_launched:
+            self._ending.remove(request)
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self.cache.release(request)
+        self._rows.append(request.row)
+        self.freed_rows.append(request.row)
+        request.row = -1
+
+
+class Budget:
+    """What is left of a step's tokens while it is being planned."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.num_left = limits.step_tokens
+        self.num_scored_left = limits.max_scored
+        self._is_chunked = limits.chunked_prefill
+        self._is_untouched = True
+
+    def grant(self, request: Request) -> int:
+        """Tokens of the request that fit. One that is a single token behind always fits.
+
+        Without chunks a request waits until all it lacks fits, or is alone in the budget if it never would.
+        """
+        if request.num_output + request.num_in_flight >= request.max_new_tokens:
+            return 0
+        num_behind = request.num_known - request.num_computed
+        if num_behind <= 1:
+            return num_behind
+        if not self._is_chunked:
+            return num_behind if num_behind <= self.num_left or self._is_untouched else 0
+        if request.num_shareable < len(request.token_ids) - 1:
+            num_behind = min(num_behind, self.num_scored_left)
+        return min(num_behind, self.num_left)
+
+    def spend(self, request: Request, num_tokens: int) -> None:
+        """Take what was granted."""
+        if num_tokens > 1:
+            self.num_left -= num_tokens
+            self._is_untouched = False
+            if request.logprobs.prefill:
+                self.num_scored_left -= num_tokens
