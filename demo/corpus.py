@@ -1,0 +1,126 @@
+"""The corpus: Python's own standard library source, as installed with the running interpreter.
+
+Knows which files belong, how they split into training and held-out modules, and how functions are cut out of them.
+Knows nothing of tokens or models. Nothing is downloaded.
+"""
+
+import ast
+import hashlib
+import sysconfig
+import textwrap
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+HELD_OUT_PERCENT = 4
+"""Of modules, not of bytes: whether a module is held out depends on its path alone, never on what else is installed."""
+
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "encodings", "pydoc_data", "__phello__"})
+"""Not the standard library, or generated tables (code pages, help topics) that teach a model no Python."""
+
+MIN_CORPUS_BYTES = 12_000_000
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of the corpus."""
+
+    path: str
+    """Relative to the standard library's folder, with forward slashes."""
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        return is_held_out(self.path)
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function, cut out of its file and moved to the left margin."""
+
+    path: str
+    name: str
+    source: str
+    """Dedented, from `def` (or its decorators) to its last line, ending in one newline; it compiles by itself."""
+    docstring: str | None
+    body_line: int
+    """Index into `source.split("\n")` of the first line of the body after any docstring."""
+
+
+def is_held_out(path: str) -> bool:
+    digest = hashlib.sha256(path.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+def standard_library() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+@cache
+def load(root: Path | None = None) -> tuple[SourceFile, ...]:
+    """Every file of the corpus in order of path: decodable as UTF-8, parsed by this interpreter, no text twice.
+
+    A text that stands in two places would put the same bytes on both sides of the split.
+    """
+    root = root or standard_library()
+    files = []
+    seen = set()
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        relative = path.relative_to(root)
+        if SKIPPED_FOLDERS.intersection(relative.parts) or relative.parts[0].startswith("config-"):
+            continue
+        text = _read(path)
+        if text is not None and text.strip() not in seen:
+            seen.add(text.strip())
+            files.append(SourceFile(relative.as_posix(), text))
+    return tuple(files)
+
+
+def training_files(root: Path | None = None) -> list[SourceFile]:
+    return [file for file in load(root) if not file.held_out]
+
+
+def held_out_files(root: Path | None = None) -> list[SourceFile]:
+    return [file for file in load(root) if file.held_out]
+
+
+def functions(file: SourceFile) -> Iterator[Function]:
+    """The functions and methods of a file that still compile once they stand alone (a stray `nonlocal` does not)."""
+    lines = file.text.split("\n")  # not splitlines(), which also breaks at form feeds, where Python's parser does not
+    for node in ast.walk(_parse(file.text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:
+            continue
+        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        source = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])).rstrip() + "\n"
+        docstring = ast.get_docstring(node)
+        body = node.body[1:] if docstring is not None else node.body
+        if body and body[0].lineno > node.lineno and compiles(source):
+            yield Function(file.path, node.name, source, docstring, body[0].lineno - first)
+
+
+def compiles(source: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(source, "<corpus>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _parse(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
+
+
+def _read(path: Path) -> str | None:
+    """None for what is not Python to this interpreter: the test data for codecs and for syntax errors."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        _parse(text)
+    except (UnicodeDecodeError, SyntaxError, ValueError, RecursionError):
+        return None
+    return text

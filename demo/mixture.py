@@ -1,0 +1,126 @@
+"""The mixture: which documents the base model reads, and one endless, seeded, seekable stream of their tokens.
+
+Knows the corpus and the tokenizer, nothing of the model. Any stretch of the stream can be had without reading what
+comes before it, so a resumed run sees the very tokens an uninterrupted one would.
+"""
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from demo import corpus
+from demo.corpus import Function, SourceFile
+from demo.tokenizer import ASSISTANT, BOS, END, EOS, SYSTEM, USER
+
+Tokens = NDArray[np.uint16]
+
+CHAT_SHARE = 0.35
+"""Of the documented functions short enough for it."""
+ALONE_SHARE = 0.08
+"""Of all functions: shown once more as documents of their own, so that a prompt may start at a `def`."""
+MAX_FUNCTION_CHARS = 1500
+CUT_SHARE = 0.08
+"""Of line ends."""
+LINE_END = re.compile(r"\n *")
+
+
+def documents(files: Sequence[SourceFile], seed: int) -> Iterator[str]:
+    """Whole files, some functions alone, and some conversations made of docstrings. BOS is left to the tokenizer."""
+    for file in files:
+        choice = random.Random(f"{seed} {file.path}")
+        if file.text.strip():
+            yield file.text + EOS
+        for function in corpus.functions(file):
+            if len(function.source) > MAX_FUNCTION_CHARS:
+                continue
+            if choice.random() < ALONE_SHARE:
+                yield function.source + EOS
+            if function.docstring and choice.random() < CHAT_SHARE:
+                yield conversation(function, choice)
+
+
+def conversation(function: Function, choice: random.Random) -> str:
+    """The text that the chat template gives for a question about this function and its answer, less BOS."""
+    docstring = (function.docstring or "").strip()
+    summary = " ".join(docstring.split("\n\n")[0].split())
+    signature = _signature(function)
+    question, answer = choice.choice(
+        [
+            (f"Write a function: {summary}", function.source.rstrip()),
+            (f"Write a Python function `{function.name}`. {summary}", function.source.rstrip()),
+            (f"Complete this function.\n\n{signature}", function.source.rstrip()),
+            (f"{docstring}\n\nWrite `{function.name}`.", function.source.rstrip()),
+            (f"What does this function do?\n\n{_without_docstring(function)}", summary),
+        ]
+    )
+    system = f"{SYSTEM}You write Python.{END}" if choice.random() < 0.2 else ""
+    return f"{system}{USER}{question}{END}{ASSISTANT}{answer}{END}{EOS}"
+
+
+def _signature(function: Function) -> str:
+    """Everything before the body, docstring included."""
+    return "\n".join(function.source.split("\n")[: function.body_line])
+
+
+def _without_docstring(function: Function) -> str:
+    lines = function.source.rstrip().split("\n")
+    head = next((i for i, line in enumerate(lines) if line.rstrip().endswith(":")), 0)
+    return "\n".join(lines[: head + 1] + lines[function.body_line :])
+
+
+def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, seed: int) -> list[Tokens]:
+    """One array per document, BOS first.
+
+    Documents are cut at some line ends and the pieces tokenized apart. The tokenizer merges a line's end with what
+    stands around it, but a prompt may stop just there; so the model has to know both spellings.
+    """
+    choice = random.Random(f"{seed} cuts")
+    pieces = [_cut(text, choice) for text in texts]
+    encodings = tokenizer.backend_tokenizer.encode_batch([p for ps in pieces for p in ps], add_special_tokens=False)
+    bos = tokenizer.convert_tokens_to_ids(BOS)
+    flat = iter(encodings)
+    return [np.array([bos, *(i for _ in ps for i in next(flat).ids)], dtype=np.uint16) for ps in pieces]
+
+
+def _cut(text: str, choice: random.Random) -> list[str]:
+    pieces, start = [], 0
+    for match in LINE_END.finditer(text):
+        if choice.random() < CUT_SHARE:
+            at = choice.choice((match.start(), match.start(), match.start() + 1, match.end()))
+            pieces.append(text[start:at])
+            start = at
+    return [piece for piece in [*pieces, text[start:]] if piece]
+
+
+class TokenStream:
+    """All documents in a new seeded order per epoch, one behind the other without padding."""
+
+    def __init__(self, pieces: Sequence[Tokens], seed: int) -> None:
+        if not pieces:
+            raise ValueError("a token stream needs at least one document")
+        self.pieces = pieces
+        self.seed = seed
+        self.epoch_len = sum(len(piece) for piece in pieces)
+        self._epoch = -1
+        self._tokens: Tokens = np.empty(0, dtype=np.uint16)
+
+    def read(self, start: int, num_tokens: int) -> Tokens:
+        """Tokens start … start + num_tokens of the endless stream."""
+        parts = []
+        while num_tokens > 0:
+            epoch, offset = divmod(start, self.epoch_len)
+            part = self._order(epoch)[offset : offset + num_tokens]
+            parts.append(part)
+            start, num_tokens = start + len(part), num_tokens - len(part)
+        return np.concatenate(parts)
+
+    def _order(self, epoch: int) -> Tokens:
+        if epoch != self._epoch:
+            order = list(range(len(self.pieces)))
+            random.Random(f"{self.seed} {epoch}").shuffle(order)
+            self._tokens, self._epoch = np.concatenate([self.pieces[i] for i in order]), epoch
+        return self._tokens
