@@ -44,6 +44,8 @@ class GenerationRequest:
     include_stop: bool = True
     """Whether the stop string stays in the text (LoRAX) or is cut off (OpenAI)."""
     ignore_eos: bool = False
+    logprobs: bool = True
+    """Whether anyone reads the log probability of each token; without, `Token.logprob` is 0."""
     num_alternatives: int = 0
     """So many most likely tokens beside each emitted one."""
     prefill_logprobs: bool = False

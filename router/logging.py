@@ -1,0 +1,56 @@
+"""Structured logs: one event per line, console or JSON, with the request's id in each line that concerns a request.
+
+Never a prompt, never a token: callers log counts, lengths and ids only.
+"""
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+
+def configure_logging(level: str = "info", json_output: bool = False) -> None:
+    """Send our events and those of libraries to stderr in one form."""
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if json_output:
+        last: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.make_filtering_bound_logger(_number(level)),
+        cache_logger_on_first_use=True,
+    )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(_number(level))
+    # Uvicorn's own lines: errors only; each request has a line of ours.
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = name != "uvicorn.access"
+        logger.setLevel(logging.WARNING)
+
+
+def _number(level: str) -> int:
+    numbers = logging.getLevelNamesMapping() | {
+        "TRACE": logging.DEBUG,
+        "WARN": logging.WARNING,
+        "OFF": logging.CRITICAL,
+    }
+    try:
+        return numbers[level.upper()]
+    except KeyError:
+        raise ValueError(f"unknown log level {level!r}") from None

@@ -1,0 +1,298 @@
+"""What operators see: LoRAX's metric names with its labels, and ours beside them as `lorikeet_*`.
+
+Observing is a bisection and two additions, because some of it happens for every token; the Prometheus form and
+LoRAX's JSON form are made when asked for.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import orjson
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.utils import floatToGoString
+
+from proto import shard_pb2 as pb
+
+PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_DURATIONS = [0.00015 * 1.5**power for power in range(35)]
+_STEPS = [
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+]
+
+
+def _linear(top: int) -> list[float]:
+    return [top * (index + 1) / 100 for index in range(100)]
+
+
+class Histogram:
+    """Counts per bucket; without bounds only number and sum (a summary)."""
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        total, result = 0, []
+        for bound, count in zip([*(f"{bound:.6g}" for bound in self._bounds), "+Inf"], self._counts, strict=True):
+            total += count
+            result.append((bound, float(total)))
+        return result
+
+
+class Counter:
+    """Numbers by the value of one label (empty: no label)."""
+
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def add(self, amount: float = 1, label: str = "") -> None:
+        self.values[label] = self.values.get(label, 0) + amount
+
+
+class Metrics:
+    """Everything one router counts. Routes report requests; the dispatcher reports generations and shards."""
+
+    def __init__(self, max_input_length: int = 4095, max_total_tokens: int = 4096) -> None:
+        # LoRAX's names.
+        self.request_count = Counter()
+        self.request_success = Counter()
+        self.request_failure = Counter()
+        self.request_duration = Histogram(_DURATIONS)
+        self.request_validation_duration = Histogram(_DURATIONS)
+        self.request_queue_duration = Histogram(_DURATIONS)
+        self.request_inference_duration = Histogram(_DURATIONS)
+        self.request_mean_time_per_token_duration = Histogram(_DURATIONS)
+        self.request_input_length = Histogram(_linear(max_input_length))
+        self.request_generated_tokens = Histogram(_linear(max_total_tokens))
+        self.request_max_new_tokens = Histogram(_linear(max_total_tokens))
+        self.request_skipped_tokens = Histogram([])
+        self.batch_next_size = Histogram(range(1, 1025))
+        self.batch_count = Counter()
+        self.batch_success = Counter()
+        self.batch_duration = {"prefill": Histogram(_DURATIONS), "decode": Histogram(_DURATIONS)}
+        # Ours.
+        self.time_to_first_token = Histogram(_DURATIONS)
+        self.inter_token_latency = Histogram(_STEPS)
+        self.queue_seconds = Histogram(_DURATIONS)
+        self.batch_sent = Histogram([2**power for power in range(11)])
+        self.prompt_tokens = Counter()
+        self.generated_tokens = Counter()
+        self.cached_prompt_tokens = Counter()
+        self.prefix_hits = Counter()
+        self.preemptions = Counter()
+        self.drafted_tokens = Counter()
+        self.accepted_tokens = Counter()
+        self.aborts = Counter()
+        self.shard_messages = Counter()
+        self.shard_reconnects = Counter()
+        self.gauges: dict[str, float] = {}
+        """Gauges by full name; the dispatcher sets them as shards speak."""
+        self._page_size = 0
+
+    # What routes report
+
+    def request_arrived(self) -> None:
+        self.request_count.add()
+
+    def request_succeeded(self, seconds: float) -> None:
+        """A request was answered in full, `seconds` after it arrived."""
+        self.request_success.add()
+        self.request_duration.observe(seconds)
+
+    def request_failed(self, reason: str) -> None:
+        """`reason`: overloaded, validation, generation, incomplete, dropped, template, bad_request, timeout, …"""
+        self.request_failure.add(1, reason)
+
+    def request_validated(self, seconds: float) -> None:
+        self.request_validation_duration.observe(seconds)
+
+    # What the dispatcher reports
+
+    def shard_is(self, info: pb.ShardInfo) -> None:
+        self._page_size = info.page_size
+        self.gauges["lorikeet_kv_pages"] = info.num_pages
+
+    def shard_spoke(self, output: pb.StepOutput, num_tokens: int) -> None:
+        """One message of the shard, with `num_tokens` tokens in it."""
+        self.shard_messages.add()
+        self.generated_tokens.add(num_tokens)
+        if not output.HasField("load"):
+            return
+        load, gauges = output.load, self.gauges
+        gauges["lorax_batch_current_size"] = gauges["lorikeet_running_requests"] = load.num_running
+        gauges["lorax_batch_current_max_tokens"] = load.used_pages * self._page_size
+        gauges["lorikeet_shard_waiting_requests"] = load.num_waiting
+        gauges["lorikeet_kv_pages_used"] = load.used_pages
+        gauges["lorikeet_kv_pages_cached"] = load.cached_pages
+        if load.num_preempted:
+            self.preemptions.add(load.num_preempted)
+        if load.step_tokens:
+            # A step has no phase; one that computes more than a token per request is what LoRAX calls a prefill.
+            method = "prefill" if load.step_tokens > load.num_running else "decode"
+            self.batch_count.add(1, method)
+            self.batch_success.add(1, method)
+            self.batch_duration[method].observe(load.step_ms / 1000)
+
+    # What operators ask
+
+    def prometheus(self) -> bytes:
+        """The text format; prometheus_client's own writer would add `_total` to LoRAX's counter names."""
+        lines = []
+        for family in self.collect():
+            lines.append(f"# HELP {family.name} {family.documentation}\n# TYPE {family.name} {family.type}\n")
+            for sample in family.samples:
+                labels = _labels(sample.labels)
+                lines.append(f"{sample.name}{labels} {floatToGoString(sample.value)}\n")
+        return "".join(lines).encode()
+
+    def lorax_json(self) -> bytes:
+        """`{name: {"type", "data": [{"key", "value"}]}}`; keys are sum, count, `name{labels}` or empty."""
+        result: dict[str, Any] = {}
+        for family in self.collect():
+            data = [
+                {"key": _json_key(family.name, sample.name, sample.labels), "value": sample.value}
+                for sample in family.samples
+            ]
+            result[family.name] = {"type": family.type, "data": data}
+        return orjson.dumps(result)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """Body and content type by the request's Accept header: JSON when asked for, else Prometheus text."""
+        if "application/json" in accept:
+            return self.lorax_json(), "application/json"
+        return self.prometheus(), PROMETHEUS_TYPE
+
+    def collect(self) -> Iterator[Metric]:
+        """Prometheus families of everything counted so far."""
+        yield from self._requests()
+        yield from self._batches()
+        yield from self._own()
+        for name, value in self.gauges.items():
+            yield GaugeMetricFamily(name, _GAUGES.get(name, name), value=value)
+
+    def _requests(self) -> Iterator[Metric]:
+        yield _counter("lorax_request_count", "Requests that arrived", self.request_count)
+        yield _counter("lorax_request_success", "Requests answered in full", self.request_success)
+        yield _counter("lorax_request_failure", "Requests that failed, by reason", self.request_failure, "err")
+        for name in (
+            "request_duration",
+            "request_validation_duration",
+            "request_queue_duration",
+            "request_inference_duration",
+            "request_mean_time_per_token_duration",
+            "request_input_length",
+            "request_generated_tokens",
+            "request_max_new_tokens",
+        ):
+            yield _histogram(f"lorax_{name}", name.replace("_", " "), getattr(self, name))
+        skipped = self.request_skipped_tokens
+        yield SummaryMetricFamily(
+            "lorax_request_skipped_tokens",
+            "Tokens beyond the first of their step, per request",
+            count_value=skipped.count,
+            sum_value=skipped.sum,
+        )
+
+    def _batches(self) -> Iterator[Metric]:
+        yield _counter("lorax_batch_inference_count", "Steps", self.batch_count, "method")
+        yield _counter("lorax_batch_inference_success", "Steps that succeeded", self.batch_success, "method")
+        durations = HistogramMetricFamily("lorax_batch_inference_duration", "Seconds per step", labels=["method"])
+        for method, histogram in self.batch_duration.items():
+            durations.add_metric([method], buckets=histogram.buckets(), sum_value=histogram.sum)
+        yield durations
+        yield _histogram("lorax_batch_next_size", "Requests per message to a shard", self.batch_next_size)
+
+    def _own(self) -> Iterator[Metric]:
+        for name, text in _HISTOGRAMS.items():
+            yield _histogram(f"lorikeet_{name}", text, getattr(self, name))
+        for name, text in _COUNTERS.items():
+            yield _counter(f"lorikeet_{name}_total", text, getattr(self, name))
+
+
+_HISTOGRAMS = {
+    "time_to_first_token": "Seconds from a request's arrival in the queue to its first token",
+    "inter_token_latency": "Seconds between tokens of one request",
+    "queue_seconds": "Seconds in the router's queue",
+    "batch_sent": "Requests per message to a shard",
+}
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens sent to shards",
+    "generated_tokens": "Tokens received from shards",
+    "cached_prompt_tokens": "Prompt tokens found in the prefix cache",
+    "prefix_hits": "Requests that found a part of their prompt in the prefix cache",
+    "preemptions": "Requests that gave up their pages to older ones",
+    "drafted_tokens": "Draft tokens verified",
+    "accepted_tokens": "Draft tokens accepted",
+    "aborts": "Requests ended by the router: cancelled, or complete at a stop string",
+    "shard_messages": "Messages received from shards",
+    "shard_reconnects": "Streams lost",
+}
+_GAUGES = {
+    "lorax_queue_length": "Requests in the router's queue",
+    "lorax_batch_current_size": "Requests running in the shard",
+    "lorax_batch_current_max_tokens": "KV tokens that running requests hold",
+    "lorikeet_running_requests": "Requests running in the shard",
+    "lorikeet_shard_waiting_requests": "Requests waiting in the shard",
+    "lorikeet_active_requests": "Requests inside the router, queued or running",
+    "lorikeet_kv_pages": "KV pages in all",
+    "lorikeet_kv_pages_used": "KV pages owned by requests",
+    "lorikeet_kv_pages_cached": "KV pages kept for prefixes only",
+    "lorikeet_credit_requests": "Requests that the shard could still take",
+    "lorikeet_credit_kv_tokens": "KV tokens that the shard could still take",
+    "lorikeet_shard_ready": "1 while the shard serves",
+}
+
+
+def _counter(name: str, text: str, counter: Counter, label: str = "") -> Metric:
+    family = Metric(name, text, "counter")
+    family.name = name  # Metric takes a final _total away
+    values: Iterable[tuple[str, float]] = counter.values.items() if label else [("", counter.values.get("", 0))]
+    for value, number in values:
+        family.add_sample(name, {label: value} if label else {}, number)
+    return family
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
+    return HistogramMetricFamily(name, text, buckets=histogram.buckets(), sum_value=histogram.sum)
+
+
+def _labels(labels: dict[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}" if labels else ""
+
+
+def _json_key(family: str, sample: str, labels: dict[str, str]) -> str:
+    suffix = sample.removeprefix(family).lstrip("_")
+    if suffix in ("sum", "count") and not labels:
+        return suffix
+    return f"{sample}{_labels(labels)}" if labels else ""

@@ -1,0 +1,147 @@
+"""Who goes next: one bounded queue per key, deficit round robin between them, charged in tokens.
+
+A pure state machine: no clock, no sockets, no asyncio. A key (an adapter) is charged for the prompt when one of its
+requests leaves, and for the tokens that its requests emit later; the sum divided by the key's weight is what stays
+equal between keys that always have something waiting.
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+class QueueFull(Exception):
+    """The key's queue holds as many requests as it may."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One key: its waiting requests in order, and what it may still spend (negative: what it owes)."""
+
+    key: str
+    weight: float = 1.0
+    waiting: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """Request id → tokens charged when it leaves."""
+    deficit: float = 0.0
+    idle_since: float = 0.0
+    """The number of rounds when it last ran empty; an idle key pays its debt as rounds go by."""
+
+
+class FairQueue:
+    """Requests waiting for a shard. `quantum` tokens per round and unit of weight."""
+
+    def __init__(self, max_waiting: int, quantum: int = 512) -> None:
+        self._max_waiting = max_waiting
+        self._quantum = quantum
+        self._lanes: dict[str, _Lane] = {}
+        self._turns: deque[_Lane] = deque()
+        """Lanes with waiting requests, the one whose turn it is first."""
+        self._key_of: dict[int, str] = {}
+        self._rounds = 0.0
+        self._fresh = True
+        """Whether the first lane has yet to get its quantum for this turn."""
+
+    def __len__(self) -> int:
+        return len(self._key_of)
+
+    def set_weight(self, key: str, weight: float) -> None:
+        """How much of the tokens `key` gets, relative to 1."""
+        if not weight > 0:
+            raise ValueError(f"a weight must be positive, got {weight}")
+        self._lane(key).weight = weight
+
+    def push(self, key: str, request_id: int, tokens: int) -> None:
+        """Queue a request that is charged `tokens` when it leaves. Raises QueueFull."""
+        lane = self._lane(key)
+        if len(lane.waiting) >= self._max_waiting:
+            raise QueueFull(key)
+        if not lane.waiting:
+            paid = (self._rounds - lane.idle_since) * self._quantum * lane.weight
+            lane.deficit = min(0.0, lane.deficit + paid)
+            self._turns.append(lane)
+        lane.waiting[request_id] = tokens
+        self._key_of[request_id] = key
+
+    def pop(self, fits: Callable[[int], bool]) -> int | None:
+        """Take the next request, unless it does not fit: nobody overtakes it then, or large ones would starve."""
+        lane = self._next_lane()
+        if lane is None:
+            return None
+        request_id = next(iter(lane.waiting))
+        if not fits(request_id):
+            return None
+        lane.deficit -= lane.waiting.pop(request_id)
+        del self._key_of[request_id]
+        if not lane.waiting:
+            self._retire(lane)
+        return request_id
+
+    def remove(self, request_id: int) -> bool:
+        """Forget a waiting request; False when it is not here."""
+        key = self._key_of.pop(request_id, None)
+        if key is None:
+            return False
+        lane = self._lanes[key]
+        del lane.waiting[request_id]
+        if not lane.waiting:
+            self._retire(lane)
+        return True
+
+    def charge(self, key: str, tokens: int) -> None:
+        """Charge tokens that a request of `key` emitted after it left."""
+        self._lane(key).deficit -= tokens
+
+    def _lane(self, key: str) -> _Lane:
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(key, idle_since=self._rounds)
+        return lane
+
+    def _retire(self, lane: _Lane) -> None:
+        """An empty lane keeps its debt but saves up nothing."""
+        if self._turns and self._turns[0] is lane:
+            self._turns.popleft()
+            self._fresh = True
+        else:
+            self._turns.remove(lane)
+        lane.deficit = min(0.0, lane.deficit)
+        lane.idle_since = self._rounds
+
+    def _next_lane(self) -> _Lane | None:
+        """Give quanta in turn until the lane at the front can pay for its oldest request."""
+        visits = 0
+        while self._turns:
+            lane = self._turns[0]
+            cost = next(iter(lane.waiting.values()))
+            if self._fresh:
+                lane.deficit += self._quantum * lane.weight
+                self._fresh = False
+            if lane.deficit >= cost:
+                return lane
+            self._turns.rotate(-1)
+            self._fresh = True
+            self._rounds += 1 / len(self._turns)
+            visits += 1
+            if visits >= len(self._turns):
+                self._skip_rounds()
+                visits = 0
+        return None
+
+    def _skip_rounds(self) -> None:
+        """All lanes are short: give everyone the rounds after which the first of them can pay, bar the last one."""
+        short = [
+            math.ceil((next(iter(lane.waiting.values())) - lane.deficit) / (self._quantum * lane.weight))
+            for lane in self._turns
+        ]
+        rounds = max(0, min(short) - 1)
+        for lane in self._turns:
+            lane.deficit += rounds * self._quantum * lane.weight
+        self._rounds += rounds
+
+    def forget_idle(self) -> None:
+        """Drop keys that wait for nothing and owe nothing any more."""
+        for lane in [lane for lane in self._lanes.values() if not lane.waiting]:
+            paid = (self._rounds - lane.idle_since) * self._quantum * lane.weight
+            if lane.deficit + paid >= 0 and lane.weight == 1.0:
+                del self._lanes[lane.key]

@@ -1,0 +1,146 @@
+"""The router process: event loop, HTTP server, and its end in named stages (drain, cut, close).
+
+The first SIGTERM or SIGINT drains: probes and new requests get 503 while running ones finish. A second one forces.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+import uvloop
+
+from router.app import create_app
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.logging import configure_logging
+from router.metrics import Metrics
+from router.text.tokenizer import Tokenizer
+
+log = structlog.get_logger()
+
+_PR_SET_PDEATHSIG = 1
+_LAST_WORDS_S = 5
+"""How long connections may take to send what they have after the last generation ended."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn without its signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class RouterServer:
+    """Serves until told to end."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._tokenizer = Tokenizer.load(config)
+        self._metrics = Metrics(config.max_input_length, config.max_total_tokens)
+        self._ending = asyncio.Event()
+        self._num_signals = 0
+        self._server: _Uvicorn | None = None
+
+    async def run(self) -> int:
+        """Serve; the exit code."""
+        config = self._config
+        dispatcher = Dispatcher(config, self._tokenizer, self._metrics)
+        app = create_app(dispatcher, self._tokenizer, config, self._metrics)
+        self._server = server = _Uvicorn(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=4096,
+                timeout_graceful_shutdown=_LAST_WORDS_S,
+                lifespan="off",
+            )
+        )
+        listener = _listen(config.hostname, config.port)
+        self._handle_signals()
+        await dispatcher.start()
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        watching = asyncio.create_task(self._watch_parent())
+        log.info("router_listening", hostname=config.hostname, port=listener.getsockname()[1])
+        ending = asyncio.create_task(self._ending.wait())
+        await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            log.info("router_draining", num_active=dispatcher.num_active, timeout_s=config.drain_timeout_s)
+            whole = await dispatcher.drain(config.drain_timeout_s)
+            log.info("router_drained", whole=whole)
+        server.should_exit = True
+        await serving
+        watching.cancel()
+        ending.cancel()
+        await dispatcher.stop()
+        self._tokenizer.close()
+        return 0
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            log.warning("router_forced")
+            sys.stderr.flush()
+            os._exit(1)
+        self._ending.set()
+
+    async def _watch_parent(self) -> None:
+        """End with the parent, also where the kernel does not see to it."""
+        parent = self._config.parent_pid
+        while parent is not None:
+            if os.getppid() != parent:
+                log.error("router_orphaned", parent_pid=parent)
+                os._exit(1)
+            await asyncio.sleep(1.0)
+
+
+def _listen(hostname: str, port: int) -> socket.socket:
+    """A listening socket, or SystemExit with one sentence."""
+    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((hostname, port))
+        listener.listen(4096)
+    except OSError as error:
+        raise SystemExit(f"can't listen on {hostname}:{port}: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(config_path: str) -> int:
+    """Run a router as `config_path` says; the exit code."""
+    try:
+        config = RouterConfig.read(config_path)
+        configure_logging(config.log_level, config.json_output)
+        if config.parent_pid is not None:
+            _die_with_parent()
+
+        async def run() -> int:
+            return await RouterServer(config).run()
+
+        return uvloop.run(run())
+    except (ValueError, OSError) as error:
+        print(f"router: {error}", file=sys.stderr)
+        return 2

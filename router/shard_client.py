@@ -1,0 +1,169 @@
+"""One shard as the router sees it: a channel, a health watch and the one stream that carries all requests.
+
+Connects, and connects again with back-off when the shard is gone. Moves messages; what is in them, and what becomes
+of requests whose stream ended, is the dispatcher's matter.
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from proto import shard_pb2 as pb
+from proto import shard_pb2_grpc
+
+log = structlog.get_logger()
+
+MAX_COMMAND_BYTES = 3 << 20
+"""Messages stay below 4 MiB; a Command is closed before it could get there."""
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+
+
+class ShardListener(Protocol):
+    """Who is told what happens on the stream."""
+
+    def shard_up(self, info: pb.ShardInfo) -> None:
+        """A new stream is open: no id and no credit of an earlier one means anything on it."""
+
+    def shard_output(self, output: pb.StepOutput) -> None: ...
+
+    def shard_down(self, reason: str) -> None:
+        """The stream is gone, and with it every request on it."""
+
+
+class ShardClient:
+    """Keeps one stream to one shard alive for as long as `run` runs."""
+
+    def __init__(self, address: str, listener: ShardListener) -> None:
+        self.address = address
+        self.connected = False
+        self.serving = False
+        """What the shard's health service said last."""
+        self.last_heard = 0.0
+        """time.monotonic() of the last message."""
+        self._listener = listener
+        self._outbox: deque[tuple[pb.Command, int]] = deque()
+        """Commands not taken by the stream yet, with an upper bound of their size in bytes."""
+        self._wake = asyncio.Event()
+        self._num_commands = 0
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        delay = 0.1
+        while True:
+            started = time.monotonic()
+            reason = await self._one_connection()
+            if time.monotonic() - started > 5.0:
+                delay = 0.1
+            log.warning("shard_unreachable", address=self.address, reason=reason, retry_in_s=round(delay, 2))
+            await asyncio.sleep(delay * random.uniform(0.8, 1.2))
+            delay = min(2 * delay, 5.0)
+
+    def submit(self, submits: Iterable[pb.Submit]) -> int:
+        """Send requests in as few messages as their size allows; return the number of messages."""
+        command, size, num_commands = pb.Command(), 0, 1
+        for submit in submits:
+            added = submit.ByteSize() + 8
+            if size and size + added > MAX_COMMAND_BYTES:
+                self._put(command, size)
+                command, size, num_commands = pb.Command(), 0, num_commands + 1
+            command.submits.append(submit)
+            size += added
+        self._put(command, size)
+        return num_commands
+
+    def abort(self, wire_id: int) -> None:
+        """End a request in the shard. Aborts that meet before the stream takes them share a message."""
+        if not self.connected:
+            return
+        if not self._outbox:
+            self._put(pb.Command(), 0)
+        command, size = self._outbox[-1]
+        command.abort_ids.append(wire_id)
+        self._outbox[-1] = (command, size + 10)
+
+    def _put(self, command: pb.Command, size: int) -> None:
+        self._outbox.append((command, size))
+        self._wake.set()
+
+    async def _one_connection(self) -> str:
+        """Connect and serve until something breaks; say what."""
+        async with grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
+            watch: asyncio.Task[None] | None = None
+            try:
+                health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                await self._until_serving(health)
+                watch = asyncio.create_task(self._follow_health(health))
+                stub = shard_pb2_grpc.ShardStub(channel)
+                info = await stub.Info(pb.InfoRequest(), timeout=10.0)
+                await self._serve(stub, info)
+                return "the shard closed the stream"
+            except grpc.aio.AioRpcError as error:
+                return f"{error.code().name}: {error.details()}"
+            finally:
+                self.serving = False
+                if watch is not None:
+                    watch.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                        await watch
+
+    async def _until_serving(self, health: grpc.aio.UnaryStreamCall) -> None:
+        while not self.serving:
+            reply = await health.read()
+            if reply is grpc.aio.EOF:
+                raise grpc.aio.AioRpcError(await health.code(), details="the shard's health service ended")
+            self.serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+
+    async def _follow_health(self, health: grpc.aio.UnaryStreamCall) -> None:
+        async for reply in health:
+            self.serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+            log.info("shard_health", address=self.address, serving=self.serving)
+        self.serving = False
+
+    async def _serve(self, stub: shard_pb2_grpc.ShardStub, info: pb.ShardInfo) -> None:
+        call = stub.Serve()
+        self._outbox.clear()
+        self.connected = True
+        self._listener.shard_up(info)
+        writer = asyncio.create_task(self._write(call))
+        reason = "the shard closed the stream"
+        try:
+            while (output := await call.read()) is not grpc.aio.EOF:
+                self.last_heard = time.monotonic()
+                self._listener.shard_output(output)
+            if (code := await call.code()) is not grpc.StatusCode.OK:
+                reason = f"{code.name}: {await call.details()}"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+            raise
+        finally:
+            self.connected = False
+            writer.cancel()
+            call.cancel()
+            self._listener.shard_down(reason)
+            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                await writer
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._outbox:
+                command, _ = self._outbox.popleft()
+                await call.write(command)

@@ -1,0 +1,82 @@
+"""A model's chat template: where it is found in a model folder, and how messages become a prompt.
+
+The sandbox is Jinja's immutable one, with the functions and filters that model authors expect.
+"""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from router.errors import ChatTemplateError
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what the assistant says, for training; in serving it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens that it may name."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._special_tokens = special_tokens
+        self._error = ""
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:  # the server still serves everything but chat
+            self._error = f"{error} (line {getattr(error, 'lineno', '?')} of the model's chat template)"
+
+    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        """The prompt for `messages`. Raises ChatTemplateError with the template's own message."""
+        if self._error:
+            raise ChatTemplateError(self._error)
+        try:
+            return self._template.render(
+                **{"messages": messages, "add_generation_prompt": True, **self._special_tokens, **variables}
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise ChatTemplateError(str(error) or type(error).__name__) from error
+
+
+def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """The source of the default chat template: its own file first, then the tokenizer's configuration."""
+    own_file = folder / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text()
+    found: Any = tokenizer_config.get("chat_template")
+    if found is None and (folder / "chat_template.json").is_file():
+        found = json.loads((folder / "chat_template.json").read_text()).get("chat_template")
+    if isinstance(found, list):
+        by_name = {entry["name"]: entry["template"] for entry in found}
+        found = by_name.get("default") or (next(iter(by_name.values())) if len(by_name) == 1 else None)
+    return found

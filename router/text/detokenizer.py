@@ -1,0 +1,101 @@
+"""From token ids to text, one token at a time and without broken characters.
+
+Two forms behind one interface: bytes put together where tokens are bytes (byte-level and SentencePiece vocabularies),
+and re-decoding of a short window for every other decoder. Knows no stop strings. Special tokens end an incomplete
+character: their text is their name, and the caller decides whether to show it.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from router.text.vocabulary import Vocabulary
+
+
+class Detokenizer(Protocol):
+    """The text of one growing sequence of tokens."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; empty while a character is incomplete."""
+
+    def flush(self) -> str:
+        """What is left of an incomplete character, as U+FFFD."""
+
+
+class BytewiseDetokenizer:
+    """Holds the bytes of at most one incomplete character."""
+
+    __slots__ = ("_pending", "_special_ids", "_texts", "_vocabulary")
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._texts = vocabulary.texts
+        self._special_ids = vocabulary.special_ids
+        self._pending = b""
+
+    def push(self, token_id: int) -> str:
+        if not self._pending:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+        elif token_id in self._special_ids:
+            return self.flush() + (self._texts[token_id] or "")
+        data = self._pending + self._vocabulary.piece(token_id)
+        text, consumed = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[consumed:]
+        return text
+
+    def flush(self) -> str:
+        text = self._pending.decode(errors="replace")
+        self._pending = b""
+        return text
+
+
+class WindowedDetokenizer:
+    """Decodes the last few tokens again with each new one and takes what was added.
+
+    The window starts within the prompt, so that a decoder which treats the first token of a text differently (word
+    pieces, stripped spaces) does not do so in the middle.
+    """
+
+    __slots__ = ("_backend", "_ids", "_shown", "_special_ids", "_vocabulary")
+
+    context = 6
+    """Tokens before the new one that a decoder may look at."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int] = ()) -> None:
+        self._vocabulary = vocabulary
+        self._backend = vocabulary.backend
+        self._special_ids = vocabulary.special_ids
+        self._ids = [token_id for token_id in prompt_ids[-self.context :] if token_id not in self._special_ids]
+        self._shown = self._decode(self._ids)
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._special_ids:
+            return self.flush() + self._vocabulary.raw(token_id)
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        if text.endswith("\ufffd"):
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        return self._advance(self._decode(self._ids))
+
+    def _advance(self, text: str) -> str:
+        added = text[len(self._shown) :]
+        if len(self._ids) > 2 * self.context:
+            self._ids = self._ids[-self.context :]
+            text = self._decode(self._ids)
+        self._shown = text
+        return added
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+
+def detokenizer(vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> Detokenizer:
+    """The right form for this vocabulary, for text that continues `prompt_ids`."""
+    if vocabulary.is_bytewise:
+        return BytewiseDetokenizer(vocabulary)
+    return WindowedDetokenizer(vocabulary, prompt_ids)

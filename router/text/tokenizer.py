@@ -1,0 +1,160 @@
+"""The model's tokenizer and chat template as the server uses them: awaitable, in threads of their own.
+
+Reads the model's folder directly: importing a modelling library to tokenize would cost a router its quick start.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import tokenizers
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
+from router.config import RouterConfig
+from router.errors import ChatTemplateError
+from router.text.chat_template import ChatTemplate, find_template
+from router.text.detokenizer import Detokenizer, detokenizer
+from router.text.vocabulary import Vocabulary
+
+T = TypeVar("T")
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _content(token: str | dict[str, Any] | None) -> str | None:
+    return token["content"] if isinstance(token, dict) else token
+
+
+class Tokenizer:
+    """Text to ids, ids to text, messages to a prompt."""
+
+    is_fast = True
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: frozenset[int] = frozenset(),
+        special_ids: frozenset[int] = frozenset(),
+        template: ChatTemplate | None = None,
+        num_workers: int = 1,
+    ) -> None:
+        self._backend = backend
+        self._template = template
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize")
+        self.vocabulary = Vocabulary(backend, special_ids)
+        self.special_ids = self.vocabulary.special_ids
+        self.eos_ids = eos_ids
+        """Tokens that end a text, of the generation configuration and the tokenizer."""
+
+    @classmethod
+    def load(cls, config: RouterConfig) -> Self:
+        """Read the tokenizer of the model folder. Raises ValueError that says what is missing."""
+        folder = Path(config.model_path)
+        settings = _read_json(folder / "tokenizer_config.json")
+        backend = _load_backend(folder, settings)
+        named = {**_read_json(folder / "special_tokens_map.json"), **settings}
+        named_tokens = {name: text for name in _NAMED_TOKENS if (text := _content(named.get(name))) is not None}
+        ids = {name: backend.token_to_id(text) for name, text in named_tokens.items()}
+        _apply_bos_and_eos(backend, settings, named_tokens)
+        template_settings = settings
+        if config.tokenizer_config_path is not None:
+            template_settings = json.loads(Path(config.tokenizer_config_path).read_text())
+        source = find_template(folder, settings)
+        if template_settings is not settings:
+            source = find_template(Path("/nonexistent"), template_settings) or source
+        return cls(
+            backend,
+            eos_ids=_eos_ids(folder, ids.get("eos_token")),
+            special_ids=frozenset(token_id for token_id in ids.values() if token_id is not None),
+            template=ChatTemplate(source, named_tokens) if source else None,
+            num_workers=config.validation_workers,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`."""
+        return await self._in_pool(lambda: self._encode(text, add_special_tokens).ids)
+
+    async def encode_with_offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, str, int, int]]:
+        """(id, raw vocabulary text, start, stop) per token; offsets count characters."""
+
+        def work() -> list[tuple[int, str, int, int]]:
+            encoding = self._encode(text, add_special_tokens)
+            spans = zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
+            return [(token_id, raw, start, stop) for token_id, raw, (start, stop) in spans]
+
+        return await self._in_pool(work)
+
+    async def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        """The prompt for `messages`. Raises ChatTemplateError, also when the model has no template."""
+        template = self._template
+        if template is None:
+            raise ChatTemplateError("the model has no chat template")
+        return await self._in_pool(lambda: template.render(messages, **variables))
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself."""
+        return self.vocabulary.text(token_id)
+
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+        """For text that continues `prompt_ids`."""
+        return detokenizer(self.vocabulary, prompt_ids)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens)
+
+    async def _in_pool(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _load_backend(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no tokenizer.json: convert the model's tokenizer to a fast one")
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.no_truncation()
+    backend.no_padding()
+    declared = settings.get("added_tokens_decoder") or {}
+    for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(token["content"]) is None:
+            flags = {name: token[name] for name in ("lstrip", "rstrip", "normalized", "single_word") if name in token}
+            backend.add_tokens([AddedToken(token["content"], special=token.get("special", False), **flags)])
+    return backend
+
+
+def _apply_bos_and_eos(backend: tokenizers.Tokenizer, settings: dict[str, Any], named: dict[str, str]) -> None:
+    """Let `add_bos_token` and `add_eos_token`, where written down, have the last word over the post-processor."""
+    if "add_bos_token" not in settings and "add_eos_token" not in settings:
+        return
+    plain = backend.encode("a", add_special_tokens=False).tokens
+    before = [named["bos_token"]] if settings.get("add_bos_token") and "bos_token" in named else []
+    after = [named["eos_token"]] if settings.get("add_eos_token") and "eos_token" in named else []
+    if backend.encode("a").tokens == [*before, *plain, *after]:
+        return
+    special = [(text, backend.token_to_id(text)) for text in dict.fromkeys(before + after)]
+    single = [*before, "$A", *after]
+    pair = [*before, "$A", *after, *(f"{text}:1" for text in before), "$B:1", *(f"{text}:1" for text in after)]
+    backend.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
+
+
+def _eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
+    declared = _read_json(folder / "generation_config.json").get("eos_token_id")
+    if declared is None:
+        declared = _read_json(folder / "config.json").get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [declared]
+    return frozenset(token_id for token_id in [*ids, tokenizer_eos] if token_id is not None)

@@ -1,0 +1,128 @@
+"""What each token id says: its raw name, the bytes it stands for, its text where those bytes are whole characters.
+
+Reads the tokenizer's decoder once to learn which of three kinds it is; everything per token is a dictionary lookup
+afterwards. Knows single tokens only, not sequences.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_table() -> dict[str, int]:
+    """The printable stand-in of each byte in a byte-level vocabulary (GPT-2's table), inverted."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(0x100) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(rest)}
+
+
+_BYTE_OF = _byte_level_table()
+
+
+def _byte_level(name: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[char] for char in name])
+    except KeyError:  # an added token: plain text
+        return name.encode()
+
+
+def _replacing(replacements: list[tuple[str, str]], byte_fallback: bool) -> Callable[[str], bytes]:
+    def piece(name: str) -> bytes:
+        if byte_fallback and (match := _BYTE_TOKEN.fullmatch(name)):
+            return bytes([int(match[1], 16)])
+        for old, new in replacements:
+            name = name.replace(old, new)
+        return name.encode()
+
+    return piece
+
+
+def _piece_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
+    """From a token's raw name to its bytes, or None when the decoder treats tokens differently by their neighbours.
+
+    What a decoder strips from the very start of a text is no concern here: generated text continues a prompt.
+    """
+    if decoder is None:
+        return None
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [part["type"] for part in parts]
+    if kinds == ["ByteLevel"]:
+        return _byte_level
+    replacements: list[tuple[str, str]] = []
+    for index, part in enumerate(parts):
+        if part["type"] == "Metaspace":
+            replacements.append((part["replacement"], " "))
+        elif part["type"] == "Replace" and "String" in part["pattern"]:
+            replacements.append((part["pattern"]["String"], part["content"]))
+        elif part["type"] == "Strip" and "Fuse" in kinds[:index] and part["stop"] == 0:
+            continue
+        elif part["type"] not in ("ByteFallback", "Fuse"):
+            return None
+    return _replacing(replacements, "ByteFallback" in kinds) if replacements else None
+
+
+class Vocabulary:
+    """One tokenizer's tokens."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, also_special: Iterable[int] = ()) -> None:
+        self.backend = backend
+        self.size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special) | frozenset(also_special)
+        self._added = {index: token.content for index, token in added.items()}
+        state = backend.decoder.__getstate__() if backend.decoder is not None else None
+        self._piece = _piece_function(json.loads(state) if state else None)
+        if self._piece is not None and not self._agrees():
+            self._piece = None
+        self.texts = _Texts(self)
+
+    @property
+    def is_bytewise(self) -> bool:
+        """Whether the bytes of a text are those of its tokens, one after the other."""
+        return self._piece is not None
+
+    def raw(self, token_id: int) -> str:
+        """The token's name in the vocabulary; empty for an id that has none (padded output heads)."""
+        return self._added.get(token_id) or self.backend.id_to_token(token_id) or ""
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes that the token stands for; only where `is_bytewise`."""
+        name = self.raw(token_id)
+        if token_id in self.special_ids:
+            return name.encode()
+        assert self._piece is not None
+        return self._piece(name)
+
+    def text(self, token_id: int) -> str:
+        """The token by itself, incomplete characters as U+FFFD."""
+        if self._piece is not None:
+            return self.piece(token_id).decode(errors="replace")
+        return self.backend.decode([token_id], skip_special_tokens=False)
+
+    def _agrees(self) -> bool:
+        """Whether pieces put together give what the tokenizer itself decodes, tried on tokens from all over."""
+        sample = [index for index in range(0, self.size, max(1, self.size // 256)) if index not in self.special_ids]
+        pieces = [(index, self.piece(index)) for index in sample]
+        whole = [(index, piece) for index, piece in pieces if piece.decode(errors="ignore").encode() == piece]
+        expected = self.backend.decode([index for index, _ in whole], skip_special_tokens=False)
+        return b"".join(piece for _, piece in whole).decode().lstrip(" ") == expected.lstrip(" ")
+
+
+class _Texts(dict[int, str | None]):
+    """Text of each token whose bytes are whole characters, None for the others; filled as tokens are met."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text: str | None = self._vocabulary.piece(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text

@@ -1,0 +1,44 @@
+"""A generation request as the wire's Submit message. Knows both shapes and nothing else."""
+
+from collections.abc import Iterable
+
+from proto import shard_pb2 as pb
+from router.generation import GenerationRequest
+
+
+def submit_message(
+    wire_id: int, request: GenerationRequest, stop_ids: Iterable[int], deadline_ms: int = 0
+) -> pb.Submit:
+    """`deadline_ms` from now, 0 never."""
+    sampling = request.sampling
+    return pb.Submit(
+        id=wire_id,
+        prompt_ids=request.prompt_ids,
+        max_new_tokens=request.max_new_tokens,
+        seed=request.seed,
+        sampling=pb.Sampling(
+            do_sample=sampling.do_sample,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            typical_p=sampling.typical_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            bias_ids=[token_id for token_id, _ in sampling.logit_bias],
+            bias_values=[value for _, value in sampling.logit_bias],
+            watermark=sampling.watermark,
+        ),
+        stop_ids=() if request.ignore_eos else stop_ids,
+        group_id=request.group_id,
+        deadline_ms=deadline_ms,
+        logprobs=pb.Logprobs(
+            wanted=request.logprobs,
+            alternatives=request.num_alternatives,
+            prefill=request.prefill_logprobs,
+            law=pb.Logprobs.RAW if request.raw_logprobs else pb.Logprobs.PROCESSED,
+            prefill_alternatives=request.num_prefill_alternatives,
+        ),
+        cache_salt=request.cache_salt,
+    )
