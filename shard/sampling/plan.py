@@ -1,0 +1,216 @@
+"""The rows of one batch, cut into chunks of like rows, with their parameters as tensors on the device.
+
+Made once and used again for as long as the batch has the same rows: building a step then costs nothing. Knows rows and
+their parameters; touches no logits.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shard.request import LogprobParams, SamplingParams
+from shard.sampling.noise import as_signed
+from shard.sampling.penalties import Bias, Penalties
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
+"""Scores worked on at once: what stays in a CPU core's cache; what bounds scratch memory on CUDA."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the sampler keeps of one request."""
+
+    row: int
+    params: SamplingParams
+    logprobs: LogprobParams
+    slot: int
+    """Row of the token counts, -1 without penalties."""
+
+    @property
+    def shaped(self) -> bool:
+        """Whether anything is added to its scores."""
+        return self.slot >= 0 or bool(self.params.logit_bias) or self.params.watermark
+
+    @property
+    def plain(self) -> bool:
+        """Whether its arg max is all there is to it."""
+        return not (self.params.do_sample or self.shaped or self.logprobs.wanted)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One filter for n rows of a chunk."""
+
+    # [n] rows of the chunk
+    rows: torch.Tensor
+    # [n, 1] its parameter
+    values: torch.Tensor
+    largest: int = 0
+    """The largest value, of integer parameters."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Log probabilities of one law for n rows of a chunk."""
+
+    # [n] rows of the chunk
+    rows: torch.Tensor
+    # [n] rows of the batch
+    batch_rows: torch.Tensor
+    num_alternatives: int
+    """The most that any of them asked for."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a batch that are worked on together: all drawn, or all arg max."""
+
+    # [S'] rows of the batch
+    batch_rows: torch.Tensor
+    drawn: bool
+    bias: Bias | None
+    # [n] rows of the chunk with a watermark
+    marked: torch.Tensor | None
+    # [n] device rows of these
+    marked_rows: torch.Tensor | None
+    penalties: Penalties | None
+    # [S'] int64
+    seeds: torch.Tensor
+    # [S', 1]
+    temperature: torch.Tensor
+    top_k: Filter | None
+    top_p: Filter | None
+    min_p: Filter | None
+    typical_p: Filter | None
+    raw: Wanted | None
+    processed: Wanted | None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the law drawn from differs from the model's own."""
+        return self.drawn or bool(self.bias or self.penalties) or self.marked is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one batch of rows is sampled."""
+
+    # [S] device rows
+    rows: torch.Tensor
+    chunks: list[Chunk]
+    any_plain: bool
+    any_drawn: bool
+    num_alternatives: list[int]
+    # [n] rows of the batch with penalties
+    counted: torch.Tensor | None
+    # [n] their rows of the token counts
+    counted_slots: torch.Tensor | None
+
+
+class Planner:
+    """Makes plans for one device and vocabulary."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._chunk_rows = max(1, _CHUNK_ELEMENTS.get(device.type, 1 << 26) // vocab_size)
+
+    def plan(self, rows: Sequence[Row]) -> Plan:
+        indexed = list(enumerate(rows))
+        drawn = [(index, row) for index, row in indexed if row.params.do_sample]
+        greedy = [(index, row) for index, row in indexed if not row.params.do_sample and not row.plain]
+        chunks = []
+        for kind in (drawn, greedy):
+            for start in range(0, len(kind), self._chunk_rows):
+                chunks.append(self._chunk(kind[start : start + self._chunk_rows]))
+        counted = [(index, row.slot) for index, row in indexed if row.slot >= 0]
+        return Plan(
+            rows=self.tensor([row.row for row in rows]),
+            chunks=chunks,
+            any_plain=any(row.plain for row in rows),
+            any_drawn=bool(drawn),
+            num_alternatives=[row.logprobs.alternatives if row.logprobs.wanted else 0 for row in rows],
+            counted=self.tensor([index for index, _ in counted]) if counted else None,
+            counted_slots=self.tensor([slot for _, slot in counted]) if counted else None,
+        )
+
+    def tensor(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype = torch.long) -> torch.Tensor:
+        """[n] on the device, without waiting for it."""
+        host = torch.tensor(values, dtype=dtype)
+        if self._device.type != "cuda":
+            return host.to(self._device)
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+    def _chunk(self, members: list[tuple[int, Row]]) -> Chunk:
+        rows = [row for _, row in members]
+        marked = [at for at, row in enumerate(rows) if row.params.watermark]
+        return Chunk(
+            batch_rows=self.tensor([index for index, _ in members]),
+            drawn=rows[0].params.do_sample,
+            bias=self._bias(rows),
+            marked=self.tensor(marked) if marked else None,
+            marked_rows=self.tensor([rows[at].row for at in marked]) if marked else None,
+            penalties=self._penalties(rows),
+            seeds=self.tensor([as_signed(row.params.seed) for row in rows]),
+            temperature=self._column([row.params.temperature for row in rows]),
+            top_k=self._top_k(rows),
+            top_p=self._filter(rows, lambda params: params.top_p, lambda value: value < 1.0),
+            min_p=self._filter(
+                rows, lambda params: math.log(params.min_p) if params.min_p > 0 else -math.inf, math.isfinite
+            ),
+            typical_p=self._filter(rows, lambda params: params.typical_p, lambda value: value < 1.0),
+            raw=self._wanted(members, raw=True),
+            processed=self._wanted(members, raw=False),
+        )
+
+    def _column(self, values: Sequence[float]) -> torch.Tensor:
+        return self.tensor(values, torch.float32)[:, None]
+
+    def _top_k(self, rows: list[Row]) -> Filter | None:
+        used = [at for at, row in enumerate(rows) if row.params.top_k > 0]
+        if not used:
+            return None
+        values = [rows[at].params.top_k for at in used]
+        return Filter(self.tensor(used), self.tensor(values)[:, None], max(values))
+
+    def _filter(
+        self, rows: list[Row], value_of: Callable[[SamplingParams], float], used: Callable[[float], bool]
+    ) -> Filter | None:
+        values = {at: value for at, row in enumerate(rows) if used(value := value_of(row.params))}
+        return Filter(self.tensor(list(values)), self._column(list(values.values()))) if values else None
+
+    def _bias(self, rows: list[Row]) -> Bias | None:
+        entries = [
+            (at, token_id, value) for at, row in enumerate(rows) for token_id, value in row.params.logit_bias
+        ]
+        if not entries:
+            return None
+        at, ids, values = zip(*entries, strict=True)
+        return Bias(self.tensor(at), self.tensor(ids), self.tensor(values, torch.float32))
+
+    def _penalties(self, rows: list[Row]) -> Penalties | None:
+        used = [(at, row) for at, row in enumerate(rows) if row.slot >= 0]
+        if not used:
+            return None
+        return Penalties(
+            rows=self.tensor([at for at, _ in used]),
+            slots=self.tensor([row.slot for _, row in used]),
+            repetition=self._column([row.params.repetition_penalty for _, row in used]),
+            frequency=self._column([row.params.frequency_penalty for _, row in used]),
+            presence=self._column([row.params.presence_penalty for _, row in used]),
+        )
+
+    def _wanted(self, members: list[tuple[int, Row]], raw: bool) -> Wanted | None:
+        asked = [
+            (at, index, row.logprobs.alternatives)
+            for at, (index, row) in enumerate(members)
+            if row.logprobs.wanted and row.logprobs.raw == raw
+        ]
+        if not asked:
+            return None
+        return Wanted(
+            rows=self.tensor([at for at, _, _ in asked]),
+            batch_rows=self.tensor([index for _, index, _ in asked]),
+            num_alternatives=max(k for _, _, k in asked),
+        )

@@ -1,0 +1,154 @@
+"""The sampler: from the logits of a step to one token per request, every request by its own parameters.
+
+Owns the device state that sampling needs: the newest token of each row and the counts behind penalties. Never reads
+from the device while sampling, so a step may be sampled before the one before it is known to the host.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from shard.request import LogprobParams, SamplingParams
+from shard.sampling import filters
+from shard.sampling.noise import Purpose, log_exponentials, row_keys, token_words
+from shard.sampling.penalties import TokenCounts, Watermark
+from shard.sampling.plan import Chunk, Filter, Plan, Planner, Row
+from shard.sampling.report import Outcome, PromptLogprobs, Sampled, prompt_logprobs
+
+
+class Sampler:
+    """Samples one token for each of S rows at a time."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_rows: int,
+        device: torch.device,
+        watermark_gamma: float = 0.5,
+        watermark_delta: float = 2.0,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        # [max_rows] newest token of each row, also when the host has not seen it yet
+        self.last_tokens = torch.zeros(max_rows, dtype=torch.long, device=self._device)
+        self._words = token_words(vocab_size, self._device)
+        self._watermark = Watermark(self._words, watermark_gamma, watermark_delta)
+        self._counts = TokenCounts(vocab_size, self._device)
+        self._planner = Planner(vocab_size, self._device)
+        self._rows: dict[int, Row] = {}
+        self._plan: Plan | None = None
+        self._planned: list[int] = []
+
+    def add(
+        self, row: int, params: SamplingParams, logprobs: LogprobParams, token_ids: list[int], num_prompt: int
+    ) -> None:
+        """Take a request into `row`; its first `num_prompt` known tokens are prompt, the others earlier output."""
+        if row in self._rows:
+            raise ValueError(f"row {row} is taken")
+        penalised = params.repetition_penalty != 1.0 or params.frequency_penalty != 0 or params.presence_penalty != 0
+        self._rows[row] = Row(
+            row=row,
+            params=replace(params, logit_bias=_summed(params.logit_bias)),
+            logprobs=replace(logprobs, alternatives=min(logprobs.alternatives, self._vocab_size)),
+            slot=self._counts.take(token_ids, num_prompt) if penalised else -1,
+        )
+        self.last_tokens[row] = token_ids[-1]
+        self._plan = None
+
+    def remove(self, row: int) -> None:
+        """Let a row go."""
+        slot = self._rows.pop(row).slot
+        if slot >= 0:
+            self._counts.give_back(slot)
+        self._plan = None
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
+        """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`."""
+        plan = self._plan_for(list(rows))
+        outcome = Outcome(len(rows), plan.num_alternatives, self._device)
+        if plan.any_plain:
+            outcome.token_ids, outcome.bad = _arg_max(logits)
+        places = self._planner.tensor(positions) if plan.any_drawn else None
+        for chunk in plan.chunks:
+            self._sample_chunk(chunk, logits, places, outcome)
+        self.last_tokens.index_copy_(0, plan.rows, outcome.token_ids)
+        if plan.counted is not None and plan.counted_slots is not None:
+            self._counts.append(plan.counted_slots, outcome.token_ids.index_select(0, plan.counted))
+        return outcome.sampled()
+
+    def prompt_logprobs(self, logits: torch.Tensor, target_ids: torch.Tensor, k: int) -> PromptLogprobs:
+        """logits: [M, V] float32; target_ids: [M]. The model's own law at each target, and its k likeliest tokens."""
+        return prompt_logprobs(logits, target_ids, k)
+
+    def _plan_for(self, rows: list[int]) -> Plan:
+        if self._plan is None or self._planned != rows:
+            self._plan = self._planner.plan([self._rows[row] for row in rows])
+            self._planned = rows
+        return self._plan
+
+    def _sample_chunk(
+        self, chunk: Chunk, logits: torch.Tensor, positions: torch.Tensor | None, outcome: Outcome
+    ) -> None:
+        """logits: [S, V]; positions: [S], wanted where tokens are drawn."""
+        scores = logits.index_select(0, chunk.batch_rows)
+        if chunk.raw is not None and chunk.changes_scores:
+            logits = scores.clone()
+        else:
+            logits = scores
+        self._shape(chunk, scores)
+        if chunk.drawn and positions is not None:
+            scores = _filter(chunk, scores.div_(chunk.temperature))
+            keys = row_keys(chunk.seeds, positions.index_select(0, chunk.batch_rows), Purpose.DRAW)
+            token_ids = log_exponentials(self._words, keys).neg_().add_(scores).argmax(dim=-1)
+        else:
+            token_ids = scores.argmax(dim=-1)
+        outcome.token_ids.index_copy_(0, chunk.batch_rows, token_ids)
+        outcome.bad.index_copy_(0, chunk.batch_rows, _is_bad(scores, token_ids))
+        if chunk.processed is not None:
+            outcome.report(chunk.processed, scores, token_ids)
+        if chunk.raw is not None:
+            outcome.report(chunk.raw, logits, token_ids)
+
+    def _shape(self, chunk: Chunk, scores: torch.Tensor) -> None:
+        """scores: [S', V], changed in place."""
+        if chunk.bias is not None:
+            chunk.bias.apply(scores)
+        if chunk.marked is not None and chunk.marked_rows is not None:
+            self._watermark.apply(scores, chunk.marked, self.last_tokens.index_select(0, chunk.marked_rows))
+        if chunk.penalties is not None:
+            chunk.penalties.apply(scores, self._counts)
+
+
+def _summed(bias: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Each token once, with the sum of its entries."""
+    totals: dict[int, float] = {}
+    for token_id, value in bias:
+        totals[token_id] = totals.get(token_id, 0.0) + value
+    return tuple(totals.items())
+
+
+def _arg_max(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores: [S, V]. Returns [S] the first highest token of each row, and [S] whether the row is bad."""
+    token_ids = scores.argmax(dim=-1)
+    return token_ids, _is_bad(scores, token_ids)
+
+
+def _is_bad(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """scores: [S, V]; token_ids: [S], highest or drawn. Returns [S] bool: NaN, infinite, or nothing to draw."""
+    return ~scores.gather(1, token_ids[:, None])[:, 0].isfinite()
+
+
+def _filter(chunk: Chunk, scores: torch.Tensor) -> torch.Tensor:
+    """scores: [S', V] after temperature, changed in place."""
+    steps: list[tuple[Filter | None, Callable[[torch.Tensor, Filter], torch.Tensor]]] = [
+        (chunk.top_k, lambda part, used: filters.top_k(part, used.values, used.largest)),
+        (chunk.top_p, lambda part, used: filters.top_p(part, used.values)),
+        (chunk.min_p, lambda part, used: filters.min_p(part, used.values)),
+        (chunk.typical_p, lambda part, used: filters.typical_p(part, used.values)),
+    ]
+    for used, apply in steps:
+        if used is not None:
+            part = apply(scores.index_select(0, used.rows), used)
+            scores.index_copy_(0, used.rows, part)
+    return scores
