@@ -100,7 +100,9 @@ class Request:
     num_scored: int = 0
     """Leading prompt positions whose prompt log probability has been emitted."""
     num_cached: int | None = None
-    """Prompt tokens that the prefix cache gave at first admission; None before it."""
+    """Prompt tokens that the prefix cache gave at first admission and that are yet to be reported; None before it."""
+    num_emitted: int = 0
+    """Output tokens handed over so far, without those of an earlier run."""
     awaited_hash: bytes | None = None
     """Hash of the page that another request is computing and this one waits for."""
 

@@ -1,0 +1,230 @@
+"""The step loop: schedule → forward → sample → commit, as long as there is something to compute; else it sleeps.
+
+One thread owns everything here. It hears of the world through the inbox and tells it through the outbox.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+import torch
+
+from shard.batch import StepInputs
+from shard.inbox import Inbox
+from shard.intake import Intake
+from shard.outbox import Outbox, Output, Status
+from shard.request import FinishReason, Request
+from shard.sampling import Sampler
+from shard.scheduler import Scheduler, Share
+from shard.step import Layout, Step, error_output, fill_inputs, score_output, scored_span, token_output
+
+log = structlog.get_logger()
+
+BAD_LOGITS = "the model gave no finite logits for this request"
+WARM_UP_KEY = (0, 0)
+
+
+class Network(Protocol):
+    """What the engine needs of a model."""
+
+    inputs: StepInputs
+
+    def forward(self) -> torch.Tensor:
+        """Logits of `inputs.logits_rows`: [S, V] float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """How the loop runs."""
+
+    commit_lag: int = 0
+    """Steps that may be launched before the oldest is committed, beyond the one at hand."""
+    max_waiting: int = 64
+    """Bounds the credit beyond the running requests."""
+
+
+class Engine:
+    """One model, its scheduler, and the loop that moves both."""
+
+    def __init__(
+        self, network: Network, sampler: Sampler, scheduler: Scheduler, mail: tuple[Inbox, Outbox], pacing: Pacing
+    ) -> None:
+        self.scheduler = scheduler
+        self.running_step = (0, 0.0)
+        """Number and start of the step at hand, (0, …) between steps. Read by other threads."""
+        self._network = network
+        self._sampler = sampler
+        self._inbox, self._outbox = mail
+        self._pacing = pacing
+        self._intake = Intake(self._inbox, scheduler, scheduler.limits.max_running + pacing.max_waiting)
+        self._launched: deque[Step] = deque()
+        self._rows: set[int] = set()  # rows that the sampler knows
+        self._outputs: list[Output] = []
+        self._num_steps = 0
+        self._last = (0, 0)  # milliseconds and tokens of the newest step
+        self._num_preempted_told = 0
+        self._is_clean = True
+        self._is_cut = False
+
+    def run(self) -> None:
+        """Step until stop(). Raises when something is wrong with the shard itself."""
+        while not (self._is_cut or (self._intake.is_ending and self.scheduler.is_idle)):
+            self.step()
+            if self.scheduler.is_idle:
+                self._when_idle()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """schedule → forward → sample → commit → outputs."""
+        self._outputs = self._intake.apply()
+        for request in self.scheduler.expire(time.monotonic()):
+            self._outputs.append(Output(request.key, finish_reason=FinishReason.DEADLINE))
+        shares = self.scheduler.schedule()
+        if shares:
+            self._launch(shares)
+        num_open = self._pacing.commit_lag if shares and not self._launched[-1].error else 0
+        while len(self._launched) > num_open:
+            self._commit(self._launched.popleft())
+        self._publish()
+
+    def stop(self) -> None:
+        """Take nothing new and end when the running requests have; called again, end after this step. Any thread."""
+        self._is_cut = self._intake.is_ending
+        self._intake.is_ending = True
+        self._inbox.wake()
+
+    def cut(self) -> None:
+        """End after this step. Any thread."""
+        self._is_cut = True
+        self._inbox.wake()
+
+    def warm_up(self) -> None:
+        """Run a request of two tokens from end to end, so that what cannot work fails before anyone is served."""
+        request = Request(WARM_UP_KEY, token_ids=[0] * 2, num_prompt=2, max_new_tokens=2)
+        self.scheduler.add(request)
+        while not self.scheduler.is_idle:
+            self.step()
+        if request.finish_reason is not FinishReason.LENGTH:
+            raise RuntimeError(next(output.error for output in self._outputs if output.error))
+        self.scheduler.check()
+
+    def _launch(self, shares: list[Share]) -> None:
+        """forward → sample. A failure is that of the step's requests, unless the device itself is broken."""
+        self._num_steps += 1
+        step = Step(self._num_steps, shares, time.monotonic())
+        self.running_step = (step.number, step.started)
+        self._launched.append(step)
+        self._is_clean = False
+        try:
+            self._refresh_rows()
+            self._compute(step)
+        except Exception as error:
+            if is_device_broken(error):
+                raise
+            log.exception("step failed", step=step.number, num_requests=len(shares))
+            step.error = f"the step failed: {type(error).__name__}"
+
+    def _compute(self, step: Step) -> None:
+        layout = Layout()
+        for share in step.shares:
+            layout.add(share)
+        fill_inputs(self._network.inputs, layout, step.shares, self._sampler)
+        # [S + M, V]
+        logits = self._network.forward()
+        samplers = [share for share in step.shares if share.samples]
+        if samplers:
+            rows, positions = [share.request.row for share in samplers], [share.end for share in samplers]
+            step.sampled = self._sampler.sample(logits[: len(samplers)], rows, positions)
+        if layout.target_ids:
+            target_ids = torch.tensor(layout.target_ids, dtype=torch.long).to(logits.device, non_blocking=True)
+            step.scores = self._sampler.prompt_logprobs(
+                logits[len(samplers) :], target_ids, layout.num_score_alternatives
+            )
+
+    def _refresh_rows(self) -> None:
+        """Bring the device state of rows up to date with the scheduler."""
+        freed, admitted = self.scheduler.freed_rows, self.scheduler.admitted
+        while freed:
+            row = freed.pop()
+            if row in self._rows:
+                self._rows.remove(row)
+                self._sampler.remove(row)
+        while admitted:
+            request = admitted.pop()
+            self._sampler.add(request.row, request.sampling, request.logprobs, request.token_ids, request.num_prompt)
+            self._rows.add(request.row)
+
+    def _commit(self, step: Step) -> None:
+        """Take in what a step gave, and say it."""
+        if step.error:
+            for share in step.shares:
+                self._fail(share, step.error, retryable=True)
+            return
+        sampled = step.sampled.to_host() if step.sampled else None
+        scores = step.scores.to_host() if step.scores else None
+        row = first_score = 0
+        for share in step.shares:
+            request, span = share.request, scored_span(share)
+            token_id = None
+            if share.samples and sampled is not None:
+                token_id, is_bad = sampled.token_ids[row], sampled.bad[row]
+                row += 1
+                if is_bad:
+                    self._fail(share, BAD_LOGITS, retryable=False)
+                    first_score += len(span)
+                    continue
+            is_alive = self.scheduler.commit(share, token_id)
+            if is_alive and span and scores is not None:
+                self._outputs.append(score_output(share, span, scores, first_score))
+            first_score += len(span)
+            if is_alive and token_id is not None and sampled is not None:
+                self._outputs.append(token_output(request, sampled, row - 1))
+        self._last = (round((time.monotonic() - step.started) * 1000), step.num_tokens)
+
+    def _fail(self, share: Share, error: str, retryable: bool) -> None:
+        if self.scheduler.discard(share):
+            self._outputs.append(error_output(share.request, error, retryable))
+
+    def _publish(self) -> None:
+        if not self._launched:
+            self.running_step = (0, 0.0)
+        self._outbox.publish(self._outputs, self._status(), self._intake.acknowledged, self._intake.failed_adapters)
+        self._intake.failed_adapters.clear()
+        self._num_preempted_told = self.scheduler.num_preempted
+
+    def _status(self) -> Status:
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
+        max_running = scheduler.limits.max_running
+        num_ahead = min(self._pacing.max_waiting, max(1, max_running // 8))  # so that a request that ends is replaced
+        num_free_pages = cache.num_available - num_running  # each running request may need one more soon
+        return Status(
+            step=self._num_steps,
+            credit_requests=max(0, max_running + num_ahead - num_running - num_waiting),
+            credit_tokens=max(0, num_free_pages * cache.page_size - scheduler.num_waiting_tokens),
+            num_running=num_running,
+            num_waiting=num_waiting,
+            used_pages=cache.num_owned,
+            cached_pages=cache.num_cached,
+            num_preempted=scheduler.num_preempted - self._num_preempted_told,
+            step_ms=self._last[0],
+            step_tokens=self._last[1],
+        )
+
+    def _when_idle(self) -> None:
+        """Prove that nothing leaked, once, then sleep until something comes."""
+        if not self._is_clean:
+            self.scheduler.check()
+            self._is_clean = True
+        if not (self._is_cut or self._intake.is_ending):
+            self._inbox.wait()
+
+
+def is_device_broken(error: Exception) -> bool:
+    """Whether nothing computed on the device after this error can be trusted."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)

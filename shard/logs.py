@@ -1,0 +1,29 @@
+"""How a shard logs: lines for people or JSON, never a prompt or a token."""
+
+import logging
+import sys
+
+import structlog
+
+
+def configure(json_output: bool, level: str) -> None:
+    """Set up structlog for this process. Raises ValueError for a level that does not exist."""
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ValueError(f"unknown log level {level!r}")
+    renderer: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer() if json_output else structlog.dev.ConsoleRenderer(colors=False)
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([structlog.processors.format_exc_info] if json_output else []),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(process="shard")

@@ -1,0 +1,148 @@
+"""What the steps gave, on its way to the routers. The loop never waits: what a slow stream has yet to take is merged.
+
+Knows streams by their epoch and how to merge outputs; knows neither gRPC nor the wire's messages.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shard.request import FinishReason
+
+
+@dataclass(slots=True)
+class Output:
+    """What one or several steps gave one request. Lists are flat, as on the wire."""
+
+    key: tuple[int, int]
+    token_ids: list[int] = field(default_factory=list)
+    sources: bytearray = field(default_factory=bytearray)
+    step_ends: bytearray = field(default_factory=bytearray)
+    logprobs: list[float] = field(default_factory=list)
+    alternative_ids: list[int] = field(default_factory=list)
+    alternative_logprobs: list[float] = field(default_factory=list)
+    num_cached: int = 0
+    finish_reason: FinishReason = FinishReason.NONE
+    error: str = ""
+    retryable: bool = False
+    prefill_logprobs: list[float] = field(default_factory=list)
+    prefill_alternative_ids: list[int] = field(default_factory=list)
+    prefill_alternative_logprobs: list[float] = field(default_factory=list)
+
+    def merge(self, later: "Output") -> None:
+        """Append what a later step gave."""
+        self.token_ids += later.token_ids
+        self.sources += later.sources
+        self.step_ends += later.step_ends
+        self.logprobs += later.logprobs
+        self.alternative_ids += later.alternative_ids
+        self.alternative_logprobs += later.alternative_logprobs
+        self.num_cached += later.num_cached
+        self.finish_reason = later.finish_reason
+        self.error = later.error
+        self.retryable = later.retryable
+        self.prefill_logprobs += later.prefill_logprobs
+        self.prefill_alternative_ids += later.prefill_alternative_ids
+        self.prefill_alternative_logprobs += later.prefill_alternative_logprobs
+
+
+@dataclass(frozen=True)
+class Status:
+    """How the shard stands after a turn of its loop."""
+
+    step: int = 0
+    credit_requests: int = 0
+    credit_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    used_pages: int = 0
+    cached_pages: int = 0
+    num_preempted: int = 0
+    """In this turn."""
+    step_ms: int = 0
+    step_tokens: int = 0
+
+
+@dataclass
+class Mail:
+    """What one stream is to be told next."""
+
+    outputs: list[Output]
+    status: Status
+    num_preempted: int
+    """Since the stream's last mail."""
+    acknowledged: int
+    failed_adapters: list[str]
+
+
+class Tray:
+    """What waits for one stream."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+        self.outputs: dict[int, Output] = {}
+        self.status = Status()
+        self.num_preempted = 0
+        self.acknowledged = 0
+        self.failed_adapters: list[str] = []
+        self.is_called = False
+        self.told: tuple[int, int, int] | None = None
+
+    @property
+    def news(self) -> tuple[int, int, int]:
+        """What the router decides by; worth a message when it changes."""
+        return (self.status.credit_requests, self.status.credit_tokens, self.acknowledged)
+
+
+class Outbox:
+    """One tray per open stream."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._trays: dict[int, Tray] = {}
+
+    def open(self, epoch: int, wake: Callable[[], None]) -> None:
+        """`wake` is called, from the step loop's thread, when there is something to take."""
+        with self._lock:
+            self._trays[epoch] = Tray(wake)
+
+    def close(self, epoch: int) -> None:
+        with self._lock:
+            self._trays.pop(epoch, None)
+
+    def publish(
+        self, outputs: list[Output], status: Status, acknowledged: dict[int, int], failed_adapters: dict[int, list[str]]
+    ) -> None:
+        """Hand over what a turn gave. Outputs of streams that have ended are dropped."""
+        with self._lock:
+            for output in outputs:
+                epoch, request_id = output.key
+                tray = self._trays.get(epoch)
+                if tray is None:
+                    continue
+                earlier = tray.outputs.setdefault(request_id, output)
+                if earlier is not output:
+                    earlier.merge(output)
+            for epoch, tray in self._trays.items():
+                tray.status = status
+                tray.num_preempted += status.num_preempted
+                tray.acknowledged = acknowledged.get(epoch, 0)
+                tray.failed_adapters += failed_adapters.get(epoch, ())
+                has_news = tray.outputs or tray.failed_adapters or tray.news != tray.told
+                if has_news and not tray.is_called:
+                    tray.is_called = True
+                    tray.wake()
+
+    def take(self, epoch: int) -> Mail:
+        """All that waits for a stream."""
+        with self._lock:
+            tray = self._trays[epoch]
+            mail = Mail(
+                list(tray.outputs.values()), tray.status, tray.num_preempted, tray.acknowledged, tray.failed_adapters
+            )
+            tray.outputs = {}
+            tray.num_preempted = 0
+            tray.failed_adapters = []
+            tray.is_called = False
+            tray.told = tray.news
+            return mail

@@ -1,0 +1,134 @@
+"""One launched step: from the shares of a plan to the model's inputs, and from what it gave to outputs.
+
+Between launch and commit nothing here is read by the host, so a step may be launched before the last one is committed.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from shard.batch import Segment, StepInputs
+from shard.outbox import Output
+from shard.request import FinishReason, Request, Source
+from shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
+from shard.scheduler import Share
+
+
+@dataclass
+class Step:
+    """A plan on its way through the device."""
+
+    number: int
+    shares: list[Share]
+    started: float
+    """time.monotonic() of the launch."""
+    sampled: Sampled | None = None
+    """One row per share that samples, in order."""
+    scores: PromptLogprobs | None = None
+    """One row per prompt token whose log probability is wanted, in order of shares."""
+    error: str = ""
+    """Why the step gave nothing."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(share.num_tokens for share in self.shares)
+
+
+@dataclass
+class Layout:
+    """Where the shares of a step lie in its flat row of T tokens, as host lists."""
+
+    input_ids: list[int] = field(default_factory=list)
+    device_indices: list[int] = field(default_factory=list)
+    """Indices into T whose token only the device knows …"""
+    device_rows: list[int] = field(default_factory=list)
+    """… and the rows of device state that hold it."""
+    sample_indices: list[int] = field(default_factory=list)
+    """Indices into T after which a token is sampled."""
+    score_indices: list[int] = field(default_factory=list)
+    """Indices into T whose logits score the prompt token that follows."""
+    target_ids: list[int] = field(default_factory=list)
+    """Those prompt tokens."""
+    num_score_alternatives: int = 0
+
+    def add(self, share: Share) -> None:
+        """Append a share."""
+        request = share.request
+        first = len(self.input_ids)
+        self.input_ids += request.token_ids[share.start : share.end]
+        if share.end > len(request.token_ids):
+            self.device_indices.append(len(self.input_ids))
+            self.device_rows.append(request.row)
+            self.input_ids.append(0)
+        if share.samples:
+            self.sample_indices.append(len(self.input_ids) - 1)
+        span = scored_span(share)
+        if span:
+            offset = first - share.start
+            self.score_indices += range(span.start + offset, span.stop + offset)
+            self.target_ids += request.token_ids[span.start + 1 : span.stop + 1]
+            self.num_score_alternatives = max(self.num_score_alternatives, request.logprobs.prefill_alternatives)
+
+
+def scored_span(share: Share) -> range:
+    """Positions of the share whose logits are wanted for the prompt token that follows."""
+    request = share.request
+    if not request.logprobs.prefill:
+        return range(0)
+    return range(max(share.start, request.num_scored), min(share.end, request.num_prompt - 1))
+
+
+def fill_inputs(inputs: StepInputs, layout: Layout, shares: list[Share], sampler: Sampler) -> None:
+    """Tell the model what comes: one flat row of tokens, those of the last step straight from the device."""
+    device = inputs.device
+    input_ids = torch.tensor(layout.input_ids, dtype=torch.long).to(device, non_blocking=True)
+    if layout.device_indices:
+        indices = torch.tensor(layout.device_indices, dtype=torch.long).to(device, non_blocking=True)
+        rows = torch.tensor(layout.device_rows, dtype=torch.long).to(device, non_blocking=True)
+        input_ids.index_copy_(0, indices, sampler.last_tokens.index_select(0, rows))
+    logits_rows = torch.tensor(layout.sample_indices + layout.score_indices, dtype=torch.long)
+    segments = [Segment(share.start, share.num_tokens, share.request.page_ids) for share in shares]
+    inputs.fill(segments, input_ids, logits_rows.to(device, non_blocking=True))
+
+
+def token_output(request: Request, sampled: HostSampled, row: int) -> Output:
+    """What a share gives whose token was committed: row `row` of the step's samples."""
+    output = Output(
+        request.key,
+        token_ids=[sampled.token_ids[row]],
+        sources=bytearray([Source.TARGET if request.num_emitted else Source.PREFILL]),
+        step_ends=bytearray([1]),
+        num_cached=take_num_cached(request),
+        finish_reason=request.finish_reason,
+    )
+    request.num_emitted += 1
+    if request.logprobs.wanted:
+        output.logprobs = [sampled.logprobs[row]]
+    if request.logprobs.alternatives:
+        output.alternative_ids = sampled.alternative_ids[row]
+        output.alternative_logprobs = sampled.alternative_logprobs[row]
+    return output
+
+
+def score_output(share: Share, span: range, scores: HostPromptLogprobs, first: int) -> Output:
+    """What a committed share says about the prompt: rows `first` … of the step's scores."""
+    request = share.request
+    request.num_scored = span.stop
+    rows = slice(first, first + len(span))
+    num_alternatives = request.logprobs.prefill_alternatives
+    output = Output(request.key, num_cached=take_num_cached(request), prefill_logprobs=scores.logprobs[rows])
+    for ids, logprobs in zip(scores.alternative_ids[rows], scores.alternative_logprobs[rows], strict=True):
+        output.prefill_alternative_ids += ids[:num_alternatives]
+        output.prefill_alternative_logprobs += logprobs[:num_alternatives]
+    return output
+
+
+def error_output(request: Request, error: str, retryable: bool) -> Output:
+    """The end of a request that failed."""
+    return Output(request.key, finish_reason=FinishReason.ERROR, error=error, retryable=retryable)
+
+
+def take_num_cached(request: Request) -> int:
+    """The prefix hit, told once."""
+    num_cached, request.num_cached = request.num_cached or 0, 0
+    return num_cached

@@ -1,0 +1,232 @@
+"""Between the wire's messages and the shard's own words, both ways, with everything checked on the way in.
+
+Runs in the gRPC thread; knows no stream, no step and no state of the shard beyond the fixed bounds.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from proto import shard_pb2 as pb
+from shard.inbox import Commands, Refusal
+from shard.outbox import Mail, Output
+from shard.request import LogprobParams, Request, SamplingParams
+
+MAX_MESSAGE_BYTES = 3 << 20
+"""Estimated size at which a message is cut; the wire's limit is 4 MiB."""
+BYTES_PER_ITEM = 10
+"""No token id, log probability or flag takes more, two alternatives' parts counted one by one."""
+MAX_ALTERNATIVES = 256
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a request must keep within."""
+
+    vocab_size: int
+    max_total_tokens: int
+    num_kv_tokens: int
+
+
+def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
+    """Check a router's message. What cannot run becomes a Refusal; nothing is raised for bad values."""
+    return Commands(
+        epoch=epoch,
+        submits=[read_submit(epoch, submit, bounds) for submit in command.submits],
+        abort_ids=list(command.abort_ids),
+        adapter_digests=[adapter.digest for adapter in command.prefetches]
+        + [pin.digest for pin in command.pins if pin.pinned],
+        drain=command.drain,
+    )
+
+
+def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refusal:
+    """One request, or why it cannot run."""
+    key = (epoch, submit.id)
+    prompt_ids = list(submit.prompt_ids)
+    fault = find_fault(submit, prompt_ids, bounds)
+    if fault:
+        return Refusal(key, fault)
+    sampling, logprobs = submit.sampling, submit.logprobs
+    return Request(
+        key=key,
+        token_ids=prompt_ids,
+        num_prompt=len(prompt_ids) - submit.num_emitted,
+        max_new_tokens=submit.max_new_tokens,
+        sampling=SamplingParams(
+            do_sample=sampling.do_sample,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            typical_p=sampling.typical_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            logit_bias=tuple(zip(sampling.bias_ids, sampling.bias_values, strict=True)),
+            watermark=sampling.watermark,
+            seed=submit.seed,
+        ),
+        logprobs=LogprobParams(
+            wanted=logprobs.wanted,
+            alternatives=logprobs.alternatives,
+            raw=logprobs.law == pb.Logprobs.RAW,
+            prefill=logprobs.prefill,
+            prefill_alternatives=logprobs.prefill_alternatives,
+        ),
+        stop_ids=frozenset(submit.stop_ids),
+        cache_salt=submit.cache_salt,
+        deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
+    )
+
+
+def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
+    """Why a request cannot run, in a sentence; empty if it can."""
+    if not prompt_ids:
+        return "the prompt is empty"
+    if max(prompt_ids) >= bounds.vocab_size:
+        return f"token id {max(prompt_ids)} of the prompt is outside the vocabulary of {bounds.vocab_size}"
+    if submit.num_emitted >= len(prompt_ids):
+        return "no token of the prompt is left beside those already emitted"
+    if submit.max_new_tokens <= submit.num_emitted:
+        return "max_new_tokens leaves nothing to generate"
+    total = len(prompt_ids) - submit.num_emitted + submit.max_new_tokens
+    if total > bounds.max_total_tokens:
+        return f"prompt and max_new_tokens make {total} tokens; this shard takes {bounds.max_total_tokens}"
+    if total > bounds.num_kv_tokens:
+        return f"prompt and max_new_tokens make {total} tokens; the KV memory holds {bounds.num_kv_tokens}"
+    if submit.adapter.digest or submit.adapter.id:
+        return "adapters are not supported yet"
+    if submit.speculation.method not in ("", "off") or submit.prediction_ids:
+        return "speculation is not supported yet"
+    if submit.grammar:
+        return "grammars are not supported yet"
+    logprobs = submit.logprobs
+    if max(logprobs.alternatives, logprobs.prefill_alternatives) > min(MAX_ALTERNATIVES, bounds.vocab_size):
+        return f"at most {min(MAX_ALTERNATIVES, bounds.vocab_size)} alternatives can be given"
+    return find_sampling_fault(submit.sampling, bounds)
+
+
+def find_sampling_fault(sampling: pb.Sampling, bounds: Bounds) -> str:
+    """Why tokens cannot be drawn like this, in a sentence; empty if they can."""
+    in_range = {
+        "temperature": 0 < sampling.temperature < math.inf,
+        "top_p": 0 < sampling.top_p <= 1,
+        "min_p": 0 <= sampling.min_p <= 1,
+        "typical_p": 0 < sampling.typical_p <= 1,
+        "repetition_penalty": 0 < sampling.repetition_penalty < math.inf,
+        "frequency_penalty": math.isfinite(sampling.frequency_penalty),
+        "presence_penalty": math.isfinite(sampling.presence_penalty),
+        "bias_values": all(map(math.isfinite, sampling.bias_values)),
+    }
+    for name, is_fine in in_range.items():
+        if not is_fine:
+            return f"{name} is out of range"
+    if len(sampling.bias_ids) != len(sampling.bias_values):
+        return "bias_ids and bias_values differ in length"
+    if max(sampling.bias_ids, default=0) >= bounds.vocab_size:
+        return f"token id {max(sampling.bias_ids)} of the logit bias is outside the vocabulary of {bounds.vocab_size}"
+    return ""
+
+
+def write_mail(mail: Mail, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:
+    """The messages that tell a stream its mail, each below 4 MiB. Each is complete in itself."""
+    status = mail.status
+    head = pb.StepOutput(
+        step=status.step,
+        credit=pb.Credit(
+            num_requests=status.credit_requests,
+            num_kv_tokens=status.credit_tokens,
+            acknowledged=mail.acknowledged,
+        ),
+        heartbeat=heartbeat,
+        load=pb.Load(
+            num_running=status.num_running,
+            num_waiting=status.num_waiting,
+            used_pages=status.used_pages,
+            cached_pages=status.cached_pages,
+            step_ms=status.step_ms,
+            step_tokens=status.step_tokens,
+        ),
+    )
+    message = pb.StepOutput()
+    message.CopyFrom(head)
+    message.load.num_preempted = mail.num_preempted
+    for digest in mail.failed_adapters:
+        message.adapters.add(digest=digest, residency=pb.AdapterState.FAILED, reason="adapters are not supported yet")
+    size = 0
+    for output in mail.outputs:
+        for part in cut(output):
+            is_next_part = bool(message.outputs) and message.outputs[-1].id == part.key[1]
+            if is_next_part or (size and size + estimate_bytes(part) > MAX_MESSAGE_BYTES):
+                yield message
+                message = pb.StepOutput()
+                message.CopyFrom(head)
+                size = 0
+            message.outputs.append(write_output(part))
+            size += estimate_bytes(part)
+    yield message
+
+
+def write_output(output: Output) -> pb.RequestOutput:
+    """One request's part of a message."""
+    return pb.RequestOutput(
+        id=output.key[1],
+        token_ids=output.token_ids,
+        sources=bytes(output.sources),
+        logprobs=output.logprobs,
+        alternative_ids=output.alternative_ids,
+        alternative_logprobs=output.alternative_logprobs,
+        num_cached_tokens=output.num_cached,
+        finish_reason=output.finish_reason,  # type: ignore[arg-type]  # an enum of the same values
+        error=output.error,
+        prefill_logprobs=output.prefill_logprobs,
+        prefill_alternative_ids=output.prefill_alternative_ids,
+        prefill_alternative_logprobs=output.prefill_alternative_logprobs,
+        step_ends=bytes(output.step_ends),
+        retryable=output.retryable,
+    )
+
+
+def estimate_bytes(output: Output) -> int:
+    """No less than the output takes on the wire."""
+    num_items = (
+        3 * len(output.token_ids)
+        + len(output.alternative_ids)
+        + len(output.prefill_logprobs)
+        + len(output.prefill_alternative_ids)
+    )
+    return BYTES_PER_ITEM * num_items + 4 * len(output.error) + 64
+
+
+def cut(output: Output) -> Iterator[Output]:
+    """The output itself, or several that together say the same, each small enough for a message."""
+    num_scores, num_tokens = len(output.prefill_logprobs), len(output.token_ids)
+    if estimate_bytes(output) <= MAX_MESSAGE_BYTES:
+        yield output
+        return
+    num_score_alternatives = len(output.prefill_alternative_ids) // max(num_scores, 1)
+    num_alternatives = len(output.alternative_ids) // max(num_tokens, 1)
+    scores_per_part = max(1, MAX_MESSAGE_BYTES // (BYTES_PER_ITEM * (1 + num_score_alternatives)) - 64)
+    tokens_per_part = max(1, MAX_MESSAGE_BYTES // (BYTES_PER_ITEM * (3 + num_alternatives)) - 64)
+    parts = []
+    for first in range(0, num_scores, scores_per_part):
+        last = first + scores_per_part
+        part = Output(output.key, prefill_logprobs=output.prefill_logprobs[first:last])
+        span = slice(first * num_score_alternatives, last * num_score_alternatives)
+        part.prefill_alternative_ids = output.prefill_alternative_ids[span]
+        part.prefill_alternative_logprobs = output.prefill_alternative_logprobs[span]
+        parts.append(part)
+    for first in range(0, num_tokens, tokens_per_part):
+        last = first + tokens_per_part
+        part = Output(output.key, output.token_ids[first:last], output.sources[first:last])
+        part.step_ends, part.logprobs = output.step_ends[first:last], output.logprobs[first:last]
+        span = slice(first * num_alternatives, last * num_alternatives)
+        part.alternative_ids = output.alternative_ids[span]
+        part.alternative_logprobs = output.alternative_logprobs[span]
+        parts.append(part)
+    parts[0].num_cached = output.num_cached
+    parts[-1].finish_reason, parts[-1].error = output.finish_reason, output.error
+    parts[-1].retryable = output.retryable
+    yield from parts
