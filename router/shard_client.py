@@ -108,7 +108,8 @@ class ShardClient:
             watch: asyncio.Task[None] | None = None
             try:
                 health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-                await self._until_serving(health)
+                if not await self._until_serving(health):
+                    return f"health: {await health.code()}: {await health.details()}"
                 watch = asyncio.create_task(self._follow_health(health))
                 stub = shard_pb2_grpc.ShardStub(channel)
                 info = await stub.Info(pb.InfoRequest(), timeout=10.0)
@@ -123,15 +124,17 @@ class ShardClient:
                     with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                         await watch
 
-    async def _until_serving(self, health: grpc.aio.UnaryStreamCall) -> None:
+    async def _until_serving(self, health: grpc.aio.UnaryStreamCall) -> bool:
+        """False when the shard went away first."""
         while not self.serving:
             reply = await health.read()
             if reply is grpc.aio.EOF:
-                raise grpc.aio.AioRpcError(await health.code(), details="the shard's health service ended")
+                return False
             self.serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+        return True
 
     async def _follow_health(self, health: grpc.aio.UnaryStreamCall) -> None:
-        async for reply in health:
+        while (reply := await health.read()) is not grpc.aio.EOF:
             self.serving = reply.status == health_pb2.HealthCheckResponse.SERVING
             log.info("shard_health", address=self.address, serving=self.serving)
         self.serving = False
