@@ -1,0 +1,111 @@
+"""The two JSON files that tell a shard and a router what to do, worked out from the settings.
+
+Knows the names of their fields (a test compares them with the dataclasses that read them).
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.model import ModelFolder
+from launcher.settings import Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that was found out before the first process starts."""
+
+    settings: Settings
+    model: ModelFolder
+    device: str
+    folder: Path
+    """The private folder of this run."""
+    version: str
+
+    @property
+    def shard_address(self) -> str:
+        """Where the shard listens, as gRPC writes it."""
+        address: str | None = self.settings["shard-address"]
+        return address or f"unix:{self.folder / 'shard-0.sock'}"
+
+
+def effective(plan: Plan) -> dict[str, Any]:
+    """The configuration as `--print-config` and `/info` show it."""
+    return {
+        "version": plan.version,
+        "model": {"id": plan.model.id, "path": str(plan.model.path), "sha": plan.model.sha},
+        "device": plan.device,
+        "flags": plan.settings.shown(),
+        "given": dict(plan.settings.given),
+    }
+
+
+def shard_fields(plan: Plan) -> dict[str, Any]:
+    """The fields of a shard's configuration."""
+    settings = plan.settings
+    return {
+        "model_id": plan.model.id,
+        "model_path": str(plan.model.path),
+        "listen": plan.shard_address,
+        "device": plan.device,
+        "dtype": settings["dtype"],
+        "trust_remote_code": settings["trust-remote-code"],
+        "max_total_tokens": settings["max-total-tokens"],
+        "step_tokens": settings["max-batch-prefill-tokens"],
+        "max_batch_total_tokens": settings["max-batch-total-tokens"],
+        "chunked_prefill": settings["chunked-prefill"],
+        "prefix_caching": settings["prefix-caching"],
+        "cpu_memory": settings["cpu-memory"],
+        "cuda_memory_fraction": settings["cuda-memory-fraction"],
+        "memory_wiggle_room": settings["memory-wiggle-room"],
+        "threads": settings["threads"],
+        "watermark_gamma": settings["watermark-gamma"],
+        "watermark_delta": settings["watermark-delta"],
+        "json_output": settings["json-output"],
+        "log_level": settings["log-level"],
+        "parent_pid": os.getpid(),
+    }
+
+
+def router_fields(plan: Plan) -> dict[str, Any]:
+    """The fields of the router's configuration."""
+    settings = plan.settings
+    return {
+        "model_id": plan.model.id,
+        "model_path": str(plan.model.path),
+        "model_sha": plan.model.sha,
+        "shard_addresses": [plan.shard_address],
+        "tokenizer_config_path": settings["tokenizer-config-path"],
+        "trust_remote_code": settings["trust-remote-code"],
+        "hostname": settings["hostname"],
+        "port": settings["port"],
+        "max_concurrent_requests": settings["max-concurrent-requests"],
+        "max_best_of": settings["max-best-of"],
+        "max_stop_sequences": settings["max-stop-sequences"],
+        "max_input_length": settings["max-input-length"],
+        "max_total_tokens": settings["max-total-tokens"],
+        "max_body_bytes": settings["max-body-bytes"],
+        "validation_workers": settings["validation-workers"],
+        "request_timeout_s": settings["request-timeout-s"],
+        "max_queue_seconds": settings["max-queue-seconds"],
+        "drain_timeout_s": settings["drain-timeout-s"],
+        "cors_allow_origin": settings["cors-allow-origin"],
+        "cors_allow_header": settings["cors-allow-header"],
+        "cors_allow_method": settings["cors-allow-method"],
+        "cors_expose_header": settings["cors-expose-header"],
+        "cors_allow_credentials": settings["cors-allow-credentials"],
+        "json_output": settings["json-output"],
+        "log_level": settings["log-level"],
+        "parent_pid": os.getpid(),
+        "effective_configuration": effective(plan),
+    }
+
+
+def write(path: Path, values: dict[str, Any]) -> Path:
+    """Write `values` for one process, readable by this user alone."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(values, file, indent=1)
+    return path

@@ -1,0 +1,56 @@
+"""Which device a shard runs on, found out without importing torch."""
+
+import ctypes
+import importlib.util
+import re
+from pathlib import Path
+
+from launcher.exits import Exit, LauncherError
+
+
+def choose(wanted: str) -> str:
+    """`cpu` or `cuda:N` for the value of --device."""
+    if wanted == "cpu":
+        return wanted
+    count = count_cuda() if torch_has_cuda() else 0
+    if wanted == "auto":
+        return "cuda:0" if count else "cpu"
+    number = int(wanted.partition(":")[2] or 0)
+    if number >= count:
+        reason = f"{count} CUDA devices are there" if torch_has_cuda() else "the installed torch is a CPU build"
+        raise LauncherError(Exit.NOT_ENOUGH_CUDA_DEVICES, f"--device {wanted}: {reason}")
+    return f"cuda:{number}"
+
+
+def count_cuda() -> int:
+    """CUDA devices that this process may use (the driver follows CUDA_VISIBLE_DEVICES)."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built with CUDA."""
+    return _torch_line("cuda") not in (None, "None")
+
+
+def torch_version() -> str | None:
+    return _torch_line("__version__")
+
+
+def _torch_line(name: str) -> str | None:
+    """The value that torch/version.py gives to `name`."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(rf"^{name}\b[^=\n]*= *['\"]?([^'\"\n]+)['\"]?$", text, re.MULTILINE)
+    return found.group(1).strip() if found else None

@@ -1,0 +1,181 @@
+"""`lorikeet-launcher`: reads the settings, gets the model, has a supervisor serve it: the order of events."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from launcher import configs, devices, fetch, logs, model, rules, runtime, settings
+from launcher.exits import Exit, LauncherError
+from launcher.process import Child
+from launcher.settings import Settings
+from launcher.supervisor import Address, Signals, Supervisor
+
+_LONGEST_SOCKET_PATH = 103
+_SECRETS = (*fetch.TOKEN_VARIABLES, "PREDIBASE_API_TOKEN", "NGROK_AUTHTOKEN")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (this process's own without `arguments`) and return its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        if "--version" in arguments:
+            print(runtime.version())
+            return Exit.OK
+        read = settings.read(arguments, os.environ, socket.gethostname())
+        rules.check(read)
+        return _run(read)
+    except LauncherError as error:
+        print(f"lorikeet-launcher: {error}", file=sys.stderr, flush=True)
+        return error.exit
+
+
+def _run(read: Settings) -> int:
+    log = logs.start(
+        read["json-output"],
+        read["log-level"],
+        sys.stderr if read["print-config"] or read["download-only"] else sys.stdout,
+    )
+    if read["env"]:
+        log.info("%s", runtime.description())
+    device = devices.choose(read["device"])
+    for sentence in rules.without_effect(read, device):
+        log.warning("%s", sentence)
+    with Signals().caught() as signals, _private_folder(read) as folder:
+        plan = _plan(read, device, folder, signals)
+        if plan is None:
+            log.info("ended before the model was there")
+            return Exit.OK
+        if read["print-config"]:
+            print(json.dumps(configs.effective(plan), indent=2, ensure_ascii=False))
+            return Exit.OK
+        if read["download-only"]:
+            print(plan.model.path)
+            return Exit.OK
+        return _serve(plan, signals, log)
+
+
+def _plan(read: Settings, device: str, folder: Path, signals: Signals) -> configs.Plan | None:
+    """Everything that must be known before a process starts; None if a signal came first."""
+    found = model.named(read)
+    if not isinstance(found, model.ModelFolder):
+        fetched = _fetched(read, found.id, found.revision, folder, signals)
+        if fetched is None:
+            return None
+        found = fetched
+    if read["weights-cache-override"] is not None:
+        path = model.with_weights_of(Path(read["weights-cache-override"]), found.path, folder / "model")
+        found = model.ModelFolder(found.id, path, found.sha)
+    complete = model.with_lengths(read, model.configuration(found.path))
+    rules.check_lengths(complete)
+    return configs.Plan(complete, found, device, folder, runtime.version())
+
+
+def _fetched(read: Settings, id: str, revision: str | None, folder: Path, signals: Signals) -> model.ModelFolder | None:
+    """The model from the hub; None if a signal came first."""
+    answer = folder / "fetched.json"
+    request = fetch.Request(
+        id=id,
+        revision=revision,
+        code=read["trust-remote-code"],
+        weights=not read["print-config"] and read["weights-cache-override"] is None,
+        cache=read["huggingface-hub-cache"],
+        answer=str(answer),
+        json_output=read["json-output"],
+        log_level=read["log-level"],
+        quiet=read["print-config"] or read["download-only"],
+    )
+    request.write(folder / "fetch.json")
+    child = Child("the download", "launcher.fetch", folder / "fetch.json", _environment(os.environ))
+    try:
+        while child.exit_code is None:
+            if signals.wait(0.05) is not None:
+                return None
+    finally:
+        child.kill()
+    found = fetch.read_answer(answer)
+    if found is None:
+        raise LauncherError(Exit.DOWNLOAD_ERROR, child.ending)
+    return found
+
+
+def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
+    address = Address(plan.settings["hostname"], plan.settings["port"])
+    _check_free(address)
+    environment = _environment({name: text for name, text in os.environ.items() if name not in _SECRETS})
+    shard = configs.write(plan.folder / "shard-0.json", configs.shard_fields(plan))
+    router = configs.write(plan.folder / "router.json", configs.router_fields(plan))
+    log.info("loading %s on %s from %s", plan.model.id, plan.device, plan.model.path)
+
+    def when_ready() -> None:
+        log.info("%s is ready at %s", plan.model.id, address.url)
+        if not plan.settings["json-output"]:
+            print(_try_it(address), flush=True)
+
+    supervisor = Supervisor(
+        [lambda: Child("shard 0", "shard", shard, environment)],
+        lambda: Child("the router", "router", router, environment),
+        address,
+        plan.settings["drain-timeout-s"],
+        log,
+    )
+    return supervisor.run(signals, when_ready)
+
+
+def _try_it(address: Address) -> str:
+    body = '{"inputs": "def fibonacci(n):", "parameters": {"max_new_tokens": 40}}'
+    return f"\n  Try it:\n\n    curl {address.url}/generate -H 'content-type: application/json' -d '{body}'\n"
+
+
+@contextmanager
+def _private_folder(read: Settings) -> Iterator[Path]:
+    """A folder for sockets and files of this run that only this user can enter."""
+    wanted = read["shard-uds-path"]
+    where, prefix = (None, "lorikeet-") if wanted is None else (str(Path(wanted).parent), f"{Path(wanted).name}-")
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=where)).resolve()
+    except OSError as error:
+        raise LauncherError(
+            Exit.ARGUMENT_VALIDATION, f"no private folder can be made at --shard-uds-path {wanted}: {error.strerror}"
+        ) from None
+    try:
+        if len(os.fsencode(folder / "shard-0.sock")) > _LONGEST_SOCKET_PATH:
+            raise LauncherError(
+                Exit.ARGUMENT_VALIDATION, f"{folder} is too long a path for a Unix socket: give --shard-uds-path"
+            )
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child: the same code as this process's, whatever lies in the working directory."""
+    environment = dict(base) | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    root = str(Path(__file__).resolve().parents[1])
+    if root != sysconfig.get_path("purelib"):
+        environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [base.get("PYTHONPATH")])])
+    return environment
+
+
+def _check_free(address: Address) -> None:
+    """Raise LauncherError if nothing could listen there: better now than after loading a model."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        reason = "it is taken by another process" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
+        raise LauncherError(
+            Exit.WEBSERVER_CANNOT_START, f"cannot listen on --hostname {address.host} --port {address.port}: {reason}"
+        ) from None

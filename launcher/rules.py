@@ -1,0 +1,85 @@
+"""Which settings go together, which are refused, and which change nothing here: checked before anything is started."""
+
+from pathlib import Path
+from typing import Any
+
+from launcher.exits import Exit, LauncherError
+from launcher.flags import FLAGS
+from launcher.settings import Settings
+
+
+def check(settings: Settings) -> None:
+    """Raise LauncherError with one sentence for the first thing that can't be served."""
+    for name, flag in FLAGS.items():
+        if flag.refused and name in settings.given and settings[name] not in flag.harmless:
+            _refuse(f"{settings.given[name]} {_shown(settings, name)} is refused: {flag.refused}")
+    _check_pairs(settings)
+    _check_files(settings)
+
+
+def check_lengths(settings: Settings) -> None:
+    """The same for lengths, once those that the model decides about are known."""
+    longest, total = settings["max-input-length"], settings["max-total-tokens"]
+    if longest >= total:
+        _refuse(f"--max-input-length {longest} must be less than --max-total-tokens {total}: output needs room too")
+    step = settings["max-batch-prefill-tokens"]
+    if not settings["chunked-prefill"] and step < longest:
+        _refuse(
+            f"--max-batch-prefill-tokens {step} must be at least --max-input-length {longest} "
+            "while --chunked-prefill is false"
+        )
+    everything = settings["max-batch-total-tokens"]
+    if everything is not None and total > everything:
+        _refuse(f"--max-total-tokens {total} must be at most --max-batch-total-tokens {everything}")
+
+
+def without_effect(settings: Settings, device: str) -> list[str]:
+    """One sentence for each flag that somebody gave and that changes nothing on `device`."""
+    sentences = []
+    for name, flag in FLAGS.items():
+        here = not flag.no_effect_on or device.startswith(flag.no_effect_on)
+        if flag.no_effect and here and name in settings.given:
+            sentences.append(f"{settings.given[name]} has no effect: {flag.no_effect}")
+    return sentences
+
+
+def _check_pairs(settings: Settings) -> None:
+    model = settings["model-id"]
+    if settings["compile"] and settings["eager"]:
+        _refuse("--compile and --eager contradict each other")
+    if settings["revision"] is not None:
+        if model is None:
+            _refuse("--revision needs --model-id: the embedded model has no revisions")
+        if Path(model).is_dir():
+            _refuse(f"--revision goes with a hub id, and {model} is a folder")
+        if "@" in model:
+            _refuse(f"--revision and the revision in --model-id {model} are two: give one")
+    if settings["weights-cache-override"] is not None and model is None:
+        _refuse("--weights-cache-override needs --model-id: the embedded model has its weights beside it")
+    address = settings["shard-address"]
+    if address is not None:
+        host, colon, port = address.rpartition(":")
+        if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+            _refuse(f"--shard-address must look like 127.0.0.1:50051, not {address!r}")
+    device = settings["device"]
+    kind, _, number = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (":" in device and not (kind == "cuda" and number.isdecimal())):
+        _refuse(f"--device must be auto, cpu, cuda or cuda:N, not {device!r}")
+
+
+def _check_files(settings: Settings) -> None:
+    for name, is_there in (("tokenizer-config-path", Path.is_file), ("weights-cache-override", Path.is_dir)):
+        path = settings[name]
+        if path is not None and not is_there(Path(path)):
+            _refuse(f"{settings.given[name]} {path} does not exist")
+
+
+def _shown(settings: Settings, name: str) -> str:
+    value: Any = settings.shown()[name]
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _refuse(sentence: str) -> None:
+    raise LauncherError(Exit.ARGUMENT_VALIDATION, sentence)
