@@ -1,16 +1,16 @@
 """Everything that can go wrong with one request: a tree of exceptions, and one table from each leaf to its answer.
 
-    RouterError
-    ├── InvalidRequest              the client can mend it
-    │   ├── BodyRejected            plain text on LoRAX's routes
-    │   │   ├── NotJson, WrongJsonType, WrongMediaType, BodyTooLarge
-    │   ├── ValidationError         "Input validation error: …"
-    │   │   └── UnsupportedField
-    │   └── ChatTemplateError, NoFastTokenizer, ModelNotFound, UnknownRoute, UnknownMethod
-    ├── Refused                     the server can't take it now
-    │   └── Overloaded, QueueTimeout, ShuttingDown, NoShard, Unhealthy, NotServed
-    └── Failed                      it began and broke
-        └── GenerationFailed, IncompleteGeneration, DeadlineExceeded, InternalError
+RouterError
+├── InvalidRequest              the client can mend it
+│   ├── BodyRejected            plain text on LoRAX's routes
+│   │   ├── NotJson, WrongJsonType, WrongMediaType, BodyTooLarge
+│   ├── ValidationError         "Input validation error: …"
+│   │   └── UnsupportedField
+│   └── ChatTemplateError, NoFastTokenizer, ModelNotFound, UnknownRoute, UnknownMethod
+├── Refused                     the server can't take it now
+│   └── Overloaded, QueueTimeout, ShuttingDown, NoShard, Unhealthy, NotServed
+└── Failed                      it began and broke
+    └── GenerationFailed, IncompleteGeneration, DeadlineExceeded, InternalError
 """
 
 from dataclasses import dataclass
@@ -163,37 +163,40 @@ class InternalError(Failed):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a leaf becomes on the wire: LoRAX's status and `error_type`, OpenAI's status, `type` and `code`."""
+    """What a leaf becomes: LoRAX's status and `error_type`, its name in metrics, OpenAI's status, `type` and `code`."""
 
     status: int
     error_type: str
+    counted_as: str
     openai_status: int
     openai_type: str = "invalid_request_error"
     openai_code: str | None = None
 
 
 ANSWERS: dict[type[RouterError], Answer] = {
-    NotJson: Answer(400, "invalid_json", 400),
-    WrongJsonType: Answer(422, "invalid_type", 400),
-    WrongMediaType: Answer(415, "unsupported_media_type", 415),
-    BodyTooLarge: Answer(413, "payload_too_large", 413),
-    ValidationError: Answer(422, "validation", 400),
-    UnsupportedField: Answer(422, "validation", 400),
-    ChatTemplateError: Answer(422, "template_error", 400),
-    NoFastTokenizer: Answer(404, "no fast tokenizer", 404),
-    ModelNotFound: Answer(404, "model_not_found", 404, openai_code="model_not_found"),
-    UnknownRoute: Answer(404, "not_found", 404, openai_code="unknown_url"),
-    UnknownMethod: Answer(405, "method_not_allowed", 405),
-    Overloaded: Answer(429, "overloaded", 429, "requests", "rate_limit_exceeded"),
-    QueueTimeout: Answer(429, "overloaded", 429, "requests", "rate_limit_exceeded"),
-    ShuttingDown: Answer(503, "shutting_down", 503, "server_error", "shutting_down"),
-    NoShard: Answer(503, "unavailable", 503, "server_error", "unavailable"),
-    Unhealthy: Answer(503, "healthcheck", 503, "server_error", "unhealthy"),
-    NotServed: Answer(501, "not_implemented", 501, "server_error", "not_implemented"),
-    GenerationFailed: Answer(424, "generation", 500, "server_error", "generation_failed"),
-    IncompleteGeneration: Answer(500, "incomplete_generation", 500, "server_error", "incomplete_generation"),
-    DeadlineExceeded: Answer(504, "timeout", 504, "server_error", "timeout"),
-    InternalError: Answer(500, "internal", 500, "server_error", "internal_error"),
+    NotJson: Answer(400, "invalid_json", "bad_request", 400),
+    WrongJsonType: Answer(422, "invalid_type", "bad_request", 400),
+    WrongMediaType: Answer(415, "unsupported_media_type", "bad_request", 415),
+    BodyTooLarge: Answer(413, "payload_too_large", "bad_request", 413),
+    ValidationError: Answer(422, "validation", "validation", 400),
+    UnsupportedField: Answer(422, "validation", "validation", 400),
+    ChatTemplateError: Answer(422, "template_error", "template", 400),
+    NoFastTokenizer: Answer(404, "no fast tokenizer", "bad_request", 404),
+    ModelNotFound: Answer(404, "model_not_found", "validation", 404, openai_code="model_not_found"),
+    UnknownRoute: Answer(404, "not_found", "bad_request", 404, openai_code="unknown_url"),
+    UnknownMethod: Answer(405, "method_not_allowed", "bad_request", 405),
+    Overloaded: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
+    QueueTimeout: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
+    ShuttingDown: Answer(503, "shutting_down", "shutting_down", 503, "server_error", "shutting_down"),
+    NoShard: Answer(503, "unavailable", "unavailable", 503, "server_error", "unavailable"),
+    Unhealthy: Answer(503, "healthcheck", "unavailable", 503, "server_error", "unhealthy"),
+    NotServed: Answer(501, "not_implemented", "bad_request", 501, "server_error", "not_implemented"),
+    GenerationFailed: Answer(424, "generation", "generation", 500, "server_error", "generation_failed"),
+    IncompleteGeneration: Answer(
+        500, "incomplete_generation", "incomplete", 500, "server_error", "incomplete_generation"
+    ),
+    DeadlineExceeded: Answer(504, "timeout", "timeout", 504, "server_error", "timeout"),
+    InternalError: Answer(500, "internal", "internal", 500, "server_error", "internal_error"),
 }
 
 

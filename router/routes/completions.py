@@ -1,0 +1,203 @@
+"""`/v1/completions`: one or several prompts, `n` and `best_of` of each, answers and streams in OpenAI's shapes."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.body import read_json
+from router.collect import Completed, collect_all, interleave
+from router.disconnect import ClientWatch
+from router.errors import RouterError, ValidationError, openai_body
+from router.generation import Chunk, GenerationRequest
+from router.headers import Counts, answer_headers, ignored_fields, stream_headers
+from router.inflight import Generation
+from router.routes.openai import (
+    FINISH_REASONS,
+    Envelope,
+    LogprobsWanted,
+    VisibleTokens,
+    completion_logprobs,
+    envelope,
+    prompt_logprobs,
+    requests_for,
+    usage,
+)
+from router.schemas.openai import CompletionRequest, read_completion
+from router.service import Service, Timing, cancel_all, now, told
+from router.sse import DONE, EventStream, event
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, as text only where the text was given or is to be echoed."""
+
+    ids: list[int]
+    text: str
+
+
+class CompletionsRoute:
+    """The handler and its two ways to answer."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def completions(self, request: Request) -> Response:
+        service = self._service
+        timing = Timing(now())
+        wanted = read_completion(await read_json(request, service.config.max_body_bytes), service.config)
+        async with ClientWatch(request.receive):
+            prompts = [await self._prompt(given, wanted.echo) for given in wanted.prompts]
+            requests = self._requests(wanted, prompts, request.state.request_id)
+            service.validated(timing)
+            generations = service.submit(requests, timing.arrived_at)
+            if not wanted.common.stream:
+                try:
+                    sequences = await collect_all(generations)
+                finally:
+                    cancel_all(generations)
+        characters = sum(len(prompt.text) for prompt in prompts)
+        ignored = ignored_fields(wanted.ignored)
+        if wanted.common.stream:
+            return EventStream(
+                self._events(request, wanted, prompts, generations),
+                stream_headers(service, characters) | ignored,
+                on_close=lambda: cancel_all(generations),
+            )
+        num_prompt = sum(len(prompt.ids) for prompt in prompts)
+        num_generated = 0 if wanted.common.max_tokens == 0 else sum(len(sequence.tokens) for sequence in sequences)
+        request.state.told = told(requests[0], num_generated, sequences[0].finish_reason)
+        counts = Counts(characters, num_prompt, num_generated, sum(sequence.num_skipped for sequence in sequences))
+        num_cached = sum(sequence.num_cached for sequence in sequences[:: wanted.best_of])
+        whole = envelope(service, "cmpl", "text_completion").around(
+            self._choices(wanted, prompts, sequences), usage(num_prompt, num_generated, num_cached)
+        )
+        headers = answer_headers(service, timing, generations[0], counts) | ignored
+        return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
+
+    async def _prompt(self, given: str | list[int], echo: bool) -> Prompt:
+        tokenizer = self._service.tokenizer
+        if isinstance(given, str):
+            ids = await tokenizer.encode(given)
+            if not ids:
+                raise ValidationError("`prompt` cannot be empty", "prompt")
+            return Prompt(ids, given)
+        info = self._service.dispatcher.info
+        if info is not None and max(given) >= info.vocab_size:
+            raise ValidationError(f"`prompt` has a token id that is not below {info.vocab_size}", "prompt")
+        return Prompt(given, self._decode(given) if echo else "")
+
+    def _decode(self, ids: list[int]) -> str:
+        detokenizer = self._service.tokenizer.detokenizer(())
+        hidden_ids = self._service.tokenizer.special_ids
+        return "".join(detokenizer.push(token_id) for token_id in ids if token_id not in hidden_ids) + (
+            detokenizer.flush()
+        )
+
+    def _requests(self, wanted: CompletionRequest, prompts: list[Prompt], request_id: str) -> list[GenerationRequest]:
+        """`best_of` for each prompt, in the order of the prompts."""
+        logprobs = LogprobsWanted(wanted.num_logprobs, prompt=wanted.echo)
+        requests: list[GenerationRequest] = []
+        for index, prompt in enumerate(prompts):
+            group_id = f"{request_id}/{index}" if len(prompts) > 1 else request_id
+            requests += requests_for(self._service, wanted.common, prompt.ids, wanted.best_of, logprobs, group_id)
+        return requests
+
+    def _choices(
+        self, wanted: CompletionRequest, prompts: list[Prompt], sequences: list[Completed]
+    ) -> list[dict[str, Any]]:
+        """`n` per prompt: the likeliest where `best_of` gave more."""
+        choices = []
+        for index, prompt in enumerate(prompts):
+            group = sequences[index * wanted.best_of : (index + 1) * wanted.best_of]
+            if wanted.best_of > wanted.common.num_choices:
+                group = sorted(group, key=lambda sequence: -sequence.mean_logprob)[: wanted.common.num_choices]
+            choices += [self._choice(wanted, prompt, sequence) for sequence in group]
+        for index, choice in enumerate(choices):
+            choice["index"] = index
+        return choices
+
+    def _choice(self, wanted: CompletionRequest, prompt: Prompt, whole: Completed) -> dict[str, Any]:
+        only_prompt = wanted.common.max_tokens == 0
+        echoed = prompt.text if wanted.echo else ""
+        logprobs: dict[str, list[Any] | None] | None = None
+        if wanted.num_logprobs is not None:
+            tokens, text = ([], "") if only_prompt else (whole.tokens, whole.text)
+            shown = VisibleTokens(self._service, len(echoed)).take(tokens, text, whole.finish_reason)
+            logprobs = completion_logprobs(self._service, shown, wanted.num_logprobs)
+            if wanted.echo:
+                logprobs = _joined(prompt_logprobs(self._service, whole.prefill, whole.prefill_alternatives), logprobs)
+        return {
+            "index": 0,
+            "text": echoed + ("" if only_prompt else whole.text),
+            "logprobs": logprobs,
+            "finish_reason": "length" if only_prompt else FINISH_REASONS[whole.finish_reason],
+        }
+
+    async def _events(
+        self, request: Request, wanted: CompletionRequest, prompts: list[Prompt], generations: list[Generation]
+    ) -> AsyncGenerator[bytes, None]:
+        frame = envelope(self._service, "cmpl", "text_completion")
+        echoed = [prompts[index // wanted.best_of].text if wanted.echo else "" for index in range(len(generations))]
+        visible = [VisibleTokens(self._service, len(text)) for text in echoed]
+        only_prompt = wanted.common.max_tokens == 0
+        num_generated = 0
+        cached = [0] * len(generations)
+        try:
+            async for index, chunk in interleave(generations):
+                cached[index] = chunk.num_cached
+                if only_prompt:
+                    chunk.tokens, chunk.text = [], ""
+                num_generated += len(chunk.tokens)
+                if chunk.finish_reason is not None:
+                    request.state.told = told(generations[index].request, num_generated, chunk.finish_reason)
+                choice = self._chunk_choice(wanted, index, chunk, visible[index])
+                choice["text"], echoed[index] = echoed[index] + choice["text"], ""
+                if choice["text"] or choice["logprobs"] or choice["finish_reason"]:
+                    yield _chunk(wanted, frame, choice)
+        except RouterError as error:
+            request.state.failure = error
+            yield event(openai_body(error))
+            return
+        if wanted.common.include_usage:
+            num_prompt = sum(len(prompt.ids) for prompt in prompts)
+            yield event(frame.around([], usage(num_prompt, num_generated, sum(cached[:: wanted.best_of]))))
+        yield DONE
+
+    def _chunk_choice(
+        self, wanted: CompletionRequest, index: int, chunk: Chunk, visible: VisibleTokens
+    ) -> dict[str, Any]:
+        logprobs: dict[str, list[Any] | None] | None = None
+        if wanted.num_logprobs is not None:
+            shown = visible.take(chunk.tokens, chunk.text, chunk.finish_reason)
+            if shown:
+                logprobs = completion_logprobs(self._service, shown, wanted.num_logprobs)
+            if chunk.prefill is not None:
+                prompt = prompt_logprobs(self._service, chunk.prefill, chunk.prefill_alternatives)
+                logprobs = prompt if logprobs is None else _joined(prompt, logprobs)
+        finish = chunk.finish_reason
+        return {
+            "index": index,
+            "text": chunk.text,
+            "logprobs": logprobs,
+            "finish_reason": None if finish is None else FINISH_REASONS[finish],
+        }
+
+
+def _joined(first: dict[str, list[Any] | None], second: dict[str, list[Any] | None]) -> dict[str, list[Any] | None]:
+    """The lists of `first` followed by those of `second`."""
+    joined: dict[str, list[Any] | None] = {}
+    for name, values in first.items():
+        more = second[name]
+        joined[name] = None if values is None or more is None else values + more
+    return joined
+
+
+def _chunk(wanted: CompletionRequest, frame: Envelope, choice: dict[str, Any]) -> bytes:
+    whole = frame.around([choice])
+    if wanted.common.include_usage:
+        whole["usage"] = None
+    return event(whole)

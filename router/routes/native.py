@@ -1,0 +1,194 @@
+"""LoRAX's generation routes: `/generate`, `/generate_stream`, and `/` with `/invocations`, which take `stream`."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.body import read_json
+from router.collect import Completed, collect_all
+from router.disconnect import ClientWatch
+from router.errors import RouterError, lorax_body
+from router.generation import GenerationRequest, Token
+from router.headers import Counts, answer_headers, ignored_fields, stream_headers
+from router.schemas.native import NativeRequest, check_lengths, check_rules, read_native
+from router.service import Service, Timing, cancel_all, now, random_seed, told
+from router.sse import EventStream, event
+
+
+class NativeRoutes:
+    """The handlers; each reads a body and answers in LoRAX's shapes."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def generate(self, request: Request) -> Response:
+        arrived_at = now()
+        body = await read_json(request, self._service.config.max_body_bytes)
+        return await self._answer(request, read_native(body, with_stream=False), arrived_at, as_list=False)
+
+    async def generate_stream(self, request: Request) -> Response:
+        arrived_at = now()
+        body = await read_json(request, self._service.config.max_body_bytes)
+        return self._stream(request, read_native(body, with_stream=False), arrived_at)
+
+    async def compat(self, request: Request) -> Response:
+        """`/` and `/invocations`: one route for both, and a list of one when not streaming."""
+        arrived_at = now()
+        body = await read_json(request, self._service.config.max_body_bytes)
+        native = read_native(body, with_stream=True)
+        if native.stream:
+            return self._stream(request, native, arrived_at)
+        return await self._answer(request, native, arrived_at, as_list=True)
+
+    async def _answer(self, request: Request, native: NativeRequest, arrived_at: float, *, as_list: bool) -> Response:
+        parameters = native.parameters
+        timing = Timing(arrived_at)
+        async with ClientWatch(request.receive):
+            wanted = await self._prepare(native, request.state.request_id, streaming=False)
+            self._service.validated(timing)
+            num_sequences = max(parameters.best_of or 1, 1)
+            wanted_all = [wanted] + [replace(wanted, seed=random_seed()) for _ in range(num_sequences - 1)]
+            generations = self._service.submit(wanted_all, arrived_at)
+            try:
+                sequences = await collect_all(generations)
+            finally:
+                cancel_all(generations)
+        best = max(range(num_sequences), key=lambda index: sequences[index].mean_logprob)
+        whole = sequences[best]
+        answer: dict[str, Any] = {"generated_text": self._shown_text(native, whole)}
+        if parameters.details or parameters.decoder_input_details:
+            losers = sequences[:best] + sequences[best + 1 :]
+            answer["details"] = self._details(native, wanted, whole, losers if num_sequences > 1 else None)
+        request.state.told = told(wanted, len(whole.tokens), whole.finish_reason)
+        counts = Counts(len(native.inputs), len(wanted.prompt_ids), len(whole.tokens), whole.num_skipped)
+        headers = answer_headers(self._service, timing, generations[best], counts)
+        content = orjson.dumps([answer] if as_list else answer)
+        return Response(content, headers=headers | ignored_fields(native.ignored), media_type="application/json")
+
+    def _stream(self, request: Request, native: NativeRequest, arrived_at: float) -> EventStream:
+        headers = stream_headers(self._service, len(native.inputs)) | ignored_fields(native.ignored)
+        return EventStream(self._events(request, native, Timing(arrived_at)), headers)
+
+    async def _events(self, request: Request, native: NativeRequest, timing: Timing) -> AsyncGenerator[bytes, None]:
+        """One item per chunk with an event per token; a failure is the last event, as the status is sent already."""
+        try:
+            wanted = await self._prepare(native, request.state.request_id, streaming=True)
+            self._service.validated(timing)
+            [generation] = self._service.submit([wanted], timing.arrived_at)
+            texts: list[str] = []
+            num_tokens = 0
+            try:
+                while True:
+                    chunk = await generation.next()
+                    texts.append(chunk.text)
+                    num_tokens += len(chunk.tokens)
+                    if chunk.finish_reason is not None:
+                        break
+                    if chunk.tokens:
+                        yield b"".join([_token_event(token) for token in chunk.tokens])
+            finally:
+                generation.cancel()
+            request.state.told = told(wanted, num_tokens, chunk.finish_reason)
+            details = None
+            if native.parameters.details:
+                details = {
+                    "finish_reason": chunk.finish_reason.value,
+                    "prompt_tokens": len(wanted.prompt_ids),
+                    "generated_tokens": num_tokens,
+                    "seed": wanted.seed if wanted.sampling.do_sample else None,
+                }
+            whole = Completed(seed=wanted.seed, text="".join(texts))
+            last = [_token_event(token) for token in chunk.tokens[:-1]]
+            token = _token(chunk.tokens[-1]) if chunk.tokens else None
+            last.append(event({"token": token, "generated_text": self._shown_text(native, whole), "details": details}))
+            yield b"".join(last)
+        except RouterError as error:
+            request.state.failure = error
+            yield event(lorax_body(error))
+
+    async def _prepare(self, native: NativeRequest, request_id: str, *, streaming: bool) -> GenerationRequest:
+        """Check, tokenize, check lengths. Raises ValidationError."""
+        config = self._service.config
+        check_rules(native, config, streaming=streaming)
+        parameters = native.parameters
+        prompt_ids = await self._service.tokenizer.encode(native.inputs)
+        if parameters.truncate is not None:
+            prompt_ids = prompt_ids[-parameters.truncate :]
+        return GenerationRequest(
+            prompt_ids=prompt_ids,
+            max_new_tokens=check_lengths(len(prompt_ids), parameters.max_new_tokens, config),
+            seed=random_seed() if parameters.seed is None else parameters.seed,
+            sampling=parameters.sampling(),
+            stop_strings=parameters.stop,
+            ignore_eos=parameters.ignore_eos_token,
+            num_alternatives=parameters.return_k_alternatives or 0,
+            prefill_logprobs=parameters.decoder_input_details,
+            group_id=request_id if (parameters.best_of or 1) > 1 else "",
+            request_id=request_id,
+        )
+
+    @staticmethod
+    def _shown_text(native: NativeRequest, whole: Completed) -> str:
+        return native.inputs + whole.text if native.parameters.return_full_text else whole.text
+
+    def _details(
+        self,
+        native: NativeRequest,
+        wanted: GenerationRequest,
+        whole: Completed,
+        losers: list[Completed] | None,
+    ) -> dict[str, Any]:
+        details: dict[str, Any] = {
+            "finish_reason": whole.finish_reason.value,
+            "prompt_tokens": len(wanted.prompt_ids),
+            "generated_tokens": len(whole.tokens),
+            "skipped_tokens": whole.num_skipped,
+            "seed": whole.seed if wanted.sampling.do_sample else None,
+            "prefill": _prefill(whole),
+            "tokens": [_token(token) for token in whole.tokens],
+        }
+        if losers is not None:
+            details["best_of_sequences"] = [
+                {
+                    "generated_text": self._shown_text(native, loser),
+                    "finish_reason": loser.finish_reason.value,
+                    "generated_tokens": len(loser.tokens),
+                    "seed": loser.seed if wanted.sampling.do_sample else None,
+                    "prefill": _prefill(loser),
+                    "tokens": [_token(token) for token in loser.tokens],
+                }
+                for loser in losers
+            ]
+        return details
+
+
+def _token(token: Token) -> dict[str, Any]:
+    """LoRAX's token. A logprob of minus infinity becomes null, as JSON has no word for it."""
+    shown: dict[str, Any] = {
+        "id": token.id,
+        "text": token.text,
+        "logprob": round(token.logprob, 7),
+        "special": token.special,
+    }
+    if token.alternatives is not None:
+        shown["alternative_tokens"] = [
+            {"id": token_id, "text": text, "logprob": round(logprob, 7)}
+            for token_id, text, logprob in token.alternatives
+        ]
+    shown["skipped"] = token.skipped
+    return shown
+
+
+def _token_event(token: Token) -> bytes:
+    return event({"token": _token(token), "generated_text": None, "details": None})
+
+
+def _prefill(whole: Completed) -> list[dict[str, Any]]:
+    return [
+        {"id": token_id, "text": text, "logprob": None if logprob is None else round(logprob, 7)}
+        for token_id, text, logprob in whole.prefill
+    ]

@@ -1,0 +1,247 @@
+"""What LoRAX's generation routes accept: `inputs`, `parameters`, and the rules on them in LoRAX's order and words.
+
+Knows no tokens: rules on lengths are in `check_lengths`, asked once the prompt is tokenized.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from router.config import RouterConfig
+from router.errors import UnsupportedField, ValidationError
+from router.generation import Sampling
+from router.schemas.fields import Fields
+
+LATER_FIELDS = ("response_format", "speculation", "speculative_tokens", "prediction", "tools", "tool_choice")
+"""Fields of `parameters` that would change the text and are not served: refused by name."""
+
+
+@dataclass(frozen=True)
+class NativeParameters:
+    """`parameters`, typed but not yet checked."""
+
+    adapter_id: str | None
+    merged_adapters: dict[str, Any] | None
+    merged_ids: list[str]
+    merged_weights: list[float]
+    best_of: int | None
+    temperature: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    top_k: int | None
+    return_k_alternatives: int | None
+    max_new_tokens: int | None
+    stop: tuple[str, ...]
+    seed: int | None
+    truncate: int | None
+    do_sample: bool
+    ignore_eos_token: bool
+    return_full_text: bool
+    watermark: bool
+    details: bool
+    decoder_input_details: bool
+    unserved: str | None
+    """The first field of `LATER_FIELDS` that is set."""
+
+    @property
+    def wants_sampling(self) -> bool:
+        """Whether any sampling field is there, whatever its value: what `best_of` asks for."""
+        fields = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
+        return self.do_sample or any(field is not None for field in fields)
+
+    def sampling(self) -> Sampling:
+        """A temperature of 0 or 1 alone does not sample, and 0 never does."""
+        warps = (
+            self.temperature not in (None, 0.0, 1.0)
+            or self.top_k is not None
+            or (self.top_p is not None and self.top_p < 1.0)
+            or (self.min_p is not None and self.min_p > 0.0)
+            or self.typical_p is not None
+        )
+        return Sampling(
+            do_sample=(self.do_sample or warps) and self.temperature != 0.0,
+            temperature=self.temperature or 1.0,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            typical_p=1.0 if self.typical_p is None else self.typical_p,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            watermark=self.watermark,
+        )
+
+
+@dataclass(frozen=True)
+class NativeRequest:
+    """The body of `/generate`, `/generate_stream`, `/` and `/invocations`."""
+
+    inputs: str
+    parameters: NativeParameters
+    stream: bool
+    ignored: list[str]
+    """Names of fields that nothing here knows."""
+
+
+def read_native(body: dict[str, Any], *, with_stream: bool) -> NativeRequest:
+    """Type the body. Raises WrongJsonType. `stream` is a field of `/` and `/invocations` only."""
+    fields = Fields(body)
+    inputs = fields.required_text("inputs")
+    parameters = _read_parameters(fields.child("parameters"))
+    stream = fields.flag("stream") if with_stream else False
+    return NativeRequest(inputs, parameters, stream, fields.ignored())
+
+
+def _read_parameters(fields: Fields) -> NativeParameters:
+    merged = fields.mapping("merged_adapters")
+    merged_fields = Fields(merged or {}, "parameters.merged_adapters.")
+    # Without an adapter these two say nothing, as in LoRAX.
+    fields.text("adapter_source")
+    fields.text("api_token")
+    return NativeParameters(
+        adapter_id=fields.text("adapter_id"),
+        merged_adapters=merged,
+        merged_ids=merged_fields.texts("ids"),
+        merged_weights=merged_fields.numbers("weights"),
+        best_of=fields.integer("best_of", "usize"),
+        temperature=fields.number("temperature"),
+        repetition_penalty=fields.number("repetition_penalty"),
+        frequency_penalty=fields.number("frequency_penalty"),
+        presence_penalty=fields.number("presence_penalty"),
+        top_p=fields.number("top_p"),
+        min_p=fields.number("min_p"),
+        typical_p=fields.number("typical_p"),
+        top_k=fields.integer("top_k", "i32"),
+        return_k_alternatives=fields.integer("return_k_alternatives", "i32"),
+        max_new_tokens=fields.integer("max_new_tokens", "u32"),
+        stop=tuple(fields.texts("stop")),
+        seed=fields.integer("seed", "u64"),
+        truncate=fields.integer("truncate", "usize"),
+        do_sample=fields.flag("do_sample"),
+        ignore_eos_token=fields.flag("ignore_eos_token"),
+        return_full_text=fields.flag("return_full_text"),
+        watermark=fields.flag("watermark"),
+        details=fields.flag("details"),
+        decoder_input_details=fields.flag("decoder_input_details"),
+        unserved=_first_unserved(fields),
+    )
+
+
+def _first_unserved(fields: Fields) -> str | None:
+    found = None
+    for name in LATER_FIELDS:
+        value = fields.take(name)
+        harmless = value is None or (name == "response_format" and value == {"type": "text"})
+        harmless = harmless or (name == "tool_choice" and value == "none")
+        if not harmless and found is None:
+            found = name
+    return found
+
+
+def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool) -> None:
+    """Raise ValidationError for the first broken rule."""
+    parameters = request.parameters
+    if streaming:
+        if parameters.best_of not in (None, 1):
+            raise ValidationError("`best_of` != 1 is not supported when streaming tokens", "best_of")
+        if parameters.decoder_input_details:
+            raise ValidationError(
+                "`decoder_input_details` == true is not supported when streaming tokens", "decoder_input_details"
+            )
+    _check_adapters(parameters, config)
+    _check_best_of(parameters, config)
+    _check_sampling(parameters)
+    _check_counts(request, config)
+    if parameters.unserved is not None:
+        raise UnsupportedField(parameters.unserved)
+
+
+def _check_adapters(parameters: NativeParameters, config: RouterConfig) -> None:
+    if parameters.merged_adapters is not None:
+        if parameters.adapter_id is not None:
+            raise ValidationError("at most one of `adapter_id` or `adapters` may be provided", "adapter_id")
+        if not parameters.merged_ids:
+            raise ValidationError("at least one adapter ID must be provided when setting `adapters`", "merged_adapters")
+        if len(parameters.merged_ids) != len(parameters.merged_weights):
+            raise ValidationError("number of adapter IDs must match number of adapter weights", "merged_adapters")
+        raise UnsupportedField("merged_adapters")
+    if parameters.adapter_id not in (None, "", "__base_model__", config.model_id):
+        raise UnsupportedField("adapter_id", "is not supported by this server, which serves its base model alone")
+
+
+def _check_best_of(parameters: NativeParameters, config: RouterConfig) -> None:
+    best_of = parameters.best_of
+    if best_of is None or best_of == 1:
+        return
+    if best_of > 1 and not parameters.wants_sampling:
+        raise ValidationError("you must use sampling when `best_of` is > 1", "best_of")
+    if best_of > 1 and parameters.seed is not None:
+        raise ValidationError("`seed` must not be set when `best_of` > 1", "seed")
+    if config.max_best_of == 1:
+        raise ValidationError("`best_of` != 1 is not allowed for this endpoint", "best_of")
+    if best_of < 1 or best_of > config.max_best_of:
+        raise ValidationError(f"`best_of` must be > 0 and <= {config.max_best_of}. Given: {best_of}", "best_of")
+
+
+def _check_sampling(parameters: NativeParameters) -> None:
+    if parameters.temperature is not None and parameters.temperature < 0.0:
+        raise ValidationError("`temperature` must be non-negative", "temperature")
+    if parameters.repetition_penalty is not None and parameters.repetition_penalty <= 0.0:
+        raise ValidationError("`repetition_penalty` must be strictly positive", "repetition_penalty")
+    for name in ("frequency_penalty", "presence_penalty"):
+        penalty = getattr(parameters, name)
+        if penalty is not None and not -2.0 <= penalty <= 2.0:
+            raise ValidationError(f"`{name}` must be >= -2.0 and <= 2.0", name)
+    if parameters.top_p is not None and not 0.0 < parameters.top_p <= 1.0:
+        raise ValidationError("`top_p` must be > 0.0 and < 1.0", "top_p")
+    if parameters.min_p is not None and not 0.0 <= parameters.min_p <= 1.0:
+        raise ValidationError("`min_p` must be >= 0.0 and <= 1.0", "min_p")
+    if parameters.typical_p is not None and not 0.0 < parameters.typical_p < 1.0:
+        raise ValidationError("`typical_p` must be > 0.0 and < 1.0", "typical_p")
+    for name in ("top_k", "return_k_alternatives"):
+        count = getattr(parameters, name)
+        if count is not None and count <= 0:
+            raise ValidationError(f"`{name}` must be strictly positive", name)
+
+
+def _check_counts(request: NativeRequest, config: RouterConfig) -> None:
+    parameters = request.parameters
+    if parameters.max_new_tokens == 0:
+        raise ValidationError("`max_new_tokens` must be strictly positive", "max_new_tokens")
+    num_stops = len(parameters.stop)
+    if num_stops > config.max_stop_sequences:
+        raise ValidationError(
+            f"`stop` supports up to {config.max_stop_sequences} stop sequences. Given: {num_stops}", "stop"
+        )
+    if not request.inputs:
+        raise ValidationError("`inputs` cannot be empty", "inputs")
+    truncate = parameters.truncate
+    if truncate is not None and not 0 < truncate <= config.max_input_length:
+        raise ValidationError(
+            f"`truncate` must be strictly positive and less than {config.max_input_length}. Given: {truncate}",
+            "truncate",
+        )
+
+
+def check_lengths(num_inputs: int, max_new_tokens: int | None, config: RouterConfig) -> int:
+    """The number of tokens to generate at most; raises ValidationError when prompt and output don't fit."""
+    allowed = max(config.max_total_tokens - num_inputs, 0) if max_new_tokens is None else max_new_tokens
+    if num_inputs + allowed > config.max_total_tokens:
+        raise ValidationError(
+            f"`inputs` tokens + `max_new_tokens` must be <= {config.max_total_tokens}. "
+            f"Given: {num_inputs} `inputs` tokens and {allowed} `max_new_tokens`",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    if num_inputs > config.max_input_length:
+        raise ValidationError(
+            f"`inputs` must have less than {config.max_input_length} tokens. Given: {num_inputs}",
+            None,
+            "context_length_exceeded",
+        )
+    if allowed == 0:
+        raise ValidationError("`max_new_tokens` must be strictly positive", "max_new_tokens")
+    return allowed

@@ -1,0 +1,305 @@
+"""What OpenAI's two generation routes accept, with OpenAI's rules; LoRAX's extra fields keep their meaning.
+
+Knows no tokens and no shard: ranges of token ids are checked where the vocabulary is known.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from router.config import RouterConfig
+from router.errors import ModelNotFound, UnsupportedField, ValidationError
+from router.generation import Sampling
+from router.schemas.fields import Fields
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+
+LATER_FIELDS = (
+    "response_format",
+    "tools",
+    "tool_choice",
+    "functions",
+    "function_call",
+    "tool_prompt",
+    "guideline",
+    "prediction",
+    "suffix",
+    "audio",
+    "modalities",
+    "adapter_id",
+    "merged_adapters",
+    "speculation",
+    "speculative_tokens",
+)
+"""Fields that would change the text and are not served: refused by name when set to something."""
+
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "adapter_id": ("",),
+}
+"""Values that ask for nothing."""
+
+
+@dataclass(frozen=True)
+class CommonFields:
+    """What both routes share."""
+
+    sampling: Sampling
+    num_choices: int
+    max_tokens: int | None
+    seed: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    ignore_eos: bool
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """The body of `/v1/completions`."""
+
+    common: CommonFields
+    prompts: list[str | list[int]]
+    echo: bool
+    best_of: int
+    num_logprobs: int | None
+    """Alternatives per token; None for no logprobs at all, 0 for those of the tokens alone."""
+    ignored: list[str]
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """The body of `/v1/chat/completions`."""
+
+    common: CommonFields
+    messages: list[dict[str, Any]]
+    num_logprobs: int | None
+    ignored: list[str]
+
+
+def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionRequest:
+    """Type and check. Raises WrongJsonType, ValidationError or ModelNotFound."""
+    fields = Fields(body)
+    _check_model(fields, config)
+    prompts = _prompts(fields.take("prompt"))
+    echo = fields.flag("echo")
+    max_tokens = fields.integer("max_tokens", "u32")
+    num_logprobs = fields.integer("logprobs", "u32")
+    if num_logprobs is not None and num_logprobs > MAX_TOP_LOGPROBS:
+        raise ValidationError(f"`logprobs` must be <= {MAX_TOP_LOGPROBS}. Given: {num_logprobs}", "logprobs")
+    common = _common(fields, config, 16 if max_tokens is None else max_tokens)
+    if max_tokens == 0 and not echo:
+        raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
+    best_of = _best_of(fields, common, config)
+    _check_num_sequences(len(prompts) * best_of, config)
+    return CompletionRequest(common, prompts, echo, best_of, num_logprobs, fields.ignored())
+
+
+def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
+    """Type and check. Raises WrongJsonType, ValidationError or ModelNotFound."""
+    fields = Fields(body)
+    _check_model(fields, config)
+    messages = _messages(fields.take("messages"))
+    max_tokens = fields.integer("max_tokens", "u32")
+    max_completion_tokens = fields.integer("max_completion_tokens", "u32")
+    if max_tokens is not None and max_completion_tokens is not None and max_tokens != max_completion_tokens:
+        raise ValidationError("`max_tokens` and `max_completion_tokens` cannot both be set", "max_tokens")
+    limit = max_tokens if max_completion_tokens is None else max_completion_tokens
+    if limit == 0:
+        raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
+    wants_logprobs = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", "u32")
+    if top is not None and not wants_logprobs:
+        raise ValidationError("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
+    if top is not None and top > MAX_TOP_LOGPROBS:
+        raise ValidationError(f"`top_logprobs` must be <= {MAX_TOP_LOGPROBS}. Given: {top}", "top_logprobs")
+    common = _common(fields, config, limit)
+    _check_num_sequences(common.num_choices, config)
+    return ChatRequest(common, messages, (top or 0) if wants_logprobs else None, fields.ignored())
+
+
+def _check_model(fields: Fields, config: RouterConfig) -> None:
+    """LoRAX's empty name means the base model too."""
+    model = fields.text("model")
+    if model is None:
+        raise ValidationError("you must provide a model parameter", "model")
+    if model not in ("", config.model_id):
+        raise ModelNotFound(model[:256])
+
+
+def _common(fields: Fields, config: RouterConfig, max_tokens: int | None) -> CommonFields:
+    for name in LATER_FIELDS:
+        value = fields.take(name)
+        if value is not None and value not in _HARMLESS.get(name, ()):
+            raise UnsupportedField(name)
+    # These say who asks, or nothing without an adapter.
+    for name in ("user", "adapter_source", "api_token"):
+        fields.text(name)
+    num_choices = fields.integer("n", "u32")
+    if num_choices is not None and not 1 <= num_choices <= MAX_CHOICES:
+        raise ValidationError(f"`n` must be >= 1 and <= {MAX_CHOICES}. Given: {num_choices}", "n")
+    stop = tuple(fields.text_or_texts("stop"))
+    if len(stop) > config.max_stop_sequences:
+        raise ValidationError(
+            f"`stop` supports up to {config.max_stop_sequences} stop sequences. Given: {len(stop)}", "stop"
+        )
+    if "" in stop:
+        raise ValidationError("`stop` must not contain an empty string", "stop")
+    stream = fields.flag("stream")
+    if fields.has("stream_options") and not stream:
+        raise ValidationError("`stream_options` needs `stream` to be true", "stream_options")
+    return CommonFields(
+        sampling=_sampling(fields),
+        num_choices=num_choices or 1,
+        max_tokens=max_tokens,
+        seed=_seed(fields),
+        stop=stop,
+        stream=stream,
+        include_usage=fields.child("stream_options").flag("include_usage"),
+        ignore_eos=fields.flag("ignore_eos_token"),
+    )
+
+
+def _sampling(fields: Fields) -> Sampling:
+    """Samples at temperature 1 unless told otherwise; 0 is greedy."""
+    temperature = _within(fields, "temperature", 0.0, 2.0, 1.0)
+    top_p = _within(fields, "top_p", 0.0, 1.0, 1.0)
+    typical_p = fields.number("typical_p")
+    if typical_p is not None and not 0.0 < typical_p <= 1.0:
+        raise ValidationError("`typical_p` must be > 0.0 and <= 1.0", "typical_p")
+    repetition_penalty = fields.number("repetition_penalty")
+    if repetition_penalty is not None and repetition_penalty <= 0.0:
+        raise ValidationError("`repetition_penalty` must be strictly positive", "repetition_penalty")
+    top_k = fields.integer("top_k", "i32")
+    if top_k is not None and top_k < -1:
+        raise ValidationError("`top_k` must be strictly positive, or 0 or -1 for none", "top_k")
+    return Sampling(
+        do_sample=temperature > 0.0,
+        temperature=temperature or 1.0,
+        # A nucleus of nothing still holds the likeliest token.
+        top_k=1 if top_p == 0.0 else max(top_k or 0, 0),
+        top_p=top_p or 1.0,
+        min_p=_within(fields, "min_p", 0.0, 1.0, 0.0),
+        typical_p=1.0 if typical_p is None else typical_p,
+        repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
+        frequency_penalty=_within(fields, "frequency_penalty", -2.0, 2.0, 0.0),
+        presence_penalty=_within(fields, "presence_penalty", -2.0, 2.0, 0.0),
+        logit_bias=_logit_bias(fields),
+    )
+
+
+def _within(fields: Fields, name: str, low: float, high: float, default: float) -> float:
+    value = fields.number(name)
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise ValidationError(f"`{name}` must be >= {low} and <= {high}", name)
+    return value
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    given = fields.mapping("logit_bias") or {}
+    values = Fields(given, "logit_bias.")
+    biases = []
+    for name in given:
+        bias = values.number(name)
+        if not (name.isascii() and name.isdigit() and len(name) <= 9):
+            raise ValidationError("`logit_bias` must map token ids to numbers", "logit_bias")
+        if bias is None or not -100.0 <= bias <= 100.0:
+            raise ValidationError("`logit_bias` values must be >= -100 and <= 100", "logit_bias")
+        biases.append((int(name), bias))
+    return tuple(biases)
+
+
+def _seed(fields: Fields) -> int | None:
+    """OpenAI's seeds may be negative: they are taken modulo 2^64."""
+    value = fields.take("seed")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValidationError("`seed` must be an integer", "seed")
+    return value % 2**64
+
+
+def _best_of(fields: Fields, common: CommonFields, config: RouterConfig) -> int:
+    best_of = fields.integer("best_of", "u32")
+    if best_of is None:
+        return common.num_choices
+    if best_of < common.num_choices:
+        raise ValidationError("`best_of` must be >= `n`", "best_of")
+    if best_of > common.num_choices and common.stream:
+        raise ValidationError("`best_of` above `n` is not supported when streaming tokens", "best_of")
+    limit = max(config.max_best_of, common.num_choices)
+    if best_of > limit:
+        raise ValidationError(f"`best_of` must be > 0 and <= {limit}. Given: {best_of}", "best_of")
+    return best_of
+
+
+def _check_num_sequences(num_sequences: int, config: RouterConfig) -> None:
+    if num_sequences > config.max_concurrent_requests:
+        raise ValidationError(
+            f"prompts times choices must be <= {config.max_concurrent_requests}. Given: {num_sequences}", "n"
+        )
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """A text, texts, token ids, or lists of token ids: always as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return value
+        if _are_token_ids(value):
+            return [value]
+        if all(isinstance(item, list) and _are_token_ids(item) for item in value):
+            return value
+    raise ValidationError("`prompt` must be a string, strings, token ids, or lists of token ids", "prompt")
+
+
+def _are_token_ids(items: list[Any]) -> bool:
+    return bool(items) and all(type(item) is int and 0 <= item < 2**31 for item in items)
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise ValidationError("`messages` must be a list of at least one message", "messages")
+    return [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+
+
+def _message(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
+        raise ValidationError(f"`{where}` must be an object with a `role`", where)
+    for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
+        if item.get(name) is not None:
+            raise UnsupportedField(f"{where}.{name}")
+    # The newer word for the same place in the conversation; no template knows it.
+    role = "system" if item["role"] == "developer" else item["role"]
+    message = {"role": role, "content": _content(item.get("content"), f"{where}.content")}
+    if isinstance(item.get("name"), str):
+        message["name"] = item["name"]
+    return message
+
+
+def _content(content: Any, where: str) -> str:
+    """Text as templates expect it; text parts are joined."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValidationError(f"`{where}` must be a string or a list of parts", where)
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            if isinstance(kind, str) and kind != "text":
+                raise UnsupportedField(f"{where}[{index}].{kind[:32]}", "is not supported: this model reads text alone")
+            raise ValidationError(f"`{where}[{index}]` must be a part with `type` and `text`", where)
+        texts.append(part["text"])
+    return "".join(texts)

@@ -1,0 +1,197 @@
+"""A shard without a model, in the test's own process: it answers over a real socket with the token ids it was given.
+
+Speaks the wire as the real one does: Info, Serve, health, credit that counts what it acknowledged, and aborts.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from proto import shard_pb2, shard_pb2_grpc
+
+
+@dataclass
+class Script:
+    """What the shard answers to one Submit."""
+
+    token_ids: Sequence[int]
+    per_step: int = 1
+    """Tokens per step: all but the first of a step are drafts that were accepted."""
+    step_seconds: float = 0.0
+    error: str = ""
+    """Ends the request with FINISH_ERROR after its tokens."""
+    hangs: bool = False
+    """Never finishes by itself, and says nothing after its tokens."""
+    logprobs: Sequence[float] | None = None
+    """One per token; -0.1, -0.2, … when absent."""
+
+
+def _default_logprob(index: int) -> float:
+    return -0.1 * (index + 1)
+
+
+@dataclass
+class ScriptedShard:
+    """Serves on a Unix socket in `folder` from `async with` on."""
+
+    folder: Path
+    answer: Callable[[shard_pb2.Submit], Script]
+    device: str = "cuda:0"
+    max_total_tokens: int = 2048
+    vocab_size: int = 300
+    credit_requests: int = 256
+    submits: list[shard_pb2.Submit] = field(default_factory=list)
+    commands: list[shard_pb2.Command] = field(default_factory=list)
+    abort_ids: list[int] = field(default_factory=list)
+    finished_ids: list[int] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"unix:{self.folder}/scripted.sock"
+
+    async def __aenter__(self) -> Self:
+        self._server = grpc.aio.server()
+        shard_pb2_grpc.add_ShardServicer_to_server(_Servicer(self), self._server)
+        healths = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(healths, self._server)
+        for service in ("", "lorikeet.shard.v1.Shard"):
+            await healths.set(service, health_pb2.HealthCheckResponse.SERVING)
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop(grace=0)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds; fails after ten seconds."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    @property
+    def num_running(self) -> int:
+        """Submitted, neither finished nor aborted."""
+        return len({submit.id for submit in self.submits} - set(self.finished_ids) - set(self.abort_ids))
+
+
+class _Servicer(shard_pb2_grpc.ShardServicer):
+    def __init__(self, shard: ScriptedShard) -> None:
+        self._shard = shard
+
+    async def Info(self, request: shard_pb2.InfoRequest, context: grpc.aio.ServicerContext) -> shard_pb2.ShardInfo:
+        shard = self._shard
+        return shard_pb2.ShardInfo(
+            version="0.1.0",
+            model_id="test/model",
+            dtype="torch.float32",
+            device=shard.device,
+            architecture="llama",
+            vocab_size=shard.vocab_size,
+            max_total_tokens=shard.max_total_tokens,
+            page_size=16,
+            num_pages=4096,
+            step_tokens=4096,
+            max_running=256,
+            prefix_caching=True,
+            chunked_prefill=True,
+        )
+
+    async def Serve(
+        self, commands: AsyncIterator[shard_pb2.Command], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[shard_pb2.StepOutput]:
+        stream = _Stream(self._shard)
+        reader = asyncio.create_task(stream.read(commands))
+        try:
+            while True:
+                yield await stream.outputs.get()
+        finally:
+            reader.cancel()
+            for task in stream.tasks.values():
+                task.cancel()
+
+
+class _Stream:
+    """One router's connection."""
+
+    def __init__(self, shard: ScriptedShard) -> None:
+        self._shard = shard
+        self._num_acknowledged = 0
+        self._step = 0
+        self.outputs: asyncio.Queue[shard_pb2.StepOutput] = asyncio.Queue()
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self._send()
+
+    async def read(self, commands: AsyncIterator[shard_pb2.Command]) -> None:
+        async for command in commands:
+            self._shard.commands.append(command)
+            for submit in command.submits:
+                self._shard.submits.append(submit)
+                self._num_acknowledged += 1
+                self.tasks[submit.id] = asyncio.create_task(self._run(submit))
+            for request_id in command.abort_ids:
+                self._shard.abort_ids.append(request_id)
+                task = self.tasks.pop(request_id, None)
+                if task is not None:
+                    task.cancel()
+                    self._send(shard_pb2.RequestOutput(id=request_id, finish_reason=shard_pb2.FINISH_ABORTED))
+
+    async def _run(self, submit: shard_pb2.Submit) -> None:
+        script = self._shard.answer(submit)
+        ids = list(script.token_ids)[: submit.max_new_tokens]
+        stop_at = next((index for index, token in enumerate(ids) if token in submit.stop_ids), None)
+        if stop_at is not None:
+            ids = ids[: stop_at + 1]
+        for start in range(0, max(len(ids), 1), script.per_step):
+            await asyncio.sleep(script.step_seconds)
+            indices = range(start, min(start + script.per_step, len(ids)))
+            output = _output(submit, script, ids, indices)
+            if indices.stop >= len(ids) and not script.hangs:
+                self._finish(output, submit, script, ended=stop_at is not None)
+            self._send(output)
+
+    def _finish(
+        self, output: shard_pb2.RequestOutput, submit: shard_pb2.Submit, script: Script, *, ended: bool
+    ) -> None:
+        self._shard.finished_ids.append(submit.id)
+        self.tasks.pop(submit.id, None)
+        output.finish_reason = shard_pb2.FINISH_EOS if ended else shard_pb2.FINISH_LENGTH
+        if script.error:
+            output.finish_reason = shard_pb2.FINISH_ERROR
+            output.error = script.error
+
+    def _send(self, *outputs: shard_pb2.RequestOutput) -> None:
+        self._step += 1
+        room = self._shard.credit_requests - len(self.tasks)
+        credit = shard_pb2.Credit(
+            num_requests=max(room, 0), num_kv_tokens=1_000_000, acknowledged=self._num_acknowledged
+        )
+        self.outputs.put_nowait(shard_pb2.StepOutput(step=self._step, credit=credit, outputs=outputs))
+
+
+def _output(submit: shard_pb2.Submit, script: Script, ids: list[int], indices: range) -> shard_pb2.RequestOutput:
+    """The part of a request's answer that one step gives."""
+    wanted = submit.logprobs
+    output = shard_pb2.RequestOutput(id=submit.id, token_ids=[ids[index] for index in indices])
+    output.sources = bytes([shard_pb2.SOURCE_TARGET] * len(indices))
+    output.step_ends = bytes([0] * (len(indices) - 1) + [1]) if len(indices) else b""
+    logprobs = script.logprobs or [_default_logprob(index) for index in range(len(ids))]
+    if wanted.wanted:
+        output.logprobs.extend(logprobs[index] for index in indices)
+    for index in indices:
+        for rank in range(wanted.alternatives):
+            output.alternative_ids.append(ids[index] + rank)
+            output.alternative_logprobs.append(logprobs[index] - rank)
+    if indices.start == 0 and wanted.prefill:
+        num_prompt = len(submit.prompt_ids)
+        output.prefill_logprobs.extend(-0.5 for _ in range(num_prompt - 1))
+        for position in range(1, num_prompt):
+            for rank in range(wanted.prefill_alternatives):
+                output.prefill_alternative_ids.append(submit.prompt_ids[position] + rank)
+                output.prefill_alternative_logprobs.append(-0.5 - rank)
+    return output

@@ -1,0 +1,147 @@
+"""One router in the test's own process: the real application, dispatcher, tokenizer and HTTP server, on a free port.
+
+Its shard is scripted. The tokenizer is byte-level with a few merges, so that texts and token ids are easy to say.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tokenizers
+import uvicorn
+from tokenizers import decoders, models, pre_tokenizers
+
+from proto import shard_pb2
+from router.app import create_app
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.metrics import Metrics
+from router.text.tokenizer import Tokenizer
+from tests.router.scripted_shard import Script, ScriptedShard
+
+MODEL_ID = "test/model"
+MERGES = [("Ġ", "t"), ("h", "e"), ("r", "e"), ("Ġt", "he"), ("Ġthe", "re")]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'critic' %}{{ raise_exception('no critics here') }}{% endif %}"
+    "[{{ message['role'] }}]{{ message['content'] }}{% endfor %}[assistant]"
+)
+
+
+def write_model_folder(folder: Path, *, chat_template: bool = True) -> Path:
+    """Tokenizer files as a model folder has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<s>", "</s>", *alphabet, *("".join(pair) for pair in MERGES)]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    if chat_template:
+        settings["chat_template"] = CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 1}))
+    return folder
+
+
+EOS = 1
+
+
+@dataclass
+class Serving:
+    """What a test holds: a client, the parts behind it, and the words of the tokenizer."""
+
+    client: httpx.AsyncClient
+    url: str
+    shard: ScriptedShard
+    dispatcher: Dispatcher
+    metrics: Metrics
+    backend: tokenizers.Tokenizer
+
+    def ids(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def says(self, *texts: str, ends: bool = False, **options: Any) -> None:
+        """From now on the shard answers with these texts in turn (the last one again and again)."""
+        answers = [self.ids(text) + ([EOS] if ends else []) for text in texts]
+        count = 0
+
+        def answer(submit: shard_pb2.Submit) -> Script:
+            nonlocal count
+            count += 1
+            return Script(answers[min(count, len(answers)) - 1], **options)
+
+        self.shard.answer = answer
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The data of each event of a stream, as JSON where it is."""
+        async with self.client.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            text = (await response.aread()).decode()
+        return parse_events(text)
+
+    async def idle(self) -> None:
+        """Wait until nothing runs, here and in the shard."""
+        await self.shard.until(lambda: self.dispatcher.num_active == 0 and self.shard.num_running == 0)
+
+
+def parse_events(text: str) -> list[Any]:
+    """Strict about the framing: `data: ` and a blank line, nothing else."""
+    assert text.endswith("\n\n")
+    events: list[Any] = []
+    for part in text[:-2].split("\n\n"):
+        assert part.startswith("data: ") and "\n" not in part, part
+        data = part.removeprefix("data: ")
+        events.append(data if data == "[DONE]" else json.loads(data))
+    return events
+
+
+@asynccontextmanager
+async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> AsyncIterator[Serving]:
+    """A router with a scripted shard; `fields` are RouterConfig's."""
+    model_folder = write_model_folder(folder / "model", chat_template=fields.pop("chat_template", True))
+    device = fields.pop("device", "cuda:0")
+    shard = ScriptedShard(folder, lambda submit: Script([5] * submit.max_new_tokens), device=device)
+    config = RouterConfig(
+        **{
+            "model_id": MODEL_ID,
+            "model_path": str(model_folder),
+            "shard_addresses": (shard.address,),
+            "max_input_length": 2047,
+            "max_total_tokens": 2048,
+            **fields,
+        }
+    )
+    tokenizer = Tokenizer.load(config)
+    metrics = Metrics(config.max_input_length, config.max_total_tokens)
+    dispatcher = Dispatcher(config, tokenizer, metrics)
+    app = create_app(dispatcher, tokenizer, config, metrics)
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, http="httptools", ws="none", log_config=None, access_log=False, lifespan="off")
+    )
+    backend = tokenizers.Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    async with shard:
+        if connected:
+            await dispatcher.start()
+        running = asyncio.create_task(server._serve())
+        try:
+            await shard.until(lambda: server.started and (dispatcher.ready or not connected))
+            port = server.servers[0].sockets[0].getsockname()[1]
+            url = f"http://127.0.0.1:{port}"
+            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+                yield Serving(client, url, shard, dispatcher, metrics, backend)
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            await running
+            await dispatcher.stop()
+            tokenizer.close()
