@@ -1,0 +1,49 @@
+"""How names of models and adapters are spelled."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.refs import Ref, Source, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "id", "revision"),
+    [
+        ("gpt2", "gpt2", None),
+        ("owner/name-1.5_b", "owner/name-1.5_b", None),
+        ("owner/name@main", "owner/name", "main"),
+        ("owner/name@refs/pr/1", "owner/name", "refs/pr/1"),
+        (
+            "owner/name@0123456789abcdef0123456789abcdef01234567",
+            "owner/name",
+            "0123456789abcdef0123456789abcdef01234567",
+        ),
+    ],
+)
+def test_hub_names(text: str, id: str, revision: str | None) -> None:
+    assert parse(text) == Ref(Source.HUB, id, revision)
+    assert str(parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a/b/c", "/a", "a/", "a b", "a@", "a@-x", "a@x/../y", "../a", "a--b", "a.git", "a\nb", "é", "x" * 600]
+)
+def test_what_is_no_hub_name(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a"):
+        parse(text)
+
+
+@pytest.mark.parametrize("source", [Source.LOCAL, Source.S3, Source.PBASE])
+def test_other_sources_keep_their_at(source: Source) -> None:
+    assert parse("some/key@home", source) == Ref(source, "some/key@home", None)
+
+
+@given(st.text(max_size=80), st.sampled_from(Source))
+def test_any_text_is_a_name_or_a_sentence(text: str, source: Source) -> None:
+    try:
+        ref = parse(text, source)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert str(ref) == text

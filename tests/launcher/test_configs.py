@@ -1,0 +1,48 @@
+"""What the launcher tells its processes against what they read."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from launcher import configs
+from launcher.model import ModelFolder, with_lengths
+from launcher.settings import read
+from router.config import RouterConfig
+from shard.config import ShardConfig
+
+
+def plan(tmp_path: Path, *arguments: str) -> configs.Plan:
+    settings = with_lengths(read(arguments, {}, "box"), {})
+    return configs.Plan(settings, ModelFolder("owner/name", tmp_path, "abc"), "cpu", tmp_path, "1.2.3")
+
+
+def test_a_shard_reads_what_is_written(tmp_path: Path) -> None:
+    path = configs.write(tmp_path / "shard.json", configs.shard_fields(plan(tmp_path, "--cpu-memory", "1GiB")))
+    read_back = ShardConfig.read(path)
+    assert read_back.listen == f"unix:{tmp_path}/shard-0.sock"
+    assert (read_back.cpu_memory, read_back.step_tokens, read_back.max_total_tokens) == (2**30, 4145, 4096)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
+    given = plan(tmp_path, "--cors-allow-origin", "a", "--shard-address", "127.0.0.1:50051", "--ngrok-authtoken", "x9")
+    path = configs.write(tmp_path / "router.json", configs.router_fields(given))
+    read_back = RouterConfig.read(path)
+    assert read_back.shard_addresses == ("127.0.0.1:50051",)
+    assert read_back.cors_allow_origin == ("a",)
+    assert read_back.effective_configuration is not None
+    assert read_back.effective_configuration["flags"]["max-input-length"] == 4095
+    assert "x9" not in path.read_text()
+
+
+def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
+    """A process started by hand and one started by the launcher behave alike."""
+    own = {"model_id", "model_path", "model_sha", "listen", "shard_addresses", "parent_pid", "effective_configuration"}
+    own |= {"step_tokens"}
+    for written, dataclass in (
+        (configs.shard_fields(plan(tmp_path)), ShardConfig),
+        (configs.router_fields(plan(tmp_path)), RouterConfig),
+    ):
+        defaults = {field.name: field.default for field in fields(dataclass)}
+        assert set(written) <= set(defaults)
+        for name in set(written) - own:
+            assert written[name] == defaults[name], name

@@ -1,0 +1,163 @@
+"""Which settings are refused, and which only warn."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher import rules
+from launcher.exits import Exit, LauncherError
+from launcher.flags import FLAGS
+from launcher.model import with_lengths
+from launcher.settings import Settings, read
+
+
+def settings(*arguments: str, **environment: str) -> Settings:
+    return read(arguments, environment, "box")
+
+
+def refusal(*arguments: str, **environment: str) -> str:
+    with pytest.raises(LauncherError) as caught:
+        rules.check(settings(*arguments, **environment))
+    assert caught.value.exit is Exit.ARGUMENT_VALIDATION
+    return str(caught.value)
+
+
+REFUSED = {
+    "source": "s3",
+    "quantize": "bitsandbytes-nf4",
+    "embedding-dim": "512",
+    "adapter-id": "owner/adapter",
+    "adapter-source": "local",
+    "default-adapter-source": "s3",
+    "preloaded-adapter-ids": "owner/adapter",
+    "preloaded-adapter-source": "pbase",
+    "merge-adapter-weights": None,
+    "max-active-adapters": "16",
+    "adapter-cycle-time-s": "1",
+    "adapter-memory-fraction": "0.2",
+    "speculative-tokens": "3",
+    "speculation-max-batch-size": "8",
+    "sharded": "true",
+    "num-shard": "2",
+    "master-addr": "10.0.0.1",
+    "master-port": "29501",
+    "otlp-endpoint": "http://127.0.0.1:4317",
+}
+
+
+def test_the_list_of_refused_flags_is_complete() -> None:
+    assert set(REFUSED) == {name for name, flag in FLAGS.items() if flag.refused}
+
+
+@pytest.mark.parametrize(("name", "text"), REFUSED.items())
+def test_what_does_not_work_yet_is_refused_by_name(name: str, text: str | None) -> None:
+    said = refusal(f"--{name}", *([text] if text is not None else []))
+    assert said.startswith(f"--{name} ")
+    assert said.endswith(FLAGS[name].refused)
+    variable = FLAGS[name].environment
+    assert refusal(**{variable: text or "true"}).startswith(f"{variable} ")
+
+
+@pytest.mark.parametrize("quantization", FLAGS["quantize"].choices)
+def test_every_quantization_is_refused(quantization: str) -> None:
+    assert quantization in refusal("--quantize", quantization)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--speculative-tokens", "0"],
+        ["--num-shard", "1"],
+        ["--sharded", "false"],
+        ["--source", "hub"],
+        ["--adapter-source", "hub"],
+        ["--max-active-adapters", "1024"],
+    ],
+)
+def test_what_asks_for_nothing_is_not_refused(arguments: list[str]) -> None:
+    rules.check(settings(*arguments))
+
+
+WITHOUT_EFFECT = {
+    "waiting-served-ratio": "0.3",
+    "max-waiting-tokens": "10",
+    "eager-prefill": "false",
+    "disable-custom-kernels": None,
+    "disable-sgmv": None,
+    "backend": "flashinfer",
+    "ngrok": None,
+    "ngrok-authtoken": "secret",
+    "ngrok-edge": "edge",
+    "predibase-api-token": "secret",
+    "compile": None,
+    "compile-max-batch-size": "64",
+    "compile-max-rank": "32",
+    "compile-batch-size": "16",
+    "cuda-memory-fraction": "0.5",
+}
+
+
+def test_the_list_of_flags_without_effect_is_complete() -> None:
+    everywhere = {name for name, flag in FLAGS.items() if flag.no_effect and flag.no_effect_on != "cuda"}
+    assert set(WITHOUT_EFFECT) == everywhere
+
+
+@pytest.mark.parametrize(("name", "text"), WITHOUT_EFFECT.items())
+def test_a_flag_without_effect_is_said_once_and_only_when_given(name: str, text: str | None) -> None:
+    given = settings(f"--{name}", *([text] if text is not None else []))
+    rules.check(given)
+    (said,) = rules.without_effect(given, "cpu")
+    assert said.startswith(f"--{name} has no effect: ")
+    assert "secret" not in said
+    assert rules.without_effect(settings(), "cpu") == []
+
+
+def test_memory_flags_belong_to_one_device_each() -> None:
+    both = settings("--cpu-memory", "1GiB", "--cuda-memory-fraction", "0.5")
+    assert [said.split()[0] for said in rules.without_effect(both, "cpu")] == ["--cuda-memory-fraction"]
+    assert [said.split()[0] for said in rules.without_effect(both, "cuda:0")] == ["--cpu-memory"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--compile", "--eager"], "contradict"),
+        (["--model-id", "a/b@c", "--revision", "d"], "give one"),
+        (["--revision", "main"], "needs --model-id"),
+        (["--model-id", ".", "--revision", "main"], "is a folder"),
+        (["--weights-cache-override", "."], "needs --model-id"),
+        (["--weights-cache-override", "/nowhere", "--model-id", "a/b"], "does not exist"),
+        (["--tokenizer-config-path", "/nowhere.json"], "does not exist"),
+        (["--shard-address", "50051"], "must look like"),
+        (["--shard-address", "host:0"], "must look like"),
+        (["--device", "tpu"], "must be auto, cpu"),
+        (["--device", "cpu:1"], "must be auto, cpu"),
+        (["--device", "cuda:x"], "must be auto, cpu"),
+    ],
+)
+def test_impossible_combinations(arguments: list[str], part: str) -> None:
+    assert part in refusal(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--max-input-length", "100", "--max-total-tokens", "100"], "must be less than --max-total-tokens 100"),
+        (["--max-input-length", "4096"], "must be less than"),
+        (["--max-batch-prefill-tokens", "64", "--chunked-prefill", "false"], "while --chunked-prefill is false"),
+        (["--max-batch-total-tokens", "1000"], "at most --max-batch-total-tokens 1000"),
+    ],
+)
+def test_impossible_lengths(arguments: list[str], part: str) -> None:
+    with pytest.raises(LauncherError, match=part):
+        rules.check_lengths(with_lengths(settings(*arguments), {"max_position_embeddings": 8192}))
+
+
+def test_small_steps_are_fine_with_chunks() -> None:
+    rules.check_lengths(with_lengths(settings("--max-batch-prefill-tokens", "7"), {}))
+
+
+def test_a_file_that_is_there_is_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text("{}")
+    rules.check(settings("--tokenizer-config-path", str(file)))
