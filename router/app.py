@@ -1,5 +1,6 @@
 """The application: one line per route, one place where failures become answers. Knows every route, no rule."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,9 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from router import openapi
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.entrance import Entrance, failure_answer
@@ -29,6 +31,7 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
     """All routes over one dispatcher. The dispatcher is started and stopped by the caller."""
     service = Service(dispatcher, tokenizer, config, metrics)
     app = FastAPI(title="Lorikeet", docs_url="/docs", redoc_url=None)
+    app.openapi = functools.cache(openapi.document)  # type: ignore[method-assign]
     _add_routes(app, service)
     app.add_exception_handler(RouterError, _answer_failure)
     app.add_exception_handler(HTTPException, _answer_unknown)
@@ -65,12 +68,18 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     get("/info", information.info)
     get("/metrics", information.metrics)
     post("/tokenize", information.tokenize)
+    get("/api-doc/openapi.json", _show_document)
     get("/v1/models", information.models)
     get("/v1/models/{model_id:path}", information.model)
     post("/v1/completions", CompletionsRoute(service).completions)
     post("/v1/chat/completions", ChatRoute(service).chat)
     for later in ("/embed", "/classify", "/classify_batch", "/v1/embeddings"):
         post(later, information.not_served)
+
+
+async def _show_document(request: Request) -> Response:
+    """Where LoRAX has it; FastAPI's own place is `/openapi.json`."""
+    return JSONResponse(request.app.openapi())
 
 
 async def _answer_failure(request: Request, error: Exception) -> Response:

@@ -71,7 +71,7 @@ class ScriptedShard:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds; fails after ten seconds."""
         async with asyncio.timeout(10):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - what is waited for lies in several places
                 await asyncio.sleep(0.005)
 
     @property

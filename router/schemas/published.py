@@ -1,0 +1,240 @@
+"""The schema that clients read: pydantic models of requests and answers, for `/openapi.json` alone.
+
+Requests are not parsed with these: the readers beside this file word errors as LoRAX and OpenAI do. A test holds the
+two together.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+FinishReason = Literal["length", "eos_token", "stop_sequence"]
+
+
+class GenerateParameters(BaseModel):
+    adapter_id: str | None = Field(None, description="Empty or the base model's name; no other adapter is served")
+    adapter_source: str | None = None
+    api_token: str | None = None
+    merged_adapters: dict[str, Any] | None = Field(None, description="Refused by name")
+    best_of: int | None = Field(None, description="Generates so many texts and returns the likeliest; needs sampling")
+    temperature: float | None = Field(None, description="0 is greedy; 0 or 1 alone do not sample")
+    repetition_penalty: float | None = Field(None, gt=0)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    top_k: int | None = Field(None, gt=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, lt=1)
+    do_sample: bool | None = False
+    seed: int | None = Field(None, ge=0, description="The same seed gives the same text, alone or in any company")
+    max_new_tokens: int | None = Field(None, gt=0, description="Default: all that is left of max_total_tokens")
+    ignore_eos_token: bool | None = False
+    stop: list[str] | None = Field(None, description="Ends the text, and stays in it")
+    truncate: int | None = Field(None, gt=0, description="Keeps only so many tokens of the end of the prompt")
+    return_full_text: bool | None = Field(False, description="Puts the prompt before the text")
+    watermark: bool | None = False
+    details: bool | None = False
+    decoder_input_details: bool | None = Field(False, description="Log probabilities of the prompt; not when streaming")
+    return_k_alternatives: int | None = Field(None, gt=0, description="So many likeliest tokens beside each token")
+
+
+class GenerateRequest(BaseModel):
+    inputs: str = Field(min_length=1)
+    parameters: GenerateParameters | None = None
+
+
+class CompatGenerateRequest(GenerateRequest):
+    stream: bool | None = False
+
+
+class AlternativeToken(BaseModel):
+    id: int
+    text: str
+    logprob: float | None
+
+
+class PrefillToken(BaseModel):
+    id: int
+    text: str
+    logprob: float | None
+
+
+class Token(BaseModel):
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+    alternative_tokens: list[AlternativeToken] | None = None
+    skipped: bool
+
+
+class BestOfSequence(BaseModel):
+    generated_text: str
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+
+
+class Details(BaseModel):
+    finish_reason: FinishReason
+    prompt_tokens: int
+    generated_tokens: int
+    skipped_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+    best_of_sequences: list[BestOfSequence] | None = None
+
+
+class GenerateResponse(BaseModel):
+    generated_text: str
+    details: Details | None = None
+
+
+class StreamDetails(BaseModel):
+    finish_reason: FinishReason
+    prompt_tokens: int
+    generated_tokens: int
+    seed: int | None
+
+
+class StreamResponse(BaseModel):
+    token: Token
+    generated_text: str | None
+    details: StreamDetails | None
+
+
+class ErrorResponse(BaseModel):
+    error: str
+    error_type: str
+
+
+class OpenAIError(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorResponse(BaseModel):
+    error: OpenAIError
+
+
+class TokenizeRequest(BaseModel):
+    inputs: str
+    add_special_tokens: bool | None = True
+
+
+class TokenizeToken(BaseModel):
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = False
+
+
+class _OpenAIRequest(BaseModel):
+    model: str
+    temperature: float | None = Field(1.0, ge=0, le=2, description="0 is greedy")
+    top_p: float | None = Field(1.0, ge=0, le=1)
+    top_k: int | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    n: int | None = Field(1, ge=1, le=128)
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = Field(None, description="Ends the text, and is cut off")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    ignore_eos_token: bool | None = False
+    adapter_source: str | None = None
+    api_token: str | None = None
+
+
+class CompletionRequest(_OpenAIRequest):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = False
+    best_of: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class ContentPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    role: str
+    content: str | list[ContentPart] | None
+    name: str | None = None
+
+
+class ChatCompletionRequest(_OpenAIRequest):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionResponse(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    finish_reason: Literal["stop", "length"]
+    logprobs: dict[str, Any] | None
+
+
+class ChatCompletionResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
