@@ -1,14 +1,11 @@
 """The random models that measurements run: made on the spot, seeded, kept out of git.
 
-Knows shapes and a tokenizer whose words are one token each. Does not know what is measured.
+Knows how to write them and a tokenizer whose words are one token each. Does not know what is measured.
 
     python -m benchmarks.models
 """
 
 import json
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -16,51 +13,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.limit import LLAMA_200M
+from benchmarks.prompts import LETTERS
+
 MODELS = Path(__file__).parent / ".models"
-LETTERS = "abcdefghijklmnoprstu"
-"""Twenty letters give 8 000 words of three: enough for the vocabulary."""
 SEED = 20261121
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the limit of a machine depends on."""
-
-    hidden: int = 1024
-    mlp: int = 2816
-    layers: int = 16
-    heads: int = 16
-    kv_heads: int = 4
-    vocabulary: int = 8192
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-    @property
-    def linears(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of every matrix product of one layer."""
-        kv = self.kv_heads * self.head_dim
-        attention = ((self.hidden, self.hidden), (kv, self.hidden), (kv, self.hidden), (self.hidden, self.hidden))
-        return (*attention, (self.mlp, self.hidden), (self.mlp, self.hidden), (self.hidden, self.mlp))
-
-    @property
-    def num_multiplied(self) -> int:
-        """Parameters that every token is multiplied with: the layers' matrices and the head."""
-        return self.layers * sum(rows * columns for rows, columns in self.linears) + self.vocabulary * self.hidden
-
-    @property
-    def weight_bytes(self) -> int:
-        """All weights in bf16: matrices, head, embedding, norms."""
-        norms = (2 * self.layers + 1) * self.hidden
-        return 2 * (self.num_multiplied + self.vocabulary * self.hidden + norms)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
-
-
-LLAMA_200M = Shape()
 
 
 def llama_200m() -> Path:
@@ -83,7 +40,7 @@ def llama_200m() -> Path:
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=0,
-        torch_dtype="bfloat16",
+        dtype="bfloat16",
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer(shape.vocabulary).save_pretrained(folder)
@@ -107,19 +64,6 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens([AddedToken("</s>", special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="</s>", eos_token="</s>", pad_token="</s>")
-
-
-def words(vocabulary: int) -> list[str]:
-    """Words that are one token each after a space."""
-    count = vocabulary - 257 - len(LETTERS) - len(LETTERS) ** 2
-    return ["".join(letters) for letters, _ in zip(product(LETTERS, repeat=3), range(count), strict=False)]
-
-
-def prompts(count: int, length: int, seed: int, known: Sequence[str]) -> list[str]:
-    """`count` texts of `length` random words, that is tokens; no two begin alike, so no prefix can hit."""
-    draw = random.Random(seed)
-    firsts = draw.sample(known, count)
-    return [" " + " ".join([first, *draw.choices(known, k=length - 1)]) for first in firsts]
 
 
 if __name__ == "__main__":

