@@ -1,0 +1,163 @@
+"""A model hub on the loopback: the part of the Hugging Face hub's HTTP interface that downloads use.
+
+Serves folders as repositories with commits, branches, ETags, ranges, and private ones for holders of a token. Knows
+nothing of our code; `HF_ENDPOINT` points clients here.
+"""
+
+import hashlib
+import http.server
+import json
+import re
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Repository:
+    """One repository: what its branches point to, and the files of each commit."""
+
+    files: dict[str, bytes]
+    token: str | None = None
+    """Who does not show it is told that there is no such repository."""
+    gated: bool = False
+    branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Further revisions by name."""
+
+    def revision(self, name: str) -> tuple[str, dict[str, bytes]] | None:
+        """Commit and files of a branch or a commit."""
+        everything = {"main": self.files, **self.branches}
+        for branch, files in everything.items():
+            if name in (branch, commit_of(files)):
+                return commit_of(files), files
+        return None
+
+
+def commit_of(files: dict[str, bytes]) -> str:
+    """The commit that these files make."""
+    digest = hashlib.sha1()
+    for name in sorted(files):
+        digest.update(name.encode() + b"\0" + files[name] + b"\0")
+    return digest.hexdigest()
+
+
+@dataclass
+class HubServer:
+    """The running hub: its repositories by id, and every request it saw."""
+
+    repositories: dict[str, Repository]
+    url: str = ""
+    requests: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def hub(repositories: dict[str, Repository]) -> Iterator[HubServer]:
+    """Serve `repositories` until the block ends."""
+    state = HubServer(repositories)
+    handler = type("Bound", (_Answers,), {"state": state})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    state.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+_API = re.compile(r"/api/models/(?P<id>[^/]+(?:/[^/]+)?)(?:/(?P<kind>revision|tree)/(?P<revision>[^/]+))?")
+_FILE = re.compile(r"/(?P<id>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<name>.+)")
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    state: HubServer
+
+    def do_GET(self) -> None:
+        self._answer(True)
+
+    def do_HEAD(self) -> None:
+        self._answer(False)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Silent."""
+
+    def _answer(self, body: bool) -> None:
+        path = urllib.parse.urlsplit(self.path).path
+        self.state.requests.append(f"{self.command} {path}")
+        found = _API.fullmatch(path) or _FILE.fullmatch(path)
+        if found is None:
+            return self._send(404, {"X-Error-Message": "no such page"}, b"{}", body)
+        repository = self.state.repositories.get(found["id"])
+        shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if repository is None or (repository.token is not None and shown != repository.token and not repository.gated):
+            return self._refuse(401 if not shown else 404, "RepoNotFound", "Repository not found", body)
+        if repository.gated and shown != repository.token:
+            return self._refuse(403 if shown else 401, "GatedRepo", f"Access to {found['id']} is restricted", body)
+        version = repository.revision(urllib.parse.unquote(found["revision"] or "main"))
+        if version is None:
+            return self._refuse(404, "RevisionNotFound", "Invalid rev id", body)
+        commit, files = version
+        if "name" in found.groupdict():
+            return self._file(commit, files, urllib.parse.unquote(found["name"]), body)
+        answer = _tree(files) if found["kind"] == "tree" else _info(found["id"], commit, files)
+        return self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode(), body)
+
+    def _file(self, commit: str, files: dict[str, bytes], name: str, body: bool) -> None:
+        if name not in files:
+            return self._refuse(404, "EntryNotFound", "Entry not found", body, {"X-Repo-Commit": commit})
+        content = files[name]
+        headers = {
+            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
+            "X-Repo-Commit": commit,
+            "Accept-Ranges": "bytes",
+            "Content-Type": "application/octet-stream",
+        }
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if wanted is None:
+            return self._send(200, headers, content, body)
+        start, end = int(wanted[1]), int(wanted[2] or len(content) - 1)
+        headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
+        return self._send(206, headers, content[start : end + 1], body)
+
+    def _refuse(self, status: int, code: str, message: str, body: bool, more: dict[str, str] | None = None) -> None:
+        headers = {"X-Error-Code": code, "X-Error-Message": message, "Content-Type": "application/json"}
+        self._send(status, headers | (more or {}), json.dumps({"error": message}).encode(), body)
+
+    def _send(self, status: int, headers: dict[str, str], content: bytes, body: bool) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+
+def _info(id: str, commit: str, files: dict[str, bytes]) -> dict[str, Any]:
+    return {
+        "_id": commit[:24],
+        "id": id,
+        "modelId": id,
+        "sha": commit,
+        "private": False,
+        "disabled": False,
+        "gated": False,
+        "downloads": 0,
+        "likes": 0,
+        "tags": [],
+        "siblings": [{"rfilename": name} for name in sorted(files)],
+    }
+
+
+def _tree(files: dict[str, bytes]) -> list[dict[str, Any]]:
+    return [
+        {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+        for name, content in sorted(files.items())
+    ]

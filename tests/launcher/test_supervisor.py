@@ -1,0 +1,161 @@
+"""The life of a server's processes, with small processes in the places of shard and router."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.exits import Exit, LauncherError
+from launcher.process import Child
+from launcher.supervisor import Address, Signals, Supervisor
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+LOG = logging.getLogger("tests.launcher")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended (one that nobody has waited for yet counts as ended)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+class Server:
+    """A supervisor over stand-ins, and what they noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.log = folder / "log"
+        self.ready = False
+        self.signals = Signals()
+
+    def run(self, shard: dict[str, Any], router: dict[str, Any], *, drain: float = 5, at: str = "ready") -> Exit:
+        """Run with these configurations; SIGTERM arrives when it is ready, `at` `twice` or `never`."""
+        start_shard = lambda: self.child("shard", shard)
+        start_router = lambda: self.child("router", {"port": self.port} | router)
+        supervisor = Supervisor([start_shard], start_router, Address("0.0.0.0", self.port), drain, LOG)
+        return supervisor.run(self.signals, lambda: self.when_ready(at))
+
+    def when_ready(self, at: str) -> None:
+        self.ready = True
+        for _ in range({"ready": 1, "twice": 2, "never": 0}[at]):
+            self.signals._note(signal.SIGTERM, None)
+
+    def child(self, name: str, config: dict[str, Any]) -> Child:
+        path = self.folder / f"{name}.json"
+        path.write_text(json.dumps({"name": name, "log": str(self.log)} | config))
+        return Child(name, "tests.launcher.stand_in", path, ENVIRONMENT)
+
+    @property
+    def events(self) -> list[str]:
+        return [line.rpartition(" ")[0] for line in self.log.read_text().splitlines()]
+
+    def all_gone(self) -> bool:
+        return all(gone(int(line.rpartition(" ")[2])) for line in self.log.read_text().splitlines())
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    result = Server(tmp_path)
+    yield result
+    assert result.all_gone()
+
+
+def test_a_signal_ends_the_router_first(server: Server) -> None:
+    assert server.run({}, {"drain_s": 0.2}) is Exit.OK
+    assert server.ready
+    ends = [event for event in server.events if "started" not in event]
+    assert ends == ["router SIGTERM", "router ended", "shard SIGTERM", "shard ended"]
+
+
+def test_a_shard_that_dies_at_start_is_said(server: Server) -> None:
+    # The router is no server here: it would be ready at once.
+    with pytest.raises(LauncherError, match="shard ended with exit code 7 before it was ready") as caught:
+        server.run({"die_after_s": 0.0, "exit_code": 7}, {"port": free_port()}, at="never")
+    assert caught.value.exit is Exit.SHARD_CANNOT_START
+    assert not server.ready
+
+
+def test_a_router_that_dies_at_start_is_said(server: Server) -> None:
+    with pytest.raises(LauncherError, match="router ended with exit code 3 before it was ready") as caught:
+        server.run({}, {"port": free_port(), "die_after_s": 0.2, "exit_code": 3}, at="never")
+    assert caught.value.exit is Exit.WEBSERVER_CANNOT_START
+
+
+@pytest.mark.parametrize(("name", "exit"), [("shard", Exit.SHARD_FAILED), ("router", Exit.WEBSERVER_FAILED)])
+def test_a_death_while_serving_ends_everything(server: Server, name: str, exit: Exit) -> None:
+    def kill_when_ready(at: str) -> None:
+        server.ready = True
+        (line,) = [line for line in server.log.read_text().splitlines() if line.startswith(f"{name} started")]
+        os.kill(int(line.rpartition(" ")[2]), signal.SIGKILL)
+
+    server.when_ready = kill_when_ready  # type: ignore[method-assign]
+    with pytest.raises(LauncherError, match=f"{name} was ended by SIGKILL while serving") as caught:
+        server.run({}, {}, at="never")
+    assert caught.value.exit is exit
+
+
+def test_a_second_signal_forces(server: Server) -> None:
+    assert server.run({"ignore_sigterm": True}, {"ignore_sigterm": True}, drain=60, at="twice") is Exit.FORCED
+
+
+def test_a_router_that_does_not_drain_is_killed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.supervisor._ROUTER_GRACE_S", 0.2)
+    with pytest.raises(LauncherError, match="did not drain in time") as caught:
+        server.run({}, {"ignore_sigterm": True}, drain=0.1)
+    assert caught.value.exit is Exit.WEBSERVER_FAILED
+
+
+def test_a_signal_before_readiness_ends_quietly(server: Server) -> None:
+    # No router answers here, so readiness never comes.
+    stand_in_ready = {"port": free_port()}
+    threading.Timer(1.5, lambda: server.signals._note(signal.SIGTERM, None)).start()
+    assert server.run({}, stand_in_ready, at="never") is Exit.OK
+    assert not server.ready
+
+
+def test_children_die_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    config = tmp_path / "child.json"
+    config.write_text(json.dumps({"name": "child", "log": str(tmp_path / "log")}))
+    code = (
+        "import os, time; from pathlib import Path; from launcher.process import Child\n"
+        f"Child('child', 'tests.launcher.stand_in', Path({str(config)!r}), os.environ); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, cwd=ROOT)
+    end = time.monotonic() + 60
+    while not (tmp_path / "log").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    child = int((tmp_path / "log").read_text().split()[2])
+    assert not gone(child)
+    parent.kill()
+    parent.wait()
+    while not gone(child) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert gone(child)
+
+
+def test_addresses_are_shown_as_they_can_be_reached() -> None:
+    assert Address("0.0.0.0", 80).url == "http://127.0.0.1:80"
+    assert Address("::", 80).url == "http://[::1]:80"
+    assert Address("10.0.0.1", 8080).url == "http://10.0.0.1:8080"
