@@ -1,0 +1,76 @@
+"""`python -m launcher.reference`: docs/launcher.md, made from the flag table and the exit codes. A test compares."""
+
+from launcher.exits import MEANINGS
+from launcher.flag import Flag
+from launcher.flags import GROUPS
+
+_HEAD = """# `lorikeet-launcher`
+
+Made by `make docs` from the table in `launcher/flags/`. Names, variables, defaults and meaning are LoRAX's; a row says
+where they are not. Flags marked *new* are not in LoRAX.
+
+- A flag goes before its variable. A variable without text counts as not set. `--switch` takes no value; flags of kind
+  *true or false* take one, as in LoRAX. Variables of either kind understand `true`, `false`, `1`, `0`, `yes`, `no`, `on`
+  and `off`. Flags that may be repeated read several values from their variable, with commas between them.
+- Bytes are written as `1073741824`, `512MiB` or `4GiB`.
+- An unknown flag, a wrong value or an impossible combination ends the launcher with one sentence, before anything is
+  downloaded or started.
+- Flags without effect are accepted, each with one warning when it is given. Refused flags end the launcher by name,
+  unless their value asks for nothing (`--num-shard 1`).
+"""
+
+_TAIL = """
+## Other variables
+
+| variable | meaning |
+|---|---|
+| `HF_TOKEN`, `HUGGING_FACE_HUB_TOKEN`, `HF_API_TOKEN` | token for private and gated models; the first that is set |
+| `HF_HUB_OFFLINE` | `1` takes models from the cache alone |
+| `HF_ENDPOINT` | another hub |
+| `HF_HOME` | where the cache is without `--huggingface-hub-cache` |
+
+## Models
+
+`--model-id` is a folder where there is one of that name, else a hub id, with a revision if it has the form `id@revision`.
+Safetensors are preferred; `.bin` files are fetched only where there are none. A hub that cannot be asked is no error if
+the cache holds the whole model: a warning says so.
+
+## Start and end
+
+The launcher makes a private folder (0700), writes one configuration file per process, starts a shard and the router, and
+says that it is ready when `GET /ready` is. SIGTERM or Ctrl-C: the router takes no more requests and finishes running ones
+for up to `--drain-timeout-s`; then the shard ends. A second signal ends everything at once. A process that dies takes the
+others with it, and no process outlives the launcher, even when it is killed.
+"""
+
+
+def text() -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    for title, flags in GROUPS.items():
+        parts.append(f"\n## {title}\n\n| flag | variable | kind | default | meaning |\n|---|---|---|---|---|\n")
+        parts += [_row(flag) for flag in flags]
+    parts.append(_TAIL)
+    parts.append("\n## Exit codes\n\n| code | reason | meaning |\n|---|---|---|\n")
+    parts += [f"| {exit.value} | {exit.name} | {meaning} |\n" for exit, meaning in MEANINGS.items()]
+    return "".join(parts)
+
+
+def _row(flag: Flag) -> str:
+    name = f"`--{flag.name}`" + (f", `-{flag.short}`" if flag.short else "") + ("" if flag.lorax else " *new*")
+    kind = flag.kind.value + (", repeated" if flag.repeated else "")
+    meaning = flag.meaning
+    if flag.choices:
+        meaning += ": " + ", ".join(f"`{choice}`" for choice in flag.choices)
+    if flag.differs:
+        meaning += f". **Differs:** {flag.differs}"
+    if flag.no_effect:
+        meaning += f". **No effect{f' on {flag.no_effect_on}' if flag.no_effect_on else ''}:** {flag.no_effect}"
+    if flag.refused:
+        meaning += f". **Refused:** {flag.refused}"
+    variable = f"`{flag.environment}`" if flag.variable else "–"
+    return f"| {name} | {variable} | {kind} | {flag.shown_default} | {meaning} |\n"
+
+
+if __name__ == "__main__":
+    print(text(), end="")
