@@ -1,13 +1,41 @@
-"""Attention over paged K and V behind one narrow interface. `create` picks a backend by name and device."""
+"""Attention over paged K and V behind one narrow interface. `create` picks a backend by name, device and dtype."""
+
+import logging
+
+import torch
 
 from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
 from shard.attention.reference import ReferenceAttention
 
 __all__ = ["AttentionBackend", "AttentionSpec", "LayerKV", "create"]
 
+logger = logging.getLogger(__name__)
 
-def create(name: str, device_type: str, page_size: int | None) -> AttentionBackend:
-    """The backend called `name`; `auto` picks by device. Raises ValueError for names that do not exist."""
-    if name in ("auto", "reference"):
+
+def create(name: str, device: torch.device, dtype: torch.dtype, page_size: int | None) -> AttentionBackend:
+    """The backend called `name`; `auto` picks one. Raises ValueError for names that do not exist or do not fit."""
+    if name == "auto":
+        name = _choose(device, dtype)
+    if name == "reference":
         return ReferenceAttention(page_size or 16)
-    raise ValueError(f"unknown attention backend {name!r}; known: auto, reference")
+    if name == "cpu":
+        from shard.attention.cpu import CpuAttention  # builds on import of its kernel, so only where it is wanted
+
+        if device.type != "cpu":
+            raise ValueError(f"the cpu attention backend does not run on {device}")
+        return CpuAttention(dtype, page_size)
+    raise ValueError(f"unknown attention backend {name!r}; known: auto, reference, cpu")
+
+
+def _choose(device: torch.device, dtype: torch.dtype) -> str:
+    """The fastest backend that works here, with a warning where that is a slow one."""
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
+        from shard.attention.native import CompilerMissing, load
+
+        try:
+            load(dtype == torch.bfloat16)
+        except CompilerMissing as reason:
+            logger.warning("attention runs on the slow reference backend: %s", reason)
+        else:
+            return "cpu"
+    return "reference"

@@ -35,14 +35,8 @@ class AttentionSpec:
         return self.num_heads // self.num_kv_heads
 
 
-@dataclass(frozen=True)
 class LayerKV:
-    """K and V of one layer, all pages."""
-
-    # [N * P, num_kv_heads, key_dim] one row per token slot
-    keys: torch.Tensor
-    # [N * P, num_kv_heads, value_dim]
-    values: torch.Tensor
+    """K and V of one layer, all pages, in the layout of the backend that made it."""
 
 
 class AttentionBackend(ABC):
@@ -50,13 +44,13 @@ class AttentionBackend(ABC):
 
     page_size: int
 
+    def page_bytes(self, spec: AttentionSpec, dtype: torch.dtype) -> int:
+        """Bytes that one page takes in one layer."""
+        return spec.num_kv_heads * (spec.key_dim + spec.value_dim) * self.page_size * dtype.itemsize
+
+    @abstractmethod
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
         """Memory for `num_pages` pages of one layer."""
-        rows = num_pages * self.page_size
-        return LayerKV(
-            keys=torch.zeros(rows, spec.num_kv_heads, spec.key_dim, dtype=dtype, device=device),
-            values=torch.zeros(rows, spec.num_kv_heads, spec.value_dim, dtype=dtype, device=device),
-        )
 
     @abstractmethod
     def prepare(self, inputs: StepInputs) -> None:

@@ -6,6 +6,16 @@ from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
 from shard.batch import StepInputs
 
 
+class ReferenceKV(LayerKV):
+    """One row per token slot."""
+
+    def __init__(self, spec: AttentionSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        # [N * P, num_kv_heads, key_dim]
+        self.keys = torch.zeros(num_slots, spec.num_kv_heads, spec.key_dim, dtype=dtype, device=device)
+        # [N * P, num_kv_heads, value_dim]
+        self.values = torch.zeros(num_slots, spec.num_kv_heads, spec.value_dim, dtype=dtype, device=device)
+
+
 class ReferenceAttention(AttentionBackend):
     """Gathers each request's pages and computes softmax(Q Kᵀ) V in float32."""
 
@@ -13,13 +23,16 @@ class ReferenceAttention(AttentionBackend):
         self.page_size = page_size
         self._inputs: StepInputs | None = None
 
+    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> ReferenceKV:
+        return ReferenceKV(spec, num_pages * self.page_size, dtype, device)
+
     def prepare(self, inputs: StepInputs) -> None:
         self._inputs = inputs
 
     def attend(
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        assert self._inputs is not None, "prepare() comes before attend()"
+        assert self._inputs is not None and isinstance(kv, ReferenceKV), "prepare() comes before attend()"
         kv.keys[self._inputs.kv_slots] = key
         kv.values[self._inputs.kv_slots] = value
         # [T, num_heads, value_dim]

@@ -3,8 +3,9 @@
 import torch
 
 from shard import attention
+from shard.batch import StepInputs
 from shard.config import ShardConfig
-from shard.model.layers import bind
+from shard.model.layers import replace_layers
 from shard.model.loader import choose_dtype, load_network, read_config
 from shard.model.model import Model, ModelInfo
 
@@ -17,10 +18,11 @@ def load_model(config: ShardConfig) -> Model:
     dtype = choose_dtype(config, checkpoint)
     network = load_network(config, checkpoint, dtype)
     device = torch.device(config.device)
-    backend = attention.create(config.attention, device.type, config.page_size)
+    backend = attention.create(config.attention, device, dtype, config.page_size)
     text = checkpoint.get_text_config()
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    bind(network, backend)
+    inputs = StepInputs(backend.page_size, device)
+    replace_layers(network, backend, inputs, dtype)
     info = ModelInfo(
         model_type=checkpoint.model_type,
         vocab_size=text.vocab_size,
@@ -30,4 +32,4 @@ def load_model(config: ShardConfig) -> Model:
         num_layers=text.num_hidden_layers,
         num_parameters=num_parameters,
     )
-    return Model(network, backend, info)
+    return Model(network, backend, inputs, info)

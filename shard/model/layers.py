@@ -1,13 +1,65 @@
-"""The pass over a loaded network that puts our parts in place of transformers'."""
+"""The pass over a loaded network that puts our parts in place of transformers': attention sites, linears, experts.
 
+Our layers own their weights. On CPU these lie in oneDNN's blocked layout, which reads two to three times as fast for
+few rows and gives equal bits for any number of rows from two on; the model never runs fewer (see `Model.forward`).
+"""
+
+import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from shard.attention import AttentionBackend
+from shard.batch import StepInputs
+from shard.model.experts import PackedExperts, is_experts
+from shard.model.packing import can_pack, linear, pack
 from shard.model.site import AttentionSite
 
 
-def bind(network: nn.Module, backend: AttentionBackend) -> None:
-    """Give every attention module its site."""
+class PackedLinear(nn.Module):
+    """`y = x Wᵀ + bias` with a packed weight that it alone owns."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight: [out, in]; bias: [out]."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = pack(weight)
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in]. Returns [..., out]."""
+        return linear(x, self.weight, self.bias)
+
+
+def replace_layers(network: nn.Module, backend: AttentionBackend, inputs: StepInputs, dtype: torch.dtype) -> None:
+    """Bind every attention module to the backend and, on CPU, give every weight matrix its packed layer."""
     for module in list(network.modules()):
         if isinstance(getattr(module, "layer_idx", None), int):
-            module.lorikeet_site = AttentionSite(backend)
+            module.lorikeet_site = AttentionSite(backend, inputs)
+    if inputs.device.type != "cpu" or not can_pack(dtype):
+        return
+    tied = _shared_weights(network)
+    for parent in list(network.modules()):
+        if is_experts(parent):
+            parent.lorikeet_experts = PackedExperts(parent)
+            continue
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear | Conv1D) and id(child.weight) not in tied:
+                setattr(parent, name, _packed(child))
+
+
+def _packed(module: nn.Linear | Conv1D) -> PackedLinear:
+    """The packed layer of a module, whose own weight is dropped. Conv1D keeps its weight as [in, out]."""
+    weight = module.weight.detach()
+    bias = None if module.bias is None else module.bias.detach()
+    packed = PackedLinear(weight.t() if isinstance(module, Conv1D) else weight, bias)
+    del module.weight
+    return packed
+
+
+def _shared_weights(network: nn.Module) -> set[int]:
+    """Ids of weights that more than one module holds: a tied head stays plain, for a second copy would cost memory."""
+    owners: dict[int, int] = {}
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return {key for key, count in owners.items() if count > 1}

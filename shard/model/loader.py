@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shard.config import ShardConfig
+from shard.model import experts
 from shard.model.site import NAME
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,6 +43,7 @@ def load_network(config: ShardConfig, checkpoint: Any, dtype: torch.dtype) -> nn
         dtype=dtype,
         device_map={"": config.device} if config.device != "cpu" else None,
         attn_implementation=NAME,
+        experts_implementation=experts.NAME,
         trust_remote_code=config.trust_remote_code,
         local_files_only=True,
     )

@@ -30,22 +30,19 @@ class ModelInfo:
 class Model:
     """A loaded base model with paged KV."""
 
-    def __init__(self, network: nn.Module, backend: AttentionBackend, info: ModelInfo) -> None:
+    def __init__(self, network: nn.Module, backend: AttentionBackend, inputs: StepInputs, info: ModelInfo) -> None:
         self.network = network
         self.backend = backend
         self.info = info
         self.page_size = backend.page_size
-        self.inputs = StepInputs(backend.page_size, info.device)
+        self.inputs = inputs
         self.sites = [module for module in network.modules() if isinstance(module, AttentionSite)]
         self._learn_shapes()
 
     @property
     def page_bytes(self) -> int:
         """Bytes of K and V per page, over all layers."""
-        widths = (
-            site.spec.num_kv_heads * (site.spec.key_dim + site.spec.value_dim) for site in self.sites if site.spec
-        )
-        return sum(widths) * self.page_size * self.info.dtype.itemsize
+        return sum(self.backend.page_bytes(site.spec, self.info.dtype) for site in self.sites if site.spec)
 
     def allocate_kv(self, num_pages: int) -> None:
         """Reserve KV memory for `num_pages` pages in every layer, dropping what was there."""
@@ -57,14 +54,15 @@ class Model:
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:
         """Logits of `inputs.logits_rows`: [S, V] float32."""
-        self.backend.prepare(self.inputs)
-        output = self.network(
-            input_ids=self.inputs.input_ids[None],
-            position_ids=self.inputs.position_ids[None],
-            use_cache=False,
-            logits_to_keep=self.inputs.logits_rows,
+        inputs = self.inputs
+        self.backend.prepare(inputs)
+        input_ids, position_ids, rows = (
+            _at_least_two(tensor) for tensor in (inputs.input_ids, inputs.position_ids, inputs.logits_rows)
         )
-        logits: torch.Tensor = output.logits[0].float()
+        output = self.network(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=rows
+        )
+        logits: torch.Tensor = output.logits[0, : inputs.logits_rows.shape[0]].float()
         return logits
 
     def _learn_shapes(self) -> None:
@@ -75,3 +73,8 @@ class Model:
         self.sites = [site for site in self.sites if site.spec is not None]
         if any(site.num_calls != 1 for site in self.sites) or len(self.sites) != self.info.num_layers:
             raise ValueError(f"{self.info.model_type}: its layers do not call one attention function once each")
+
+
+def _at_least_two(values: torch.Tensor) -> torch.Tensor:
+    """values: [n]. One value is doubled: matrix products give equal bits for any number of rows from two on."""
+    return values.expand(2) if values.shape[0] == 1 else values

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from shard.attention import AttentionBackend, AttentionSpec, LayerKV
+from shard.batch import StepInputs
 
 NAME = "lorikeet"
 
@@ -17,8 +18,9 @@ NAME = "lorikeet"
 class AttentionSite(nn.Module):
     """One layer's place in the KV memory. A module without parameters, so that it is found by walking the model."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, backend: AttentionBackend, inputs: StepInputs) -> None:
         super().__init__()
+        self.inputs = inputs
         self.backend = backend
         self.spec: AttentionSpec | None = None
         self.kv: LayerKV | None = None
@@ -34,7 +36,9 @@ class AttentionSite(nn.Module):
             self.spec = describe(query, key, value, options)
         if self.kv is None:
             return value.new_zeros(1, query.shape[0], self.spec.num_heads, self.spec.value_dim)
-        return self.backend.attend(self.spec, self.kv, query, key, value)[None]
+        num_tokens = self.inputs.kv_slots.shape[0]  # the row has a second token where a step has but one
+        output = self.backend.attend(self.spec, self.kv, query[:num_tokens], key[:num_tokens], value[:num_tokens])
+        return output.expand(query.shape[0], -1, -1)[None]
 
 
 def describe(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> AttentionSpec:

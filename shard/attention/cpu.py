@@ -1,0 +1,167 @@
+"""Fast attention on CPU: hands a step's metadata and each layer's tensors to the compiled kernel in cpu.c.
+
+The kernel reads pages in place, so nothing is gathered, and each row's bits depend on its own request alone.
+"""
+
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+
+import numpy as np
+import torch
+
+from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from shard.attention.native import load
+from shard.batch import StepInputs
+
+LANES = 16
+TILE_ROWS = 64
+"""Query rows (tokens times heads of a group) of one tile at most."""
+TILE_SCORES = 1 << 17
+"""Scores that a tile keeps at most, unless one token has more."""
+
+
+class Layer(Structure):
+    """`Layer` of cpu.c."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "value_width", "window")),
+        *((name, c_float) for name in ("scaling", "softcap")),
+        *((name, c_void_p) for name in ("sinks", "slopes", "keys", "values")),
+    ]
+
+
+class Step(Structure):
+    """`Step` of cpu.c."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_segments", "num_tokens", "page_size", "page_stride", "num_items", "scratch")),
+        *((name, c_void_p) for name in ("starts", "first_rows", "counts", "pages", "items", "slots", "memory")),
+    ]
+
+
+class CpuKV(LayerKV):
+    """K and V of one layer as the kernel wants them, with the description it is called with."""
+
+    def __init__(self, spec: AttentionSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
+        self.spec = spec
+        width = -(-spec.value_dim // LANES) * LANES
+        # [N, kv_heads, key_dim, P]
+        self.keys = torch.zeros(num_pages, spec.num_kv_heads, spec.key_dim, page_size, dtype=dtype)
+        # [N, kv_heads, P, value_dim rounded up]
+        self.values = torch.zeros(num_pages, spec.num_kv_heads, page_size, width, dtype=dtype)
+        self.sinks = None if spec.sinks is None else spec.sinks.detach().float().contiguous()
+        self.slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
+        self.layer = Layer(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            value_width=width,
+            window=spec.window or 0,
+            scaling=spec.scaling,
+            softcap=spec.softcap or 0.0,
+            sinks=None if self.sinks is None else self.sinks.data_ptr(),
+            slopes=None if self.slopes is None else self.slopes.data_ptr(),
+            keys=self.keys.data_ptr(),
+            values=self.values.data_ptr(),
+        )
+
+
+class CpuAttention(AttentionBackend):
+    """Float32 and bfloat16 on CPU, any head size, window, soft-cap, sinks and alibi."""
+
+    def __init__(self, dtype: torch.dtype, page_size: int | None = None) -> None:
+        self.page_size = page_size or 32
+        if self.page_size % 32:
+            raise ValueError(f"the cpu attention backend needs a page size that 32 divides, not {self.page_size}")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"the cpu attention backend computes float32 and bfloat16, not {dtype}")
+        self.dtype = dtype
+        self._attend = load(dtype == torch.bfloat16).attend
+        self._attend.restype = None
+        self._attend.argtypes = [
+            POINTER(Layer), POINTER(Step), c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_void_p, c_int,
+        ]  # fmt: skip
+        self._step = Step()
+        self._strides = (c_int64 * 6)()
+        self._memory = torch.empty(0)
+        self._items = np.empty((0, 3), np.int32)
+        self._inputs: StepInputs | None = None
+        self._tile_group = 1
+        self._tile_dims = 0
+        self._num_threads = 1
+
+    def page_bytes(self, spec: AttentionSpec, dtype: torch.dtype) -> int:
+        width = -(-spec.value_dim // LANES) * LANES
+        return spec.num_kv_heads * (spec.key_dim + width) * self.page_size * dtype.itemsize
+
+    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> CpuKV:
+        self._tile_group = max(self._tile_group, spec.group)
+        self._tile_dims = max(self._tile_dims, spec.key_dim + -(-spec.value_dim // LANES) * LANES + 1)
+        return CpuKV(spec, num_pages, self.page_size, dtype)
+
+    def prepare(self, inputs: StepInputs) -> None:
+        self._inputs = inputs
+        self._num_threads = torch.get_num_threads()
+        self._items, most = self._tiles(inputs)
+        self._reserve(most)
+        self._step = Step(
+            num_segments=len(inputs.segments),
+            num_tokens=inputs.kv_slots.shape[0],
+            page_size=self.page_size,
+            page_stride=inputs.page_table.shape[1],
+            num_items=len(self._items),
+            scratch=self._memory.shape[1],
+            starts=inputs.starts.ctypes.data,
+            first_rows=inputs.first_rows.ctypes.data,
+            counts=inputs.counts.ctypes.data,
+            pages=inputs.page_table.ctypes.data,
+            items=self._items.ctypes.data,
+            slots=inputs.kv_slots.data_ptr(),
+            memory=self._memory.data_ptr(),
+        )
+
+    def attend(
+        self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        assert isinstance(kv, CpuKV)
+        query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+        strides = self._strides
+        strides[0], strides[1], strides[2], strides[3] = query.stride(0), query.stride(1), key.stride(0), key.stride(1)
+        strides[4], strides[5] = value.stride(0), value.stride(1)
+        # [T, num_heads, value_dim]
+        output = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
+        self._attend(
+            kv.layer,
+            self._step,
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            strides,
+            output.data_ptr(),
+            self._num_threads,
+        )
+        return output
+
+    def _tiles(self, inputs: StepInputs) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int32]], int]:
+        """[tiles, 3] segment, first token in it, tokens; and the floats that the largest tile needs."""
+        tiles: list[tuple[int, int, int]] = []
+        most = 0
+        for index, segment in enumerate(inputs.segments):
+            span = (segment.kv_len // self.page_size + 2) * self.page_size
+            tokens = max(1, min(TILE_ROWS, TILE_SCORES // span) // self._tile_group)
+            tokens = min(tokens, segment.num_tokens)
+            most = max(most, tokens * self._tile_group * (span + self._tile_dims))
+            if tokens == segment.num_tokens:
+                tiles.append((index, 0, tokens))
+            else:
+                tiles.extend(
+                    (index, first, min(tokens, segment.num_tokens - first))
+                    for first in range(0, segment.num_tokens, tokens)
+                )
+        return np.array(tiles, np.int32).reshape(-1, 3), most
+
+    def _reserve(self, floats: int) -> None:
+        """Scratch memory for every thread, kept between steps."""
+        floats = -(-floats // LANES) * LANES
+        if self._memory.ndim < 2 or self._memory.shape[0] < self._num_threads or self._memory.shape[1] < floats:
+            self._memory = torch.empty(self._num_threads, max(floats, 1 << 16))
