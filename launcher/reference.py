@@ -10,8 +10,8 @@ Made by `make docs` from the table in `launcher/flags/`. Names, variables, defau
 where they are not. Flags marked *new* are not in LoRAX.
 
 - A flag goes before its variable. A variable without text counts as not set. `--switch` takes no value; flags of kind
-  *true or false* take one, as in LoRAX. Variables of either kind understand `true`, `false`, `1`, `0`, `yes`, `no`, `on`
-  and `off`. Flags that may be repeated read several values from their variable, with commas between them.
+  *true or false* take one, as in LoRAX. Variables of either kind understand `true`, `false`, `1`, `0`, `yes`, `no`,
+  `on` and `off`. Flags that may be repeated read several values from their variable, with commas between them.
 - Bytes are written as `1073741824`, `512MiB` or `4GiB`.
 - An unknown flag, a wrong value or an impossible combination ends the launcher with one sentence, before anything is
   downloaded or started.
@@ -31,16 +31,16 @@ _TAIL = """
 
 ## Models
 
-`--model-id` is a folder where there is one of that name, else a hub id, with a revision if it has the form `id@revision`.
-Safetensors are preferred; `.bin` files are fetched only where there are none. A hub that cannot be asked is no error if
-the cache holds the whole model: a warning says so.
+`--model-id` is a folder where there is one of that name, else a hub id, with a revision if it has the form
+`id@revision`. Safetensors are preferred; `.bin` files are fetched only where there are none. A hub that cannot be asked
+is no error if the cache holds the whole model: a warning says so.
 
 ## Start and end
 
-The launcher makes a private folder (0700), writes one configuration file per process, starts a shard and the router, and
-says that it is ready when `GET /ready` is. SIGTERM or Ctrl-C: the router takes no more requests and finishes running ones
-for up to `--drain-timeout-s`; then the shard ends. A second signal ends everything at once. A process that dies takes the
-others with it, and no process outlives the launcher, even when it is killed.
+The launcher makes a private folder (0700), writes one configuration file per process, starts a shard and the router,
+and says that it is ready when `GET /ready` is. SIGTERM or Ctrl-C: the router takes no more requests and finishes running
+ones for up to `--drain-timeout-s`; then the shard ends. A second signal ends everything at once. A process that dies
+takes the others with it, and no process outlives the launcher, even when it is killed.
 """
 
 
