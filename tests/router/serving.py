@@ -40,7 +40,7 @@ def write_model_folder(folder: Path, *, chat_template: bool = True) -> Path:
     words = ["<s>", "</s>", *alphabet, *("".join(pair) for pair in MERGES)]
     vocabulary = {word: index for index, word in enumerate(words)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>"])
     backend.save(str(folder / "tokenizer.json"))
