@@ -62,6 +62,8 @@ class Dispatcher:
         self._running: dict[int, Generation] = {}
         """By the id on the wire."""
         self._last_step = 0
+        self._untold: list[Generation] = []
+        """Requests with news that their readers don't know of."""
         self._pump_soon = False
         self._pump_timer: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
@@ -128,6 +130,7 @@ class Dispatcher:
             self._queue.push(BASE_KEY, generation.number, len(request.prompt_ids))
         except QueueFull:
             raise Overloaded(self._retry_after()) from None
+        self._pacing.arrived(generation.queued_at, is_first=not self._queued)
         self._queued[generation.number] = generation
         self._empty.clear()
         self._set_timers(generation, deadline)
@@ -161,6 +164,8 @@ class Dispatcher:
         elif self._running.pop(generation.wire_id, None) is not None:
             self._shard.abort(generation.wire_id)
             self.metrics.aborts.add()
+        if not self._running:
+            self._pacing.became_idle(time.monotonic())
         self._note_active()
 
     def _retry_after(self) -> float:
@@ -254,6 +259,7 @@ class Dispatcher:
         self._credit = CreditAccount()
         self.metrics.shard_reconnects.add()
         self.metrics.gauges["lorikeet_shard_ready"] = 0
+        self.shard_quiet()
         lost = list(self._running.values())
         self._running.clear()
         for generation in lost:
@@ -264,8 +270,11 @@ class Dispatcher:
         self._note_active()
         log.warning("shard_lost", address=self._shard.address, reason=reason, num_requests=len(lost))
 
-    def shard_output(self, output: pb.StepOutput) -> None:
-        """Give every request its tokens, then use the room that this step made."""
+    def shard_output(self, output: pb.StepOutput) -> int:
+        """Give every request its tokens, then use the room that this step made.
+
+        Returns the number of requests whose readers wait for `shard_quiet` to be told.
+        """
         now = time.monotonic()
         num_tokens = 0
         running = self._running
@@ -287,10 +296,18 @@ class Dispatcher:
                 self._send(now)
         if self._queued:
             self._pump_later()
+        return len(self._untold)
+
+    def shard_quiet(self) -> None:
+        """Nothing more is at hand: let readers see what their requests got."""
+        untold, self._untold = self._untold, []
+        for generation in untold:
+            generation.wake()
 
     def _feed(self, generation: Generation, part: pb.RequestOutput, now: float) -> int:
         previous = generation.last_token_at
         num_tokens = generation.feed(part, now)
+        self._untold.append(generation)
         metrics = self.metrics
         if num_tokens:
             if previous is not None:
@@ -302,6 +319,8 @@ class Dispatcher:
             metrics.accepted_tokens.add(part.num_accepted)
         if generation.state is State.DONE:
             del self._running[part.id]
+            if not self._running:
+                self._pacing.became_idle(now)
             if not part.finish_reason:  # complete at a stop string: the shard does not know
                 self._shard.abort(part.id)
                 metrics.aborts.add()

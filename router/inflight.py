@@ -111,7 +111,10 @@ class Generation:
     # Writing
 
     def feed(self, output: pb.RequestOutput, now: float) -> int:
-        """Take what a step gave; return the number of tokens that count. `state` is DONE after the last."""
+        """Take what a step gave; return the number of tokens that count. `state` is DONE after the last.
+
+        The reader is not told yet: `wake` does that, when no more output is at hand.
+        """
         ids = list(output.token_ids)
         if output.prefill_logprobs:
             self._prefill_logprobs.extend(output.prefill_logprobs)
@@ -126,8 +129,6 @@ class Generation:
         finish = output.finish_reason
         if self._finish is None and finish:
             self._end(finish, output.error)
-        if self._waiter is not None and (num_tokens or self.state is State.DONE):
-            self._wake()
         return num_tokens
 
     def fail(self, error: RouterError) -> None:
@@ -136,7 +137,7 @@ class Generation:
             return
         self._error = error
         self._close()
-        self._wake()
+        self.wake()
 
     def _take(self, ids: list[int], output: pb.RequestOutput) -> int:
         """Turn token ids into tokens with text; stop at the token that completes a stop string."""
@@ -225,7 +226,8 @@ class Generation:
             timer.cancel()
         self.timers.clear()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the reader, if it waits, see what is new."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

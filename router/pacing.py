@@ -2,11 +2,20 @@
 
 A pure state machine. While the shard runs a step a new request can do nothing there but wait, so one message gathers
 until shortly before the step should end, and one more follows the step's own output. An idle shard gets the first
-request at once.
+request at once; one that has just become idle, a moment later: requests that ended together are often followed by
+others together, and whoever misses the first message waits a whole step.
 """
 
 import math
 from collections import deque
+
+
+MARGIN_SECONDS = 0.002
+"""A batch should be there so long before the step ends."""
+RETURNING_SECONDS = 0.05
+"""After its last request ended, clients that ask again at once are expected for so long."""
+QUIET_SECONDS = 0.0015
+LONGEST_GATHER_SECONDS = 0.005
 
 
 class Pacing:
@@ -15,17 +24,36 @@ class Pacing:
     def __init__(self) -> None:
         self._durations: deque[float] = deque(maxlen=4)
         self._gather_until = math.inf
+        self._idle_since = -math.inf
+        self._first_arrival = -math.inf
+        """Of the requests that wait to be sent."""
+        self._last_arrival = -math.inf
+
+    def arrived(self, now: float, is_first: bool) -> None:
+        """A request was queued; `is_first` when nothing waited before it."""
+        self._last_arrival = now
+        if is_first:
+            self._first_arrival = now
 
     def step_began(self, now: float, last_step_seconds: float) -> None:
         """The shard reported a step and has gone on to the next one."""
         self._durations.append(last_step_seconds)
         # The shortest of the last few: a message that comes too late costs its requests a whole step.
         expected = min(self._durations)
-        self._gather_until = now + 0.8 * expected - 0.001 if expected >= 0.005 else math.inf
+        margin = max(MARGIN_SECONDS, 0.1 * expected)
+        self._gather_until = now + expected - margin if expected > 2 * margin else math.inf
+
+    def became_idle(self, now: float) -> None:
+        """The shard's last request ended."""
+        self._idle_since = now
 
     def send_at(self, now: float, shard_idle: bool) -> float:
         """The moment from which requests may be sent; `inf` is after the next output of the shard."""
-        return now if shard_idle else self._gather_until
+        if not shard_idle:
+            return self._gather_until
+        if now - self._idle_since > RETURNING_SECONDS:
+            return now
+        return min(self._last_arrival + QUIET_SECONDS, self._first_arrival + LONGEST_GATHER_SECONDS)
 
     def sent(self) -> None:
         """Requests left while a step was running, or started one."""

@@ -23,6 +23,12 @@ log = structlog.get_logger()
 
 MAX_COMMAND_BYTES = 3 << 20
 """Messages stay below 4 MiB; a Command is closed before it could get there."""
+MANY_WAITING = 64
+"""Requests with news from which on one more message is waited for …"""
+JOIN_SECONDS = 0.0005
+"""… for so long …"""
+MOST_JOINED = 8
+"""… and so many times in a row at most."""
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.max_send_message_length", 16 << 20),
@@ -41,7 +47,11 @@ class ShardListener(Protocol):
     def shard_up(self, info: pb.ShardInfo) -> None:
         """A new stream is open: no id and no credit of an earlier one means anything on it."""
 
-    def shard_output(self, output: pb.StepOutput) -> None: ...
+    def shard_output(self, output: pb.StepOutput) -> int:
+        """One message; returns the number of requests with news to pass on."""
+
+    def shard_quiet(self) -> None:
+        """No further message is at hand: pass the news on."""
 
     def shard_down(self, reason: str) -> None:
         """The stream is gone, and with it every request on it."""
@@ -61,7 +71,6 @@ class ShardClient:
         self._outbox: deque[tuple[pb.Command, int]] = deque()
         """Commands not taken by the stream yet, with an upper bound of their size in bytes."""
         self._wake = asyncio.Event()
-        self._num_commands = 0
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -113,8 +122,7 @@ class ShardClient:
                 watch = asyncio.create_task(self._follow_health(health))
                 stub = shard_pb2_grpc.ShardStub(channel)
                 info = await stub.Info(pb.InfoRequest(), timeout=10.0)
-                await self._serve(stub, info)
-                return "the shard closed the stream"
+                return await self._serve(stub, info)
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name}: {error.details()}"
             finally:
@@ -139,7 +147,8 @@ class ShardClient:
             log.info("shard_health", address=self.address, serving=self.serving)
         self.serving = False
 
-    async def _serve(self, stub: shard_pb2_grpc.ShardStub, info: pb.ShardInfo) -> None:
+    async def _serve(self, stub: shard_pb2_grpc.ShardStub, info: pb.ShardInfo) -> str:
+        """One stream from its first message to its end; why it ended."""
         call = stub.Serve()
         self._outbox.clear()
         self.connected = True
@@ -147,14 +156,11 @@ class ShardClient:
         writer = asyncio.create_task(self._write(call))
         reason = "the shard closed the stream"
         try:
-            while (output := await call.read()) is not grpc.aio.EOF:
-                self.last_heard = time.monotonic()
-                self._listener.shard_output(output)
+            await self._read(call)
             if (code := await call.code()) is not grpc.StatusCode.OK:
                 reason = f"{code.name}: {await call.details()}"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
-            raise
         finally:
             self.connected = False
             writer.cancel()
@@ -162,6 +168,33 @@ class ShardClient:
             self._listener.shard_down(reason)
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                 await writer
+        return reason
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Take messages until the stream ends.
+
+        Writing to many clients costs far more than reading a message. So when news for many is at hand, the next
+        message gets a moment to arrive first: while this process keeps up there is none, and when it falls behind
+        the steps that have piled up reach each client as one write.
+        """
+        listener = self._listener
+        reading = asyncio.ensure_future(call.read())
+        try:
+            num_joined = 0
+            while (output := await reading) is not grpc.aio.EOF:
+                self.last_heard = time.monotonic()
+                reading = asyncio.ensure_future(call.read())
+                num_waiting = listener.shard_output(output)
+                num_joined += 1
+                if num_waiting >= MANY_WAITING and num_joined < MOST_JOINED:
+                    done, _ = await asyncio.wait((reading,), timeout=JOIN_SECONDS)
+                    if done:
+                        continue
+                listener.shard_quiet()
+                num_joined = 0
+        finally:
+            reading.cancel()
+            listener.shard_quiet()
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         while True:
