@@ -59,31 +59,30 @@ def standard_library() -> Path:
 
 
 @cache
-def load(root: Path | None = None) -> tuple[SourceFile, ...]:
-    """Every file of the corpus in order of path: decodable as UTF-8, parsed by this interpreter, no text twice.
-
-    A text that stands in two places would put the same bytes on both sides of the split.
-    """
-    root = root or standard_library()
+def _texts(root: Path) -> tuple[SourceFile, ...]:
+    """Every UTF-8 file in order of path, no text twice: that would put the same bytes on both sides of the split."""
     files = []
     seen = set()
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         relative = path.relative_to(root)
         if SKIPPED_FOLDERS.intersection(relative.parts) or relative.parts[0].startswith("config-"):
             continue
-        text = _read(path)
-        if text is not None and text.strip() not in seen:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # test data for codecs
+            continue
+        if text.strip() not in seen:
             seen.add(text.strip())
             files.append(SourceFile(relative.as_posix(), text))
     return tuple(files)
 
 
 def training_files(root: Path | None = None) -> list[SourceFile]:
-    return [file for file in load(root) if not file.held_out]
+    return [file for file in _texts(root or standard_library()) if not file.held_out and _parses(file.text)]
 
 
 def held_out_files(root: Path | None = None) -> list[SourceFile]:
-    return [file for file in load(root) if file.held_out]
+    return [file for file in _texts(root or standard_library()) if file.held_out and _parses(file.text)]
 
 
 def functions(file: SourceFile) -> Iterator[Function]:
@@ -116,11 +115,10 @@ def _parse(text: str) -> ast.Module:
         return ast.parse(text)
 
 
-def _read(path: Path) -> str | None:
-    """None for what is not Python to this interpreter: the test data for codecs and for syntax errors."""
+def _parses(text: str) -> bool:
+    """False for the test data that is wrong on purpose, or right only for another version of Python."""
     try:
-        text = path.read_text(encoding="utf-8")
         _parse(text)
-    except (UnicodeDecodeError, SyntaxError, ValueError, RecursionError):
-        return None
-    return text
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return True

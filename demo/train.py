@@ -71,7 +71,7 @@ def train_base(options: argparse.Namespace) -> None:
 
 def _prepare(seed: int) -> tuple[PreTrainedTokenizerFast, mixture.TokenStream]:
     files = corpus.training_files()
-    num_bytes = sum(len(file.text.encode()) for file in corpus.load())
+    num_bytes = sum(len(file.text.encode()) for file in [*files, *corpus.held_out_files()])
     if num_bytes < corpus.MIN_CORPUS_BYTES:
         raise SystemExit(
             f"This interpreter's standard library has {num_bytes:,} bytes of source, {corpus.MIN_CORPUS_BYTES:,} are "

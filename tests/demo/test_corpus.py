@@ -42,13 +42,14 @@ def test_what_is_no_source_of_the_library_stays_out(tmp_path: Path) -> None:
     write(tmp_path, "config-3.11-x/build.py", "x = 4\n")
     write(tmp_path, "bad_syntax.py", "def\n")
     (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = '\xe9'\n")
-    assert [file.path for file in corpus.load(tmp_path)] == ["good.py"]
+    assert [file.path for file in corpus.training_files(tmp_path) + corpus.held_out_files(tmp_path)] == ["good.py"]
 
 
 def test_functions_are_cut_at_the_left_margin_and_compile() -> None:
     text = (
         "import x\n\f\nclass A:\n    @property\n    def b(self,\n          c=1):\n        '''Say b.'''\n"
-        "        return c\n\ndef outer():\n    n = 1\n    def inner():\n        nonlocal n\n        n = 2\n    return inner\n"
+        "        return c\n\n"
+        "def outer():\n    n = 1\n    def inner():\n        nonlocal n\n        n = 2\n    return inner\n"
     )
     found = {f.name: f for f in corpus.functions(corpus.SourceFile("a.py", text))}
     assert set(found) == {"b", "outer"}  # a lone `inner` has no `n` to be nonlocal

@@ -1,0 +1,121 @@
+"""The committed base model: plain transformers loads it, and a small sample of its two promises holds."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from demo import corpus, evaluate
+from demo.model import BASE_FOLDER, base_config
+
+MAX_COMMITTED_BYTES = 20_000_000
+SAMPLE_BYTES = 60_000
+NUM_SAMPLED_CONTINUATIONS = 32
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(BASE_FOLDER)
+
+
+def test_it_is_a_llama_of_the_promised_size(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert isinstance(model, LlamaForCausalLM)
+    assert 5_000_000 <= model.num_parameters() <= 8_000_000
+    written = {k: v for k, v in base_config().to_dict().items() if k not in ("dtype", "architectures")}
+    assert {k: model.config.to_dict()[k] for k in written} == written
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == [1, 6]
+
+
+def test_the_files_are_bf16_and_small() -> None:
+    with safe_open(BASE_FOLDER / "model.safetensors", framework="pt") as weights:
+        assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
+    assert sum(path.stat().st_size for path in BASE_FOLDER.iterdir()) < MAX_COMMITTED_BYTES
+
+
+def test_held_out_source_costs_less_than_xz(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A sample of the files against xz over all of them, where xz is at its best."""
+    files = corpus.held_out_files()
+    sample = []
+    for file in sorted(files, key=lambda f: f.path[::-1]):
+        if sum(len(f.text) for f in [*sample, file]) <= SAMPLE_BYTES:
+            sample.append(file)
+    assert evaluate.bits_per_byte(model, tokenizer, sample) < evaluate.xz_bits_per_byte(files)
+
+
+def test_most_continuations_compile(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    functions = evaluate.held_out_functions(corpus.held_out_files(), NUM_SAMPLED_CONTINUATIONS)
+    prompts = [evaluate.prompt_of(function) for function in functions]
+    written = evaluate.continuations(model, tokenizer, prompts)
+    assert sum(continuation.counts for continuation in written) >= 0.5 * len(prompts)
+
+
+def test_the_price_of_a_file_does_not_depend_on_how_it_is_cut_into_windows(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the whole past in every window the sum is the one a single forward gives."""
+    text = corpus.held_out_files()[0].text[:1500]
+    ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+    with torch.inference_mode():
+        logits = model(ids[:, :-1]).logits[0].float()
+    nats = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+    expected = nats / math.log(2) / len(text.encode())
+    monkeypatch.setattr(evaluate, "WINDOW_STEP", ids.shape[1])
+    monkeypatch.setattr(evaluate, "WINDOW_LEN", 100 + ids.shape[1])
+    assert evaluate.bits_per_byte(model, tokenizer, [corpus.SourceFile("a.py", text)]) == pytest.approx(expected)
+    monkeypatch.setattr(evaluate, "WINDOW_STEP", 150)
+    monkeypatch.setattr(evaluate, "WINDOW_LEN", 250)
+    windowed = evaluate.bits_per_byte(model, tokenizer, [corpus.SourceFile("a.py", text)])
+    assert windowed == pytest.approx(expected, rel=0.25)
+    assert windowed != expected
+
+
+@pytest.mark.parametrize(
+    ("text", "stopped", "kept", "ended"),
+    [
+        ("\n    return 1\n\ndef g():\n", False, "\n    return 1\n\n", True),
+        ("\n    return 1", True, "\n    return 1", True),
+        ("\n    a = 1\n    b = [1,\n         2", False, "\n    a = 1\n    b = [1,\n", False),
+        (" and so", False, "", False),
+    ],
+)
+def test_where_a_continuation_is_cut(text: str, stopped: bool, kept: str, ended: bool) -> None:
+    assert evaluate.cut(text, stopped) == (kept, ended)
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "counts"),
+    [
+        ("\n    return 1\n", True, True),
+        ("\n    a = 1\n    b = 2\n    c = 3\n", False, True),
+        ("\n    a = 1\n    b = 2\n", False, False),
+        ("\n    a = 1\n    b = 2\n    c = (\n", False, False),
+        ("\n    a = 1\n    b = 2\n    try:\n", False, False),
+        ("\n\n\n\n\n", False, False),
+        ("", True, False),
+    ],
+)
+def test_what_counts_as_compiling(text: str, ended: bool, counts: bool) -> None:
+    assert evaluate.Continuation('def f():\n    """Say."""', text, ended).counts is counts
+
+
+def test_the_readme_quotes_what_the_script_prints() -> None:
+    """The figures in the table are those of the JSON line beside it."""
+    readme = (Path(evaluate.__file__).parent / "README.md").read_text()
+    found = re.search(r"^\{.*\}$", readme, re.MULTILINE)
+    assert found
+    report = evaluate.Report(**json.loads(found.group()))
+    assert f"| {report.model_bits_per_byte} | {report.xz_bits_per_byte} |" in readme
+    assert f"| {report.compiled} of {report.continuations} |" in readme
+    assert report.model_bits_per_byte < report.xz_bits_per_byte
+    assert report.compiled >= 0.6 * report.continuations
