@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from router.generation import FinishReason, GenerationRequest, Token
-from router.schemas.native import check_lengths
-from router.schemas.openai import CommonFields
+from router.schemas.openai import CommonFields, check_lengths
 from router.service import Service, random_seed
 
 FINISH_REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS_TOKEN: "stop", FinishReason.STOP_SEQUENCE: "stop"}

@@ -232,16 +232,10 @@ def check_lengths(num_inputs: int, max_new_tokens: int | None, config: RouterCon
     if num_inputs + allowed > config.max_total_tokens:
         raise ValidationError(
             f"`inputs` tokens + `max_new_tokens` must be <= {config.max_total_tokens}. "
-            f"Given: {num_inputs} `inputs` tokens and {allowed} `max_new_tokens`",
-            "max_tokens",
-            "context_length_exceeded",
+            f"Given: {num_inputs} `inputs` tokens and {allowed} `max_new_tokens`"
         )
     if num_inputs > config.max_input_length:
-        raise ValidationError(
-            f"`inputs` must have less than {config.max_input_length} tokens. Given: {num_inputs}",
-            None,
-            "context_length_exceeded",
-        )
+        raise ValidationError(f"`inputs` must have less than {config.max_input_length} tokens. Given: {num_inputs}")
     if allowed == 0:
-        raise ValidationError("`max_new_tokens` must be strictly positive", "max_new_tokens")
+        raise ValidationError("`max_new_tokens` must be strictly positive")
     return allowed

@@ -124,6 +124,25 @@ def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
     return ChatRequest(common, messages, (top or 0) if wants_logprobs else None, fields.ignored())
 
 
+def check_lengths(num_prompt: int, max_tokens: int | None, config: RouterConfig) -> int:
+    """The number of tokens to generate at most; raises ValidationError when prompt and output don't fit."""
+    allowed = config.max_total_tokens - num_prompt if max_tokens is None else max_tokens
+    if num_prompt > config.max_input_length or allowed < 1:
+        raise ValidationError(
+            f"a prompt may have {config.max_input_length} tokens of the maximum context length of "
+            f"{config.max_total_tokens}. Given: {num_prompt}",
+            code="context_length_exceeded",
+        )
+    if num_prompt + allowed > config.max_total_tokens:
+        raise ValidationError(
+            f"prompt and `max_tokens` must fit the maximum context length of {config.max_total_tokens} tokens. "
+            f"Given: {num_prompt} in the prompt and {allowed} as `max_tokens`",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    return allowed
+
+
 def _check_model(fields: Fields, config: RouterConfig) -> None:
     """LoRAX's empty name means the base model too."""
     model = fields.text("model")

@@ -156,10 +156,13 @@ async def test_a_vanished_client_frees_everything(server: Serving, path: str, bo
 
 async def test_a_client_that_leaves_between_events(server: Serving) -> None:
     server.says("a" * 1000, step_seconds=0.005)
-    async with httpx.AsyncClient(base_url=server.url) as client:
-        async with client.stream("POST", "/generate_stream", json={"inputs": "Hi"}) as response:
-            async for _ in response.aiter_bytes():
-                break
+    body = {"inputs": "Hi"}
+    async with (
+        httpx.AsyncClient(base_url=server.url) as client,
+        client.stream("POST", "/generate_stream", json=body) as response,
+    ):
+        async for _ in response.aiter_bytes():
+            break
     await server.idle()
     assert server.shard.abort_ids == [server.shard.submits[0].id]
 

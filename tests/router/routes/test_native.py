@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.schemas import published
 from tests.router.serving import MODEL_ID, Serving
 
 pytestmark = pytest.mark.anyio
@@ -97,11 +98,7 @@ async def test_several_tokens_of_one_step_are_several_events(server: Serving) ->
 
 async def test_explicit_nulls_are_absences(server: Serving) -> None:
     server.says("abc")
-    nulls = dict.fromkeys(
-        "adapter_id adapter_source merged_adapters api_token best_of temperature repetition_penalty top_k top_p "
-        "frequency_penalty presence_penalty typical_p seed truncate return_k_alternatives max_new_tokens stop "
-        "do_sample ignore_eos_token return_full_text watermark details decoder_input_details response_format".split()
-    )
+    nulls = dict.fromkeys([*published.GenerateParameters.model_fields, "response_format"])
     response = await server.client.post("/", json={"inputs": "Hi", "parameters": nulls, "stream": None})
     assert response.json() == [{"generated_text": "abc"}]
     assert "x-ignored-fields" not in response.headers

@@ -1,5 +1,6 @@
 """Every rule on LoRAX's fields: its text byte for byte, its status, its order, and the same as an event of a stream."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ async def test_prompt_details_are_not_streamed(server: Serving) -> None:
 async def test_the_first_rule_speaks(server: Serving) -> None:
     """Of two broken rules that differ in their fields, the earlier one answers."""
     ordered = [(fields, text) for fields, text in RULES[:26] if "merged_adapters" not in fields]
-    for (first, text), (second, _) in zip(ordered, ordered[1:], strict=False):
+    for (first, text), (second, _) in itertools.pairwise(ordered):
         if not first.keys() & second.keys() and "seed" not in second:
             body = {"inputs": "Hi", "parameters": {**second, **first}}
             response = await server.client.post("/generate", json=body)

@@ -1,0 +1,463 @@
+"""OpenAI's routes: shapes, semantics and errors, asked over plain HTTP."""
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.router.serving import MODEL_ID, Serving, serving
+
+pytestmark = pytest.mark.anyio
+
+CHAT: dict[str, Any] = {"model": MODEL_ID, "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION: dict[str, Any] = {"model": MODEL_ID, "prompt": "Hi"}
+BOTH = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+
+
+async def post(server: Serving, path: str, body: dict[str, Any]) -> Any:
+    response = await server.client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_completion(server: Serving) -> None:
+    server.says(" there!", ends=True)
+    answer = await post(server, "/v1/completions", COMPLETION)
+    assert list(answer) == ["id", "object", "created", "model", "choices", "usage", "system_fingerprint"]
+    assert answer["id"].startswith("cmpl-") and answer["object"] == "text_completion"
+    assert abs(answer["created"] - time.time()) < 60
+    assert answer["model"] == MODEL_ID
+    assert answer["choices"] == [{"index": 0, "text": " there!", "logprobs": None, "finish_reason": "stop"}]
+    assert list(answer["usage"])[:3] == ["prompt_tokens", "total_tokens", "completion_tokens"]
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2, 3)
+    assert answer["usage"]["total_tokens"] == 5
+    assert answer["system_fingerprint"]
+
+
+async def test_chat(server: Serving) -> None:
+    server.says(" there!", ends=True)
+    answer = await post(server, "/v1/chat/completions", CHAT)
+    assert list(answer) == ["id", "object", "created", "model", "choices", "usage", "system_fingerprint"]
+    assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion"
+    [choice] = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": " there!", "refusal": None}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+    assert list(server.shard.submits[0].prompt_ids) == server.ids("[user]Hi[assistant]")
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_lorax_headers(server: Serving, path: str, body: dict[str, Any]) -> None:
+    server.says("ab")
+    response = await server.client.post(path, json=body)
+    assert response.headers["x-generated-tokens"] == "2"
+    assert response.headers["x-model-id"] == MODEL_ID
+    assert response.headers["x-compute-type"] == "gpu+optimized"
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_sampling_is_the_default_and_zero_is_greedy(server: Serving, path: str, body: dict[str, Any]) -> None:
+    server.says("ab")
+    expected = [({}, True, 1.0), ({"temperature": 1}, True, 1.0), ({"temperature": 0}, False, 1.0)]
+    for fields, do_sample, temperature in expected:
+        await post(server, path, {**body, **fields})
+        sampling = server.shard.submits[-1].sampling
+        assert (sampling.do_sample, sampling.temperature) == (do_sample, temperature)
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_every_field_reaches_the_shard(server: Serving, path: str, body: dict[str, Any]) -> None:
+    server.says("ab")
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 7,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": -0.5,
+        "presence_penalty": 0.25,
+        "logit_bias": {"5": -100, "7": 1.5},
+        "seed": -1,
+        "max_tokens": 9,
+        "ignore_eos_token": True,
+        "user": "me",
+    }
+    response = await server.client.post(path, json={**body, **fields})
+    assert response.status_code == 200
+    assert "x-ignored-fields" not in response.headers
+    submit = server.shard.submits[-1]
+    sampling = submit.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.75, 7, 0.25)
+    assert (sampling.repetition_penalty, sampling.frequency_penalty) == (1.5, -0.5)
+    assert sampling.presence_penalty == 0.25
+    assert list(zip(sampling.bias_ids, sampling.bias_values, strict=True)) == [(5, -100.0), (7, 1.5)]
+    assert (submit.seed, submit.max_new_tokens, list(submit.stop_ids)) == (2**64 - 1, 9, [])
+
+
+async def test_lengths_by_default(server: Serving) -> None:
+    server.says("ab")
+    await post(server, "/v1/completions", COMPLETION)
+    assert server.shard.submits[-1].max_new_tokens == 16
+    await post(server, "/v1/chat/completions", CHAT)
+    submit = server.shard.submits[-1]
+    assert submit.max_new_tokens == 2048 - len(submit.prompt_ids)
+    await post(server, "/v1/chat/completions", {**CHAT, "max_completion_tokens": 3})
+    assert server.shard.submits[-1].max_new_tokens == 3
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+@pytest.mark.parametrize("stop", ["e e", ["zzz", "e e"]])
+async def test_stop_text_is_cut(server: Serving, path: str, body: dict[str, Any], stop: Any) -> None:
+    server.says("say the end now", hangs=True)
+    [choice] = (await post(server, path, {**body, "stop": stop}))["choices"]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    assert (text, choice["finish_reason"]) == ("say th", "stop")
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_choices_share_a_group_and_differ_in_seed(server: Serving, path: str, body: dict[str, Any]) -> None:
+    server.says("a", "bb", "ccc")
+    answer = await post(server, path, {**body, "n": 3, "seed": 5})
+    texts = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == ["a", "bb", "ccc"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert [submit.seed for submit in server.shard.submits] == [5, 6, 7]
+    assert len({submit.group_id for submit in server.shard.submits}) == 1
+    num_prompt = len(server.shard.submits[0].prompt_ids)
+    assert answer["usage"]["prompt_tokens"] == num_prompt
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+async def test_best_of_keeps_the_likeliest(server: Serving) -> None:
+    server.says("low", "high")
+    texts = server.shard.answer
+    chances = iter([[-2.0] * 3, [-0.1] * 4])
+
+    def answer(submit: Any) -> Any:
+        script = texts(submit)
+        script.logprobs = next(chances)
+        return script
+
+    server.shard.answer = answer
+    whole = await post(server, "/v1/completions", {**COMPLETION, "best_of": 2})
+    assert [choice["text"] for choice in whole["choices"]] == ["high"]
+    assert whole["usage"]["completion_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Hi", ["Hi"]),
+        (["Hi", "Ho"], ["Hi", "Ho"]),
+        ([41, 42], [[41, 42]]),
+        ([[41, 42], [43]], [[41, 42], [43]]),
+    ],
+)
+async def test_forms_of_a_prompt(server: Serving, prompt: Any, expected: list[Any]) -> None:
+    server.says("a")
+    answer = await post(server, "/v1/completions", {**COMPLETION, "prompt": prompt, "n": 2})
+    ids = [server.ids(one) if isinstance(one, str) else one for one in expected]
+    assert [list(submit.prompt_ids) for submit in server.shard.submits] == [one for one in ids for _ in range(2)]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(expected)))
+    assert answer["usage"]["prompt_tokens"] == sum(len(one) for one in ids)
+    assert len({submit.group_id for submit in server.shard.submits}) == len(expected)
+
+
+async def test_echo(server: Serving) -> None:
+    server.says(" there")
+    [choice] = (await post(server, "/v1/completions", {**COMPLETION, "echo": True}))["choices"]
+    assert choice["text"] == "Hi there"
+    body = {**COMPLETION, "prompt": server.ids("Hé"), "echo": True}
+    assert (await post(server, "/v1/completions", body))["choices"][0]["text"] == "Hé there"
+    events = await server.events("/v1/completions", {**COMPLETION, "echo": True, "stream": True})
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "Hi there"
+
+
+async def test_completion_logprobs(server: Serving) -> None:
+    server.says(" there!", ends=True, logprobs=[-0.5, -0.25, -0.125])
+    [choice] = (await post(server, "/v1/completions", {**COMPLETION, "logprobs": 2}))["choices"]
+    logprobs = choice["logprobs"]
+    assert list(logprobs) == ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
+    assert logprobs["tokens"] == [" there", "!"]
+    assert logprobs["token_logprobs"] == [-0.5, -0.25]
+    assert logprobs["top_logprobs"][1] == {"!": -0.25, '"': -1.25}
+    assert logprobs["text_offset"] == [0, 6]
+    submit = server.shard.submits[0]
+    assert submit.logprobs.law == submit.logprobs.RAW
+    [choice] = (await post(server, "/v1/completions", {**COMPLETION, "logprobs": 0}))["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [-0.5, -0.25]
+    assert choice["logprobs"]["top_logprobs"] is None
+
+
+async def test_scoring_a_prompt(server: Serving) -> None:
+    server.says("x")
+    body = {**COMPLETION, "prompt": "Hi there", "echo": True, "max_tokens": 0, "logprobs": 1}
+    expected = {
+        "tokens": ["H", "i", " there"],
+        "token_logprobs": [None, -0.5, -0.5],
+        "top_logprobs": [None, {"i": -0.5}, {" there": -0.5}],
+        "text_offset": [0, 1, 2],
+    }
+    answer = await post(server, "/v1/completions", body)
+    assert answer["choices"] == [{"index": 0, "text": "Hi there", "logprobs": expected, "finish_reason": "length"}]
+    assert answer["usage"]["completion_tokens"] == 0
+    events = await server.events("/v1/completions", {**body, "stream": True})
+    assert events[0]["choices"] == answer["choices"]
+
+
+async def test_chat_logprobs(server: Serving) -> None:
+    server.says("é!", ends=True, logprobs=[-0.5, float("-inf"), -0.125, -0.1])
+    body = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    [choice] = (await post(server, "/v1/chat/completions", body))["choices"]
+    content = choice["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9], [33]]
+    assert [entry["logprob"] for entry in content] == [-0.5, -9999.0, -0.125]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2, 2, 2]
+    assert content[2]["token"] == content[2]["top_logprobs"][0]["token"] == "!"
+    [choice] = (await post(server, "/v1/chat/completions", {**CHAT, "logprobs": True}))["choices"]
+    assert [entry["top_logprobs"] for entry in choice["logprobs"]["content"]] == [[], [], []]
+
+
+async def test_tokens_that_a_stop_cut_have_no_logprobs(server: Serving) -> None:
+    server.says("abcSTOPxyz", hangs=True)
+    body = {**COMPLETION, "stop": "STOP", "logprobs": 0, "max_tokens": 50}
+    [choice] = (await post(server, "/v1/completions", body))["choices"]
+    assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == "abc"
+
+
+async def test_completion_stream(server: Serving) -> None:
+    server.says(" there!", ends=True)
+    body = {**COMPLETION, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last, done = await server.events("/v1/completions", body)
+    assert done == "[DONE]"
+    assert {chunk["id"] for chunk in [*chunks, last]} == {last["id"]} and last["id"].startswith("cmpl-")
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == " there!"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (2, 3)
+
+
+async def test_chat_stream(server: Serving) -> None:
+    server.says(" there!", ends=True)
+    *chunks, done = await server.events("/v1/chat/completions", {**CHAT, "stream": True})
+    assert done == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert all("usage" not in chunk for chunk in chunks)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == " there!"
+    assert deltas[-1] == {} and chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_streamed_choices_interleave(server: Serving) -> None:
+    server.says("aaaa", "bbbbbb", step_seconds=0.005)
+    body = {**CHAT, "stream": True, "n": 2, "stream_options": {"include_usage": True}}
+    *chunks, last, _ = await server.events("/v1/chat/completions", body)
+    texts = ["", ""]
+    order = []
+    for chunk in chunks:
+        choice = chunk["choices"][0]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        order.append(choice["index"])
+    assert texts == ["aaaa", "bbbbbb"]
+    assert order != sorted(order), "both run at the same time"
+    assert last["usage"]["completion_tokens"] == 10
+
+
+async def test_streamed_logprobs(server: Serving) -> None:
+    server.says("ab", logprobs=[-0.5, -0.25])
+    events = await server.events("/v1/chat/completions", {**CHAT, "stream": True, "logprobs": True})
+    found = [event["choices"][0]["logprobs"] for event in events[:-1]]
+    assert [entry["logprob"] for logprobs in found if logprobs for entry in logprobs["content"]] == [-0.5, -0.25]
+    events = await server.events("/v1/completions", {**COMPLETION, "stream": True, "logprobs": 1})
+    found = [event["choices"][0]["logprobs"] for event in events[:-1]]
+    assert [offset for logprobs in found if logprobs for offset in logprobs["text_offset"]] == [0, 1]
+
+
+async def test_a_stream_holds_back_what_could_become_a_stop(server: Serving) -> None:
+    server.says("abSTOxSTOPyz", hangs=True)
+    body = {**COMPLETION, "stream": True, "stop": "STOP", "max_tokens": 50}
+    *chunks, _ = await server.events("/v1/completions", body)
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert "".join(texts) == "abSTOx"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_stream_that_breaks_says_so_and_does_not_end_well(server: Serving) -> None:
+    server.says("ab", error="out of pages")
+    for path, body in BOTH:
+        events = await server.events(path, {**body, "stream": True})
+        assert events[-1]["error"]["message"] == "Request failed during generation: out of pages"
+        assert events[-1]["error"]["type"] == "server_error"
+
+
+async def test_a_failure_in_the_shard(server: Serving) -> None:
+    server.says("ab", error="out of pages")
+    for path, body in BOTH:
+        response = await server.client.post(path, json={**body, "n": 2})
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "generation_failed")
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], "[system]S[user]U[assistant]"),
+        ([{"role": "developer", "content": "S"}], "[system]S[assistant]"),
+        ([{"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]}], "[user]AB"),
+        ([{"role": "user", "content": "U"}, {"role": "assistant", "content": None}], "[user]U[assistant][assistant]"),
+        ([{"role": "user", "content": "U", "name": "me"}], "[user]U[assistant]"),
+    ],
+)
+async def test_messages(server: Serving, messages: list[Any], prompt: str) -> None:
+    server.says("x")
+    await post(server, "/v1/chat/completions", {**CHAT, "messages": messages})
+    ids = server.ids(prompt)
+    assert list(server.shard.submits[-1].prompt_ids)[: len(ids)] == ids
+
+
+REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
+    ("temperature", {"temperature": 2.1}, None),
+    ("temperature", {"temperature": "hot"}, None),
+    ("top_p", {"top_p": 1.1}, None),
+    ("min_p", {"min_p": -1}, None),
+    ("typical_p", {"typical_p": 0}, None),
+    ("top_k", {"top_k": -2}, None),
+    ("repetition_penalty", {"repetition_penalty": 0}, None),
+    ("frequency_penalty", {"frequency_penalty": -2.5}, None),
+    ("presence_penalty", {"presence_penalty": 2.5}, None),
+    ("logit_bias", {"logit_bias": {"a": 1}}, None),
+    ("logit_bias", {"logit_bias": {"1": 101}}, None),
+    ("n", {"n": 0}, None),
+    ("n", {"n": 129}, None),
+    ("stop", {"stop": list("abcde")}, None),
+    ("stop", {"stop": ""}, None),
+    ("seed", {"seed": "x"}, None),
+    ("max_tokens", {"max_tokens": 0}, None),
+    ("max_tokens", {"max_tokens": 3000}, "context_length_exceeded"),
+    ("stream_options", {"stream_options": {"include_usage": True}}, None),
+    ("response_format", {"response_format": {"type": "json_object"}}, "unsupported_parameter"),
+    ("tools", {"tools": [{"type": "function"}]}, "unsupported_parameter"),
+    ("tool_choice", {"tool_choice": "auto"}, "unsupported_parameter"),
+    ("prediction", {"prediction": {"type": "content", "content": "x"}}, "unsupported_parameter"),
+    ("suffix", {"suffix": "x"}, "unsupported_parameter"),
+    ("adapter_id", {"adapter_id": "a"}, "unsupported_parameter"),
+    ("merged_adapters", {"merged_adapters": {}}, "unsupported_parameter"),
+    ("model", {"model": None}, None),
+]
+
+
+@pytest.mark.parametrize(("param", "fields", "code"), REFUSED)
+@pytest.mark.parametrize(("path", "body"), BOTH)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals(
+    server: Serving, path: str, body: dict[str, Any], param: str, fields: dict[str, Any], code: str | None, stream: bool
+) -> None:
+    if param == "stream_options":
+        stream = False
+    response = await server.client.post(path, json={**body, "stream": stream, **fields})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    assert param in error["message"]
+    assert not server.shard.submits
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": None}, "prompt"),
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", 5]}, "prompt"),
+        ("/v1/completions", {"prompt": [True]}, "prompt"),
+        ("/v1/completions", {"prompt": [-1]}, "prompt"),
+        ("/v1/completions", {"prompt": [300]}, "prompt"),
+        ("/v1/completions", {"prompt": [[]]}, "prompt"),
+        ("/v1/completions", {"prompt": {"a": 1}}, "prompt"),
+        ("/v1/completions", {"logprobs": 21}, "logprobs"),
+        ("/v1/completions", {"best_of": 1, "n": 2}, "best_of"),
+        ("/v1/completions", {"best_of": 3}, "best_of"),
+        ("/v1/completions", {"best_of": 2, "stream": True}, "best_of"),
+        ("/v1/completions", {"prompt": ["a"] * 1025}, "n"),
+        ("/v1/chat/completions", {"messages": None}, "messages"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": ["Hi"]}, "messages[0]"),
+        ("/v1/chat/completions", {"messages": [{"content": "Hi"}]}, "messages[0]"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].image_url",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+        ),
+        ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+    ],
+)
+async def test_refusals_of_one_route(server: Serving, path: str, fields: dict[str, Any], param: str) -> None:
+    body = COMPLETION if path == "/v1/completions" else CHAT
+    response = await server.client.post(path, json={**body, **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert not server.shard.submits
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_unknown_models(server: Serving, path: str, body: dict[str, Any]) -> None:
+    response = await server.client.post(path, json={**body, "model": "gpt-5"})
+    assert response.status_code == 404
+    assert response.json()["error"] == {
+        "message": "The model `gpt-5` does not exist",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+    server.says("x")
+    assert (await server.client.post(path, json={**body, "model": ""})).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_unknown_fields_are_ignored_and_named(server: Serving, path: str, body: dict[str, Any]) -> None:
+    server.says("x")
+    response = await server.client.post(path, json={**body, "store": True, "metadata": {}})
+    assert response.headers["x-ignored-fields"] == "store, metadata"
+
+
+@pytest.mark.parametrize(("path", "name"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
+async def test_prompts_that_are_too_long(server: Serving, path: str, name: str) -> None:
+    long = "a" * 2048
+    body = {"model": MODEL_ID, name: long if name == "prompt" else [{"role": "user", "content": long}]}
+    response = await server.client.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_template_errors(server: Serving) -> None:
+    body = {**CHAT, "messages": [{"role": "critic", "content": "Hi"}]}
+    response = await server.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "Failed applying chat template to inputs: no critics here"
+
+
+async def test_a_model_without_a_template(tmp_path: Any, anyio_backend: str) -> None:
+    async with serving(tmp_path, chat_template=False) as server:
+        response = await server.client.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 400
+        message = "Failed applying chat template to inputs: the model has no chat template"
+        assert response.json()["error"]["message"] == message
+
+
+async def test_models(server: Serving) -> None:
+    listed = (await server.client.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    [model] = listed["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == (MODEL_ID, "model", 2048)
+    assert (await server.client.get(f"/v1/models/{MODEL_ID}")).json() == model
+    response = await server.client.get("/v1/models/other")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
