@@ -1,0 +1,137 @@
+"""A launcher as a real process with its children: started, watched line by line, ended. Nothing is left behind."""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+ROOT = Path(__file__).parents[2]
+START_S = 180.0
+END_S = 60.0
+
+
+def free_port() -> int:
+    """A port of the loopback that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (one that has ended and was not waited for does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+class Launched:
+    """`lorikeet-launcher` on a free port of the loopback."""
+
+    def __init__(self, *arguments: str, port: int | None = None, **environment: str) -> None:
+        self.port = free_port() if port is None else port
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.lines: list[str] = []
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "OMP_NUM_THREADS") if name in os.environ}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "launcher", "--hostname", "127.0.0.1", "--port", str(self.port), *arguments],
+            env=kept | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self._seen: set[int] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pid in [self.pid, *self.children()]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self._process.wait()
+        self._reader.join()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def children(self) -> list[int]:
+        """Every process that it was ever seen to have started and that still runs."""
+        try:
+            text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            text = ""
+        self._seen |= {int(pid) for pid in text.split()}
+        return sorted(pid for pid in self._seen if alive(pid))
+
+    def child(self, module: str) -> int:
+        """The child that runs `python -m module`."""
+        (found,) = [pid for pid in self.children() if f"\0-m\0{module}\0" in Path(f"/proc/{pid}/cmdline").read_text()]
+        return found
+
+    def wait_for(self, words: str, seconds: float = START_S) -> str:
+        """The next line that contains `words`."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._arrived.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"{words!r} was not said in {seconds} s:\n{self.output}") from None
+            assert line is not None, f"ended without {words!r}:\n{self.output}"
+            if words in line:
+                return line
+
+    def wait_until_ready(self) -> Self:
+        self.wait_for("is ready at")
+        assert len(self.children()) == 2
+        return self
+
+    def signal(self, number: int) -> None:
+        self.children()
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float = END_S) -> int:
+        """The exit code; by then every child has ended too."""
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s:\n{self.output}") from None
+        self.wait_until_childless()
+        self._reader.join()
+        return code
+
+    def wait_until_childless(self, seconds: float = 15.0) -> None:
+        end = time.monotonic() + seconds
+        while self.children() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not self.children(), f"orphans: {self.children()}"
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self.lines.append(line.rstrip("\n"))
+                self._arrived.put(line.rstrip("\n"))
+        self._arrived.put(None)
