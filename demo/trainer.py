@@ -5,6 +5,7 @@ A run is a function of its recipe and its stream: stopped anywhere and resumed, 
 
 import hashlib
 import os
+import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,12 +20,15 @@ from transformers import LlamaForCausalLM
 
 from demo.mixture import TokenStream
 
+WINDOW_STEPS = 64
+"""So many steps share one stretch of the stream, and shuffle its rows."""
+
 
 @dataclass(frozen=True)
 class Recipe:
     """Everything that the weights depend on, but for the stream and the initial weights."""
 
-    num_steps: int = 2000
+    num_steps: int = 1600
     tokens_per_step: int = 4096
     stages: tuple[tuple[float, int], ...] = ((0.0, 256), (0.5, 512), (0.8, 1024), (0.95, 2048))
     """(from this share of the steps on, sequence length): short rows are cheap, long ones teach the rest."""
@@ -91,12 +95,21 @@ class Trainer:
         return Progress(self.step, loss.item(), time.monotonic() - started)
 
     def _rows(self) -> Tensor:
-        """[sequences of the step, sequence length + 1]: each row and the token after it."""
+        """[sequences of the step, sequence length + 1]: each row and the token after it.
+
+        Rows of one step come from anywhere in its window: neighbours in the stream are mostly of one file, and a batch
+        of one file says little.
+        """
         recipe = self.recipe
         length = recipe.sequence_len(self.step)
-        tokens = self.stream.read(self.step * recipe.tokens_per_step, recipe.tokens_per_step + 1)
-        starts = np.arange(0, recipe.tokens_per_step - length + 1, length)
-        rows = np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64)
+        window, place = divmod(self.step, WINDOW_STEPS)
+        window_len = WINDOW_STEPS * recipe.tokens_per_step
+        tokens = self.stream.read(window * window_len, window_len + 1)
+        starts = list(range(0, window_len - length + 1, length))
+        random.Random(f"{self.stream.seed} {window} {length}").shuffle(starts)
+        num_rows = recipe.tokens_per_step // length
+        chosen = starts[place * num_rows : (place + 1) * num_rows]
+        rows = np.stack([tokens[start : start + length + 1] for start in chosen]).astype(np.int64)
         return torch.from_numpy(rows).to(self.device)
 
     def _plain_loss(self, rows: Tensor) -> Tensor:
