@@ -43,8 +43,8 @@ class Row:
 class Filter:
     """One filter for n rows of a chunk."""
 
-    # [n] rows of the chunk
-    rows: torch.Tensor
+    # [n] rows of the chunk, None for all
+    rows: torch.Tensor | None
     # [n, 1] its parameter
     values: torch.Tensor
     largest: int = 0
@@ -172,18 +172,19 @@ class Planner:
         if not used:
             return None
         values = [rows[at].params.top_k for at in used]
-        return Filter(self.tensor(used), self.tensor(values)[:, None], max(values))
+        return Filter(self._some(used, rows), self.tensor(values)[:, None], max(values))
 
     def _filter(
         self, rows: list[Row], value_of: Callable[[SamplingParams], float], used: Callable[[float], bool]
     ) -> Filter | None:
         values = {at: value for at, row in enumerate(rows) if used(value := value_of(row.params))}
-        return Filter(self.tensor(list(values)), self._column(list(values.values()))) if values else None
+        return Filter(self._some(list(values), rows), self._column(list(values.values()))) if values else None
+
+    def _some(self, used: list[int], rows: list[Row]) -> torch.Tensor | None:
+        return None if len(used) == len(rows) else self.tensor(used)
 
     def _bias(self, rows: list[Row]) -> Bias | None:
-        entries = [
-            (at, token_id, value) for at, row in enumerate(rows) for token_id, value in row.params.logit_bias
-        ]
+        entries = [(at, token_id, value) for at, row in enumerate(rows) for token_id, value in row.params.logit_bias]
         if not entries:
             return None
         at, ids, values = zip(*entries, strict=True)

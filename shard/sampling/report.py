@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shard.sampling.highest import most_likely
 from shard.sampling.plan import Wanted
 
-_ID_BITS = 32
 _BLOCK_ELEMENTS = 1 << 22
 
 
@@ -146,15 +146,6 @@ class PromptLogprobs:
     def to_host(self) -> HostPromptLogprobs:
         logprobs, ids, values = (tensor.tolist() for tensor in self._copy.wait())
         return HostPromptLogprobs(logprobs, ids, values)
-
-
-def most_likely(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """scores: [S, V] float32. Returns [S, k] token ids by falling score; equal scores by rising id."""
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ids = torch.arange(scores.shape[1], dtype=torch.long, device=scores.device)
-    keys = (ordered.to(torch.long) << _ID_BITS) | (2**_ID_BITS - 1 - ids)
-    return (2**_ID_BITS - 1) - (keys.topk(k, dim=-1).values & (2**_ID_BITS - 1))
 
 
 def prompt_logprobs(logits: torch.Tensor, target_ids: torch.Tensor, k: int) -> PromptLogprobs:

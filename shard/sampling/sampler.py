@@ -11,6 +11,7 @@ import torch
 
 from shard.request import LogprobParams, SamplingParams
 from shard.sampling import filters
+from shard.sampling.highest import arg_max
 from shard.sampling.noise import Purpose, log_exponentials, row_keys, token_words
 from shard.sampling.penalties import TokenCounts, Watermark
 from shard.sampling.plan import Chunk, Filter, Plan, Planner, Row
@@ -68,7 +69,8 @@ class Sampler:
         plan = self._plan_for(list(rows))
         outcome = Outcome(len(rows), plan.num_alternatives, self._device)
         if plan.any_plain:
-            outcome.token_ids, outcome.bad = _arg_max(logits)
+            outcome.token_ids = arg_max(logits)
+            outcome.bad = _is_bad(logits, outcome.token_ids)
         places = self._planner.tensor(positions) if plan.any_drawn else None
         for chunk in plan.chunks:
             self._sample_chunk(chunk, logits, places, outcome)
@@ -100,9 +102,9 @@ class Sampler:
         if chunk.drawn and positions is not None:
             scores = _filter(chunk, scores.div_(chunk.temperature))
             keys = row_keys(chunk.seeds, positions.index_select(0, chunk.batch_rows), Purpose.DRAW)
-            token_ids = log_exponentials(self._words, keys).neg_().add_(scores).argmax(dim=-1)
+            token_ids = arg_max(scores - log_exponentials(self._words, keys))
         else:
-            token_ids = scores.argmax(dim=-1)
+            token_ids = arg_max(scores)
         outcome.token_ids.index_copy_(0, chunk.batch_rows, token_ids)
         outcome.bad.index_copy_(0, chunk.batch_rows, _is_bad(scores, token_ids))
         if chunk.processed is not None:
@@ -128,19 +130,13 @@ def _summed(bias: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     return tuple(totals.items())
 
 
-def _arg_max(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """scores: [S, V]. Returns [S] the first highest token of each row, and [S] whether the row is bad."""
-    token_ids = scores.argmax(dim=-1)
-    return token_ids, _is_bad(scores, token_ids)
-
-
 def _is_bad(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """scores: [S, V]; token_ids: [S], highest or drawn. Returns [S] bool: NaN, infinite, or nothing to draw."""
     return ~scores.gather(1, token_ids[:, None])[:, 0].isfinite()
 
 
 def _filter(chunk: Chunk, scores: torch.Tensor) -> torch.Tensor:
-    """scores: [S', V] after temperature, changed in place."""
+    """scores: [S', V] after temperature, perhaps changed in place."""
     steps: list[tuple[Filter | None, Callable[[torch.Tensor, Filter], torch.Tensor]]] = [
         (chunk.top_k, lambda part, used: filters.top_k(part, used.values, used.largest)),
         (chunk.top_p, lambda part, used: filters.top_p(part, used.values)),
@@ -149,6 +145,8 @@ def _filter(chunk: Chunk, scores: torch.Tensor) -> torch.Tensor:
     ]
     for used, apply in steps:
         if used is not None:
-            part = apply(scores.index_select(0, used.rows), used)
-            scores.index_copy_(0, used.rows, part)
+            if used.rows is None:
+                scores = apply(scores, used)
+            else:
+                scores.index_copy_(0, used.rows, apply(scores.index_select(0, used.rows), used))
     return scores
