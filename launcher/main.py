@@ -111,6 +111,8 @@ def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
     address = Address(plan.settings["hostname"], plan.settings["port"])
     _check_free(address)
     environment = _environment({name: text for name, text in os.environ.items() if name not in _SECRETS})
+    if plan.settings["json-output"] or not sys.stderr.isatty():
+        environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars are for people, not for log files
     shard = configs.write(plan.folder / "shard-0.json", configs.shard_fields(plan))
     router = configs.write(plan.folder / "router.json", configs.router_fields(plan))
     log.info("loading %s on %s from %s", plan.model.id, plan.device, plan.model.path)

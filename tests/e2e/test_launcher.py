@@ -30,7 +30,7 @@ def folder_of(server: Launched) -> Path:
     return Path(words[3]).parent
 
 
-def test_it_serves_and_ends_without_a_trace(model: Path) -> None:
+def test_it_serves_what_it_says_and_ends_without_a_trace(model: Path) -> None:
     with Launched("--model-id", str(model), "--eager-prefill", "true", *SMALL) as server:
         server.wait_for("--eager-prefill has no effect")
         server.wait_until_ready()
@@ -38,7 +38,10 @@ def test_it_serves_and_ends_without_a_trace(model: Path) -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert stat.S_IMODE((folder / "shard-0.sock").stat().st_mode) == 0o600
         assert stat.S_IMODE((folder / "router.json").stat().st_mode) == 0o600
-        answer = httpx.post(f"{server.url}/generate", json={"inputs": "Hi", "parameters": {"max_new_tokens": 4}})
+        line = server.wait_for("curl")
+        url, body = re.search(r"curl (\S+)", line), re.search(r"-d '(.*)'$", line)
+        assert url and body
+        answer = httpx.post(url[1], content=body[1], headers={"content-type": "application/json"})
         assert answer.status_code == 200 and answer.json()["generated_text"]
         shown = httpx.get(f"{server.url}/info").json()["effective_configuration"]
         assert shown["flags"]["cpu-memory"] == 64 * 2**20
@@ -47,17 +50,6 @@ def test_it_serves_and_ends_without_a_trace(model: Path) -> None:
         assert server.wait() == Exit.OK
         assert not folder.exists()
         assert server.output.count("has no effect") == 1
-
-
-def test_the_line_to_copy_works(model: Path) -> None:
-    with Launched("--model-id", str(model), *SMALL) as server:
-        server.wait_until_ready()
-        line = server.wait_for("curl")
-        body = re.search(r"-d '(.*)'$", line)
-        url = re.search(r"curl (\S+)", line)
-        assert body and url
-        answer = httpx.post(url[1], content=body[1], headers={"content-type": "application/json"})
-        assert answer.status_code == 200, answer.text
 
 
 def test_running_requests_finish_and_new_ones_are_turned_away(model: Path) -> None:
