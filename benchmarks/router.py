@@ -91,10 +91,8 @@ async def servers(step_ms: float, profile: str | None = None) -> AsyncIterator[S
         router_command = ["router", str(folder / "router.json")]
         if profile is not None:
             router_command = ["cProfile", "-o", profile, "-m", *router_command]
-        shard = subprocess.Popen([sys.executable, "-m", *shard_command], stdout=subprocess.DEVNULL)
-        router = subprocess.Popen(
-            [sys.executable, "-m", *router_command], preexec_fn=lambda: os.sched_setaffinity(0, {cores[-1]})
-        )
+        shard = _start(shard_command, cores[0])
+        router = _start(router_command, cores[-1])
         try:
             await _until_ready(port)
             yield Servers(port, address)
@@ -103,6 +101,13 @@ async def servers(step_ms: float, profile: str | None = None) -> AsyncIterator[S
                 process.send_signal(signal.SIGTERM)
                 process.wait()
             os.sched_setaffinity(0, set(cores))
+
+
+def _start(command: list[str], core: int) -> "subprocess.Popen[bytes]":
+    """`python -m` with these words, on one core."""
+    process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.DEVNULL)
+    os.sched_setaffinity(process.pid, {core})
+    return process
 
 
 def _free_port() -> int:
@@ -179,7 +184,10 @@ class Client(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def clients(port: int, lengths: Sequence[int]) -> AsyncIterator[list[Client]]:
-    """One closed-loop client for each length of stream; they run until the block ends. Raises RuntimeError when one saw a wrong stream."""
+    """One closed-loop client for each length of stream; they run until the block ends.
+
+    Raises RuntimeError when one of them saw a wrong stream.
+    """
     loop = asyncio.get_running_loop()
     made = [Client(new_tokens) for new_tokens in lengths]
     for client in made:

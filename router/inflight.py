@@ -185,7 +185,7 @@ class Generation:
         self._finish = FinishReason.LENGTH if keeps_length else FinishReason.STOP_SEQUENCE
         self._close()
 
-    def _end(self, finish: int, error: str) -> None:
+    def _end(self, finish: pb.FinishReason, error: str) -> None:
         """The shard's own word that nothing follows."""
         if finish in _FINISH:
             self._finish_text()

@@ -9,7 +9,6 @@ others together, and whoever misses the first message waits a whole step.
 import math
 from collections import deque
 
-
 MARGIN_SECONDS = 0.002
 """A batch should be there so long before the step ends."""
 RETURNING_SECONDS = 0.05

@@ -85,13 +85,18 @@ class Tokenizer:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`."""
-        return await self._in_pool(lambda: self._encode(text, add_special_tokens).ids)
+
+        def work() -> list[int]:
+            # The batch forms let other threads run meanwhile; `encode` does not. The fast one skips offsets.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+        return await self._in_pool(work)
 
     async def encode_with_offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, str, int, int]]:
         """(id, raw vocabulary text, start, stop) per token; offsets count characters."""
 
         def work() -> list[tuple[int, str, int, int]]:
-            encoding = self._encode(text, add_special_tokens)
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
             spans = zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
             return [(token_id, raw, start, stop) for token_id, raw, (start, stop) in spans]
 
@@ -114,9 +119,6 @@ class Tokenizer:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     async def _in_pool(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

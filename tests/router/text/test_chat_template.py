@@ -1,0 +1,68 @@
+"""Messages become prompts as model authors wrote it, and a template's complaint becomes a clear error."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from router.errors import ChatTemplateError
+from router.text.chat_template import ChatTemplate, find_template
+
+MESSAGES = [{"role": "user", "content": "Grüße <b>"}]
+
+
+def render(source: str, **variables: object) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(MESSAGES, **variables)
+
+
+def test_special_tokens_and_variables_are_there() -> None:
+    source = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m['content'] }}{% endfor %}{{ extra }}"
+    assert render(source, extra="!") == "<s>[user] Grüße <b>!"
+
+
+def test_blocks_take_their_line_with_them() -> None:
+    assert render("{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}\n") == "user\n"
+
+
+def test_the_assistant_is_asked_to_speak_by_default() -> None:
+    source = "{% if add_generation_prompt %}yes{% else %}no{% endif %}"
+    assert render(source) == "yes"
+    assert render(source, add_generation_prompt=False) == "no"
+
+
+def test_json_is_not_escaped_for_html() -> None:
+    assert render("{{ messages | tojson }}") == json.dumps(MESSAGES, ensure_ascii=False)
+    assert render("{{ {'a': 1} | tojson(indent=2) }}") == '{\n  "a": 1\n}'
+
+
+def test_loop_controls_time_and_generation_blocks_work() -> None:
+    assert render("{% for i in [1, 2] %}{{ i }}{% break %}{% endfor %}") == "1"
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    assert render("a{% generation %}b{{ messages[0].role }}{% endgeneration %}c") == "abuserc"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "str"),
+        ("{{ missing.attribute }}", "missing"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% if %}", "line 1"),
+    ],
+)
+def test_complaints_are_told(source: str, message: str) -> None:
+    with pytest.raises(ChatTemplateError, match=message):
+        render(source)
+
+
+def test_where_templates_lie(tmp_path: Path) -> None:
+    assert find_template(tmp_path, {}) is None
+    several = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    assert find_template(tmp_path, {"chat_template": several}) == "D"
+    assert find_template(tmp_path, {"chat_template": several[1:]}) == "T"
+    assert find_template(tmp_path, {"chat_template": "C"}) == "C"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "J"}')
+    assert find_template(tmp_path, {}) == "J"
+    (tmp_path / "chat_template.jinja").write_text("F")
+    assert find_template(tmp_path, {"chat_template": "C"}) == "F"

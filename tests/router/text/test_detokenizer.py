@@ -1,0 +1,125 @@
+"""Incremental text equals the text of the whole, for every kind of vocabulary, wherever it is cut."""
+
+import codecs
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.text.detokenizer import BytewiseDetokenizer, WindowedDetokenizer, detokenizer
+from router.text.vocabulary import Vocabulary
+from tests.router.text.vocabularies import ALL, BYTEWISE, SPECIAL, TEXTS, byte_level, sentencepiece_like, word_pieces
+
+VOCABULARIES = {name: Vocabulary(make()) for name, make in ALL.items()}
+
+
+def pieces(vocabulary: Vocabulary, ids: list[int], prompt_ids: list[int]) -> list[str]:
+    """The text of each token; what is left at the end belongs to the last."""
+    growing = detokenizer(vocabulary, prompt_ids)
+    texts = [growing.push(token_id) for token_id in ids]
+    if texts:
+        texts[-1] += growing.flush()
+    return texts
+
+
+def decoded_after(vocabulary: Vocabulary, prompt_ids: list[int], ids: list[int]) -> str:
+    """What the tokenizer itself adds to the prompt's text."""
+    backend = vocabulary.backend
+    before = backend.decode(prompt_ids, skip_special_tokens=False)
+    return backend.decode([*prompt_ids, *ids], skip_special_tokens=False).removeprefix(before)
+
+
+def test_the_form_follows_the_decoder() -> None:
+    assert {name for name, vocabulary in VOCABULARIES.items() if vocabulary.is_bytewise} == set(BYTEWISE)
+    assert isinstance(detokenizer(VOCABULARIES["word_pieces"], []), WindowedDetokenizer)
+    assert isinstance(detokenizer(VOCABULARIES["byte_level"], []), BytewiseDetokenizer)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece_like"])
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_any_text_comes_back(name: str, text: str) -> None:
+    vocabulary = VOCABULARIES[name]
+    ids = vocabulary.backend.encode(text, add_special_tokens=False).ids
+    assert all(token_id not in vocabulary.special_ids for token_id in ids) or any(word in text for word in SPECIAL)
+    expected = text if name == "byte_level" else " " + text.replace("▁", " ") if text else ""
+    assert "".join(pieces(vocabulary, ids, [])) == expected
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_random_byte_level_tokens_decode_as_a_whole(data: st.DataObject) -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    ids = data.draw(st.lists(st.integers(3, vocabulary.size - 1), max_size=30))
+    assert "".join(pieces(vocabulary, ids, [])) == vocabulary.backend.decode(ids, skip_special_tokens=False)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_random_byte_fallback_tokens_decode_as_utf8(data: st.DataObject) -> None:
+    """The tokenizer replaces a whole run of bytes when one is wrong; a stream can't take back what it showed."""
+    vocabulary = VOCABULARIES["sentencepiece_like"]
+    ids = data.draw(st.lists(st.integers(3, vocabulary.size - 1), max_size=30))
+    together = b"".join(vocabulary.piece(token_id) for token_id in ids)
+    assert "".join(pieces(vocabulary, ids, [])) == together.decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", list(ALL))
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_text_continues_the_prompt(name: str, data: st.DataObject) -> None:
+    """Spaces at the border of prompt and output are those of the whole text."""
+    vocabulary = VOCABULARIES[name]
+    plain = [
+        token_id
+        for token_id in range(vocabulary.size)
+        if token_id not in vocabulary.special_ids and "\ufffd" not in vocabulary.text(token_id)
+    ]
+    ids = st.lists(st.sampled_from(plain), min_size=1, max_size=20)
+    prompt_ids, output_ids = data.draw(ids), data.draw(ids)
+    # A prompt of nothing but the stripped space has no text that the whole could start with.
+    first = next(token_id for token_id in plain if vocabulary.text(token_id).strip())
+    prompt_ids = [first, *prompt_ids]
+    assert "".join(pieces(vocabulary, output_ids, prompt_ids)) == decoded_after(vocabulary, prompt_ids, output_ids)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_no_piece_has_half_a_character(text: str) -> None:
+    for make in (byte_level, sentencepiece_like):
+        vocabulary = Vocabulary(make())
+        ids = vocabulary.backend.encode(text, add_special_tokens=False).ids
+        assert not any("\ufffd" in piece for piece in pieces(vocabulary, ids, []))
+
+
+def test_a_special_token_ends_an_incomplete_character() -> None:
+    vocabulary = VOCABULARIES["sentencepiece_like"]
+    first_byte, second_byte = vocabulary.backend.token_to_id("<0xC3>"), vocabulary.backend.token_to_id("<0xA9>")
+    turn = vocabulary.backend.token_to_id("<|turn|>")
+    assert pieces(vocabulary, [first_byte, second_byte], []) == ["", "é"]
+    assert pieces(vocabulary, [first_byte, turn, second_byte], []) == ["", "\ufffd<|turn|>", "\ufffd"]
+    words = VOCABULARIES["word_pieces"]
+    jump, turn = words.backend.token_to_id("jump"), words.backend.token_to_id("<|turn|>")
+    assert pieces(words, [jump, turn, jump], []) == ["jump", "<|turn|>", " jump"]
+
+
+def test_the_window_of_word_pieces_stays_short() -> None:
+    vocabulary = Vocabulary(word_pieces())
+    growing = WindowedDetokenizer(vocabulary, [4])
+    ids = [5, 6, 7, 9] * 100
+    text = "".join(growing.push(token_id) for token_id in ids)
+    assert text == decoded_after(vocabulary, [4], ids)
+    assert len(growing._ids) <= 2 * growing.context
+
+
+def test_an_id_without_a_name_has_no_text() -> None:
+    """Output heads are often padded beyond the vocabulary."""
+    vocabulary = VOCABULARIES["byte_level"]
+    assert pieces(vocabulary, [vocabulary.size + 5], []) == [""]
+
+
+def test_python_decodes_incrementally_as_it_does_at_once() -> None:
+    """What the bytewise form rests on."""
+    broken = b"a\xf0\x9f\x98\xff\xe4\xbd\xc3\xa9\xed\xa0\x80\xf4\x90\x80\x80"
+    for cut in range(len(broken)):
+        first, taken = codecs.utf_8_decode(broken[:cut], "replace", False)
+        assert first + broken[taken:].decode(errors="replace") == broken.decode(errors="replace")
