@@ -83,12 +83,14 @@ INLINE vec exp_vec(vec x) {
 }
 
 // scores[r][0..2*LANES) of `rows` query rows against 2*LANES positions of one page.
+// `next` is read soon: the processor itself looks ahead within 4 KiB only.
 INLINE void score_block(int rows, const float *q, int64_t dim, const element *k, int64_t page_size, float *out,
-                        int64_t stride) {
+                        int64_t stride, const element *next) {
     vec low[8], high[8];
     for (int r = 0; r < rows; r++) low[r] = high[r] = splat(0.0f);
     for (int64_t d = 0; d < dim; d++) {
         vec a = load(k + d * page_size), b = load(k + d * page_size + LANES);
+        __builtin_prefetch(next + d * page_size);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             vec x = splat(q[r * dim + d]);
@@ -104,7 +106,7 @@ INLINE void score_block(int rows, const float *q, int64_t dim, const element *k,
 
 // out[r][0..columns*LANES) += sum over positions of p[r][j] * v[j].
 INLINE void value_block(int rows, int columns, const float *p, int64_t stride, const element *v, int64_t width,
-                        int64_t count, float *out) {
+                        int64_t count, float *out, const element *next) {
     vec sum[4][COLUMNS];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) sum[r][c] = *(vec *)(out + r * width + c * LANES);
@@ -112,6 +114,8 @@ INLINE void value_block(int rows, int columns, const float *p, int64_t stride, c
         vec x[COLUMNS];
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) x[c] = load(v + j * width + c * LANES);
+        __builtin_prefetch(next + j * width);
+        if (sizeof(element) * columns * LANES > 64) __builtin_prefetch(next + j * width + 32);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
             vec weight = splat(p[r * stride + j]);
@@ -123,29 +127,37 @@ INLINE void value_block(int rows, int columns, const float *p, int64_t stride, c
         for (int c = 0; c < columns; c++) *(vec *)(out + r * width + c * LANES) = sum[r][c];
 }
 
-// Scores to weights, in place, over positions [low, high) of the block-aligned range [from, to). Returns their sum.
-static float softmax(const Layer *layer, float *row, int64_t from, int64_t to, int64_t low, int64_t high, int64_t head,
-                     int64_t position) {
-    const float inf = INFINITY;
-    for (int64_t j = from; j < to; j++) {
-        float x = row[j - from] * layer->scaling;
-        if (layer->softcap != 0) x = layer->softcap * tanhf(x / layer->softcap);
-        if (layer->slopes) x -= layer->slopes[head] * (float)(position - j);
-        row[j - from] = (j < low || j >= high) ? -inf : x;
+// tanh by exp; absolute error about 1e-7.
+INLINE vec tanh_vec(vec x) {
+    ivec sign = (ivec)x & (int32_t)0x80000000;
+    vec e = exp_vec((vec)((ivec)(x + x) | (int32_t)0x80000000));
+    vec y = (splat(1.0f) - e) / (splat(1.0f) + e);
+    return select_vec((ivec)(x != x), x, (vec)((ivec)y | sign));
+}
+
+// Scores to weights, in place, over the block-aligned positions [from, to), of which [low, high) are visible.
+// Returns the sum of the weights.
+static float softmax(const Layer *layer, float *row, int64_t from, int64_t to, int64_t low, int64_t high,
+                     int64_t head) {
+    const vec least = splat(-INFINITY);
+    const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vec scaling = splat(layer->scaling), cap = splat(layer->softcap);
+    const vec slope = splat(layer->slopes ? layer->slopes[head] : 0.0f);
+    vec top = least, sums = splat(0.0f);
+    for (int64_t j = from; j < to; j += LANES) {
+        const ivec position = lanes + (int32_t)j;
+        vec x = *(vec *)(row + j - from) * scaling;
+        if (layer->softcap != 0) x = cap * tanh_vec(x / cap);
+        if (layer->slopes) x -= slope * __builtin_convertvector((int32_t)high - 1 - position, vec);
+        x = select_vec((position < (int32_t)low) | (position >= (int32_t)high), least, x);
+        *(vec *)(row + j - from) = x;
+        top = select_vec((x > top) | (x != x), x, top);  // a NaN must reach the output, not vanish in comparisons
     }
-    vec top = splat(-inf), sums = splat(0.0f);
-    for (int64_t j = 0; j < to - from; j += LANES) {
-        vec x = *(vec *)(row + j);
-        top = select_vec(x > top, x, top);
-        ivec odd = (ivec)(x != x);  // a NaN must reach the output, not vanish in comparisons
-        top = select_vec(odd, x, top);
-    }
-    float most = layer->sinks ? layer->sinks[head] : -inf;
+    float most = layer->sinks ? layer->sinks[head] : -INFINITY;
     for (int i = 0; i < LANES; i++) most = (top[i] > most || top[i] != top[i]) ? top[i] : most;
     for (int64_t j = 0; j < to - from; j += LANES) {
         vec x = *(vec *)(row + j) - splat(most);
-        vec e = exp_vec(x);
-        e = select_vec((ivec)(x != x), x, e);
+        vec e = select_vec((ivec)(x != x), x, exp_vec(x));
         *(vec *)(row + j) = e;
         sums += e;
     }
@@ -173,35 +185,38 @@ static void attend_tile(const Layer *layer, const Step *step, const int32_t *ite
     }
     for (int64_t j = from; j < to; j += 2 * LANES) {
         const element *k = layer->keys + (pages[j / P] * layer->num_kv_heads + kv_head) * dim * P + j % P;
+        const element *next = j + 2 * LANES < to ? layer->keys + (pages[(j + 2 * LANES) / P] * layer->num_kv_heads + kv_head) * dim * P + (j + 2 * LANES) % P
+                                                 : layer->values + (pages[from / P] * layer->num_kv_heads + kv_head) * width * P;
         float *s = scores + j - from;
         int64_t r = 0;
-        for (; r + 8 <= rows; r += 8) score_block(8, q + r * dim, dim, k, P, s + r * span, span);
-        for (; r + 4 <= rows; r += 4) score_block(4, q + r * dim, dim, k, P, s + r * span, span);
-        for (; r < rows; r++) score_block(1, q + r * dim, dim, k, P, s + r * span, span);
+        for (; r + 8 <= rows; r += 8) score_block(8, q + r * dim, dim, k, P, s + r * span, span, next);
+        for (; r + 4 <= rows; r += 4) score_block(4, q + r * dim, dim, k, P, s + r * span, span, next);
+        for (; r < rows; r++) score_block(1, q + r * dim, dim, k, P, s + r * span, span, next);
     }
     for (int64_t r = 0; r < rows; r++) {
         const int64_t position = start + r / group;
         const int64_t low = layer->window && position + 1 > layer->window ? position + 1 - layer->window : 0;
-        sums[r] = softmax(layer, scores + r * span, from, to, low, position + 1, kv_head * group + r % group, position);
+        sums[r] = softmax(layer, scores + r * span, from, to, low, position + 1, kv_head * group + r % group);
     }
     memset(out, 0, sizeof(float) * rows * width);
     for (int64_t j = from; j < end; j += P) {
         const element *v = layer->values + (pages[j / P] * layer->num_kv_heads + kv_head) * width * P;
+        const element *next = j + P < end ? layer->values + (pages[j / P + 1] * layer->num_kv_heads + kv_head) * width * P : v;
         const int64_t n = end - j < P ? end - j : P;
         int64_t r = 0;
         for (; r + 4 <= rows; r += 4) {
             int64_t c = 0;
             for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
-                value_block(4, COLUMNS, scores + r * span + j - from, span, v + c, width, n, out + r * width + c);
+                value_block(4, COLUMNS, scores + r * span + j - from, span, v + c, width, n, out + r * width + c, next + c);
             for (; c < width; c += LANES)
-                value_block(4, 1, scores + r * span + j - from, span, v + c, width, n, out + r * width + c);
+                value_block(4, 1, scores + r * span + j - from, span, v + c, width, n, out + r * width + c, next + c);
         }
         for (; r < rows; r++) {
             int64_t c = 0;
             for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
-                value_block(1, COLUMNS, scores + r * span + j - from, span, v + c, width, n, out + r * width + c);
+                value_block(1, COLUMNS, scores + r * span + j - from, span, v + c, width, n, out + r * width + c, next + c);
             for (; c < width; c += LANES)
-                value_block(1, 1, scores + r * span + j - from, span, v + c, width, n, out + r * width + c);
+                value_block(1, 1, scores + r * span + j - from, span, v + c, width, n, out + r * width + c, next + c);
         }
     }
     for (int64_t r = 0; r < rows; r++) {
