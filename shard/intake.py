@@ -36,7 +36,7 @@ class Intake:
         num_open = sum(key[0] == epoch for key in self._scheduler.requests)
         self.acknowledged[epoch] += len(commands.submits)
         for submit in commands.submits:
-            refusal = submit if isinstance(submit, Refusal) else self._refuse(submit, num_open)
+            refusal = self._refuse(submit, num_open)
             if refusal is not None:
                 outputs.append(refused(refusal))
             elif isinstance(submit, Request):
@@ -52,13 +52,17 @@ class Intake:
         if commands.drain:
             self._draining.add(epoch)
 
-    def _refuse(self, request: Request, num_open: int) -> Refusal | None:
-        if self.is_ending or request.key[0] in self._draining:
-            return Refusal(request.key, "the shard takes no more requests", retryable=True)
-        if request.key in self._scheduler.requests:
-            return Refusal(request.key, f"request id {request.key[1]} is already running")
+    def _refuse(self, submit: Request | Refusal, num_open: int) -> Refusal | None:
+        running = self._scheduler.requests.get(submit.key)
+        if running is not None:  # the two could not be told apart on the wire, so neither goes on
+            self._scheduler.finish(running, FinishReason.ERROR)
+            return Refusal(submit.key, f"request id {submit.key[1]} was used twice")
+        if isinstance(submit, Refusal):
+            return submit
+        if self.is_ending or submit.key[0] in self._draining:
+            return Refusal(submit.key, "the shard takes no more requests", retryable=True)
         if num_open >= self._max_open:
-            return Refusal(request.key, "more requests than credit", retryable=True)
+            return Refusal(submit.key, "more requests than credit", retryable=True)
         return None
 
     def _end(self, epoch: int) -> None:

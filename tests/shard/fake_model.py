@@ -1,0 +1,105 @@
+"""A model whose next token is a hash of what it finds *through the page table*: any error of a page, a slot, a position
+or an order changes the text. As in real KV, a slot's content depends on all tokens before it. What a request must give
+alone is computed here without pages.
+"""
+
+from array import array
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
+
+from shard.batch import StepInputs
+
+VOCAB_SIZE = 61
+
+
+def extend(state: int, token_id: int) -> int:
+    """What the slot of a token holds, given what the slot before it holds (0 before the first)."""
+    return crc32(bytes([token_id]), state) or 1
+
+
+def next_token(states: Sequence[int]) -> int:
+    """The greedy continuation of a text whose slots hold these."""
+    return digest(states) % VOCAB_SIZE
+
+
+def digest(states: Sequence[int]) -> int:
+    return crc32(array("L", states).tobytes())
+
+
+def generate_alone(prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()) -> list[int]:
+    """The output of a request that has the model for itself."""
+    states = states_of(prompt_ids)
+    output: list[int] = []
+    while len(output) < max_new_tokens:
+        output.append(next_token(states))
+        states.append(extend(states[-1], output[-1]))
+        if output[-1] in stop_ids:
+            break
+    return output
+
+
+def states_of(token_ids: Sequence[int]) -> list[int]:
+    """What the slots of a text hold."""
+    states = [0]
+    for token_id in token_ids:
+        states.append(extend(states[-1], token_id))
+    return states[1:]
+
+
+def logits_after(states: Sequence[int]) -> torch.Tensor:
+    """[V] scores whose highest is the greedy continuation, different for every text."""
+    generator = torch.Generator().manual_seed(digest(states))
+    logits = torch.randn(VOCAB_SIZE, generator=generator)
+    logits[next_token(states)] = 6.0
+    return logits
+
+
+class FakeModel:
+    """The engine's view of a model."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.inputs = StepInputs(page_size, torch.device("cpu"))
+        self.slots = [0xBAD] * (num_pages * page_size)
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.poison: int | None = None
+        """A token whose slot, where it is seen, makes the logits NaN."""
+        self.poisoned: set[int] = set()
+        self.failures: list[Exception] = []
+        """Raised by the next steps, last first, before anything is written."""
+
+    def forward(self) -> torch.Tensor:
+        """[S, V] logits."""
+        self.num_steps += 1
+        if self.failures:
+            raise self.failures.pop()
+        inputs = self.inputs
+        input_ids, kv_slots = inputs.input_ids.tolist(), inputs.kv_slots.tolist()
+        self.num_tokens += len(input_ids)
+        assert len(input_ids) == len(kv_slots) == sum(segment.num_tokens for segment in inputs.segments)
+        assert len(set(kv_slots)) == len(kv_slots), "two tokens in one slot"
+        # [T] slots seen by each token, itself last
+        seen = [
+            self._slots(segment.page_ids, position + 1)
+            for segment in inputs.segments
+            for position in range(segment.start, segment.kv_len)
+        ]
+        for token_id, slot, slots in zip(input_ids, kv_slots, seen, strict=True):
+            assert slots[-1] == slot
+            self.slots[slot] = extend(self.slots[slots[-2]] if len(slots) > 1 else 0, token_id)
+            self.poisoned.discard(slot)
+            if token_id == self.poison:
+                self.poisoned.add(slot)
+        logits = torch.empty(len(inputs.logits_rows), VOCAB_SIZE)
+        for row, index in enumerate(inputs.logits_rows.tolist()):
+            if self.poisoned.isdisjoint(seen[index]):
+                logits[row] = logits_after([self.slots[slot] for slot in seen[index]])
+            else:
+                logits[row] = float("nan")
+        return logits
+
+    def _slots(self, page_ids: Sequence[int], num_tokens: int) -> list[int]:
+        page_size = self.inputs.page_size
+        return [page_ids[p // page_size] * page_size + p % page_size for p in range(num_tokens)]

@@ -1,0 +1,113 @@
+"""An engine around the fake model, driven by hand: submit, step, look at what it said."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from shard.engine import Engine, Pacing
+from shard.inbox import Commands, Inbox, StreamOpened
+from shard.kv_cache import KvCache
+from shard.outbox import Mail, Outbox, Output
+from shard.request import LogprobParams, Request, SamplingParams
+from shard.sampling import Sampler
+from shard.scheduler import Limits, Scheduler
+from tests.shard.fake_model import VOCAB_SIZE, FakeModel
+
+EPOCH = 1
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a case varies."""
+
+    num_pages: int = 200
+    page_size: int = 4
+    step_tokens: int = 512
+    max_running: int = 16
+    max_waiting: int = 64
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    commit_lag: int = 0
+    max_scored: int = 512
+
+
+class Rig:
+    """One stream's view of an engine."""
+
+    def __init__(self, setup: Setup | None = None) -> None:
+        setup = setup or Setup()
+        self.model = FakeModel(setup.num_pages, setup.page_size)
+        limits = Limits(setup.step_tokens, setup.max_running, setup.chunked_prefill, setup.max_scored)
+        cache = KvCache(setup.num_pages, setup.page_size, setup.prefix_caching)
+        self.scheduler = Scheduler(cache, limits)
+        self.inbox, self.outbox = Inbox(), Outbox()
+        sampler = Sampler(VOCAB_SIZE, setup.max_running, torch.device("cpu"))
+        pacing = Pacing(setup.commit_lag, setup.max_waiting)
+        self.engine = Engine(self.model, sampler, self.scheduler, (self.inbox, self.outbox), pacing)
+        self.num_wakes = 0
+        self.outbox.open(EPOCH, wake=self._wake)
+        self.inbox.put(StreamOpened(EPOCH))
+        self.outputs: dict[int, Output] = {}
+
+    def submit(self, *requests: Request) -> None:
+        self.inbox.put(Commands(EPOCH, submits=list(requests)))
+
+    def abort(self, *ids: int) -> None:
+        self.inbox.put(Commands(EPOCH, abort_ids=list(ids)))
+
+    def step(self, num_steps: int = 1) -> Mail:
+        """Step, and gather what was said."""
+        for _ in range(num_steps):
+            self.engine.step()
+        mail = self.outbox.take(EPOCH)
+        for output in mail.outputs:
+            earlier = self.outputs.setdefault(output.key[1], output)
+            if earlier is not output:
+                assert not earlier.finish_reason, "something follows the end"
+                earlier.merge(output)
+        return mail
+
+    def run(self, *requests: Request) -> dict[int, Output]:
+        """Run to the end; then every page must be back."""
+        self.submit(*requests)
+        self.step()
+        num_left = sum(len(r.token_ids) + r.max_new_tokens for r in self.scheduler.requests.values())
+        for _ in range(4 * num_left + 4):
+            if self.scheduler.is_idle:
+                break
+            self.step()
+        self.assert_clean()
+        return self.outputs
+
+    def assert_clean(self) -> None:
+        assert self.scheduler.is_idle
+        self.scheduler.check()
+        assert self.scheduler.cache.num_owned == 0
+
+    def _wake(self) -> None:
+        self.num_wakes += 1
+
+
+def make_request(request_id: int, prompt_ids: list[int], max_new_tokens: int, **values: object) -> Request:
+    """A greedy request."""
+    request = Request((EPOCH, request_id), list(prompt_ids), len(prompt_ids), max_new_tokens)
+    for name, value in values.items():
+        assert hasattr(request, name)
+        setattr(request, name, value)
+    return request
+
+
+def copy_of(request: Request, request_id: int) -> Request:
+    """The same request under another id, as it was submitted."""
+    return make_request(
+        request_id,
+        request.token_ids[: request.num_prompt],
+        request.max_new_tokens,
+        sampling=replace(request.sampling),
+        logprobs=request.logprobs,
+        stop_ids=request.stop_ids,
+    )
+
+
+SAMPLED = SamplingParams(do_sample=True, temperature=1.3, top_p=0.9, repetition_penalty=1.1, seed=11)
+SCORED = LogprobParams(wanted=True, alternatives=2, raw=True, prefill=True, prefill_alternatives=3)
