@@ -1,3 +1,155 @@
 """Tiny random models of real architectures, made on the fly: small enough for milliseconds, scaled so that greedy
 text varies (at least 12 distinct tokens in 24).
+
+Windows, chunks and original lengths are so small that prompts of `LENGTHS` cross every one of them.
 """
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCAB = 160
+WINDOW = 12
+ORIGINAL_LENGTH = 48
+LENGTHS = (1, 2, 5, 11, 12, 13, 17, 24, 31, 33, 40, 47, 49, 57, 63, 70)
+"""Prompt lengths below, at and above every threshold."""
+
+_GQA: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+_MHA = {key: value for key, value in _GQA.items() if key != "num_key_value_heads"}
+_GPT = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
+_FALCON = {
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": ORIGINAL_LENGTH,
+    "short_factor": [1.0 + 0.05 * i for i in range(8)], "long_factor": [1.5 + 0.7 * i for i in range(8)],
+}  # fmt: skip
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {**_GQA}),
+    "llama3_rope": (
+        "llama",
+        {
+            **_GQA,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL_LENGTH,
+            },
+        },
+    ),
+    "mistral": ("mistral", {**_GQA, "sliding_window": WINDOW}),
+    "mixtral": ("mixtral", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "qwen2": (
+        "qwen2",
+        {**_GQA, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {**_GQA, "head_dim": 24}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**_GQA, "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    ),
+    "gemma": ("gemma", {**_GQA, "head_dim": 24, "num_key_value_heads": 1}),
+    "gemma2": ("gemma2", {**_GQA, "head_dim": 24, "sliding_window": WINDOW, "layer_types": _SLIDING}),
+    "gemma3_text": ("gemma3_text", {**_GQA, "head_dim": 24, "sliding_window": WINDOW, "layer_types": _SLIDING}),
+    "phi": ("phi", {**_MHA, "partial_rotary_factor": 0.5}),
+    "phi3": ("phi3", {**_GQA, "sliding_window": WINDOW}),
+    "phi3_longrope": ("phi3", {**_GQA, "original_max_position_embeddings": ORIGINAL_LENGTH, "rope_parameters": _LONGROPE}),
+    "gpt2": ("gpt2", {**_GPT}),
+    "gpt_neox": ("gpt_neox", {**_MHA, "rotary_pct": 0.5}),
+    "gpt_bigcode": ("gpt_bigcode", {**_GPT, "multi_query": True}),
+    "starcoder2": ("starcoder2", {**_GQA, "sliding_window": WINDOW}),
+    "opt": (
+        "opt",
+        {"vocab_size": VOCAB, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "max_position_embeddings": 128, "word_embed_proj_dim": 64},
+    ),
+    "bloom": ("bloom", {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
+    "falcon_new": (
+        "falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    ),
+    "falcon_old": ("falcon", {**_FALCON, "new_decoder_architecture": False, "multi_query": True, "alibi": False}),
+    "falcon_alibi": (
+        "falcon", {**_FALCON, "new_decoder_architecture": False, "multi_query": False, "alibi": True, "bias": True},
+    ),
+    "mpt": ("mpt", {"vocab_size": VOCAB, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 128}),
+    "stablelm": ("stablelm", {**_GQA, "partial_rotary_factor": 0.5, "use_qkv_bias": True}),
+    "granite": (
+        "granite",
+        {**_GQA, "embedding_multiplier": 2.0, "logits_scaling": 0.5, "residual_multiplier": 0.7,
+         "attention_multiplier": 0.3},
+    ),
+    "olmo2": ("olmo2", {**_GQA}),
+    "cohere": ("cohere", {**_GQA, "logit_scale": 1.0, "use_qk_norm": True}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**_GQA, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+         "layer_types": _SLIDING,
+         "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0,
+                             "beta_slow": 1.0, "truncate": False,
+                             "original_max_position_embeddings": ORIGINAL_LENGTH}},
+    ),
+    "glm4": ("glm4", {**_GQA, "head_dim": 16}),
+    "smollm3": ("smollm3", {**_GQA, "no_rope_layers": [1, 0, 1]}),
+}  # fmt: skip
+"""Name of a case → (model_type, configuration)."""
+
+
+def config_of(name: str, **overrides: Any) -> Any:
+    """The configuration of a case, untied unless told otherwise, without tokens that end a text."""
+    model_type, values = VARIANTS[name]
+    ends = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
+    return AutoConfig.for_model(model_type, **{"tie_word_embeddings": False, **ends, **values, **overrides})
+
+
+def make(name: str, folder: Path, *, seed: int = 0, tokenizer: bool = False, **overrides: Any) -> Path:
+    """Save a random model of case `name` in float32 to `folder`, with a tokenizer where asked. Returns the folder."""
+    config = config_of(name, **overrides)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    scale(model)
+    model.generation_config.bos_token_id = model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    if tokenizer:
+        make_tokenizer(config.vocab_size).save_pretrained(folder)
+    return folder
+
+
+def scale(model: torch.nn.Module) -> None:
+    """Random weights large enough that every layer matters and greedy text does not fall into a loop."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "ln_" in name:
+                continue
+            if parameter.dim() < 2:
+                parameter.normal_(0, 0.3)
+            elif "emb" in name or "wte" in name or "wpe" in name:
+                parameter.normal_(0, 1.0)
+            else:
+                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+
+
+def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with `<|endoftext|>` as its end; at least 257 entries."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=max(vocab_size, 257),
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = "the quick brown fox jumps over the lazy dog; a parrot repeats what the adapters say, word for word. "
+    core.train_from_iterator([text * 20, "def main() -> None:\n    return print('hello, world')\n" * 20], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|endoftext|>", bos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
