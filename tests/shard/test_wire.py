@@ -1,0 +1,55 @@
+"""Messages stay small: what is cut says the same as what was whole."""
+
+from itertools import pairwise
+
+from proto import shard_pb2 as pb
+from shard.outbox import Mail, Output, Status
+from shard.request import FinishReason
+from shard.wire import write_mail
+
+
+def make_output(request_id: int, num_tokens: int, num_scores: int, width: int) -> Output:
+    return Output(
+        (1, request_id),
+        token_ids=list(range(num_tokens)),
+        sources=bytearray(num_tokens),
+        step_ends=bytearray(b"\1" * num_tokens),
+        logprobs=[-float(i) for i in range(num_tokens)],
+        alternative_ids=list(range(width * num_tokens)),
+        alternative_logprobs=[-float(i) for i in range(width * num_tokens)],
+        num_cached=3,
+        finish_reason=FinishReason.LENGTH,
+        prefill_logprobs=[-float(i) for i in range(num_scores)],
+        prefill_alternative_ids=list(range(width * num_scores)),
+        prefill_alternative_logprobs=[-float(i) for i in range(width * num_scores)],
+    )
+
+
+def test_large_mail_is_cut_and_complete() -> None:
+    outputs = [make_output(1, 5000, 100_000, 5), make_output(2, 10, 0, 0), make_output(3, 40_000, 0, 20)]
+    whole = {output.key[1]: output for output in outputs}
+    mail = Mail(outputs, Status(step=7, credit_requests=4), num_preempted=2, acknowledged=9, failed_adapters=[])
+    messages = list(write_mail(mail, pb.Heartbeat()))
+    assert len(messages) > 3
+    assert sum(message.load.num_preempted for message in messages) == 2
+    seen: dict[int, list[pb.RequestOutput]] = {}
+    for message in messages:
+        assert message.ByteSize() < 4 << 20
+        assert (message.step, message.credit.num_requests, message.credit.acknowledged) == (7, 4, 9)
+        assert len({output.id for output in message.outputs}) == len(message.outputs)
+        for part in message.outputs:
+            seen.setdefault(part.id, []).append(part)
+    for request_id, parts in seen.items():
+        output = whole[request_id]
+        for name in ("token_ids", "logprobs", "alternative_ids", "alternative_logprobs"):
+            assert [value for part in parts for value in getattr(part, name)] == getattr(output, name)
+        for name in ("prefill_logprobs", "prefill_alternative_ids", "prefill_alternative_logprobs"):
+            assert [value for part in parts for value in getattr(part, name)] == getattr(output, name)
+        assert b"".join(part.step_ends for part in parts) == output.step_ends
+        assert sum(part.num_cached_tokens for part in parts) == 3
+        assert [part.finish_reason for part in parts] == [0] * (len(parts) - 1) + [pb.FINISH_LENGTH]
+        for part in parts:
+            assert len(part.alternative_ids) * len(output.token_ids) == len(part.token_ids) * len(
+                output.alternative_ids
+            )
+    assert all(len(earlier.prefill_logprobs) >= len(later.prefill_logprobs) for earlier, later in pairwise(seen[1]))
