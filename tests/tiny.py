@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-VOCAB = 160
+VOCAB = 320
 WINDOW = 12
 ORIGINAL_LENGTH = 48
 LENGTHS = (1, 2, 5, 11, 12, 13, 17, 24, 31, 33, 40, 47, 49, 57, 63, 70)
@@ -123,18 +123,27 @@ def make(name: str, folder: Path, *, seed: int = 0, tokenizer: bool = False, **o
     return folder
 
 
-def scale(model: torch.nn.Module) -> None:
-    """Random weights large enough that every layer matters and greedy text does not fall into a loop."""
+def scale(model: Any) -> None:
+    """Random weights large enough that every layer matters and greedy text does not fall into a loop.
+
+    The head is blind to what all tokens have in common (activations with a mean make one token win everywhere).
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "ln_" in name:
                 continue
             if parameter.dim() < 2:
-                parameter.normal_(0, 0.3)
+                parameter.normal_(0, 0.1)
             elif "emb" in name or "wte" in name or "wpe" in name:
-                parameter.normal_(0, 1.0)
+                parameter.normal_(0, 0.5)
             else:
-                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+                parameter.normal_(0, 2.5 / parameter.shape[-1] ** 0.5)
+        head, seen = model.get_output_embeddings(), []
+        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        model.eval()(torch.randint(0, head.weight.shape[0], (8, 40)), use_cache=False)
+        hook.remove()
+        common = torch.nn.functional.normalize(seen[0].flatten(0, 1).mean(0), dim=0)
+        head.weight -= torch.outer(head.weight @ common, common)
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
