@@ -6,22 +6,15 @@ import sys
 import structlog
 import torch
 
-from proto import shard_pb2 as pb
 from shard import logs
+from shard.build import build_engine, describe
 from shard.config import ShardConfig
-from shard.engine import Engine, Pacing
+from shard.engine import Engine
 from shard.inbox import Inbox
-from shard.kv_cache import KvCache
-from shard.memory import choose_num_pages
-from shard.model import Model, load_model
+from shard.model import load_model
 from shard.outbox import Outbox
 from shard.process import watch_signals
-from shard.sampling import Sampler
-from shard.scheduler import Limits, Scheduler
-from shard.server import Facts, Server
-from shard.wire import Bounds
-
-VERSION = "0.1.0"
+from shard.server import Server
 
 log = structlog.get_logger()
 
@@ -41,49 +34,6 @@ class Ending:
         if self.engine is None:
             os._exit(1)
         self.engine.cut()
-
-
-def build_engine(config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox) -> Engine:
-    """Memory, bookkeeping and the loop around a loaded model."""
-    num_pages = choose_num_pages(config, model)
-    model.allocate_kv(num_pages)
-    scheduler = Scheduler(
-        KvCache(num_pages, model.page_size, config.prefix_caching),
-        Limits(config.step_tokens, config.max_running, config.chunked_prefill),
-    )
-    sampler = Sampler(
-        model.info.vocab_size,
-        config.max_running,
-        model.info.device,
-        config.watermark_gamma,
-        config.watermark_delta,
-    )
-    lag = config.commit_lag
-    if lag is None:
-        lag = 1 if model.info.device.type == "cuda" else 0
-    return Engine(model, sampler, scheduler, (inbox, outbox), Pacing(lag, config.max_waiting))
-
-
-def describe(config: ShardConfig, model: Model, engine: Engine) -> Facts:
-    """What the wire says of this shard."""
-    cache = engine.scheduler.cache
-    info = pb.ShardInfo(
-        version=VERSION,
-        model_id=config.model_id,
-        dtype=str(model.info.dtype),
-        device=str(model.info.device),
-        architecture=model.info.model_type,
-        vocab_size=model.info.vocab_size,
-        max_total_tokens=config.max_total_tokens,
-        page_size=cache.page_size,
-        num_pages=cache.num_pages,
-        step_tokens=config.step_tokens,
-        max_running=config.max_running,
-        prefix_caching=config.prefix_caching,
-        chunked_prefill=config.chunked_prefill,
-    )
-    bounds = Bounds(model.info.vocab_size, config.max_total_tokens, cache.num_pages * cache.page_size)
-    return Facts(info, bounds, lambda: engine.running_step)
 
 
 def serve(config: ShardConfig) -> None:

@@ -1,0 +1,67 @@
+"""From a configuration and a loaded model to an engine, and what the wire says of it."""
+
+import importlib.metadata
+
+from proto import shard_pb2 as pb
+from shard.config import ShardConfig
+from shard.engine import Engine, Pacing
+from shard.inbox import Inbox
+from shard.kv_cache import KvCache
+from shard.memory import choose_num_pages
+from shard.model import Model
+from shard.outbox import Outbox
+from shard.sampling import Sampler
+from shard.scheduler import Limits, Scheduler
+from shard.server import Facts
+from shard.wire import Bounds
+
+
+def build_engine(config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox) -> Engine:
+    """Memory, bookkeeping and the loop around a loaded model."""
+    num_pages = choose_num_pages(config, model)
+    model.allocate_kv(num_pages)
+    scheduler = Scheduler(
+        KvCache(num_pages, model.page_size, config.prefix_caching),
+        Limits(config.step_tokens, config.max_running, config.chunked_prefill),
+    )
+    sampler = Sampler(
+        model.info.vocab_size,
+        config.max_running,
+        model.info.device,
+        config.watermark_gamma,
+        config.watermark_delta,
+    )
+    lag = config.commit_lag
+    if lag is None:
+        lag = 1 if model.info.device.type == "cuda" else 0
+    return Engine(model, sampler, scheduler, (inbox, outbox), Pacing(lag, config.max_waiting))
+
+
+def describe(config: ShardConfig, model: Model, engine: Engine) -> Facts:
+    """What the wire says of this shard."""
+    cache = engine.scheduler.cache
+    info = pb.ShardInfo(
+        version=version(),
+        model_id=config.model_id,
+        dtype=str(model.info.dtype),
+        device=str(model.info.device),
+        architecture=model.info.model_type,
+        vocab_size=model.info.vocab_size,
+        max_total_tokens=config.max_total_tokens,
+        page_size=cache.page_size,
+        num_pages=cache.num_pages,
+        step_tokens=config.step_tokens,
+        max_running=config.max_running,
+        prefix_caching=config.prefix_caching,
+        chunked_prefill=config.chunked_prefill,
+    )
+    bounds = Bounds(model.info.vocab_size, config.max_total_tokens, cache.num_pages * cache.page_size)
+    return Facts(info, bounds, lambda: engine.running_step)
+
+
+def version() -> str:
+    """Lorikeet's version as installed."""
+    try:
+        return importlib.metadata.version("lorikeet")
+    except importlib.metadata.PackageNotFoundError:
+        return "uninstalled"
