@@ -1,0 +1,42 @@
+"""Ways to make the sampler show its law: many draws from one row of logits, or its law as log probabilities."""
+
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+from shard.request import LogprobParams, SamplingParams
+from shard.sampling import Sampler
+from tests.shard.sampling.oracle import Case
+
+CPU = torch.device("cpu")
+
+
+def params(case: Case, seed: int = 0, do_sample: bool = True) -> SamplingParams:
+    return SamplingParams(do_sample=do_sample, seed=seed, **asdict(case))
+
+
+def draws(
+    logits: np.ndarray, case: Case, known: list[int], num_prompt: int, num_seeds: int, num_places: int
+) -> np.ndarray:
+    """[num_seeds, num_places] tokens drawn at neighbouring positions, each time after the same known tokens."""
+    rows = list(range(num_seeds))
+    table = torch.tensor(logits, dtype=torch.float32).expand(num_seeds, -1)
+    found = []
+    for place in range(num_places):
+        sampler = Sampler(len(logits), num_seeds, CPU)
+        for row in rows:
+            sampler.add(row, params(case, seed=row), LogprobParams(), known, num_prompt)
+        found.append(sampler.sample(table, rows, [len(known) + place] * num_seeds).token_ids)
+    return torch.stack(found, dim=1).numpy()
+
+
+def shown_law(logits: torch.Tensor, sampling: SamplingParams, known: list[int], num_prompt: int) -> np.ndarray:
+    """logits: [V]. [V] probabilities, as the sampler reports them for every token."""
+    vocab_size = len(logits)
+    sampler = Sampler(vocab_size, 1, CPU)
+    sampler.add(0, sampling, LogprobParams(wanted=True, alternatives=vocab_size), known, num_prompt)
+    host = sampler.sample(logits[None], [0], [len(known)]).to_host()
+    law = np.zeros(vocab_size)
+    law[host.alternative_ids[0]] = np.exp(host.alternative_logprobs[0])
+    return law

@@ -1,0 +1,107 @@
+"""Each transform, and all in order, against transformers' processors and against numpy."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from tests.shard.sampling import oracle
+from tests.shard.sampling.drawing import params, shown_law
+from tests.shard.sampling.oracle import Case
+
+KNOWN = [5, 9, 9, 17, 3, 3, 3, 40, 9]
+NUM_PROMPT = 4
+
+PLAIN = {
+    "temperature": Case(temperature=0.7),
+    "hot": Case(temperature=1.9),
+    "top_k": Case(top_k=7),
+    "top_k beyond the vocabulary": Case(top_k=10**6),
+    "top_p": Case(top_p=0.8),
+    "small top_p": Case(top_p=1e-6),
+    "min_p": Case(min_p=0.05),
+    "typical_p": Case(typical_p=0.6),
+    "repetition": Case(repetition_penalty=1.7),
+    "reward": Case(repetition_penalty=0.8),
+    "filters": Case(temperature=1.3, top_k=60, top_p=0.9, min_p=0.01, typical_p=0.95),
+    "all": Case(temperature=1.5, top_k=80, top_p=0.95, min_p=0.02, typical_p=0.9, repetition_penalty=1.4),
+}
+OURS = {
+    "frequency": Case(frequency_penalty=0.7),
+    "presence": Case(presence_penalty=1.1),
+    "negative": Case(frequency_penalty=-0.5, presence_penalty=-1.0),
+    "bias": Case(logit_bias=((3, 4.0), (9, -100.0), (9, 1.0))),
+    "everything": Case(1.2, 80, 0.95, 0.01, 0.9, 1.3, 0.4, 0.6, ((2, 3.0), (3, 1.0))),
+}
+
+
+def logits_of(seed: int, vocab_size: int) -> torch.Tensor:
+    return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def reference(case: Case) -> LogitsProcessorList:
+    steps = [
+        (case.repetition_penalty != 1, lambda: RepetitionPenaltyLogitsProcessor(case.repetition_penalty)),
+        (case.temperature != 1, lambda: TemperatureLogitsWarper(case.temperature)),
+        (case.top_k > 0, lambda: TopKLogitsWarper(case.top_k)),
+        (case.top_p < 1, lambda: TopPLogitsWarper(case.top_p)),
+        (case.min_p > 0, lambda: MinPLogitsWarper(case.min_p)),
+        (case.typical_p < 1, lambda: TypicalLogitsWarper(case.typical_p)),
+    ]
+    return LogitsProcessorList([make() for used, make in steps if used])
+
+
+def assert_same_law(found: np.ndarray, expected: np.ndarray) -> None:
+    assert np.flatnonzero(found).tolist() == np.flatnonzero(expected).tolist()
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [50, 1000, 9001])
+@pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN.keys())
+def test_same_law_as_transformers(case: Case, vocab_size: int) -> None:
+    for seed in range(5):
+        logits = logits_of(seed, vocab_size)
+        expected = reference(case)(torch.tensor([KNOWN]), logits[None].clone())[0].softmax(-1).numpy()
+        assert_same_law(shown_law(logits, params(case), KNOWN, NUM_PROMPT), expected)
+
+
+@pytest.mark.parametrize("case", [*PLAIN.values(), *OURS.values()], ids=[*PLAIN.keys(), *OURS.keys()])
+def test_same_law_as_numpy(case: Case) -> None:
+    for seed in range(5):
+        logits = logits_of(seed, 500)
+        expected = oracle.law(logits.numpy(), case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
+        assert_same_law(shown_law(logits, params(case), KNOWN, NUM_PROMPT), expected)
+
+
+def test_a_flat_law_is_filtered_rightly() -> None:
+    """Where thousands of tokens are needed to reach the mass."""
+    logits = logits_of(0, 20_000) * 0.01
+    for case in (Case(top_p=0.9), Case(typical_p=0.9), Case(top_p=0.1), Case(top_k=300, top_p=0.99)):
+        found = shown_law(logits, params(case), KNOWN, NUM_PROMPT)
+        expected = oracle.law(logits.numpy(), case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
+        # running sums over thousands of nearly equal tokens may end one token apart
+        assert abs(np.count_nonzero(found) - np.count_nonzero(expected)) <= 1
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_equal_scores_stay_or_go_together() -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
+    for case in (Case(top_k=2), Case(top_p=0.6), Case(top_k=3, top_p=0.9)):
+        assert np.flatnonzero(shown_law(logits, params(case), [0], 1)).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("case", OURS.values(), ids=OURS.keys())
+def test_without_sampling_the_highest_penalised_score_wins(case: Case) -> None:
+    for seed in range(20):
+        logits = logits_of(seed, 60)
+        scores = oracle.penalised(logits.numpy(), case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
+        found = shown_law(logits, params(case, do_sample=False), KNOWN, NUM_PROMPT)
+        np.testing.assert_allclose(found, oracle.softmax(scores), atol=1e-6)
