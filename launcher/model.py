@@ -3,7 +3,6 @@
 Knows names of files and fields of config.json; opens no weights.
 """
 
-import importlib.util
 import json
 import os
 from dataclasses import dataclass
@@ -31,13 +30,10 @@ class ModelFolder:
 
 
 def embedded() -> ModelFolder:
-    """The model that is part of the package."""
-    spec = importlib.util.find_spec("demo")
-    roots = list(spec.submodule_search_locations or []) if spec is not None else []
-    for root in roots:
-        path = Path(root) / "base"
-        if (path / "config.json").is_file():
-            return ModelFolder(EMBEDDED_ID, path)
+    """The model that is installed beside this package."""
+    path = Path(__file__).resolve().parents[1] / "demo" / "base"
+    if (path / "config.json").is_file():
+        return ModelFolder(EMBEDDED_ID, path)
     raise LauncherError(Exit.DOWNLOAD_ERROR, "the embedded model is missing from this installation: give --model-id")
 
 

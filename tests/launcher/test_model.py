@@ -89,3 +89,10 @@ def test_weights_of_another_folder_replace_the_model_s(tmp_path: Path) -> None:
 def test_an_empty_folder_of_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LauncherError, match="holds no weight files"):
         model.with_weights_of(tmp_path, tmp_path, tmp_path / "joined")
+
+
+def test_without_a_name_it_is_the_embedded_model() -> None:
+    found = model.named(settings())
+    assert isinstance(found, model.ModelFolder)
+    assert found.id == model.EMBEDDED_ID
+    assert model.configuration(found.path)["model_type"] == "llama"
