@@ -60,7 +60,9 @@ def oracle(folder: Path, prompts: list[list[int]], max_total_tokens: int) -> lis
     """transformers' own greedy text, each prompt alone."""
     config = AutoConfig.from_pretrained(folder)
     fix_factors(config, max_total_tokens)
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager").eval()
+    # falcon's eager attention adds its alibi twice; what transformers runs by default does not
+    attention = "sdpa" if config.model_type == "falcon" else "eager"
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation=attention).eval()
     texts = []
     for prompt in prompts:
         output: Any = model.generate(

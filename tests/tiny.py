@@ -102,6 +102,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Name of a case → (model_type, configuration)."""
 
+SEEDS: dict[str, int] = {}
+"""Seeds of cases whose text falls into a loop under seed 0."""
+
 
 def config_of(name: str, **overrides: Any) -> Any:
     """The configuration of a case, untied unless told otherwise, without tokens that end a text."""
@@ -110,10 +113,10 @@ def config_of(name: str, **overrides: Any) -> Any:
     return AutoConfig.for_model(model_type, **{"tie_word_embeddings": False, **ends, **values, **overrides})
 
 
-def make(name: str, folder: Path, *, seed: int = 0, tokenizer: bool = False, **overrides: Any) -> Path:
+def make(name: str, folder: Path, *, tokenizer: bool = False, **overrides: Any) -> Path:
     """Save a random model of case `name` in float32 to `folder`, with a tokenizer where asked. Returns the folder."""
     config = config_of(name, **overrides)
-    torch.manual_seed(seed)
+    torch.manual_seed(SEEDS.get(name, 0))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     scale(model)
     model.generation_config.bos_token_id = model.generation_config.eos_token_id = None
@@ -144,6 +147,8 @@ def scale(model: Any) -> None:
         hook.remove()
         common = torch.nn.functional.normalize(seen[0].flatten(0, 1).mean(0), dim=0)
         head.weight -= torch.outer(head.weight @ common, common)
+        if head.weight is not model.get_input_embeddings().weight:
+            head.weight *= 0.3  # small logits keep float32's own noise below what a test asks for
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -8,6 +8,7 @@ from shard.config import ShardConfig
 from shard.model.layers import replace_layers
 from shard.model.loader import choose_dtype, load_network, read_config
 from shard.model.model import Model, ModelInfo
+from shard.model.rotary import fix_rotary
 
 __all__ = ["Model", "ModelInfo", "load_model"]
 
@@ -15,6 +16,7 @@ __all__ = ["Model", "ModelInfo", "load_model"]
 def load_model(config: ShardConfig) -> Model:
     """Load the model in `config.model_path`. Raises ValueError with a reason when it cannot be served."""
     checkpoint = read_config(config)
+    fix_rotary(checkpoint.get_text_config(), config.max_total_tokens)
     dtype = choose_dtype(config, checkpoint)
     network = load_network(config, checkpoint, dtype)
     device = torch.device(config.device)

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from shard.attention import AttentionBackend
 from shard.batch import StepInputs
 from shard.model.experts import PackedExperts, is_experts
+from shard.model.legacy import replace_legacy
 from shard.model.packing import can_pack, linear, pack
 from shard.model.site import AttentionSite
 
@@ -32,6 +33,7 @@ class PackedLinear(nn.Module):
 
 def replace_layers(network: nn.Module, backend: AttentionBackend, inputs: StepInputs, dtype: torch.dtype) -> None:
     """Bind every attention module to the backend and, on CPU, give every weight matrix its packed layer."""
+    replace_legacy(network, backend, inputs)
     for module in list(network.modules()):
         if isinstance(getattr(module, "layer_idx", None), int):
             module.lorikeet_site = AttentionSite(backend, inputs)

@@ -53,6 +53,7 @@ def describe(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, option
         window=options.get("sliding_window"),
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
+        alibi_slopes=options.get("alibi_slopes"),
     )
 
 
