@@ -1,20 +1,18 @@
 """The application: one line per route, one place where failures become answers. Knows every route, no rule."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from router import openapi
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.entrance import Entrance, failure_answer
-from router.errors import BodyRejected, RouterError, UnknownMethod, UnknownRoute, answer, failure_headers
+from router.entrance import Entrance, Handle, failure_response
+from router.errors import InternalError, RouterError, UnknownMethod, UnknownRoute
 from router.metrics import Metrics
 from router.routes.chat import ChatRoute
 from router.routes.completions import CompletionsRoute
@@ -32,10 +30,13 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
     service = Service(dispatcher, tokenizer, config, metrics)
     app = FastAPI(title="Lorikeet", docs_url="/docs", redoc_url=None)
     app.openapi = functools.cache(openapi.document)  # type: ignore[method-assign]
+    generating = _generating(service)
+    for path, handle in generating.items():
+        app.router.add_route(path, handle, methods=["POST"])
     _add_routes(app, service)
     app.add_exception_handler(RouterError, _answer_failure)
     app.add_exception_handler(HTTPException, _answer_unknown)
-    app.add_middleware(Entrance, is_draining=lambda: dispatcher.draining, metrics=metrics)
+    app.add_exception_handler(Exception, _answer_bug)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=config.cors_allow_origin or ("*",),
@@ -44,22 +45,30 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
         expose_headers=config.cors_expose_header,
         allow_credentials=bool(config.cors_allow_credentials),
     )
+    app.middleware_stack = Entrance(app.build_middleware_stack(), generating, lambda: dispatcher.draining, metrics)
     return app
 
 
-def _add_routes(app: FastAPI, service: Service) -> None:
-    native, probes, information = NativeRoutes(service), ProbeRoutes(service), InformationRoutes(service)
+def _generating(service: Service) -> dict[str, Handle]:
+    """The POST routes to the model."""
+    native = NativeRoutes(service)
+    return {
+        "/": native.compat,
+        "/invocations": native.compat,
+        "/generate": native.generate,
+        "/generate_stream": native.generate_stream,
+        "/v1/completions": CompletionsRoute(service).completions,
+        "/v1/chat/completions": ChatRoute(service).chat,
+    }
 
-    def get(path: str, handle: Callable[[Request], Any]) -> None:
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    """All others."""
+    probes, information = ProbeRoutes(service), InformationRoutes(service)
+
+    def get(path: str, handle: Handle) -> None:
         app.router.add_route(path, handle, methods=["GET"])
 
-    def post(path: str, handle: Callable[[Request], Any]) -> None:
-        app.router.add_route(path, handle, methods=["POST"])
-
-    post("/", native.compat)
-    post("/invocations", native.compat)
-    post("/generate", native.generate)
-    post("/generate_stream", native.generate_stream)
     get("/", probes.health)
     get("/health", probes.health)
     get("/ping", probes.health)
@@ -67,14 +76,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     get("/startup", probes.startup)
     get("/info", information.info)
     get("/metrics", information.metrics)
-    post("/tokenize", information.tokenize)
     get("/api-doc/openapi.json", _show_document)
     get("/v1/models", information.models)
     get("/v1/models/{model_id:path}", information.model)
-    post("/v1/completions", CompletionsRoute(service).completions)
-    post("/v1/chat/completions", ChatRoute(service).chat)
+    app.router.add_route("/tokenize", information.tokenize, methods=["POST"])
     for later in ("/embed", "/classify", "/classify_batch", "/v1/embeddings"):
-        post(later, information.not_served)
+        app.router.add_route(later, information.not_served, methods=["POST"])
 
 
 async def _show_document(request: Request) -> Response:
@@ -83,15 +90,9 @@ async def _show_document(request: Request) -> Response:
 
 
 async def _answer_failure(request: Request, error: Exception) -> Response:
-    """LoRAX's and OpenAI's shapes; a body that could not be read is plain text on LoRAX's routes, as in axum."""
     assert isinstance(error, RouterError)
     request.state.failure = error
-    headers = failure_headers(error)
-    path = request.url.path
-    if isinstance(error, BodyRejected) and not path.startswith("/v1/"):
-        return PlainTextResponse(str(error), answer(error).status, headers)
-    status, body = failure_answer(error, path)
-    return Response(body, status, headers, media_type="application/json")
+    return failure_response(error, request.url.path)
 
 
 async def _answer_unknown(request: Request, error: Exception) -> Response:
@@ -100,3 +101,8 @@ async def _answer_unknown(request: Request, error: Exception) -> Response:
     response = await _answer_failure(request, failure)
     response.headers.update(error.headers or {})
     return response
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    """The exception itself goes on to the entrance, which says where it came from."""
+    return await _answer_failure(request, InternalError())

@@ -1,19 +1,30 @@
 """What every request passes first: its id, the closed door while draining, its log line and count, a net for bugs.
 
-Pure ASGI, so that a stream pays one function call per chunk for it.
+Pure ASGI and outermost. The routes to the model are called from here without the framework's layers in between: each
+layer costs a stream a call and a resumption per token.
 """
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import orjson
 import structlog
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.disconnect import ClientGone
-from router.errors import InternalError, RouterError, ShuttingDown, answer, failure_headers, lorax_body, openai_body
+from router.errors import (
+    BodyRejected,
+    InternalError,
+    RouterError,
+    ShuttingDown,
+    answer,
+    failure_headers,
+    lorax_body,
+    openai_body,
+)
 from router.headers import request_id
 from router.metrics import Metrics
 from router.service import now
@@ -23,19 +34,19 @@ _OPEN_WHILE_DRAINING = frozenset(("/health", "/ping", "/ready", "/startup", "/me
 GONE = 499
 """The status in logs of a request whose client did not wait for it."""
 
-GENERATING = frozenset(
-    ("/", "/invocations", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions")
-)
-"""Routes whose requests are counted as requests to the model."""
+Handle = Callable[[Request], Awaitable[Response]]
 
 _log = structlog.get_logger(__name__)
 
 
 class Entrance:
-    """Middleware around the whole application."""
+    """Around the whole application; `generating` are the POST routes to the model, counted and called directly."""
 
-    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool], metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, generating: Mapping[str, Handle], is_draining: Callable[[], bool], metrics: Metrics
+    ) -> None:
         self._app = app
+        self._generating = generating
         self._is_draining = is_draining
         self._metrics = metrics
 
@@ -43,18 +54,26 @@ class Entrance:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        identity = request_id(Headers(scope=scope).get("x-request-id"))
+        headers = Headers(scope=scope)
+        identity = request_id(headers.get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = identity
         visit = _Visit(scope, send, identity)
-        counted = scope["method"] == "POST" and scope["path"] in GENERATING
-        if counted:
+        handle = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
+        if handle is not None:
             self._metrics.request_arrived()
+        # Answers to another origin's pages need headers that the framework's layers add.
+        direct = None if "origin" in headers else handle
         with structlog.contextvars.bound_contextvars(request_id=identity):
             try:
                 if self._is_draining() and not _stays_open(scope):
-                    await visit.fail(ShuttingDown())
-                else:
+                    raise ShuttingDown()
+                if direct is None:
                     await self._app(scope, receive, visit.send)
+                else:
+                    response = await direct(Request(scope, receive))
+                    await response(scope, receive, visit.send)
+            except RouterError as error:
+                await visit.fail(error, receive)
             except (ClientGone, ClientDisconnect):
                 visit.status = GONE
             except Exception as error:
@@ -62,10 +81,10 @@ class Entrance:
                 frames = traceback.extract_tb(error.__traceback__)
                 where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
                 _log.error("request broke", kind=type(error).__name__, where=where)
-                await visit.fail(InternalError())
+                await visit.fail(InternalError(), receive)
             finally:
                 visit.log()
-                if counted:
+                if handle is not None:
                     visit.count(self._metrics)
 
 
@@ -89,16 +108,11 @@ class _Visit:
             message["headers"] = [*message.get("headers", []), (b"x-request-id", self._identity)]
         await self._send(message)
 
-    async def fail(self, error: RouterError) -> None:
+    async def fail(self, error: RouterError, receive: Receive) -> None:
         """Answer with `error`, unless an answer has begun."""
         self._scope["state"]["failure"] = error
-        if self.status:
-            return
-        status, body = failure_answer(error, self._scope["path"])
-        headers = {"content-type": "application/json", "content-length": str(len(body))} | failure_headers(error)
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self.send({"type": "http.response.start", "status": status, "headers": raw})
-        await self._send({"type": "http.response.body", "body": body})
+        if not self.status:
+            await failure_response(error, self._scope["path"])(self._scope, receive, self.send)
 
     def log(self) -> None:
         seconds = round(now() - self._began_at, 6)
@@ -117,9 +131,12 @@ class _Visit:
             metrics.request_succeeded(now() - self._began_at)
 
 
-def failure_answer(error: RouterError, path: str) -> tuple[int, bytes]:
-    """Status and JSON body of `error` in the shape of the route's family."""
+def failure_response(error: RouterError, path: str) -> Response:
+    """`error` in the shape of the route's family; a body that could not be read is plain text on LoRAX's routes."""
     row = answer(error)
+    headers = failure_headers(error)
     if path.startswith("/v1/"):
-        return row.openai_status, orjson.dumps(openai_body(error))
-    return row.status, orjson.dumps(lorax_body(error))
+        return Response(orjson.dumps(openai_body(error)), row.openai_status, headers, "application/json")
+    if isinstance(error, BodyRejected):
+        return PlainTextResponse(str(error), row.status, headers)
+    return Response(orjson.dumps(lorax_body(error)), row.status, headers, "application/json")

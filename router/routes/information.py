@@ -28,7 +28,8 @@ class InformationRoutes:
         """LoRAX's keys in its order, then ours."""
         config, shard = self._service.config, self._service.dispatcher.info
         effective = config.effective_configuration or {}
-        launcher = {name: effective.get(name, effective.get(name.replace("_", "-"))) for name in _FROM_LAUNCHER}
+        flags = effective.get("flags", {})
+        launcher = {name: flags.get(name.replace("_", "-")) for name in _FROM_LAUNCHER}
         device = None if shard is None else shard.device.partition(":")[0]
         content = {
             "model_id": config.model_id,

@@ -137,7 +137,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             await shard.until(lambda: server.started and (dispatcher.ready or not connected))
             port = server.servers[0].sockets[0].getsockname()[1]
             url = f"http://127.0.0.1:{port}"
-            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=120) as client:
                 yield Serving(client, url, shard, dispatcher, metrics, backend)
         finally:
             server.should_exit = True

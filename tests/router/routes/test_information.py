@@ -46,7 +46,8 @@ async def test_info_has_loraxs_keys_first(server: Serving) -> None:
 
 
 async def test_info_shows_the_effective_configuration(tmp_path: Any, anyio_backend: str) -> None:
-    effective = {"waiting_served_ratio": 1.2, "max_waiting_tokens": 20, "eager_prefill": True, "port": 80}
+    flags = {"waiting-served-ratio": 1.2, "max-waiting-tokens": 20, "eager-prefill": True, "port": 80}
+    effective = {"version": "0", "flags": flags}
     async with serving(tmp_path, effective_configuration=effective, device="cpu") as server:
         info = (await server.client.get("/info")).json()
         assert info["effective_configuration"] == effective

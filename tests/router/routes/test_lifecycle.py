@@ -303,3 +303,18 @@ async def test_a_bug_in_a_route_is_told_without_the_prompt(tmp_path: Path, anyio
 
 def _broken(request: Any, **_: Any) -> Any:
     raise RuntimeError(f"CANARY {request}")
+
+
+async def test_a_page_of_another_origin_gets_the_same_answers(server: Serving) -> None:
+    """Requests with an origin take the way through the framework, all others the short one."""
+    server.says("abc")
+    for path, body in GENERATING:
+        for sent in (body, {}, {**body, "inputs": "", "n": 0}):
+            short = await server.client.post(path, json=sent)
+            long = await server.client.post(path, json=sent, headers={"origin": "https://a.example"})
+            assert long.status_code == short.status_code
+            assert long.headers["access-control-allow-origin"] == "*"
+            assert long.headers["content-type"] == short.headers["content-type"]
+            assert set(short.headers) <= set(long.headers)
+            if path == "/generate_stream" or short.status_code >= 400:
+                assert long.text == short.text

@@ -121,7 +121,7 @@ async def test_spellings_of_json(server: Serving, media_type: str) -> None:
 
 async def test_three_megabytes_are_read_and_judged(server: Serving) -> None:
     """LoRAX refuses every body above 2 MB; here its length in tokens decides."""
-    body: dict[str, Any] = {"inputs": "there " * 500_000}
+    body: dict[str, Any] = {"inputs": "there " * 5_000, "padding": "x" * 3_000_000}
     response = await server.client.post("/generate", json=body)
     assert response.status_code == 422
     assert response.json()["error"].startswith("Input validation error: `inputs` tokens + `max_new_tokens` must be <=")
