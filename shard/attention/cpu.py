@@ -3,6 +3,8 @@
 The kernel reads pages in place, so nothing is gathered, and each row's bits depend on its own request alone.
 """
 
+import math
+import mmap
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 
 import numpy as np
@@ -38,6 +40,12 @@ class Step(Structure):
     ]
 
 
+def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take time and memory only where they are written: pages as the operating system gives them."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+
+
 class CpuKV(LayerKV):
     """K and V of one layer as the kernel wants them, with the description it is called with."""
 
@@ -45,9 +53,9 @@ class CpuKV(LayerKV):
         self.spec = spec
         width = -(-spec.value_dim // LANES) * LANES
         # [N, kv_heads, key_dim, P]
-        self.keys = torch.zeros(num_pages, spec.num_kv_heads, spec.key_dim, page_size, dtype=dtype)
+        self.keys = fresh_zeros((num_pages, spec.num_kv_heads, spec.key_dim, page_size), dtype)
         # [N, kv_heads, P, value_dim rounded up]
-        self.values = torch.zeros(num_pages, spec.num_kv_heads, page_size, width, dtype=dtype)
+        self.values = fresh_zeros((num_pages, spec.num_kv_heads, page_size, width), dtype)
         self.sinks = None if spec.sinks is None else spec.sinks.detach().float().contiguous()
         self.slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
         self.layer = Layer(
