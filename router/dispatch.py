@@ -182,6 +182,7 @@ class Dispatcher:
         gauges["lorax_queue_length"] = len(self._queued)
         gauges["lorikeet_active_requests"] = self.num_active
         if not self._queued and not self._running:
+            self._queue.forget_idle()
             self._empty.set()
 
     # Sending

@@ -1,0 +1,20 @@
+"""One event loop for all tests of the router.
+
+gRPC's asyncio side keeps one queue of events per process; events of a loop that was closed in between would hold up
+those of the next one.
+"""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
+    """Holds the loop until the last test is over."""
+    yield
