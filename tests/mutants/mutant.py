@@ -1,0 +1,57 @@
+"""One planted fault, and how to plant it in a copy of the tree and see which test notices. Knows no faults itself."""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("shard", "proto", "tests/__init__.py", "tests/tiny.py", "tests/shard", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which occurs once in `path`, becomes `new`; then `test` must fail because a value is wrong."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    test: str
+
+    def plant(self, tree: Path) -> None:
+        target = tree / self.path
+        text = target.read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: the text to change occurs {text.count(self.old)} times in {self.path}")
+        target.write_text(text.replace(self.old, self.new))
+
+
+def copy_tree(destination: Path) -> Path:
+    for name in COPIED:
+        source, target = ROOT / name, destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    return destination
+
+
+def verdicts(tree: Path, tests: list[str]) -> list[str | None]:
+    """Why each test case failed in `tree`, None for those that passed. Raises where there is nothing to judge by."""
+    report = tree / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+    run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300, check=False)
+    cases = ElementTree.parse(report).findall(".//testcase") if report.exists() else []
+    if not cases or any(case.find("error") is not None for case in cases):
+        raise RuntimeError(run.stdout + run.stderr)
+    failures = [case.find("failure") for case in cases]
+    return [None if failure is None else failure.get("message", "") for failure in failures]
+
+
+def is_about_a_value(reason: str) -> bool:
+    """Whether a test failed because something had a wrong value, and not because the code broke."""
+    return reason.startswith(("AssertionError", "assert "))

@@ -1,0 +1,87 @@
+"""Faults of sampling."""
+
+from tests.mutants.mutant import Mutant
+
+LAW = "tests/shard/sampling/test_law.py::test_draws_follow_the_law"
+BATCH = "tests/shard/sampling/test_batch.py"
+SAMPLER, NOISE, PENALTIES = "shard/sampling/sampler.py", "shard/sampling/noise.py", "shard/sampling/penalties.py"
+
+MUTANTS = [
+    Mutant(
+        "the noise of a token is the same at every position",
+        NOISE,
+        "keys + (positions + 1) * _GOLDEN",
+        "keys + (positions * 0 + 1) * _GOLDEN",
+        f"{LAW}[plain]",
+    ),
+    Mutant(
+        "noise is added before the filters",
+        SAMPLER,
+        "arg_max(scores - log_exponentials(self._words, keys))",
+        "arg_max(_filter(chunk, logits / chunk.temperature - log_exponentials(self._words, keys)))",
+        f"{LAW}[top_p]",
+    ),
+    Mutant(
+        "the temperature is applied twice",
+        SAMPLER,
+        "scores.div_(chunk.temperature)",
+        "scores.div_(chunk.temperature).div_(chunk.temperature)",
+        f"{LAW}[temperature]",
+    ),
+    Mutant(
+        "the temperature comes after the filters",
+        SAMPLER,
+        "_filter(chunk, scores.div_(chunk.temperature))",
+        "_filter(chunk, scores) / chunk.temperature",
+        f"{LAW}[temperature and filters]",
+    ),
+    Mutant(
+        "frequency and presence count the prompt",
+        PENALTIES,
+        "torch.bincount(known[num_prompt:],",
+        "torch.bincount(known,",
+        f"{LAW}[frequency]",
+    ),
+    Mutant(
+        "repetition forgets the prompt",
+        PENALTIES,
+        "counts[known[:num_prompt]] |= _PROMPT",
+        "counts[known[:0]] |= _PROMPT",
+        f"{LAW}[repetition]",
+    ),
+    Mutant(
+        "the nucleus ends one token early",
+        "shard/sampling/filters.py",
+        "_without(scores, log_law < foremost.gather(1, last))",
+        "_without(scores, log_law < foremost.gather(1, (last - 1).clamp(min=0)))",
+        f"{LAW}[top_p]",
+    ),
+    Mutant(
+        "the newest token is not counted",
+        PENALTIES,
+        "self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, ones)",
+        "self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, ones * 0)",
+        f"{BATCH}::test_a_request_taken_in_again_continues",
+    ),
+    Mutant(
+        "a row takes its position by its place in the chunk",
+        SAMPLER,
+        "positions.index_select(0, chunk.batch_rows)",
+        "positions[: len(chunk.batch_rows)]",
+        f"{BATCH}::test_a_batch_gives_the_bits_of_each_request_alone",
+    ),
+    Mutant(
+        "half of the seed is lost",
+        "shard/sampling/plan.py",
+        "as_signed(row.params.seed)",
+        "row.params.seed % 2**32",
+        f"{BATCH}::test_a_seed_decides_the_text_and_only_a_seed",
+    ),
+    Mutant(
+        "the watermark follows the prompt's last token for ever",
+        SAMPLER,
+        "self.last_tokens.index_copy_(0, plan.rows, outcome.token_ids)",
+        "self.last_tokens.index_copy_(0, plan.rows, self.last_tokens.index_select(0, plan.rows))",
+        "tests/shard/sampling/test_watermark.py::test_a_marked_text_is_green",
+    ),
+]
