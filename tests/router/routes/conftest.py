@@ -8,11 +8,6 @@ from tests.router.serving import Serving, serving
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def shared(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
     async with serving(tmp_path_factory.mktemp("serving")) as started:
         yield started

@@ -1,0 +1,223 @@
+"""The router as a process: it comes up without its shard, drains on the first signal, and goes when it must."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks import simulated_shard
+from benchmarks.simulated_shard import SimulatedModel
+from tests.router.text.vocabularies import byte_level
+
+pytestmark = pytest.mark.anyio
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Router:
+    """A started process."""
+
+    process: "subprocess.Popen[bytes]"
+    client: httpx.AsyncClient
+    log_path: Path
+
+    async def status(self, path: str) -> int | None:
+        """The answer's status, None while nobody listens."""
+        try:
+            return (await self.client.get(path)).status_code
+        except httpx.TransportError:
+            return None
+
+    async def until(self, path: str, status: int) -> None:
+        async with asyncio.timeout(30):
+            while await self.status(path) != status:
+                assert self.process.poll() is None, self.log_path.read_text()
+                await asyncio.sleep(0.02)
+
+    async def exit_code(self) -> int:
+        async with asyncio.timeout(30):
+            while (code := self.process.poll()) is None:  # noqa: ASYNC110 - a process has no event
+                await asyncio.sleep(0.02)
+        return code
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log_path.read_text().splitlines() if line.startswith("{")]
+
+
+def settings(folder: Path, **fields: Any) -> Path:
+    byte_level().save(str(folder / "tokenizer.json"))
+    values = {
+        "model_id": "model",
+        "model_path": str(folder),
+        "shard_addresses": [f"unix:{folder}/shard.sock"],
+        "hostname": "127.0.0.1",
+        "port": free_port(),
+        "json_output": True,
+        **fields,
+    }
+    path = folder / "router.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+@asynccontextmanager
+async def router(folder: Path, **fields: Any) -> AsyncIterator[Router]:
+    path = settings(folder, **fields)
+    log_path = folder / "router.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "router", str(path)], stderr=log)  # noqa: ASYNC220
+    try:
+        url = f"http://127.0.0.1:{json.loads(path.read_text())['port']}"
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            yield Router(process, client, log_path)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+@asynccontextmanager
+async def shard(folder: Path) -> AsyncIterator[None]:
+    model = SimulatedModel(token_ids=tuple(range(200, 240)))
+    server, _, steps = await simulated_shard.start(f"unix:{folder}/shard.sock", model)
+    yield
+    steps.cancel()
+    await server.stop(0)
+
+
+def body(num_tokens: int) -> dict[str, Any]:
+    return {"inputs": "the fox", "parameters": {"max_new_tokens": num_tokens, "details": True}}
+
+
+async def test_it_is_live_at_once_and_ready_with_its_shard(tmp_path: Path) -> None:
+    async with router(tmp_path) as started:
+        await started.until("/health", 503)
+        assert (await started.client.post("/generate", json=body(1))).status_code == 503
+        async with shard(tmp_path):
+            await started.until("/ready", 200)
+            await started.until("/health", 200)
+            answer = await started.client.post("/generate", json=body(5), headers={"x-request-id": "mine"})
+            assert answer.json()["details"]["generated_tokens"] == 5
+        await started.until("/health", 503)
+        started.process.send_signal(signal.SIGTERM)
+        assert await started.exit_code() == 0
+        lines = [event for event in started.events() if event.get("request_id") == "mine"]
+        assert len(lines) == 1
+        assert "the fox" not in started.log_path.read_text()
+
+
+async def test_the_first_signal_drains(tmp_path: Path) -> None:
+    async with shard(tmp_path), router(tmp_path) as started:
+        await started.until("/ready", 200)
+        running = asyncio.create_task(started.client.post("/generate", json=body(200)))
+        await asyncio.sleep(0.3)
+        started.process.send_signal(signal.SIGTERM)
+        await started.until("/ready", 503)
+        assert await started.status("/startup") == 503
+        refused = await started.client.post("/generate", json=body(1))
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        assert (await running).json()["details"]["generated_tokens"] == 200
+        assert await started.exit_code() == 0
+
+
+async def test_what_outlasts_the_drain_gets_an_error_event(tmp_path: Path) -> None:
+    async with shard(tmp_path), router(tmp_path, drain_timeout_s=0.3) as started:
+        await started.until("/ready", 200)
+        running = asyncio.create_task(started.client.post("/generate_stream", json=body(4000)))
+        await asyncio.sleep(0.3)
+        started.process.send_signal(signal.SIGTERM)
+        last = (await running).text.strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error_type"] == "shutting_down"
+        assert await started.exit_code() == 0
+
+
+async def test_the_second_signal_forces(tmp_path: Path) -> None:
+    async with shard(tmp_path), router(tmp_path) as started:
+        await started.until("/ready", 200)
+        running = asyncio.create_task(started.client.post("/generate", json=body(4000)))
+        await asyncio.sleep(0.3)
+        started.process.send_signal(signal.SIGTERM)
+        await started.until("/ready", 503)
+        started.process.send_signal(signal.SIGTERM)
+        assert await started.exit_code() == 1
+        with pytest.raises(httpx.TransportError):
+            await running
+
+
+def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    """A parent that starts a router and is killed at once."""
+    path = tmp_path / "router.json"
+    script = (
+        "import json, os, subprocess, sys, time\n"
+        f"path = {str(path)!r}\n"
+        "values = json.loads(open(path).read())\n"
+        "values['parent_pid'] = os.getpid()\n"
+        "open(path, 'w').write(json.dumps(values))\n"
+        "print(subprocess.Popen([sys.executable, '-m', 'router', path]).pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    settings(tmp_path)
+    parent = subprocess.Popen([sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    port = json.loads(path.read_text())["port"]
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            break
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    while _is_running(pid):
+        assert time.monotonic() < end, "the router lives on"
+        time.sleep(0.05)
+
+
+def run_router(path: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "router", str(path)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether the process exists and is more than a zombie that nobody has collected."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    os.kill(pid, 0)
+    return state != "Z"
+
+
+def test_wrong_settings_are_one_sentence(tmp_path: Path) -> None:
+    path = settings(tmp_path, prot=1)
+    done = run_router(path)
+    assert (done.returncode, done.stderr) == (2, "router: unknown router configuration fields: prot\n")
+
+
+def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        path = settings(tmp_path, port=taken.getsockname()[1], json_output=False)
+        done = run_router(path)
+    assert done.returncode == 1
+    assert "can't listen on 127.0.0.1" in done.stderr.splitlines()[-1]
