@@ -1,4 +1,5 @@
-"""A light load generator: streaming completions over HTTP/1.1 on plain asyncio streams, closed loop or Poisson arrivals.
+"""A light load generator: streaming completions over HTTP/1.1 on plain asyncio streams, closed loop or Poisson
+arrivals.
 
 Knows SSE and the body of OpenAI's completions. Does not know which server answers: it shares the machine with it, so it
 parses no event but the last.
@@ -130,7 +131,7 @@ async def _read_events(reader: asyncio.StreamReader, answer: Answer) -> dict[str
         now = time.monotonic()
         *events, pending = (pending + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
-            if event.startswith(b"data: {") or event.startswith(b"data:{"):
+            if event.startswith((b"data: {", b"data:{")):
                 last = event
                 answer.events.append(now)
     answer.events.pop()  # the last event carries usage, no text

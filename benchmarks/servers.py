@@ -49,10 +49,11 @@ class Server:
         return self.process.poll() is None
 
 
-def lorikeet(model: str | Path, *flags: str) -> Command:
-    """Our own server, with the launcher's defaults."""
-    arguments = (sys.executable, "-m", "launcher", "--model-id", str(model), "--hostname", "127.0.0.1")
-    return Command((*arguments, "--port", "{port}", *flags), {"HF_HUB_OFFLINE": "1"}, "/ready")
+def lorikeet(model: str | Path | None, *flags: str) -> Command:
+    """Our own server, with the launcher's defaults; without a model the embedded one."""
+    named = () if model is None else ("--model-id", str(model))
+    arguments = (sys.executable, "-m", "launcher", *named, "--hostname", "127.0.0.1", "--port", "{port}", *flags)
+    return Command(arguments, {"HF_HUB_OFFLINE": "1"}, "/ready")
 
 
 @contextlib.contextmanager
