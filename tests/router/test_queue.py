@@ -5,7 +5,13 @@ from collections import defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from router.queue import FairQueue, QueueFull
 
@@ -88,8 +94,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.pop(anything) is None
 
 
-TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+def test_random_lives_of_a_queue() -> None:
+    run_state_machine_as_test(QueueMachine, settings=settings(max_examples=150, stateful_step_count=60, deadline=None))
 
 
 @given(
