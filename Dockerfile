@@ -7,13 +7,14 @@ FROM ${BASE}
 ARG VARIANT=cuda
 ARG TORCH_INDEX=
 
-# A compiler is for kernels that are made at run time on CUDA devices.
+# The compiler makes kernels for the processor, or the CUDA device, that the image later runs on.
 RUN set -eu; \
-    case "$VARIANT" in cuda) more="gcc libc6-dev python3-dev" ;; cpu) more="" ;; \
+    case "$VARIANT" in cuda) more="python3-dev" ;; cpu) more="" ;; \
       *) echo "VARIANT must be cuda or cpu, not $VARIANT" >&2; exit 1 ;; esac; \
-    if [ -n "$more" ] || ! python3 -c 'import ensurepip, venv'; then \
+    if [ -n "$more" ] || ! python3 -c 'import ensurepip, venv' || ! gcc --version; then \
       apt-get update; \
-      DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3 python3-venv ca-certificates $more; \
+      DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        python3 python3-venv ca-certificates gcc libc6-dev $more; \
       rm -rf /var/lib/apt/lists/*; \
     fi; \
     python3 -m venv /opt/lorikeet
