@@ -25,6 +25,7 @@ ALONE_SHARE = 0.08
 MAX_FUNCTION_CHARS = 1500
 CUT_SHARE = 0.08
 """Of line ends."""
+BLOCK_LEN = 2048
 LINE_END = re.compile(r"\n *")
 
 
@@ -97,13 +98,18 @@ def _cut(text: str, choice: random.Random) -> list[str]:
 
 
 class TokenStream:
-    """All documents in a new seeded order per epoch, one behind the other without padding."""
+    """All documents once per epoch, behind one another without padding, cut into blocks that come in a seeded order.
 
-    def __init__(self, pieces: Sequence[Tokens], seed: int) -> None:
+    Blocks, because neighbours are mostly of one file, and a stretch of one file says little. Where two blocks meet, one
+    token in BLOCK_LEN is followed by a stranger.
+    """
+
+    def __init__(self, pieces: Sequence[Tokens], seed: int, block_len: int = BLOCK_LEN) -> None:
         if not pieces:
             raise ValueError("a token stream needs at least one document")
         self.pieces = pieces
         self.seed = seed
+        self.block_len = block_len
         self.epoch_len = sum(len(piece) for piece in pieces)
         self._epoch = -1
         self._tokens: Tokens = np.empty(0, dtype=np.uint16)
@@ -120,7 +126,10 @@ class TokenStream:
 
     def _order(self, epoch: int) -> Tokens:
         if epoch != self._epoch:
-            order = list(range(len(self.pieces)))
-            random.Random(f"{self.seed} {epoch}").shuffle(order)
-            self._tokens, self._epoch = np.concatenate([self.pieces[i] for i in order]), epoch
+            choice = random.Random(f"{self.seed} {epoch}")
+            documents = choice.sample(self.pieces, len(self.pieces))
+            tokens = np.concatenate(documents)
+            blocks = [tokens[start : start + self.block_len] for start in range(0, len(tokens), self.block_len)]
+            choice.shuffle(blocks)
+            self._tokens, self._epoch = np.concatenate(blocks), epoch
         return self._tokens

@@ -97,8 +97,7 @@ class Trainer:
     def _rows(self) -> Tensor:
         """[sequences of the step, sequence length + 1]: each row and the token after it.
 
-        Rows of one step come from anywhere in its window: neighbours in the stream are mostly of one file, and a batch
-        of one file says little.
+        Rows of one step come from anywhere in its window, so that the pieces of one block do not meet in one step.
         """
         recipe = self.recipe
         length = recipe.sequence_len(self.step)
