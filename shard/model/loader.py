@@ -18,9 +18,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def read_config(config: ShardConfig) -> Any:
     """The checkpoint's own configuration (transformers' class)."""
-    return AutoConfig.from_pretrained(
-        config.model_path, trust_remote_code=config.trust_remote_code, local_files_only=True
-    )
+    try:
+        return AutoConfig.from_pretrained(
+            config.model_path, trust_remote_code=config.trust_remote_code, local_files_only=True
+        )
+    except (ValueError, KeyError, OSError) as failure:
+        sentence = str(failure).strip().splitlines()[0]
+        raise ValueError(f"cannot read the configuration of {config.model_id}: {sentence}") from failure
 
 
 def choose_dtype(config: ShardConfig, checkpoint: Any) -> torch.dtype:

@@ -1,0 +1,97 @@
+"""The proof at start that an architecture survives our way of running it.
+
+A two-layer random copy runs alone in transformers' own attention, then packed, paged and in chunks in ours; any
+difference refuses the architecture by name. The copy's windows are cut short, so that rows cross them.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from shard import attention
+from shard.batch import Segment, StepInputs
+from shard.config import ShardConfig
+from shard.model.assemble import assemble
+from shard.model.experts import NAME as EXPERTS
+from shard.model.model import Model
+from shard.model.site import NAME
+
+LENGTHS = (37, 5, 18)
+CHUNK = 13
+WINDOW = 7
+VOCAB = 64
+TOLERANCE = 1e-3
+"""Of the largest logit; both sides compute in float32."""
+
+
+def probe(config: ShardConfig, checkpoint: Any) -> None:
+    """Raise ValueError when the two-layer copy of `checkpoint`'s architecture differs between the two ways."""
+    small = two_layers(checkpoint.get_text_config())
+    device = torch.device(config.device)
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        torch.manual_seed(0)
+        rows = [torch.randint(0, VOCAB, (length,), device=device) for length in LENGTHS]
+        try:
+            expected, given = _both_ways(config, small, rows, device)
+        except Exception as failure:
+            raise ValueError(f"cannot serve {checkpoint.model_type}: its two-layer copy fails: {failure}") from failure
+    worst = max(float((a - b).abs().max()) for a, b in zip(expected, given, strict=True))
+    largest = max(float(a.abs().max()) for a in expected)
+    if not worst <= TOLERANCE * max(largest, 1e-3):
+        raise ValueError(
+            f"cannot serve {checkpoint.model_type}: packed into one row its layers compute something else "
+            f"(logits differ by {worst:.1e} of {largest:.1e})"
+        )
+
+
+def two_layers(text_config: Any) -> Any:
+    """A copy of the configuration with two layers of different kinds, a small vocabulary and short windows."""
+    small = copy.deepcopy(text_config)
+    kinds = list(getattr(small, "layer_types", None) or ())
+    small.num_hidden_layers = 2
+    if kinds:
+        second = next((kind for kind in kinds if kind != kinds[0]), kinds[0])
+        small.layer_types = [kinds[0], second]
+    if getattr(small, "sliding_window", None):
+        small.sliding_window = WINDOW
+    small.vocab_size = VOCAB
+    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    return small
+
+
+def _both_ways(
+    config: ShardConfig, small: Any, rows: list[torch.Tensor], device: torch.device
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logits of every row: each alone by transformers, all together by us."""
+    network = AutoModelForCausalLM.from_config(
+        small, dtype=torch.float32, attn_implementation="sdpa" if small.model_type == "falcon" else "eager",
+        trust_remote_code=config.trust_remote_code,
+    )  # fmt: skip
+    network = network.eval().to(device)
+    expected = [network(row[None], use_cache=False).logits[0].float() for row in rows]
+    ours = AutoModelForCausalLM.from_config(
+        copy.deepcopy(small), dtype=torch.float32, attn_implementation=NAME, experts_implementation=EXPERTS,
+        trust_remote_code=config.trust_remote_code,
+    )  # fmt: skip
+    ours.load_state_dict(network.state_dict())
+    backend = attention.create(config.attention, device, torch.float32, config.page_size)
+    model = assemble(ours.eval().to(device), small, backend, torch.float32, StepInputs(backend.page_size, device))
+    return expected, _in_chunks(model, rows)
+
+
+def _in_chunks(model: Model, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits of every row, all rows in the same steps, CHUNK tokens of each at a time."""
+    pages = [range(i, 100, len(rows)) for i in range(len(rows))]
+    model.allocate_kv(100)
+    found: list[list[torch.Tensor]] = [[] for _ in rows]
+    for start in range(0, max(LENGTHS), CHUNK):
+        live = [i for i, row in enumerate(rows) if start < len(row)]
+        parts = [rows[i][start : start + CHUNK] for i in live]
+        segments = [Segment(start, len(part), pages[i]) for i, part in zip(live, parts, strict=True)]
+        ids = torch.cat(parts)
+        model.inputs.fill(segments, ids, torch.arange(len(ids), device=ids.device))
+        for i, logits in zip(live, model.forward().split([len(part) for part in parts]), strict=True):
+            found[i].append(logits)
+    return [torch.cat(parts) for parts in found]
