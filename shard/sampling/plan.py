@@ -130,7 +130,7 @@ class Planner:
             chunks=chunks,
             any_plain=any(row.plain for row in rows),
             any_drawn=bool(drawn),
-            num_alternatives=[row.logprobs.alternatives if row.logprobs.wanted else 0 for row in rows],
+            num_alternatives=[row.logprobs.alternatives for row in rows],
             counted=self.tensor([index for index, _ in counted]) if counted else None,
             counted_slots=self.tensor([slot for _, slot in counted]) if counted else None,
         )

@@ -51,7 +51,11 @@ class Sampler:
         self._rows[row] = Row(
             row=row,
             params=replace(params, logit_bias=_summed(params.logit_bias)),
-            logprobs=replace(logprobs, alternatives=min(logprobs.alternatives, self._vocab_size)),
+            logprobs=replace(
+                logprobs,
+                wanted=logprobs.wanted or logprobs.alternatives > 0,
+                alternatives=min(logprobs.alternatives, self._vocab_size),
+            ),
             slot=self._counts.take(token_ids, num_prompt) if penalised else -1,
         )
         self.last_tokens[row] = token_ids[-1]

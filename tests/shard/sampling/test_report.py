@@ -39,10 +39,16 @@ def test_excluded_alternatives_are_impossible() -> None:
 
 
 def test_unwanted_logprobs_are_absent() -> None:
-    host = sampled(LogprobParams(alternatives=3))
+    host = sampled(LogprobParams())
     assert math.isnan(host.logprobs[0])
     assert host.alternative_ids == [[]]
     assert host.alternative_logprobs == [[]]
+
+
+def test_alternatives_alone_may_be_asked_for() -> None:
+    host = sampled(LogprobParams(alternatives=3))
+    assert host.alternative_ids == sampled(LogprobParams(wanted=True, alternatives=3)).alternative_ids
+    assert not math.isnan(host.logprobs[0])
 
 
 def test_more_alternatives_than_tokens() -> None:
