@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shard.sampling.noise import Purpose, hash_bits, row_keys
+from shard.sampling.transfer import to_device
 
 _PROMPT = 1 << 30
 _WATERMARK_KEY = 15485863
@@ -74,7 +75,7 @@ class TokenCounts:
         known = torch.tensor(token_ids, dtype=torch.long)
         counts = torch.bincount(known[num_prompt:], minlength=self._vocab_size).to(torch.int32)
         counts[known[:num_prompt]] |= _PROMPT
-        self.table[slot].copy_(counts)
+        self.table[slot].copy_(to_device(counts, self._device))
         return slot
 
     def give_back(self, slot: int) -> None:

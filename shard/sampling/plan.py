@@ -13,8 +13,9 @@ import torch
 from shard.request import LogprobParams, SamplingParams
 from shard.sampling.noise import as_signed
 from shard.sampling.penalties import Bias, Penalties
+from shard.sampling.transfer import to_device
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
+_CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Scores worked on at once: what stays in a CPU core's cache; what bounds scratch memory on CUDA."""
 
 
@@ -114,7 +115,7 @@ class Planner:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._device = device
-        self._chunk_rows = max(1, _CHUNK_ELEMENTS.get(device.type, 1 << 26) // vocab_size)
+        self._chunk_rows = max(1, _CHUNK_ELEMENTS[device.type] // vocab_size)
 
     def plan(self, rows: Sequence[Row]) -> Plan:
         indexed = list(enumerate(rows))
@@ -137,10 +138,7 @@ class Planner:
 
     def tensor(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype = torch.long) -> torch.Tensor:
         """[n] on the device, without waiting for it."""
-        host = torch.tensor(values, dtype=dtype)
-        if self._device.type != "cuda":
-            return host.to(self._device)
-        return host.pin_memory().to(self._device, non_blocking=True)
+        return to_device(torch.tensor(values, dtype=dtype), self._device)
 
     def _chunk(self, members: list[tuple[int, Row]]) -> Chunk:
         rows = [row for _, row in members]

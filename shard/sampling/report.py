@@ -9,6 +9,7 @@ import torch
 
 from shard.sampling.highest import most_likely
 from shard.sampling.plan import Wanted
+from shard.sampling.transfer import HostCopy
 
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -26,22 +27,6 @@ class HostSampled:
     """-inf for a token that the row's filters exclude."""
     bad: list[bool]
     """Rows whose scores had a NaN or nothing finite; their token means nothing."""
-
-
-class HostCopy:
-    """Tensors on their way to the host, started when made; on CUDA no step launched later is waited for."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        self._event: torch.cuda.Event | None = None
-        if any(tensor.is_cuda for tensor in tensors):
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensors[0].device))
-
-    def wait(self) -> list[torch.Tensor]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tensors
 
 
 @dataclass(frozen=True)
