@@ -62,13 +62,12 @@ class Child:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it, and whatever it started in its group."""
-        if self.exit_code is None:
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            self._process.wait()
+        """End it, and whatever it started in its group, even where it has ended itself."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
 
     def wait(self, seconds: float) -> bool:
         """Whether it has ended within `seconds`."""

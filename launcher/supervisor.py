@@ -44,14 +44,17 @@ class Address:
 
 
 class Signals:
-    """SIGTERM and SIGINT, counted in the order of their arrival."""
+    """SIGTERM, SIGINT and SIGHUP, in the order of their arrival."""
 
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     @contextmanager
     def caught(self) -> Iterator["Signals"]:
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means it
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._note) for number in numbers}
         try:
             yield self
         finally:

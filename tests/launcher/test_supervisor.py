@@ -59,6 +59,9 @@ class Server:
 
     def when_ready(self, at: str) -> None:
         self.ready = True
+        end = time.monotonic() + 60
+        while not {"shard started", "router started"} <= set(self.events) and time.monotonic() < end:
+            time.sleep(0.02)
         for _ in range({"ready": 1, "twice": 2, "never": 0}[at]):
             self.signals._note(signal.SIGTERM, None)
 
@@ -69,6 +72,8 @@ class Server:
 
     @property
     def events(self) -> list[str]:
+        if not self.log.exists():
+            return []
         return [line.rpartition(" ")[0] for line in self.log.read_text().splitlines()]
 
     def all_gone(self) -> bool:
@@ -105,8 +110,10 @@ def test_a_router_that_dies_at_start_is_said(server: Server) -> None:
 
 @pytest.mark.parametrize(("name", "exit"), [("shard", Exit.SHARD_FAILED), ("router", Exit.WEBSERVER_FAILED)])
 def test_a_death_while_serving_ends_everything(server: Server, name: str, exit: Exit) -> None:
+    when_ready = server.when_ready
+
     def kill_when_ready(at: str) -> None:
-        server.ready = True
+        when_ready(at)
         (line,) = [line for line in server.log.read_text().splitlines() if line.startswith(f"{name} started")]
         os.kill(int(line.rpartition(" ")[2]), signal.SIGKILL)
 
