@@ -119,7 +119,7 @@ class Server:
         self._thread = threading.Thread(target=self._run, args=(inbox, outbox), name="grpc", daemon=True)
 
     def start(self) -> str:
-        """Listen. Returns the address, with the real port where 0 was asked for. Raises OSError if it is taken."""
+        """Listen. Returns the address, with the real port where 0 was asked for. Raises OSError if it cannot be had."""
         self._thread.start()
         return self._started.result()
 
@@ -165,15 +165,15 @@ class Server:
 
 
 def bind(server: Any, listen: str) -> str:
-    """Take the address: a Unix socket that only its owner may open, or host and port."""
-    if not listen.startswith("unix:"):
-        port = server.add_insecure_port(listen)
-        return f"{listen.rpartition(':')[0]}:{port}"
-    path = listen.removeprefix("unix:")
+    """Take the address: a Unix socket that only its owner may open, or host and port. Raises OSError."""
     mask = os.umask(0o177)
     try:
-        server.add_insecure_port(listen)
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen at {listen}") from error
     finally:
         os.umask(mask)
-    os.chmod(path, 0o600)
+    if not listen.startswith("unix:"):
+        return f"{listen.rpartition(':')[0]}:{port}"
+    os.chmod(listen.removeprefix("unix:"), 0o600)
     return listen

@@ -274,6 +274,25 @@ def test_a_draining_stream_finishes_what_it_has() -> None:
     assert outputs[2].finish_reason is FinishReason.ERROR and outputs[2].retryable
 
 
+def test_told_to_stop_it_finishes_what_runs_and_told_again_it_does_not() -> None:
+    rig = Rig()
+    rig.submit(make_request(1, [1, 2], 30))
+    rig.step()
+    rig.engine.stop()
+    rig.submit(make_request(2, [1, 2], 30))
+    rig.engine.run()
+    outputs = rig.run()
+    assert outputs[1].finish_reason is FinishReason.LENGTH
+    assert outputs[2].finish_reason is FinishReason.ERROR and outputs[2].retryable
+    rig = Rig()
+    rig.submit(make_request(1, [1, 2], 30))
+    rig.step()
+    rig.engine.stop()
+    rig.engine.stop()
+    rig.engine.run()
+    assert len(rig.scheduler.requests) == 1
+
+
 def test_warming_up_leaves_nothing_behind() -> None:
     rig = Rig()
     rig.engine.warm_up()

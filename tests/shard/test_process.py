@@ -1,0 +1,147 @@
+"""`python -m shard` as a real process with a real model: ready, served, ended by signals and by its parent's death."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from proto import shard_pb2 as pb
+from proto import shard_pb2_grpc
+from tests import tiny
+
+TIMEOUT_S = 60.0
+ROOT = Path(__file__).parents[2]
+NEUTRAL = pb.Sampling(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
+CANARY = [101, 102, 103, 104, 105]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("model"))
+
+
+def write_config(folder: Path, model: Path, **values: object) -> Path:
+    path = folder / "shard.json"
+    defaults = {
+        "model_id": "tiny",
+        "model_path": str(model),
+        "listen": f"unix:{folder}/shard.sock",
+        "max_total_tokens": 64,
+        "num_pages": 8,
+        "threads": 1,
+        "json_output": True,
+    }
+    path.write_text(json.dumps(defaults | values))
+    return path
+
+
+def start(config: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "shard", str(config)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def shard(tmp_path: Path, model: Path) -> Iterator[subprocess.Popen[str]]:
+    process = start(write_config(tmp_path, model, parent_pid=os.getpid()))
+    yield process
+    if process.poll() is None:
+        process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def stub(shard: subprocess.Popen[str], tmp_path: Path) -> Iterator[shard_pb2_grpc.ShardStub]:
+    options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
+    with grpc.insecure_channel(f"unix:{tmp_path}/shard.sock", options=options) as channel:
+        grpc.channel_ready_future(channel).result(TIMEOUT_S)
+        stub = shard_pb2_grpc.ShardStub(channel)
+        assert stub.Info(pb.InfoRequest(), timeout=TIMEOUT_S).num_pages == 8
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        yield stub
+
+
+def submit(max_new_tokens: int) -> pb.Command:
+    return pb.Command(submits=[pb.Submit(id=1, prompt_ids=CANARY, max_new_tokens=max_new_tokens, sampling=NEUTRAL)])
+
+
+def forever(command: pb.Command, is_over: list[bool]) -> Iterator[pb.Command]:
+    """A stream of commands that stays open."""
+    yield command
+    while not is_over:
+        time.sleep(0.02)
+
+
+def test_it_serves_finishes_what_runs_at_sigterm_and_logs_no_tokens(
+    shard: subprocess.Popen[str], stub: shard_pb2_grpc.ShardStub
+) -> None:
+    is_over: list[bool] = []
+    token_ids: list[int] = []
+    reasons = []
+    for message in stub.Serve(forever(submit(50), is_over), timeout=TIMEOUT_S):
+        for output in message.outputs:
+            if not token_ids:
+                shard.send_signal(signal.SIGINT)  # the parent's business
+                shard.send_signal(signal.SIGTERM)
+            token_ids += output.token_ids
+            reasons.append(output.finish_reason)
+    is_over.append(True)
+    assert len(token_ids) == 50 and len(set(token_ids)) >= 12
+    assert reasons[-1] == pb.FINISH_LENGTH
+    _, log = shard.communicate(timeout=TIMEOUT_S)
+    assert shard.returncode == 0, log
+    events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert [event["event"] for event in events][-1] == "ended"
+    assert "101, 102" not in log and str(token_ids[:2])[1:-1] not in log
+
+
+PARENT = """
+import os, subprocess, sys, json, pathlib
+path = pathlib.Path(sys.argv[1])
+path.write_text(json.dumps(json.loads(path.read_text()) | {"parent_pid": os.getpid()}))
+child = subprocess.Popen([sys.executable, "-m", "shard", str(path)])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_it_does_not_outlive_its_parent(tmp_path: Path, model: Path) -> None:
+    config = write_config(tmp_path, model)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(config)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None and parent.stderr is not None
+    child = int(parent.stdout.readline())
+    for line in parent.stderr:
+        if '"ready"' in line:
+            break
+    parent.kill()
+    parent.communicate(timeout=TIMEOUT_S)  # the child holds stderr: this returns when it has ended
+    assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"num_pages": 1}, "KV memory holds 32 tokens"),
+        ({"listen": "unix:/nonexistent/folder/shard.sock"}, "cannot listen at unix:/nonexistent"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_line(
+    tmp_path: Path, model: Path, values: dict[str, object], reason: str
+) -> None:
+    process = start(write_config(tmp_path, model, **values))
+    _, log = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    event = json.loads(log.splitlines()[-1])
+    assert event["level"] == "error"
+    assert reason in event["reason"]
