@@ -1,0 +1,77 @@
+"""The command line as a whole, up to the point where processes would start."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from launcher.exits import Exit
+from launcher.main import main
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PORT", "MODEL_ID", "HOSTNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == Exit.OK
+    assert capsys.readouterr().out.strip()
+
+
+def test_an_error_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--prot", "80"]) == Exit.ARGUMENT_VALIDATION
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "lorikeet-launcher: unknown flag --prot: did you mean --port?\n"
+
+
+def test_the_effective_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-config", "--max-total-tokens", "100", "--ngrok-authtoken", "hunter2"]) == Exit.OK
+    printed = capsys.readouterr()
+    shown = json.loads(printed.out)
+    assert shown["model"]["id"] == "lorikeet/base"
+    assert (shown["flags"]["max-total-tokens"], shown["flags"]["max-input-length"]) == (100, 99)
+    assert shown["given"]["max-total-tokens"] == "--max-total-tokens"
+    assert "hunter2" not in printed.out + printed.err
+    assert printed.err.count("has no effect") == 1
+
+
+def test_impossible_lengths_end_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["--print-config", "--max-total-tokens", "100", "--max-input-length", "100"]) == Exit.ARGUMENT_VALIDATION
+    )
+    assert "--max-input-length 100 must be less than --max-total-tokens 100" in capsys.readouterr().err
+
+
+def test_the_private_folder_is_made_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-config", "--shard-uds-path", str(tmp_path / "lorax-server")]) == Exit.OK
+    assert list(tmp_path.iterdir()) == []  # and it is gone again
+    assert main(["--shard-uds-path", str(tmp_path / "none" / "server")]) == Exit.ARGUMENT_VALIDATION
+    assert "no private folder can be made" in capsys.readouterr().err
+    assert main(["--shard-uds-path", str(tmp_path / ("x" * 120))]) == Exit.ARGUMENT_VALIDATION
+    assert "too long a path for a Unix socket" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hostname", ["203.0.113.1", "no-such-host.invalid"])
+def test_an_address_that_is_not_this_machine_s_is_said(hostname: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--hostname", hostname, "--port", "18099"]) == Exit.WEBSERVER_CANNOT_START
+    assert f"cannot listen on --hostname {hostname} --port 18099: " in capsys.readouterr().err
+
+
+def test_a_taken_port_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["--hostname", "127.0.0.1", "--port", port]) == Exit.WEBSERVER_CANNOT_START
+    assert "it is taken by another process" in capsys.readouterr().err
+
+
+def test_the_runtime_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--env", "--print-config"]) == Exit.OK
+    printed = capsys.readouterr()
+    assert "python: 3." in printed.err
+    assert json.loads(printed.out)["flags"]["env"] is True
