@@ -172,7 +172,7 @@ class Client(asyncio.Protocol):
             self.num_events += found
         if text.endswith(b"0\r\n\r\n"):
             self.num_requests += 1
-            if self._seen != self._new_tokens or b'"error"' in text:
+            if self._seen != self._new_tokens or b'{"error":' in text:
                 self.failure = f"{self._seen} events instead of {self._new_tokens}: {text[-200:]!r}"
             self._tail = b""
             self._ask()

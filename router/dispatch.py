@@ -219,9 +219,7 @@ class Dispatcher:
             return
         self._pacing.sent()
         self._shard.submit(batch)
-        metrics = self.metrics
-        metrics.batch_sent.observe(len(batch))
-        metrics.batch_next_size.observe(len(batch))
+        self.metrics.batch_left(len(batch))
         self._note_active()
         self._note_credit()
 
@@ -239,9 +237,7 @@ class Dispatcher:
         self._credit.sent(len(request.prompt_ids))
         waited = now - generation.queued_at
         self._queue_seconds += 0.1 * (waited - self._queue_seconds)
-        self.metrics.queue_seconds.observe(waited)
-        self.metrics.request_queue_duration.observe(waited)
-        self.metrics.prompt_tokens.add(len(request.prompt_ids))
+        self.metrics.request_sent(waited, len(request.prompt_ids))
         deadline_ms = 0 if generation.deadline is None else max(1, round(1000 * (generation.deadline - now)))
         return submit_message(generation.wire_id, request, self._tokenizer.eos_ids, deadline_ms)
 
@@ -258,7 +254,6 @@ class Dispatcher:
 
     def shard_down(self, reason: str) -> None:
         self._credit = CreditAccount()
-        self.metrics.shard_reconnects.add()
         self.metrics.gauges["lorikeet_shard_ready"] = 0
         self.shard_quiet()
         lost = list(self._running.values())
@@ -269,7 +264,9 @@ class Dispatcher:
             self._release(generation)
             generation.fail(NoShard())
         self._note_active()
-        log.warning("shard_lost", address=self._shard.address, reason=reason, num_requests=len(lost))
+        if reason:
+            self.metrics.shard_reconnects.add()
+            log.warning("shard_lost", address=self._shard.address, reason=reason, num_requests=len(lost))
 
     def shard_output(self, output: pb.StepOutput) -> int:
         """Give every request its tokens, then use the room that this step made.
@@ -306,45 +303,38 @@ class Dispatcher:
             generation.wake()
 
     def _feed(self, generation: Generation, part: pb.RequestOutput, now: float) -> int:
-        previous = generation.last_token_at
+        metrics, previous = self.metrics, generation.last_token_at
         num_tokens = generation.feed(part, now)
         self._untold.append(generation)
-        metrics = self.metrics
         if num_tokens:
             if previous is not None:
                 metrics.inter_token_latency.observe((now - previous) / num_tokens, num_tokens)
             else:
-                self._note_first(generation, now)
+                metrics.first_token(now - generation.queued_at, generation.num_cached)
         if part.num_drafted:
             metrics.drafted_tokens.add(part.num_drafted)
             metrics.accepted_tokens.add(part.num_accepted)
         if generation.state is State.DONE:
-            del self._running[part.id]
-            if not self._running:
-                self._pacing.became_idle(now)
-            if not part.finish_reason:  # complete at a stop string: the shard does not know
-                self._shard.abort(part.id)
-                metrics.aborts.add()
-            self._note_end(generation, now)
+            self._end(generation, part, now)
         return num_tokens
 
-    def _note_first(self, generation: Generation, now: float) -> None:
-        self.metrics.time_to_first_token.observe(now - generation.queued_at)
-        if generation.num_cached:
-            self.metrics.prefix_hits.add()
-            self.metrics.cached_prompt_tokens.add(generation.num_cached)
-
-    def _note_end(self, generation: Generation, now: float) -> None:
-        metrics, request = self.metrics, generation.request
+    def _end(self, generation: Generation, part: pb.RequestOutput, now: float) -> None:
+        del self._running[part.id]
+        if not self._running:
+            self._pacing.became_idle(now)
+        if not part.finish_reason:  # complete at a stop string: the shard does not know
+            self._shard.abort(part.id)
+            self.metrics.aborts.add()
         self._note_active()
         if generation.num_generated and generation.sent_at is not None:
-            seconds = now - generation.sent_at
-            metrics.request_inference_duration.observe(seconds)
-            metrics.request_mean_time_per_token_duration.observe(seconds / generation.num_generated)
-            metrics.request_generated_tokens.observe(generation.num_generated)
-            metrics.request_skipped_tokens.observe(generation.num_skipped)
-            metrics.request_input_length.observe(len(request.prompt_ids))
-            metrics.request_max_new_tokens.observe(request.max_new_tokens)
+            request = generation.request
+            self.metrics.generation_ended(
+                now - generation.sent_at,
+                generation.num_generated,
+                generation.num_skipped,
+                len(request.prompt_ids),
+                request.max_new_tokens,
+            )
 
     def _note_credit(self) -> None:
         gauges = self.metrics.gauges

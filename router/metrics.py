@@ -4,8 +4,7 @@ Observing is a bisection and two additions, because some of it happens for every
 LoRAX's JSON form are made when asked for.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
@@ -13,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Met
 from prometheus_client.utils import floatToGoString
 
 from proto import shard_pb2 as pb
+from router.histogram import Counter, Histogram
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATIONS = [0.00015 * 1.5**power for power in range(35)]
@@ -40,44 +40,6 @@ _STEPS = [
 
 def _linear(top: int) -> list[float]:
     return [top * (index + 1) / 100 for index in range(100)]
-
-
-class Histogram:
-    """Counts per bucket; without bounds only number and sum (a summary)."""
-
-    __slots__ = ("_bounds", "_counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = list(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self.sum += value * times
-
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
-    def buckets(self) -> list[tuple[str, float]]:
-        total, result = 0, []
-        for bound, count in zip([*(f"{bound:.6g}" for bound in self._bounds), "+Inf"], self._counts, strict=True):
-            total += count
-            result.append((bound, float(total)))
-        return result
-
-
-class Counter:
-    """Numbers by the value of one label (empty: no label)."""
-
-    __slots__ = ("values",)
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-
-    def add(self, amount: float = 1, label: str = "") -> None:
-        self.values[label] = self.values.get(label, 0) + amount
 
 
 class Metrics:
@@ -163,6 +125,34 @@ class Metrics:
             self.batch_count.add(1, method)
             self.batch_success.add(1, method)
             self.batch_duration[method].observe(load.step_ms / 1000)
+
+    def request_sent(self, waited_seconds: float, num_prompt: int) -> None:
+        """A request left the queue."""
+        self.queue_seconds.observe(waited_seconds)
+        self.request_queue_duration.observe(waited_seconds)
+        self.prompt_tokens.add(num_prompt)
+
+    def batch_left(self, num_requests: int) -> None:
+        self.batch_sent.observe(num_requests)
+        self.batch_next_size.observe(num_requests)
+
+    def first_token(self, seconds: float, num_cached: int) -> None:
+        """`num_cached` tokens of the prompt were found in the prefix cache."""
+        self.time_to_first_token.observe(seconds)
+        if num_cached:
+            self.prefix_hits.add()
+            self.cached_prompt_tokens.add(num_cached)
+
+    def generation_ended(
+        self, seconds: float, num_generated: int, num_skipped: int, num_prompt: int, max_new_tokens: int
+    ) -> None:
+        """`seconds` since the request was sent."""
+        self.request_inference_duration.observe(seconds)
+        self.request_mean_time_per_token_duration.observe(seconds / num_generated)
+        self.request_generated_tokens.observe(num_generated)
+        self.request_skipped_tokens.observe(num_skipped)
+        self.request_input_length.observe(num_prompt)
+        self.request_max_new_tokens.observe(max_new_tokens)
 
     # What operators ask
 

@@ -54,7 +54,7 @@ class ShardListener(Protocol):
         """No further message is at hand: pass the news on."""
 
     def shard_down(self, reason: str) -> None:
-        """The stream is gone, and with it every request on it."""
+        """The stream is gone, and with it every request on it. Without a reason it was closed here."""
 
 
 class ShardClient:
@@ -161,6 +161,9 @@ class ShardClient:
                 reason = f"{code.name}: {await call.details()}"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
+        except asyncio.CancelledError:
+            reason = ""
+            raise
         finally:
             self.connected = False
             writer.cancel()

@@ -6,7 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from proto import shard_pb2 as pb
-from router.metrics import PROMETHEUS_TYPE, Histogram, Metrics
+from router.histogram import Histogram
+from router.metrics import PROMETHEUS_TYPE, Metrics
 
 LORAX_COUNTERS = {
     "lorax_request_count",
