@@ -36,12 +36,12 @@ def configure_logging(level: str = "info", json_output: bool = False) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(_number(level))
-    # Uvicorn's own lines: errors only; each request has a line of ours.
-    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.propagate = name != "uvicorn.access"
-        logger.setLevel(logging.WARNING)
+    # Uvicorn's own lines: warnings and worse; each request has a line of ours.
+    for name in ("uvicorn", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    access = logging.getLogger("uvicorn.access")
+    access.handlers[:] = [logging.NullHandler()]
+    access.propagate = False
 
 
 def _number(level: str) -> int:
