@@ -2,7 +2,7 @@
 what they must reach. Knows how a figure and its verdict follow from raw values, and nothing of how they were measured.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -21,12 +21,16 @@ class Case:
     error: str = ""
 
 
+Cases = Generator[Case, None, None]
+"""Measured one by one; closing it ends what it started."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Cases measured by one run of at most ten minutes."""
 
     name: str
-    measure: Callable[[frozenset[str]], Iterator[Case]]
+    measure: Callable[[frozenset[str]], Cases]
     """Yields cases one by one; is told the names of those that an interrupted run has finished."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fixed before the run: lengths, rounds, seeds, flags."""

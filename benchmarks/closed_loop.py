@@ -10,13 +10,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import uvloop
 
 from benchmarks import load, peers, servers
-from benchmarks.case import Case, Raw
+from benchmarks.case import Case, Cases, Raw
 from benchmarks.limit import OUTPUT_TOKENS, PROMPT_TOKENS, Machine
 from benchmarks.limit import tokens_per_second as limit
 from benchmarks.prompts import prompts
@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def measure(clients: int, finished: frozenset[str] = frozenset()) -> Iterator[Case]:
+def measure(clients: int, finished: frozenset[str] = frozenset()) -> Cases:
     """One case per round: the limit, then both servers, first one first and then the other."""
     model = peers.model_folder()
     with contextlib.ExitStack() as stack:

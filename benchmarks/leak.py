@@ -12,14 +12,14 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import uvloop
 
 from benchmarks import servers
 from benchmarks.abuse import Attempt, attempt
-from benchmarks.case import Case
+from benchmarks.case import Case, Cases, Raw
 
 MODEL = servers.REPOSITORY / "demo" / "base"
 BATCHES, BATCH = 10, 200
@@ -30,7 +30,7 @@ SEED = 9_000
 SETTINGS: dict[str, Any] = {"batches": BATCHES, "requests_per_batch": BATCH, "clients": CLIENTS, "seed": SEED}
 
 
-def measure(finished: frozenset[str] = frozenset()) -> Iterator[Case]:
+def measure(finished: frozenset[str] = frozenset()) -> Cases:
     """One case per batch of requests, all against one server."""
     with servers.running("leak", servers.lorikeet(MODEL)) as server:
         for number in range(BATCHES):
@@ -53,6 +53,11 @@ def batch(server: servers.Server, number: int, count: int) -> Case:
     }
     error = "" if raw["alive"] else f"server ended: {servers.tail(server.log)}"
     return Case(f"batch {number}", raw, error)
+
+
+def num_wrong(raw: Raw) -> float:
+    """Answers that were not right; a page or request that never ended counts in its own bar."""
+    return float(len(raw["wrong"]))
 
 
 async def send_all(port: int, attempts: Sequence[Attempt]) -> list[str]:
@@ -100,7 +105,7 @@ def _judged(tried: Attempt, answer: bytes) -> str:
 
 
 def _unchunked(data: bytes) -> bytes:
-    parts = []
+    parts: list[bytes] = []
     while True:
         size, _, data = data.partition(b"\r\n")
         length = int(size, 16)

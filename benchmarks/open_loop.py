@@ -5,13 +5,13 @@ the first token stays within two seconds. Knows arrivals, no bar.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import uvloop
 
 from benchmarks import load, peers, servers
-from benchmarks.case import Case, Raw
+from benchmarks.case import Case, Cases, Raw
 from benchmarks.closed_loop import EXTRA, LENGTH, OURS, VLLM
 from benchmarks.figures import percentile
 from benchmarks.limit import PROMPT_TOKENS
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def measure(finished: frozenset[str] = frozenset()) -> Iterator[Case]:
+def measure(finished: frozenset[str] = frozenset()) -> Cases:
     """One case per server, alone on the machine: every probe and the highest rate that held."""
     model = peers.model_folder()
     commands = {OURS: servers.lorikeet(model), VLLM: peers.vllm(model)}

@@ -3,17 +3,16 @@
 python -m benchmarks.start
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import servers
-from benchmarks.case import Case
+from benchmarks.case import Case, Cases
 
 ROUNDS = 8
 SETTINGS: dict[str, Any] = {"rounds": ROUNDS, "first_start": "not counted"}
 
 
-def measure(finished: frozenset[str] = frozenset()) -> Iterator[Case]:
+def measure(finished: frozenset[str] = frozenset()) -> Cases:
     """The first start warms the file cache and is not counted."""
     _start()
     for number in range(ROUNDS):

@@ -1,0 +1,74 @@
+"""Every bar that the project holds itself to, and the parts that measure them: one table each."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from benchmarks import closed_loop, exactness, leak, open_loop, start, whole
+from benchmarks.case import Bar, Over, Part
+
+CLOSED = (1, 8, 32)
+WANTED_SHARE: Mapping[int, float] = {1: 0.72, 8: 0.70, 32: 0.70}
+CHANCE = 1e-6 / (3 * exactness.NUM_LAWS)
+"""All tests of the law together fail by chance once in a million choices of seeds."""
+
+PARTS: tuple[Part, ...] = (
+    *(
+        Part(f"closed-{clients}", partial(closed_loop.measure, clients), closed_loop.SETTINGS, closed_loop.void)
+        for clients in CLOSED
+    ),
+    Part("open", open_loop.measure, open_loop.SETTINGS),
+    Part("transformers", whole.transformers, whole.PEER_SETTINGS),
+    Part("router", whole.router, whole.ROUTER_SETTINGS),
+    Part("exact", exactness.architectures, exactness.EXACT_SETTINGS),
+    Part("law", exactness.laws, exactness.LAW_SETTINGS),
+    Part("leak", leak.measure, leak.SETTINGS),
+    Part("start", start.measure, start.SETTINGS),
+    Part("demo", whole.demo),
+    Part("clone", whole.clone),
+)
+
+
+def _raw(name: str, raw: Mapping[str, Any]) -> float:
+    return float(raw[name])
+
+
+def _closed(clients: int) -> tuple[Bar, ...]:
+    part, rounds = f"closed-{clients}", closed_loop.ROUNDS
+    return (
+        Bar(f"share of the machine's limit, {clients} clients", part, rounds, closed_loop.share_of_limit,
+            WANTED_SHARE[clients]),
+        Bar(f"times vLLM, {clients} clients", part, rounds, closed_loop.over_vllm, 1.0),
+    )  # fmt: skip
+
+
+BARS: tuple[Bar, ...] = (
+    *(bar for clients in CLOSED for bar in _closed(clients)),
+    Bar("times transformers continuous batching", "transformers", whole.ROUNDS, whole.over_transformers, 4.0),
+    Bar("highest rate with p99 first token within 2 s", "open", 2, open_loop.highest_rate, None, unit="requests/s"),
+    Bar("router alone, 256 streams", "router", whole.ROUNDS, partial(_raw, "tokens_per_second"), 40_000,
+        unit="tokens/s"),
+    Bar("router's share of the first token, 64 clients", "router", whole.ROUNDS, whole.added_first_token_ms, 5.0,
+        at_least=False, unit="ms"),
+    Bar("greedy texts that differ from transformers", "exact", exactness.NUM_ARCHITECTURES, exactness.differences, 0,
+        at_least=False, over=Over.SUM),
+    Bar("fewest distinct tokens in a compared text", "exact", exactness.NUM_ARCHITECTURES, exactness.distinct, 12,
+        over=Over.WORST),
+    Bar("ties beyond one in 10 000 tokens", "exact", exactness.NUM_ARCHITECTURES, exactness.ties_beyond_allowed, 0,
+        at_least=False, over=Over.SUM),
+    Bar("largest error of a log probability", "exact", exactness.NUM_ARCHITECTURES, exactness.logprob_error, 1e-4,
+        at_least=False, over=Over.WORST),
+    Bar("least likely χ² of the sampling law", "law", exactness.NUM_LAWS, exactness.least_likely, CHANCE,
+        over=Over.WORST),
+    Bar("wrong answers to 2 000 hostile requests", "leak", leak.BATCHES, leak.num_wrong, 0, at_least=False,
+        over=Over.SUM),
+    Bar("pages held when idle after them", "leak", leak.BATCHES, partial(_raw, "pages_held"), 0, at_least=False,
+        over=Over.WORST),
+    Bar("second start of the embedded model", "start", start.ROUNDS, partial(_raw, "ready_s"), 10.0, at_least=False,
+        unit="s"),
+    Bar("embedded model's bits per byte over xz -9e", "demo", 1, whole.bits_over_xz, 1.0, at_least=False,
+        over=Over.WORST),
+    Bar("held-out functions whose continuation compiles", "demo", 1, whole.compiled_share, 0.60, over=Over.WORST),
+    Bar("make test in a fresh clone", "clone", 1, partial(_raw, "seconds"), 600.0, at_least=False, unit="s",
+        over=Over.WORST),
+)  # fmt: skip
