@@ -154,7 +154,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
 
     def _report(self, stream: _Stream, parts: list[pb.RequestOutput] | None = None) -> None:
         model = self._model
-        merged = _merged(stream.pending, parts or []) if stream.pending and model.coalesce else parts
+        merged = merge_outputs(stream.pending, parts or []) if stream.pending and model.coalesce else parts
         num_running = len(stream.running)
         stream.pending = pb.StepOutput(
             step=self._step,
@@ -171,7 +171,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
         stream.wake.set()
 
 
-def _merged(pending: pb.StepOutput, parts: list[pb.RequestOutput]) -> list[pb.RequestOutput]:
+def merge_outputs(pending: pb.StepOutput, parts: list[pb.RequestOutput]) -> list[pb.RequestOutput]:
     """Outputs of several steps as one per request."""
     by_id = {part.id: part for part in pending.outputs}
     for part in parts:
