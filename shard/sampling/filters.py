@@ -4,13 +4,13 @@ Works on scores whose excluded tokens are already -inf; each filter sees the law
 nothing of requests. No sum here depends on how many rows there are, so a row gets the same bits in any batch.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-_EXCLUDED = float("-inf")
-_FIRST_LOOKS = (256, 4096)
+from shard.sampling.highest import descending
+
+FIRST_LOOK = 128
 """How many of the foremost tokens are ordered first on CPU; mostly enough, and far cheaper than ordering them all."""
+_EXCLUDED = float("-inf")
 
 
 def top_k(scores: torch.Tensor, k: torch.Tensor, k_max: int) -> torch.Tensor:
@@ -20,16 +20,18 @@ def top_k(scores: torch.Tensor, k: torch.Tensor, k_max: int) -> torch.Tensor:
     return _without(scores, scores < highest.gather(1, k.clamp(max=k_max) - 1))
 
 
-def top_p(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """scores: [S, V]; mass: [S, 1]. Keep the fewest highest tokens of each row that together reach `mass`."""
+def top_p(scores: torch.Tensor, mass: torch.Tensor, first_look: int = FIRST_LOOK) -> torch.Tensor:
+    """scores: [S, V]; mass: [S, 1]. Keep the fewest highest tokens of each row that together reach `mass`.
+
+    `first_look` changes how long it takes and nothing else.
+    """
     log_law = torch.log_softmax(scores, dim=-1)
-    for width in _widths(log_law):
-        foremost = log_law.topk(width, dim=-1).values
+    foremost = log_law.topk(first_look).values if _may_look(log_law, first_look) else descending(log_law)
+    reached = foremost.exp().cumsum(-1)
+    if not _suffices(reached, mass, scores.shape[1]):
+        foremost = descending(log_law)
         reached = foremost.exp().cumsum(-1)
-        if _suffices(reached, mass, width, log_law):
-            break
-    last = (reached < mass).sum(-1, keepdim=True).clamp_(max=width - 1)
-    return _without(scores, log_law < foremost.gather(1, last))
+    return _without(scores, log_law < _where_reached(foremost, reached, mass))
 
 
 def min_p(scores: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
@@ -37,33 +39,39 @@ def min_p(scores: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
     return _without(scores, scores < scores.amax(-1, keepdim=True) + log_ratio)
 
 
-def typical_p(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """scores: [S, V]; mass: [S, 1]. Keep the fewest tokens whose surprise is nearest the entropy, reaching `mass`."""
+def typical_p(scores: torch.Tensor, mass: torch.Tensor, first_look: int = FIRST_LOOK) -> torch.Tensor:
+    """scores: [S, V]; mass: [S, 1]. Keep the fewest tokens whose surprise is nearest the entropy, reaching `mass`.
+
+    `first_look` changes how long it takes and nothing else.
+    """
+    vocab_size = scores.shape[1]
     log_law = torch.log_softmax(scores, dim=-1)
     law = log_law.exp()
     surprise = torch.where(law > 0, -log_law, 0.0)
     entropy = (law * surprise).cumsum(-1)[:, -1:]
     distance = log_law.add_(entropy).abs_()
-    for width in _widths(distance):
-        foremost, ids = distance.topk(width, dim=-1, largest=False)
+    foremost, ids = distance.topk(first_look if _may_look(law, first_look) else vocab_size, largest=False)
+    reached = law.gather(1, ids).cumsum(-1)
+    if not _suffices(reached, mass, vocab_size):
+        foremost, ids = distance.sort(dim=-1)
         reached = law.gather(1, ids).cumsum(-1)
-        if _suffices(reached, mass, width, distance):
-            break
-    last = (reached < mass).sum(-1, keepdim=True).clamp_(max=width - 1)
-    return _without(scores, distance > foremost.gather(1, last))
+    return _without(scores, distance > _where_reached(foremost, reached, mass))
 
 
-def _widths(scores: torch.Tensor) -> Iterator[int]:
-    """scores: [S, V]. How many foremost tokens to order, first and then if that was too few."""
-    vocab_size = scores.shape[1]
-    if scores.is_cpu:
-        yield from (width for width in _FIRST_LOOKS if width < vocab_size)
-    yield vocab_size
+def _may_look(scores: torch.Tensor, first_look: int) -> bool:
+    """scores: [S, V]. Whether to order a few first: only where the answer can be read without waiting."""
+    return scores.is_cpu and first_look < scores.shape[1]
 
 
-def _suffices(reached: torch.Tensor, mass: torch.Tensor, width: int, scores: torch.Tensor) -> bool:
-    """reached: [S, width] running mass; mass: [S, 1]; scores: [S, V]. Reads nothing back where all were ordered."""
-    return width == scores.shape[1] or bool((reached[:, -1:] >= mass).all())
+def _suffices(reached: torch.Tensor, mass: torch.Tensor, vocab_size: int) -> bool:
+    """reached: [S, width] running mass; mass: [S, 1]. Reads nothing back where all were ordered."""
+    return reached.shape[1] == vocab_size or bool((reached[:, -1:] >= mass).all())
+
+
+def _where_reached(foremost: torch.Tensor, reached: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """foremost: [S, width] values in order; reached: [S, width] running mass; mass: [S, 1]. Returns [S, 1]."""
+    last = (reached < mass).sum(-1, keepdim=True).clamp_(max=reached.shape[1] - 1)
+    return foremost.gather(1, last)
 
 
 def _without(scores: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""The highest score of each row, and the k highest, with ties always resolved to the lower token id."""
+"""Scores in order: the highest of each row, the k highest, all; ties between tokens go to the lower id."""
 
+import numpy as np
 import torch
 
 _ID_BITS = 32
@@ -23,6 +24,13 @@ def arg_max(scores: torch.Tensor) -> torch.Tensor:
     starts = (peaks.argmax(dim=-1, keepdim=True) * _BLOCK).clamp_(max=vocab_size - _BLOCK)
     block = scores.gather(1, starts + torch.arange(_BLOCK))
     return starts[:, 0] + block.argmax(dim=-1)
+
+
+def descending(scores: torch.Tensor) -> torch.Tensor:
+    """scores: [S, V]. Returns [S, V] the scores of each row from the highest on; numpy orders them on vector units."""
+    if not scores.is_cpu:
+        return scores.sort(dim=-1, descending=True).values
+    return torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)
 
 
 def most_likely(scores: torch.Tensor, k: int) -> torch.Tensor:

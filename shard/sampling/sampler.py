@@ -141,11 +141,13 @@ def _is_bad(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 def _filter(chunk: Chunk, scores: torch.Tensor) -> torch.Tensor:
     """scores: [S', V] after temperature, perhaps changed in place."""
+    everywhere = chunk.top_k is not None and chunk.top_k.rows is None
+    look = min(chunk.top_k.largest, filters.FIRST_LOOK) if chunk.top_k and everywhere else filters.FIRST_LOOK
     steps: list[tuple[Filter | None, Callable[[torch.Tensor, Filter], torch.Tensor]]] = [
         (chunk.top_k, lambda part, used: filters.top_k(part, used.values, used.largest)),
-        (chunk.top_p, lambda part, used: filters.top_p(part, used.values)),
+        (chunk.top_p, lambda part, used: filters.top_p(part, used.values, look)),
         (chunk.min_p, lambda part, used: filters.min_p(part, used.values)),
-        (chunk.typical_p, lambda part, used: filters.typical_p(part, used.values)),
+        (chunk.typical_p, lambda part, used: filters.typical_p(part, used.values, look)),
     ]
     for used, apply in steps:
         if used is not None:

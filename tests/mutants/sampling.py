@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "the nucleus ends one token early",
         "shard/sampling/filters.py",
-        "_without(scores, log_law < foremost.gather(1, last))",
-        "_without(scores, log_law < foremost.gather(1, (last - 1).clamp(min=0)))",
+        "(reached < mass).sum(-1, keepdim=True).clamp_(",
+        "(reached < mass).sum(-1, keepdim=True).sub_(1).clamp_(min=0, ",
         f"{LAW}[top_p]",
     ),
     Mutant(

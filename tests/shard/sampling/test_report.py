@@ -8,7 +8,7 @@ import torch
 
 from shard.request import LogprobParams, SamplingParams
 from shard.sampling import HostSampled, Sampler
-from shard.sampling.highest import arg_max, most_likely
+from shard.sampling.highest import arg_max, descending, most_likely
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import CPU
 from tests.shard.sampling.oracle import Case
@@ -102,6 +102,7 @@ def test_the_first_highest_wins(vocab_size: int) -> None:
         k = min(vocab_size, 20)
         ranks = [sorted(range(vocab_size), key=lambda token: (-row[token], token))[:k] for row in scores.tolist()]
         assert most_likely(scores, k).tolist() == ranks
+        assert descending(scores).tolist() == [sorted(row, reverse=True) for row in scores.tolist()]
 
 
 def test_negative_zero_is_zero() -> None:

@@ -13,6 +13,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from shard.sampling import filters
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import params, shown_law
 from tests.shard.sampling.oracle import Case
@@ -90,6 +91,17 @@ def test_a_flat_law_is_filtered_rightly() -> None:
         # running sums over thousands of nearly equal tokens may end one token apart
         assert abs(np.count_nonzero(found) - np.count_nonzero(expected)) <= 1
         np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_how_many_are_ordered_first_changes_nothing() -> None:
+    """Which depends on the neighbours; enough or not, the law keeps its bits."""
+    scores = torch.stack([logits_of(seed, 3000) / (seed + 1) for seed in range(6)])
+    mass = torch.tensor([0.05, 0.3, 0.6, 0.9, 0.999, 0.5])[:, None]
+    for kept in (filters.top_p, filters.typical_p):
+        whole = kept(scores.clone(), mass, 3000)
+        assert 1 < (whole > -torch.inf).sum() < whole.numel()
+        for first_look in (1, 2, 100, 128, 2999):
+            assert torch.equal(kept(scores.clone(), mass, first_look), whole)
 
 
 def test_equal_scores_stay_or_go_together() -> None:
