@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 """Between these README holds generated figures."""
 UNMEASURED = ("benchmarks/results/", "docs/LOG.md", "CHANGELOG.md")
 """What may differ between the commit that was measured and the one that claims it; README's generated part too."""
@@ -22,7 +22,7 @@ def head(repository: Path = REPOSITORY) -> str:
 
 def changed(repository: Path = REPOSITORY) -> list[str]:
     """Measured files that differ from HEAD or are not known to git."""
-    lines = git("status", "--porcelain", "--no-renames", repository=repository).splitlines()
+    lines = git("status", "--porcelain", "--no-renames", "--untracked-files=all", repository=repository).splitlines()
     paths = [line[3:] for line in lines]
     return [path for path in paths if _is_measured(path) and not _only_figures(path, "HEAD", None, repository)]
 
@@ -44,7 +44,7 @@ def without_figures(text: str) -> str:
 
 
 def _is_measured(path: str) -> bool:
-    return not path.strip('"').startswith(UNMEASURED)
+    return not any(path == known or (known.endswith("/") and path.startswith(known)) for known in UNMEASURED)
 
 
 def _only_figures(path: str, old: str, new: str | None, repository: Path) -> bool:

@@ -144,7 +144,7 @@ def write(entries: Sequence[dict[str, Any]]) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     unfinished = RESULTS.with_suffix(".part")
-    unfinished.write_text(json.dumps([*kept, *entries], indent=1) + "\n")
+    unfinished.write_text(json.dumps([*kept, *entries], indent=1, ensure_ascii=False) + "\n")
     unfinished.replace(RESULTS)
     for told in entries:
         sign = "≥" if told["at_least"] else "≤"
