@@ -11,23 +11,38 @@ from shard.request import FinishReason
 
 
 @dataclass(slots=True)
+class Details:
+    """What few requests ask for. Lists are flat, as on the wire."""
+
+    alternative_ids: list[int] = field(default_factory=list)
+    alternative_logprobs: list[float] = field(default_factory=list)
+    prefill_logprobs: list[float] = field(default_factory=list)
+    prefill_alternative_ids: list[int] = field(default_factory=list)
+    prefill_alternative_logprobs: list[float] = field(default_factory=list)
+
+    def merge(self, later: "Details") -> None:
+        """Append what a later step gave."""
+        self.alternative_ids += later.alternative_ids
+        self.alternative_logprobs += later.alternative_logprobs
+        self.prefill_logprobs += later.prefill_logprobs
+        self.prefill_alternative_ids += later.prefill_alternative_ids
+        self.prefill_alternative_logprobs += later.prefill_alternative_logprobs
+
+
+@dataclass(slots=True)
 class Output:
-    """What one or several steps gave one request. Lists are flat, as on the wire."""
+    """What one or several steps gave one request. One is made per token, so it is kept small."""
 
     key: tuple[int, int]
     token_ids: list[int] = field(default_factory=list)
-    sources: bytearray = field(default_factory=bytearray)
-    step_ends: bytearray = field(default_factory=bytearray)
+    sources: bytes = b""
+    step_ends: bytes = b""
     logprobs: list[float] = field(default_factory=list)
-    alternative_ids: list[int] = field(default_factory=list)
-    alternative_logprobs: list[float] = field(default_factory=list)
+    details: Details | None = None
     num_cached: int = 0
     finish_reason: FinishReason = FinishReason.NONE
     error: str = ""
     retryable: bool = False
-    prefill_logprobs: list[float] = field(default_factory=list)
-    prefill_alternative_ids: list[int] = field(default_factory=list)
-    prefill_alternative_logprobs: list[float] = field(default_factory=list)
 
     def merge(self, later: "Output") -> None:
         """Append what a later step gave."""
@@ -35,15 +50,14 @@ class Output:
         self.sources += later.sources
         self.step_ends += later.step_ends
         self.logprobs += later.logprobs
-        self.alternative_ids += later.alternative_ids
-        self.alternative_logprobs += later.alternative_logprobs
+        if self.details is None:
+            self.details = later.details
+        elif later.details is not None:
+            self.details.merge(later.details)
         self.num_cached += later.num_cached
         self.finish_reason = later.finish_reason
         self.error = later.error
         self.retryable = later.retryable
-        self.prefill_logprobs += later.prefill_logprobs
-        self.prefill_alternative_ids += later.prefill_alternative_ids
-        self.prefill_alternative_logprobs += later.prefill_alternative_logprobs
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,18 @@ class Limits:
 
 @dataclass(slots=True)
 class Share:
-    """One request's part of a step: tokens at positions `start` … `start + num_tokens - 1`."""
+    """One request's part of a step: the tokens at positions `start` … `end - 1`."""
 
     request: Request
     start: int
-    num_tokens: int
+    end: int
+    """The position after the share's last token; of the sampled token where there is one."""
     samples: bool
     """Whether the step ends at the newest known token, so that the next one is sampled."""
 
     @property
-    def end(self) -> int:
-        """The position after the share's last token; of the sampled token where there is one."""
-        return self.start + self.num_tokens
+    def num_tokens(self) -> int:
+        return self.end - self.start
 
 
 class Scheduler:
@@ -93,7 +93,9 @@ class Scheduler:
             request = self.running[index]
             num_tokens = budget.grant(request)
             if num_tokens:
-                if not self._make_room(request, request.num_computed + num_tokens):
+                num_covered = len(request.page_ids) * self.cache.page_size
+                num_wanted = request.num_computed + num_tokens
+                if num_wanted > num_covered and not self._make_room(request, num_wanted):
                     return shares
                 shares.append(self._launch(request, num_tokens, budget))
             index += 1
@@ -109,7 +111,8 @@ class Scheduler:
             self._release_if_still(request)
             return False
         request.num_committed = share.end
-        self.cache.publish(request)
+        if share.end >= (request.num_published + 1) * self.cache.page_size:
+            self.cache.publish(request)
         if token_id is not None:
             request.num_in_flight -= 1
             request.token_ids.append(token_id)
@@ -149,13 +152,14 @@ class Scheduler:
             raise RuntimeError("rows of device state leaked")
 
     def _launch(self, request: Request, num_tokens: int, budget: "Budget") -> Share:
-        budget.spend(request, num_tokens)
+        if num_tokens > 1:
+            budget.spend(request, num_tokens)
         start = request.num_computed
-        samples = start + num_tokens == request.num_known
-        request.num_computed += num_tokens
+        end = request.num_computed = start + num_tokens
+        samples = end == len(request.token_ids) + request.num_in_flight
         request.num_in_flight += samples
         request.num_launched += 1
-        return Share(request, start, num_tokens, samples)
+        return Share(request, start, end, samples)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Find pages, preempting the latest. False if the request itself had to go, or if the latest is still being
@@ -229,9 +233,10 @@ class Budget:
 
         Without chunks a request waits until all it lacks fits, or is alone in the budget if it never would.
         """
-        if request.num_output + request.num_in_flight >= request.max_new_tokens:
+        num_known = len(request.token_ids) + request.num_in_flight
+        if num_known >= request.num_prompt + request.max_new_tokens:
             return 0
-        num_behind = request.num_known - request.num_computed
+        num_behind = num_known - request.num_computed
         if num_behind <= 1:
             return num_behind
         if not self._is_chunked:
@@ -241,9 +246,8 @@ class Budget:
         return min(num_behind, self.num_left)
 
     def spend(self, request: Request, num_tokens: int) -> None:
-        """Take what was granted."""
-        if num_tokens > 1:
-            self.num_left -= num_tokens
-            self._is_untouched = False
-            if request.logprobs.prefill:
-                self.num_scored_left -= num_tokens
+        """Take what was granted, more than one token."""
+        self.num_left -= num_tokens
+        self._is_untouched = False
+        if request.logprobs.prefill:
+            self.num_scored_left -= num_tokens

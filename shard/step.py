@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 import torch
 
 from shard.batch import Segment, StepInputs
-from shard.outbox import Output
+from shard.outbox import Details, Output
 from shard.request import FinishReason, Request, Source
 from shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
 from shard.scheduler import Share
+
+PREFILL, TARGET, STEP_END = bytes([Source.PREFILL]), bytes([Source.TARGET]), b"\1"
+NO_SPAN = range(0)
 
 
 @dataclass
@@ -54,7 +57,6 @@ class Layout:
     def add(self, share: Share) -> None:
         """Append a share."""
         request = share.request
-        first = len(self.input_ids)
         self.input_ids += request.token_ids[share.start : share.end]
         if share.end > len(request.token_ids):
             self.device_indices.append(len(self.input_ids))
@@ -62,9 +64,8 @@ class Layout:
             self.input_ids.append(0)
         if share.samples:
             self.sample_indices.append(len(self.input_ids) - 1)
-        span = scored_span(share)
-        if span:
-            offset = first - share.start
+        if request.logprobs.prefill and (span := scored_span(share)):
+            offset = len(self.input_ids) - share.end
             self.score_indices += range(span.start + offset, span.stop + offset)
             self.target_ids += request.token_ids[span.start + 1 : span.stop + 1]
             self.num_score_alternatives = max(self.num_score_alternatives, request.logprobs.prefill_alternatives)
@@ -74,7 +75,7 @@ def scored_span(share: Share) -> range:
     """Positions of the share whose logits are wanted for the prompt token that follows."""
     request = share.request
     if not request.logprobs.prefill:
-        return range(0)
+        return NO_SPAN
     return range(max(share.start, request.num_scored), min(share.end, request.num_prompt - 1))
 
 
@@ -93,20 +94,20 @@ def fill_inputs(inputs: StepInputs, layout: Layout, shares: list[Share], sampler
 
 def token_output(request: Request, sampled: HostSampled, row: int) -> Output:
     """What a share gives whose token was committed: row `row` of the step's samples."""
+    params = request.logprobs
     output = Output(
         request.key,
-        token_ids=[sampled.token_ids[row]],
-        sources=bytearray([Source.TARGET if request.num_emitted else Source.PREFILL]),
-        step_ends=bytearray([1]),
-        num_cached=take_num_cached(request),
+        [sampled.token_ids[row]],
+        TARGET if request.num_emitted else PREFILL,
+        STEP_END,
+        [sampled.logprobs[row]] if params.wanted else [],
         finish_reason=request.finish_reason,
     )
+    if params.alternatives:
+        output.details = Details(sampled.alternative_ids[row], sampled.alternative_logprobs[row])
+    if request.num_cached:
+        output.num_cached, request.num_cached = request.num_cached, 0
     request.num_emitted += 1
-    if request.logprobs.wanted:
-        output.logprobs = [sampled.logprobs[row]]
-    if request.logprobs.alternatives:
-        output.alternative_ids = sampled.alternative_ids[row]
-        output.alternative_logprobs = sampled.alternative_logprobs[row]
     return output
 
 
@@ -116,19 +117,13 @@ def score_output(share: Share, span: range, scores: HostPromptLogprobs, first: i
     request.num_scored = span.stop
     rows = slice(first, first + len(span))
     num_alternatives = request.logprobs.prefill_alternatives
-    output = Output(request.key, num_cached=take_num_cached(request), prefill_logprobs=scores.logprobs[rows])
+    details = Details(prefill_logprobs=scores.logprobs[rows])
     for ids, logprobs in zip(scores.alternative_ids[rows], scores.alternative_logprobs[rows], strict=True):
-        output.prefill_alternative_ids += ids[:num_alternatives]
-        output.prefill_alternative_logprobs += logprobs[:num_alternatives]
-    return output
+        details.prefill_alternative_ids += ids[:num_alternatives]
+        details.prefill_alternative_logprobs += logprobs[:num_alternatives]
+    return Output(request.key, details=details)
 
 
 def error_output(request: Request, error: str, retryable: bool) -> Output:
     """The end of a request that failed."""
     return Output(request.key, finish_reason=FinishReason.ERROR, error=error, retryable=retryable)
-
-
-def take_num_cached(request: Request) -> int:
-    """The prefix hit, told once."""
-    num_cached, request.num_cached = request.num_cached or 0, 0
-    return num_cached

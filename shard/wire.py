@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from proto import shard_pb2 as pb
 from shard.inbox import Commands, Refusal
-from shard.outbox import Mail, Output
+from shard.outbox import Details, Mail, Output
 from shard.request import LogprobParams, Request, SamplingParams
 
 MAX_MESSAGE_BYTES = 3 << 20
@@ -170,63 +170,80 @@ def write_mail(mail: Mail, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:
 
 
 def write_output(output: Output) -> pb.RequestOutput:
-    """One request's part of a message."""
-    return pb.RequestOutput(
+    """One request's part of a message. Only what is there is set: most outputs are one token."""
+    message = pb.RequestOutput(
         id=output.key[1],
         token_ids=output.token_ids,
-        sources=bytes(output.sources),
+        sources=output.sources,
+        step_ends=output.step_ends,
         logprobs=output.logprobs,
-        alternative_ids=output.alternative_ids,
-        alternative_logprobs=output.alternative_logprobs,
-        num_cached_tokens=output.num_cached,
-        finish_reason=output.finish_reason,  # type: ignore[arg-type]  # an enum of the same values
-        error=output.error,
-        prefill_logprobs=output.prefill_logprobs,
-        prefill_alternative_ids=output.prefill_alternative_ids,
-        prefill_alternative_logprobs=output.prefill_alternative_logprobs,
-        step_ends=bytes(output.step_ends),
-        retryable=output.retryable,
     )
+    if output.num_cached:
+        message.num_cached_tokens = output.num_cached
+    if output.finish_reason:
+        message.finish_reason = output.finish_reason  # type: ignore[assignment]  # an enum of the same values
+        message.error = output.error
+        message.retryable = output.retryable
+    details = output.details
+    if details is not None:
+        message.alternative_ids.extend(details.alternative_ids)
+        message.alternative_logprobs.extend(details.alternative_logprobs)
+        message.prefill_logprobs.extend(details.prefill_logprobs)
+        message.prefill_alternative_ids.extend(details.prefill_alternative_ids)
+        message.prefill_alternative_logprobs.extend(details.prefill_alternative_logprobs)
+    return message
 
 
 def estimate_bytes(output: Output) -> int:
     """No less than the output takes on the wire."""
-    num_items = (
-        3 * len(output.token_ids)
-        + len(output.alternative_ids)
-        + len(output.prefill_logprobs)
-        + len(output.prefill_alternative_ids)
-    )
+    num_items = 3 * len(output.token_ids)
+    details = output.details
+    if details is not None:
+        num_items += len(details.alternative_ids) + len(details.prefill_logprobs) + len(details.prefill_alternative_ids)
     return BYTES_PER_ITEM * num_items + 4 * len(output.error) + 64
 
 
 def cut(output: Output) -> Iterator[Output]:
     """The output itself, or several that together say the same, each small enough for a message."""
-    num_scores, num_tokens = len(output.prefill_logprobs), len(output.token_ids)
     if estimate_bytes(output) <= MAX_MESSAGE_BYTES:
         yield output
         return
-    num_score_alternatives = len(output.prefill_alternative_ids) // max(num_scores, 1)
-    num_alternatives = len(output.alternative_ids) // max(num_tokens, 1)
-    scores_per_part = max(1, MAX_MESSAGE_BYTES // (BYTES_PER_ITEM * (1 + num_score_alternatives)) - 64)
-    tokens_per_part = max(1, MAX_MESSAGE_BYTES // (BYTES_PER_ITEM * (3 + num_alternatives)) - 64)
-    parts = []
-    for first in range(0, num_scores, scores_per_part):
-        last = first + scores_per_part
-        part = Output(output.key, prefill_logprobs=output.prefill_logprobs[first:last])
-        span = slice(first * num_score_alternatives, last * num_score_alternatives)
-        part.prefill_alternative_ids = output.prefill_alternative_ids[span]
-        part.prefill_alternative_logprobs = output.prefill_alternative_logprobs[span]
-        parts.append(part)
-    for first in range(0, num_tokens, tokens_per_part):
-        last = first + tokens_per_part
-        part = Output(output.key, output.token_ids[first:last], output.sources[first:last])
-        part.step_ends, part.logprobs = output.step_ends[first:last], output.logprobs[first:last]
-        span = slice(first * num_alternatives, last * num_alternatives)
-        part.alternative_ids = output.alternative_ids[span]
-        part.alternative_logprobs = output.alternative_logprobs[span]
-        parts.append(part)
+    parts = [*cut_scores(output), *cut_tokens(output)]
     parts[0].num_cached = output.num_cached
     parts[-1].finish_reason, parts[-1].error = output.finish_reason, output.error
     parts[-1].retryable = output.retryable
     yield from parts
+
+
+def cut_scores(output: Output) -> Iterator[Output]:
+    """What the output says about the prompt."""
+    details = output.details or Details()
+    num_scores = len(details.prefill_logprobs)
+    width = len(details.prefill_alternative_ids) // max(num_scores, 1)
+    step = max(1, MAX_MESSAGE_BYTES // (BYTES_PER_ITEM * (1 + width)) - 64)
+    for first in range(0, num_scores, step):
+        scores, alternatives = slice(first, first + step), slice(first * width, (first + step) * width)
+        part = Details(
+            prefill_logprobs=details.prefill_logprobs[scores],
+            prefill_alternative_ids=details.prefill_alternative_ids[alternatives],
+            prefill_alternative_logprobs=details.prefill_alternative_logprobs[alternatives],
+        )
+        yield Output(output.key, details=part)
+
+
+def cut_tokens(output: Output) -> Iterator[Output]:
+    """The tokens of the output."""
+    details = output.details or Details()
+    num_tokens = len(output.token_ids)
+    width = len(details.alternative_ids) // max(num_tokens, 1)
+    step = max(1, MAX_MESSAGE_BYTES // (BYTES_PER_ITEM * (3 + width)) - 64)
+    for first in range(0, num_tokens, step):
+        tokens, alternatives = slice(first, first + step), slice(first * width, (first + step) * width)
+        yield Output(
+            output.key,
+            output.token_ids[tokens],
+            output.sources[tokens],
+            output.step_ends[tokens],
+            output.logprobs[tokens],
+            Details(details.alternative_ids[alternatives], details.alternative_logprobs[alternatives]),
+        )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shard.inbox import Commands, StreamEnded
+from shard.outbox import Details
 from shard.request import FinishReason, Request
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone, logits_after, states_of
 from tests.shard.rig import EPOCH, SAMPLED, SCORED, Rig, Setup, copy_of, make_request
@@ -76,16 +77,17 @@ def test_log_probabilities_of_prompt_and_output_are_complete(setup: Setup) -> No
     outputs = rig.run(*requests)
     for request in requests:
         output = outputs[request.key[1]]
+        details = output.details or Details()
         states = states_of(request.token_ids)
         laws = torch.stack([logits_after(states[:n]) for n in range(1, len(states))]).log_softmax(-1)
         expected = laws.gather(1, torch.tensor(request.token_ids[1:])[:, None])[:, 0].tolist()
-        assert output.prefill_logprobs == pytest.approx(expected[: request.num_prompt - 1])
+        assert details.prefill_logprobs == pytest.approx(expected[: request.num_prompt - 1])
         assert output.logprobs == pytest.approx(expected[request.num_prompt - 1 :])
         top = laws.topk(3)
         num_scores = request.num_prompt - 1
-        assert output.prefill_alternative_ids == top.indices[:num_scores].flatten().tolist()
-        assert output.prefill_alternative_logprobs == pytest.approx(top.values[:num_scores].flatten().tolist())
-        assert output.alternative_ids == top.indices[num_scores:, :2].flatten().tolist()
+        assert details.prefill_alternative_ids == top.indices[:num_scores].flatten().tolist()
+        assert details.prefill_alternative_logprobs == pytest.approx(top.values[:num_scores].flatten().tolist())
+        assert details.alternative_ids == top.indices[num_scores:, :2].flatten().tolist()
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -1,9 +1,10 @@
 """Messages stay small: what is cut says the same as what was whole."""
 
+from dataclasses import fields
 from itertools import pairwise
 
 from proto import shard_pb2 as pb
-from shard.outbox import Mail, Output, Status
+from shard.outbox import Details, Mail, Output, Status
 from shard.request import FinishReason
 from shard.wire import write_mail
 
@@ -12,16 +13,18 @@ def make_output(request_id: int, num_tokens: int, num_scores: int, width: int) -
     return Output(
         (1, request_id),
         token_ids=list(range(num_tokens)),
-        sources=bytearray(num_tokens),
-        step_ends=bytearray(b"\1" * num_tokens),
+        sources=bytes(num_tokens),
+        step_ends=b"\1" * num_tokens,
         logprobs=[-float(i) for i in range(num_tokens)],
-        alternative_ids=list(range(width * num_tokens)),
-        alternative_logprobs=[-float(i) for i in range(width * num_tokens)],
         num_cached=3,
         finish_reason=FinishReason.LENGTH,
-        prefill_logprobs=[-float(i) for i in range(num_scores)],
-        prefill_alternative_ids=list(range(width * num_scores)),
-        prefill_alternative_logprobs=[-float(i) for i in range(width * num_scores)],
+        details=Details(
+            alternative_ids=list(range(width * num_tokens)),
+            alternative_logprobs=[-float(i) for i in range(width * num_tokens)],
+            prefill_logprobs=[-float(i) for i in range(num_scores)],
+            prefill_alternative_ids=list(range(width * num_scores)),
+            prefill_alternative_logprobs=[-float(i) for i in range(width * num_scores)],
+        ),
     )
 
 
@@ -41,15 +44,18 @@ def test_large_mail_is_cut_and_complete() -> None:
             seen.setdefault(part.id, []).append(part)
     for request_id, parts in seen.items():
         output = whole[request_id]
-        for name in ("token_ids", "logprobs", "alternative_ids", "alternative_logprobs"):
+        assert output.details is not None
+        for name in ("token_ids", "logprobs"):
             assert [value for part in parts for value in getattr(part, name)] == getattr(output, name)
-        for name in ("prefill_logprobs", "prefill_alternative_ids", "prefill_alternative_logprobs"):
-            assert [value for part in parts for value in getattr(part, name)] == getattr(output, name)
+        for field in fields(Details):
+            assert [value for part in parts for value in getattr(part, field.name)] == getattr(
+                output.details, field.name
+            )
         assert b"".join(part.step_ends for part in parts) == output.step_ends
         assert sum(part.num_cached_tokens for part in parts) == 3
         assert [part.finish_reason for part in parts] == [0] * (len(parts) - 1) + [pb.FINISH_LENGTH]
         for part in parts:
             assert len(part.alternative_ids) * len(output.token_ids) == len(part.token_ids) * len(
-                output.alternative_ids
+                output.details.alternative_ids
             )
     assert all(len(earlier.prefill_logprobs) >= len(later.prefill_logprobs) for earlier, later in pairwise(seen[1]))
