@@ -26,8 +26,8 @@ REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
 """Fixed by a pilot: rounds of about ten seconds, twice that at 32 clients."""
 VOID_BELOW = {1: 0.57, 8: 0.60, 32: 0.60}
 """vLLM's share of the limit below which the machine was too disturbed to say anything."""
-IDLE_CPU = 0.05
-"""Share of a core that a waiting server may use; the other one would pay for it."""
+IDLE_CPU = 0.01
+"""Share of a core that the frozen server may have used; the other one would have paid for it."""
 SEED = 7_000
 LENGTH = load.Length(PROMPT_TOKENS, OUTPUT_TOKENS)
 OURS, VLLM = "lorikeet", "vllm"
@@ -75,9 +75,10 @@ def _round(
     errors = []
     for server in (OURS, VLLM) if number % 2 == 0 else (VLLM, OURS):
         idle = both[VLLM if server == OURS else OURS]
-        began, idle_began = time.monotonic(), idle.cpu_seconds()
-        answers = _run(targets[server], clients, SEED + 1 + number)
-        idle_share = (idle.cpu_seconds() - idle_began) / (time.monotonic() - began)
+        with idle.frozen():
+            began, idle_began = time.monotonic(), idle.cpu_seconds()
+            answers = _run(targets[server], clients, SEED + 1 + number)
+            idle_share = (idle.cpu_seconds() - idle_began) / (time.monotonic() - began)
         raw[server] = {**summary(answers), "other_idle_cpu": round(idle_share, 4)}
         errors += [f"{server}: {answer.error}" for answer in answers if answer.error]
         if idle_share > IDLE_CPU:

@@ -18,7 +18,13 @@ SPREAD = cases(0.9, 1.0, 1.1, 1.2, 1.0, 0.95, 1.05, 1.15)
 
 @pytest.mark.parametrize(
     ("wanted", "at_least", "state"),
-    [(0.8, True, "holds"), (1.02, True, "missed"), (1.3, False, "holds"), (1.03, False, "missed"), (None, True, "holds")],
+    [
+        (0.8, True, "holds"),
+        (1.02, True, "missed"),
+        (1.3, False, "holds"),
+        (1.03, False, "missed"),
+        (None, True, "holds"),
+    ],
 )
 def test_the_interval_decides_and_not_the_median(wanted: float | None, at_least: bool, state: str) -> None:
     got, measured = verdict(bar(wanted, at_least), SPREAD, "")
