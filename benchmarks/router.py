@@ -54,6 +54,7 @@ class Servers:
 
     port: int
     shard_address: str
+    router_pid: int
 
 
 def write_model(folder: Path) -> None:
@@ -95,7 +96,7 @@ async def servers(step_ms: float, profile: str | None = None) -> AsyncIterator[S
         router = _start(router_command, cores[-1])
         try:
             await _until_ready(port)
-            yield Servers(port, address)
+            yield Servers(port, address, router.pid)
         finally:
             for process in (router, shard):
                 process.send_signal(signal.SIGTERM)
@@ -202,17 +203,25 @@ async def clients(port: int, lengths: Sequence[int]) -> AsyncIterator[list[Clien
         raise RuntimeError(failures[0])
 
 
-async def throughput(rounds: int = NUM_ROUNDS, profile: str | None = None) -> list[float]:
-    """Streamed tokens per second in each round, after one round of warm-up."""
-    rates = []
+def _cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, its threads included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def throughput(rounds: int = NUM_ROUNDS, profile: str | None = None) -> list[tuple[float, float]]:
+    """(streamed tokens per second, the router's processor seconds per token) in each round after a warm-up."""
+    results = []
     async with servers(STEP_MS, profile) as started, clients(started.port, [NEW_TOKENS] * NUM_STREAMS) as running:
         for number in range(rounds + 1):
             before, begin = sum(client.num_events for client in running), time.perf_counter()
+            cpu_before = _cpu_seconds(started.router_pid)
             await asyncio.sleep(ROUND_SECONDS)
-            after, end = sum(client.num_events for client in running), time.perf_counter()
+            num_tokens = sum(client.num_events for client in running) - before
             if number:
-                rates.append((after - before) / (end - begin))
-    return rates
+                cpu = _cpu_seconds(started.router_pid) - cpu_before
+                results.append((num_tokens / (time.perf_counter() - begin), cpu / num_tokens))
+    return results
 
 
 async def first_token(rounds: int = NUM_ROUNDS) -> list[tuple[float, float]]:
@@ -271,11 +280,12 @@ def main() -> None:
     arguments = parser.parse_args()
     result: dict[str, object] = {"benchmark": "router", "streams": NUM_STREAMS}
     if arguments.only != "first-token":
-        rates = uvloop.run(throughput(arguments.rounds, arguments.profile))
-        print(
-            f"{NUM_STREAMS} streams: {statistics.median(rates):.0f} tokens/s, rounds {[round(rate) for rate in rates]}"
-        )
-        result |= {"tokens_per_second": statistics.median(rates), "tokens_per_second_rounds": rates}
+        measured = uvloop.run(throughput(arguments.rounds, arguments.profile))
+        rates, costs = [rate for rate, _ in measured], [1e6 * cost for _, cost in measured]
+        rate, cost = statistics.median(rates), statistics.median(costs)
+        print(f"{NUM_STREAMS} streams: {rate:.0f} tokens/s, {cost:.1f} µs of the router's processor per token")
+        result |= {"tokens_per_second": rate, "tokens_per_second_rounds": rates}
+        result |= {"router_us_per_token": cost, "router_us_per_token_rounds": costs}
     if arguments.only != "throughput" and arguments.profile is None:
         pairs = uvloop.run(first_token(arguments.rounds))
         added = [1000 * (routed - straight) for routed, straight in pairs]
