@@ -18,6 +18,9 @@ from shard.sampling.transfer import to_device
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Scores worked on at once: what stays in a CPU core's cache; what bounds scratch memory on CUDA."""
 
+_COLDEST = 1e-6
+"""Below this nothing but the highest score can be drawn, and dividing by much less would overflow."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -151,7 +154,7 @@ class Planner:
             marked_rows=self.tensor([rows[at].row for at in marked]) if marked else None,
             penalties=self._penalties(rows),
             seeds=self.tensor([as_signed(row.params.seed) for row in rows]),
-            temperature=self._column([row.params.temperature for row in rows]),
+            temperature=self._column([max(row.params.temperature, _COLDEST) for row in rows]),
             top_k=self._top_k(rows),
             top_p=self._filter(rows, lambda params: params.top_p, lambda value: value < 1.0),
             min_p=self._filter(
