@@ -16,8 +16,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shard.batch import Segment
+from shard.build import build_engine
 from shard.config import ShardConfig
+from shard.inbox import Commands, Inbox, StreamOpened
 from shard.model import Model, load_model
+from shard.outbox import Outbox
+from shard.request import Request
 from tests import tiny
 
 NEW_TOKENS = 24
@@ -147,6 +151,43 @@ def compare(name: str, expected: list[Continued], given: list[Continued]) -> Tri
             else:
                 tried.differences.append(f"request {index} differs at token {same}")
     return tried
+
+
+@dataclass
+class Run:
+    """What the engine gave."""
+
+    texts: list[list[int]]
+    num_preempted: int
+    num_cached: int
+    """Prompt tokens found in the prefix cache."""
+
+
+def through_engine(config: ShardConfig, prompts: list[list[int]], rounds: int = 1) -> Run:
+    """Greedy text of all prompts at once through scheduler, pages and sampling; `rounds` times one after the other."""
+    inbox, outbox = Inbox(), Outbox()
+    engine = build_engine(config, load_model(config), inbox, outbox)
+    outbox.open(1, wake=lambda: None)
+    inbox.put(StreamOpened(1))
+    texts: dict[int, list[int]] = {}
+    num_cached = 0
+    for number in range(rounds):
+        ids = [number * len(prompts) + index for index in range(len(prompts))]
+        requests = [
+            Request((1, i), list(prompt), len(prompt), NEW_TOKENS) for i, prompt in zip(ids, prompts, strict=True)
+        ]
+        inbox.put(Commands(1, submits=requests))
+        ended = 0
+        while ended < len(prompts):
+            engine.step()
+            for output in outbox.take(1).outputs:
+                texts.setdefault(output.key[1], []).extend(output.token_ids)
+                num_cached += output.num_cached
+                ended += bool(output.finish_reason)
+                if output.error:
+                    raise RuntimeError(output.error)
+    engine.scheduler.check()
+    return Run([texts[i] for i in sorted(texts)], engine.scheduler.num_preempted, num_cached)
 
 
 def check(

@@ -43,7 +43,7 @@ def best_of(call: Callable[[], object], repeats: int) -> float:
 def measure_machine() -> Machine:
     """Best read of 1 GiB and best packed bfloat16 product."""
     memory = torch.ones(1 << 28)
-    seconds = best_of(lambda: memory.sum(), 5)
+    seconds = best_of(memory.sum, 5)
     shapes = ((256, 1024, 5632), (1024, 1024, 5632), (256, 2816, 1024))
     rates = []
     for rows, inner, outer in shapes:
@@ -125,7 +125,11 @@ def main() -> None:
             reading = (2 * matrix + kv_bytes) / machine.bytes_per_second
             ideal = max(reading, 2 * tokens * matrix / machine.flops_per_second)
             seconds = time_step(model, segments, options.repeats)
-            results[name] = {"ms": round(seconds * 1e3, 2), "ideal_ms": round(ideal * 1e3, 2), "share": round(ideal / seconds, 3)}
+            results[name] = {
+                "ms": round(seconds * 1e3, 2),
+                "ideal_ms": round(ideal * 1e3, 2),
+                "share": round(ideal / seconds, 3),
+            }
             print(f"{name:24} {seconds * 1e3:8.2f} ms   ideal {ideal * 1e3:8.2f} ms   {ideal / seconds:.2f}")
             if options.case:
                 print(profile(model, segments))

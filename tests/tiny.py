@@ -62,7 +62,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3_text", {**_GQA, "head_dim": 24, "sliding_window": WINDOW, "layer_types": _SLIDING}),
     "phi": ("phi", {**_MHA, "partial_rotary_factor": 0.5}),
     "phi3": ("phi3", {**_GQA, "sliding_window": WINDOW}),
-    "phi3_longrope": ("phi3", {**_GQA, "original_max_position_embeddings": ORIGINAL_LENGTH, "rope_parameters": _LONGROPE}),
+    "phi3_longrope": (
+        "phi3",
+        {**_GQA, "original_max_position_embeddings": ORIGINAL_LENGTH, "rope_parameters": _LONGROPE},
+    ),
     "gpt2": ("gpt2", {**_GPT}),
     "gpt_neox": ("gpt_neox", {**_MHA, "rotary_pct": 0.5}),
     "gpt_bigcode": ("gpt_bigcode", {**_GPT, "multi_query": True}),

@@ -35,7 +35,10 @@ class Step(Structure):
     """`Step` of cpu.c."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("num_segments", "num_tokens", "page_size", "page_stride", "num_items", "scratch")),
+        *(
+            (name, c_int64)
+            for name in ("num_segments", "num_tokens", "page_size", "page_stride", "num_items", "scratch")
+        ),
         *((name, c_void_p) for name in ("starts", "first_rows", "counts", "pages", "items", "slots", "memory")),
     ]
 

@@ -25,7 +25,9 @@ class CompilerMissing(RuntimeError):
 @cache
 def load(bf16: bool) -> ctypes.CDLL:
     """The library for bfloat16 or float32 elements. torch must be imported before: both share one OpenMP runtime."""
-    compiler = next((path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
+    compiler = next(
+        (path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None
+    )
     if compiler is None:
         raise CompilerMissing("no C compiler (cc, gcc or clang) on this machine")
     flags = (*FLAGS, f"-DBF16={int(bf16)}")

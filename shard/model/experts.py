@@ -4,6 +4,8 @@ Each expert multiplies its own tokens, sorted by expert; each token then sums it
 token's bits do not depend on its neighbours.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
@@ -21,7 +23,7 @@ def is_experts(module: nn.Module) -> bool:
 class PackedExperts(nn.Module):
     """The packed matrices of one block's experts; takes them from `block`, which keeps its gate function only."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: Any) -> None:
         super().__init__()
         if block.has_post_expert_norm or block._is_expert_parallel:
             raise ValueError(f"{type(block).__name__}: experts with a norm of their own are not served")
@@ -33,14 +35,14 @@ class PackedExperts(nn.Module):
         self.down_bias: torch.Tensor | None = getattr(block, "down_proj_bias", None)
 
     @staticmethod
-    def _take(block: nn.Module, name: str) -> list[torch.Tensor]:
+    def _take(block: Any, name: str) -> list[torch.Tensor]:
         """Pack one matrix per expert and drop the block's own tensor."""
         matrices: torch.Tensor = getattr(block, name).detach()
         packed = [pack(matrix.t() if block.is_transposed else matrix) for matrix in matrices]
         delattr(block, name)
         return packed
 
-    def forward(self, block: nn.Module, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(self, block: Any, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: [T, H]; expert_ids, weights: [T, experts per token]. Returns [T, H]."""
         num_chosen = expert_ids.shape[1]
         # [T * experts per token] pairs sorted by expert
@@ -57,12 +59,14 @@ class PackedExperts(nn.Module):
         unsorted = torch.empty_like(results).index_copy_(0, order, results).view(x.shape[0], num_chosen, -1)
         return (unsorted * weights[..., None]).sum(1).to(x.dtype)
 
-    def _one(self, block: nn.Module, expert: int, x: torch.Tensor) -> torch.Tensor:
+    def _one(self, block: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
         """One expert's tokens: [rows, H]. A single row is doubled, for bits are equal from two rows on."""
         rows = x if x.shape[0] > 1 else x.expand(2, -1)
         hidden = linear(rows, self.up[expert], None if self.up_bias is None else self.up_bias[expert])
         hidden = block._apply_gate(hidden) if block.has_gate else block.act_fn(hidden)
-        return linear(hidden, self.down[expert], None if self.down_bias is None else self.down_bias[expert])[: x.shape[0]]
+        return linear(hidden, self.down[expert], None if self.down_bias is None else self.down_bias[expert])[
+            : x.shape[0]
+        ]
 
 
 def packed_experts(

@@ -29,7 +29,7 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 class BloomAttention(nn.Module):
     """In place of transformers' BloomAttention."""
 
-    def __init__(self, old: nn.Module, site: AttentionSite) -> None:
+    def __init__(self, old: Any, site: AttentionSite) -> None:
         super().__init__()
         self.query_key_value, self.dense = old.query_key_value, old.dense
         self.num_heads, self.head_dim = old.num_heads, old.head_dim
@@ -47,7 +47,7 @@ class BloomAttention(nn.Module):
 class FalconAttention(nn.Module):
     """In place of transformers' FalconAttention: grouped, multi-query or one K and V per head; rotary or alibi."""
 
-    def __init__(self, old: nn.Module, site: AttentionSite) -> None:
+    def __init__(self, old: Any, site: AttentionSite) -> None:
         super().__init__()
         self.query_key_value, self.dense = old.query_key_value, old.dense
         self.head_dim, self.num_kv_heads = old.head_dim, old.num_kv_heads
@@ -64,7 +64,11 @@ class FalconAttention(nn.Module):
         """hidden_states: [1, T, H]; position_embeddings: cosines and sines, [1, T, D] each."""
         # [1, T, kv_heads, group + 2, D]
         fused = self.query_key_value(hidden_states).unflatten(-1, (self.num_kv_heads, self.group + 2, self.head_dim))
-        query, key, value = _heads(fused[..., :-2, :].flatten(2, 3)), _heads(fused[..., -2, :]), _heads(fused[..., -1, :])
+        query, key, value = (
+            _heads(fused[..., :-2, :].flatten(2, 3)),
+            _heads(fused[..., -2, :]),
+            _heads(fused[..., -1, :]),
+        )
         if "alibi_slopes" not in self.options:
             query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
         return self.dense(self.lorikeet_site(query, key, value, self.options).flatten(2)), None
@@ -73,7 +77,7 @@ class FalconAttention(nn.Module):
 class MptAttention(nn.Module):
     """In place of transformers' MptAttention."""
 
-    def __init__(self, old: nn.Module, site: AttentionSite) -> None:
+    def __init__(self, old: Any, site: AttentionSite) -> None:
         super().__init__()
         self.Wqkv, self.out_proj = old.Wqkv, old.out_proj
         self.num_heads, self.head_dim, self.clip = old.n_heads, old.head_dim, old.clip_qkv
@@ -94,7 +98,7 @@ class MptAttention(nn.Module):
 class MptTrunk(nn.Module):
     """In place of transformers' MptModel, which insists on a mask of its own."""
 
-    def __init__(self, old: nn.Module) -> None:
+    def __init__(self, old: Any) -> None:
         super().__init__()
         self.wte, self.blocks, self.norm_f = old.wte, old.blocks, old.norm_f
 

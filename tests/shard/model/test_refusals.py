@@ -32,7 +32,11 @@ def refused(folder: Path, values: dict[str, object]) -> str:
         ({"model_type": "llama4_text", **SMALL}, ("llama4_text", "chunk")),
         ({"model_type": "llama", **SMALL, "quantization_config": {"quant_method": "awq"}}, ("llama", "quantised")),
         (
-            {"model_type": "llama", **SMALL, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            {
+                "model_type": "llama",
+                **SMALL,
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            },
             ("llama", "dynamic NTK"),
         ),
         ({"model_type": "bert", **SMALL}, ("bert",)),
