@@ -34,7 +34,11 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], headers: dict[str, str], on_close: Callable[[], None] | None = None
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: dict[str, str],
+        on_close: Callable[[], None] | None = None,
+        keep_alive_s: float = KEEP_ALIVE_SECONDS,
     ) -> None:
         super().__init__(headers=headers)
         # The length of a stream is not known when it starts.
@@ -42,9 +46,10 @@ class EventStream(Response):
         self.headers["cache-control"] = "no-cache"
         self._events = events
         self._on_close = on_close
+        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        keep_alive = _KeepAlive(send)
+        keep_alive = _KeepAlive(send, self._keep_alive_s)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async with ClientWatch(receive), aclosing(self._events):
@@ -59,13 +64,14 @@ class EventStream(Response):
 
 
 class _KeepAlive:
-    """Sends a comment after every 15 silent seconds. One timer per stream, never one per event."""
+    """Sends a comment after so many silent seconds. One timer per stream, never one per event."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, seconds: float) -> None:
         self._send = send
+        self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
-        self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS, self._look)
+        self._timer = self._loop.call_later(seconds, self._look)
         self._comment: asyncio.Task[None] | None = None
 
     def touch(self) -> None:
@@ -73,10 +79,10 @@ class _KeepAlive:
 
     def _look(self) -> None:
         silent = self._loop.time() - self._last
-        if silent >= KEEP_ALIVE_SECONDS:
+        if silent >= self._seconds:
             self._comment = self._loop.create_task(self._say())
             silent = 0.0
-        self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS - silent, self._look)
+        self._timer = self._loop.call_later(self._seconds - silent, self._look)
 
     async def _say(self) -> None:
         self._last = self._loop.time()

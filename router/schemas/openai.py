@@ -13,6 +13,7 @@ from router.schemas.fields import Fields
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
 
 LATER_FIELDS = (
     "response_format",
@@ -224,6 +225,8 @@ def _within(fields: Fields, name: str, low: float, high: float, default: float) 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     given = fields.mapping("logit_bias") or {}
+    if len(given) > MAX_BIASES:
+        raise ValidationError(f"`logit_bias` supports up to {MAX_BIASES} tokens. Given: {len(given)}", "logit_bias")
     values = Fields(given, "logit_bias.")
     biases = []
     for name in given:

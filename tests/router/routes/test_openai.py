@@ -327,6 +327,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
     ("presence_penalty", {"presence_penalty": 2.5}, None),
     ("logit_bias", {"logit_bias": {"a": 1}}, None),
     ("logit_bias", {"logit_bias": {"1": 101}}, None),
+    ("logit_bias", {"logit_bias": {str(token): 1 for token in range(1025)}}, None),
     ("n", {"n": 0}, None),
     ("n", {"n": 129}, None),
     ("stop", {"stop": list("abcde")}, None),
