@@ -5,13 +5,16 @@ Knows nothing of processes. The library behind it takes a while to load and star
 
 import json
 import logging
+import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 
 from adapters.refs import Ref
+from launcher import progress
 from launcher.exits import Exit, LauncherError
 from launcher.model import ModelFolder, is_weights
 
@@ -33,27 +36,37 @@ class Hub:
         `code` takes Python files too; without `weights` only the small files come. Raises LauncherError.
         """
         try:
-            names = self._listed(ref)
+            sizes = self._listed(ref)
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError) as error:
             raise LauncherError(Exit.DOWNLOAD_ERROR, _why(ref, error, self._token)) from None
         except Exception as error:  # the library lets errors of whichever HTTP client it is built on through
             return self._cached(ref, weights, error)
-        wanted = choose(names, code, weights)
+        wanted = choose(sizes, code, weights)
         if "config.json" not in wanted:
             raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} has no config.json: it is not a model's repository")
         if weights and not any(is_weights(name) for name in wanted):
             raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} has neither safetensors nor .bin weights")
-        self._log.info("fetching %d files of %s from the hub", len(wanted), ref)
+        total = sum(sizes[name] for name in wanted)
+        self._log.info("fetching %d files (%s) of %s from the hub", len(wanted), progress.size(total), ref)
         try:
-            path = Path(self._snapshot(ref, wanted, offline=False))
+            with self._progress(ref, total):
+                path = Path(self._snapshot(ref, wanted, offline=False))
         except Exception as error:  # see above, and the disk may be full
             raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} cannot be downloaded: {_first_line(error)}") from None
         return self._checked(ref, path, weights)
 
-    def _listed(self, ref: Ref) -> list[str]:
-        """Names of all files of the repository."""
-        info = huggingface_hub.HfApi(token=self._token).model_info(ref.id, revision=ref.revision)
-        return [file.rfilename for file in info.siblings or []]
+    def _listed(self, ref: Ref) -> dict[str, int]:
+        """Names of all files of the repository with their sizes."""
+        api = huggingface_hub.HfApi(token=self._token)
+        info = api.model_info(ref.id, revision=ref.revision, files_metadata=True)
+        return {file.rfilename: file.size or 0 for file in info.siblings or []}
+
+    def _progress(self, ref: Ref, total: int) -> AbstractContextManager[None]:
+        """A terminal has the library's bars, a log gets lines."""
+        if sys.stderr.isatty():
+            return nullcontext()
+        cache = Path(self._cache or constants.HF_HUB_CACHE).expanduser()
+        return progress.logged(cache / f"models--{ref.id.replace('/', '--')}" / "blobs", total, self._log)
 
     def _snapshot(self, ref: Ref, wanted: Iterable[str] | None, offline: bool) -> str:
         path = huggingface_hub.snapshot_download(

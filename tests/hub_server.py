@@ -152,7 +152,7 @@ def _info(id: str, commit: str, files: dict[str, bytes]) -> dict[str, Any]:
         "downloads": 0,
         "likes": 0,
         "tags": [],
-        "siblings": [{"rfilename": name} for name in sorted(files)],
+        "siblings": [{"rfilename": name, "size": len(files[name])} for name in sorted(files)],
     }
 
 

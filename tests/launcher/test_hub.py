@@ -10,6 +10,7 @@ import pytest
 
 from launcher.exits import Exit
 from launcher.hub import choose, missing_files
+from launcher.progress import size
 from tests.hub_server import HubServer, Repository, commit_of, hub
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,11 @@ def downloaded(server: HubServer | None, cache: Path, *arguments: str, **environ
 
 def test_only_what_serving_needs_is_fetched(tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
-        path = downloaded(server, tmp_path, "--model-id", "owner/name")
+        result = launch(server, tmp_path, "--download-only", "--model-id", "owner/name")
+    assert result.returncode == 0, result.stderr
+    total = sum(len(MODEL[name]) for name in SERVED)
+    assert f"fetching 7 files ({size(total)}) of owner/name from the hub" in result.stderr
+    path = Path(result.stdout.strip())
     assert {file.name for file in path.iterdir()} == SERVED
     assert (path / "model-2-of-2.safetensors").read_bytes() == MODEL["model-2-of-2.safetensors"]
     assert path.name == commit_of(MODEL)
