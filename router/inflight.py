@@ -61,6 +61,7 @@ class Generation:
         self._tokens: list[Token] = []
         self._text = ""
         self._wants_prefill = request.prefill_logprobs
+        self._wants_alternatives = request.num_alternatives > 0
         self._prefill_logprobs: list[float] = []
         self._prefill_ids: list[int] = []
         self._prefill_values: list[float] = []
@@ -116,7 +117,7 @@ class Generation:
         The reader is not told yet: `wake` does that, when no more output is at hand.
         """
         ids = list(output.token_ids)
-        if output.prefill_logprobs:
+        if self._wants_prefill:
             self._prefill_logprobs.extend(output.prefill_logprobs)
             self._prefill_ids.extend(output.prefill_alternative_ids)
             self._prefill_values.extend(output.prefill_alternative_logprobs)
@@ -144,7 +145,7 @@ class Generation:
         logprobs = output.logprobs
         sources = output.sources
         step_ends = output.step_ends
-        num_alternatives = len(output.alternative_ids) // len(ids)
+        num_alternatives = len(output.alternative_ids) // len(ids) if self._wants_alternatives else 0
         special_ids, hidden_ids, tokens, stop = self._special_ids, self._hidden_ids, self._tokens, self._stop
         skipped = False
         for index, token_id in enumerate(ids):

@@ -6,6 +6,7 @@ The first SIGTERM or SIGINT drains: probes and new requests get 503 while runnin
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -70,6 +71,9 @@ class RouterServer:
         listener = _listen(config.hostname, config.port)
         self._handle_signals()
         await dispatcher.start()
+        # What exists now lives as long as the process: the collector need not walk it again and again.
+        gc.collect()
+        gc.freeze()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         watching = asyncio.create_task(self._watch_parent())
         log.info("router_listening", hostname=config.hostname, port=listener.getsockname()[1])

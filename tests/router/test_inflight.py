@@ -44,7 +44,7 @@ class Fed:
 
 
 def test_tokens_carry_what_the_step_said(tokenizer: Tokenizer) -> None:
-    fed = Fed(tokenizer)
+    fed = Fed(tokenizer, num_alternatives=2)
     ids = fed.ids(" the fox jumps")
     sources = bytes(range(len(ids)))
     step_ends = bytes([0, 1] * (len(ids) // 2) + [1] * (len(ids) % 2))
