@@ -69,8 +69,8 @@ class ScriptedShard:
         await self._server.stop(grace=0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds; fails after ten seconds."""
-        async with asyncio.timeout(10):
+        """Wait until `condition` holds; fails after a minute."""
+        async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110 - what is waited for lies in several places
                 await asyncio.sleep(0.005)
 
