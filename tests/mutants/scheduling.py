@@ -1,0 +1,51 @@
+"""Faults of pages, plans and steps."""
+
+from tests.mutants.mutant import Mutant
+
+CACHE, SCHEDULER, REQUEST, STEP = "shard/kv_cache.py", "shard/scheduler.py", "shard/request.py", "shard/step.py"
+CACHE_TEST, ENGINE_TEST = "tests/shard/test_kv_cache.py", "tests/shard/test_engine.py"
+
+MUTANTS = [
+    Mutant(
+        "a prompt that is cached whole leaves no token to compute",
+        REQUEST,
+        "return len(self.token_ids) - 1",
+        "return len(self.token_ids)",
+        f"{CACHE_TEST}::test_only_full_pages_before_the_last_token_are_shared",
+    ),
+    Mutant(
+        "a prefix hit cuts prompt log probabilities short",
+        REQUEST,
+        "return self.num_scored",
+        "return len(self.token_ids) - 1",
+        f"{ENGINE_TEST}::test_log_probabilities_of_prompt_and_output_are_complete[default]",
+    ),
+    Mutant(
+        "a page is published before its step is committed",
+        CACHE,
+        "num_full = request.num_committed // self.page_size",
+        "num_full = request.num_computed // self.page_size",
+        f"{ENGINE_TEST}::test_a_failing_step_fails_its_requests_and_no_other[1]",
+    ),
+    Mutant(
+        "page hashes forget the salt",
+        CACHE,
+        "request.cache_salt.encode())",
+        'b"")',
+        f"{CACHE_TEST}::test_adapter_and_salt_keep_pages_apart",
+    ),
+    Mutant(
+        "the oldest request is preempted",
+        SCHEDULER,
+        "latest = self.running[-1]",
+        "latest = self.running[0]",
+        f"{ENGINE_TEST}::test_the_latest_is_preempted_and_comes_back_first",
+    ),
+    Mutant(
+        "the newest token is not taken from the device",
+        STEP,
+        "sampler.last_tokens.index_select(0, rows)",
+        "torch.zeros_like(rows)",
+        f"{ENGINE_TEST}::test_every_text_is_what_it_is_alone[lag 1]",
+    ),
+]
