@@ -63,6 +63,10 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
         self._step = 0
         self._work = asyncio.Event()
         self.num_steps = 0
+        self.may_end = asyncio.Event()
+        """Cleared, it holds the running step for as long as a test wants."""
+        self.may_end.set()
+        self.is_held = False
         self.aborted_ids: list[int] = []
 
     @property
@@ -113,6 +117,8 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
                 self._admit(stream)
             due = max(due + self._model.step_seconds, time.monotonic())
             await asyncio.sleep(max(0.0, due - time.monotonic()))
+            self.is_held = not self.may_end.is_set()
+            await self.may_end.wait()
             self._step += 1
             self.num_steps += 1
             for stream in self._streams:

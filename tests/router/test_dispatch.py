@@ -93,23 +93,26 @@ async def test_a_request_comes_back_whole_and_in_order(tmp_path: Path) -> None:
         assert here.dispatcher.healthy
 
 
-@pytest.mark.parametrize("spread_seconds", [0.0, 0.08])
+@pytest.mark.parametrize("spread_seconds", [0.0, 0.1])
 @pytest.mark.parametrize("busy", [False, True])
 async def test_a_hundred_requests_within_one_step_travel_in_two_messages(
     tmp_path: Path, spread_seconds: float, busy: bool
 ) -> None:
-    async with stage(tmp_path, SimulatedModel(step_seconds=0.4)) as here:
+    async with stage(tmp_path, SimulatedModel(step_seconds=0.05)) as here:
+        shard = here.shard
         running = []
         if busy:
-            running = [here.dispatcher.submit(request(3)) for _ in range(2)]
-            await running[0].next()  # a step has just begun
-            here.commands.clear()
-        steps_before = here.shard.num_steps
+            running = [here.dispatcher.submit(request(1000)) for _ in range(2)]
+            await running[0].next()
+        shard.may_end.clear()
+        if busy:
+            await here.until(lambda: shard.is_held and running[1].num_generated == shard.num_steps)
+        here.commands.clear()
         made = []
         for _ in range(100):
             made.append(here.dispatcher.submit(request(1)))
             await asyncio.sleep(spread_seconds / 100)
-        assert here.shard.num_steps == steps_before, "the machine was too slow for this test's step"
+        shard.may_end.set()
         await asyncio.gather(*(ids_of(generation) for generation in made))
         assert sum(here.batches) == 100
         assert len(here.batches) <= 2

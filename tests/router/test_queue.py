@@ -95,7 +95,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 def test_random_lives_of_a_queue() -> None:
-    run_state_machine_as_test(QueueMachine, settings=settings(max_examples=150, stateful_step_count=60, deadline=None))
+    run_state_machine_as_test(QueueMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
 @given(
@@ -103,7 +103,7 @@ def test_random_lives_of_a_queue() -> None:
     weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4),
     most=st.sampled_from([4, 16, 60]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_shares_follow_the_weights_whenever_one_looks(data: st.DataObject, weights: list[float], most: int) -> None:
     """Keys that always wait: tokens per weight differ by no more than a quantum and the largest charges."""
     queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
