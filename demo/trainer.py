@@ -28,7 +28,7 @@ WINDOW_STEPS = 64
 class Recipe:
     """Everything that the weights depend on, but for the stream and the initial weights."""
 
-    num_steps: int = 1600
+    num_steps: int = 1000
     tokens_per_step: int = 4096
     stages: tuple[tuple[float, int], ...] = ((0.0, 256), (0.5, 512), (0.8, 1024), (0.95, 2048))
     """(from this share of the steps on, sequence length): short rows are cheap, long ones teach the rest."""
