@@ -1,0 +1,86 @@
+"""One architecture through everything that must not change its text: model alone, engine, chunks, prefix hits, too few
+pages, commit lag. Knows the comparisons of `benchmarks/exact.py` and which ways there are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import exact
+from shard.config import ShardConfig
+from tests import tiny
+
+TOTAL = 128
+SHORT_TOTAL = tiny.ORIGINAL_LENGTH
+"""So many tokens per request select the other set of longrope factors."""
+TIE = 1e-4
+
+
+@dataclass(frozen=True)
+class Way:
+    """How sixteen concurrent requests are run through the engine."""
+
+    settings: Mapping[str, Any]
+    rounds: int = 1
+    preempts: bool = False
+    """Somebody must be preempted, else the way shows nothing."""
+    hits: bool = False
+    """Prompt tokens must be found in the prefix cache, else the way shows nothing."""
+
+
+WAYS = {
+    "all at once": Way({}),
+    "seven prompt tokens a step": Way({"step_tokens": 7}),
+    "prefix hits": Way({}, rounds=2, hits=True),
+    "few pages": Way({"num_pages": 7}, preempts=True),
+    "commit lag": Way({"commit_lag": 1}),
+}
+
+
+def run(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Every way of one architecture; each tells tokens, ties, differences and the fewest distinct tokens of a text."""
+    tiny.make(name, folder)
+    told = [_alone(name, folder, TOTAL, tiny.LENGTHS)]
+    if "longrope" in name:
+        short = tuple(length for length in tiny.LENGTHS if length + exact.NEW_TOKENS <= SHORT_TOTAL)
+        told.append(_alone(name, folder, SHORT_TOTAL, short))
+    prompts = exact.prompts_of(name, tiny.LENGTHS)
+    expected = exact.oracle(folder, prompts, TOTAL)
+    config = ShardConfig(
+        name, str(folder), "unix:/dev/null", dtype="float32", max_total_tokens=TOTAL, num_pages=80, prefix_caching=True
+    )
+    return told + [_engine(way, WAYS[way], config, prompts, expected) for way in WAYS]
+
+
+def _alone(name: str, folder: Path, max_total_tokens: int, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """The model without the engine, where log probabilities can be compared too."""
+    tried = exact.check(name, folder, max_total_tokens=max_total_tokens, lengths=lengths)
+    return {"way": f"model, {max_total_tokens} tokens", **asdict(tried)}
+
+
+def _engine(
+    name: str, way: Way, config: ShardConfig, prompts: list[list[int]], expected: list[exact.Continued]
+) -> dict[str, Any]:
+    result = exact.through_engine(replace(config, **way.settings), prompts, way.rounds)
+    told: dict[str, Any] = {"way": name, "num_tokens": 0, "num_ties": 0, "differences": []}
+    for index, text in enumerate(result.texts):
+        want = expected[index % len(expected)]
+        same = next((i for i, pair in enumerate(zip(want.token_ids, text, strict=False)) if pair[0] != pair[1]), None)
+        if same is None and len(text) == len(want.token_ids):
+            told["num_tokens"] += len(text)
+            continue
+        at = len(text) if same is None else same
+        told["num_tokens"] += at
+        best = want.logprobs[min(at, len(want.token_ids) - 1)].topk(2).values
+        if same is not None and best[0] - best[1] < TIE:
+            told["num_ties"] += 1
+        else:
+            told["differences"].append(f"request {index} differs at token {at}")
+    if len(result.texts) != way.rounds * len(prompts):
+        told["differences"].append(f"{len(result.texts)} texts")
+    if way.preempts and not result.num_preempted:
+        told["differences"].append("nobody was preempted")
+    if way.hits and not result.num_cached:
+        told["differences"].append("no prefix was found")
+    return {**told, "num_preempted": result.num_preempted, "num_cached": result.num_cached}
