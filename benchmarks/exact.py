@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shard.batch import Segment
 from shard.build import build_engine
 from shard.config import ShardConfig
-from shard.inbox import Commands, Inbox, StreamOpened
+from shard.inbox import Commands, Inbox, Refusal, StreamOpened
 from shard.model import Model, load_model
 from shard.outbox import Outbox
 from shard.request import Request
@@ -173,7 +173,7 @@ def through_engine(config: ShardConfig, prompts: list[list[int]], rounds: int = 
     num_cached = 0
     for number in range(rounds):
         ids = [number * len(prompts) + index for index in range(len(prompts))]
-        requests = [
+        requests: list[Request | Refusal] = [
             Request((1, i), list(prompt), len(prompt), NEW_TOKENS) for i, prompt in zip(ids, prompts, strict=True)
         ]
         inbox.put(Commands(1, submits=requests))

@@ -12,7 +12,7 @@ from shard.attention import AttentionBackend
 from shard.batch import StepInputs
 from shard.model.experts import PackedExperts, is_experts
 from shard.model.legacy import replace_legacy
-from shard.model.packing import can_pack, linear, pack
+from shard.model.packing import can_pack, linear, pack, return_freed_memory
 from shard.model.site import AttentionSite
 
 
@@ -47,6 +47,7 @@ def replace_layers(network: nn.Module, backend: AttentionBackend, inputs: StepIn
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear | Conv1D) and id(child.weight) not in tied:
                 setattr(parent, name, _packed(child))
+    return_freed_memory()
 
 
 def _packed(module: nn.Linear | Conv1D) -> PackedLinear:

@@ -1,5 +1,7 @@
 """Weight matrices in oneDNN's blocked layout: how to make one and how to multiply by it. CPU only."""
 
+import ctypes
+
 import torch
 
 ROWS_HINT = 64
@@ -23,3 +25,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """x: [..., in], weight packed [out, in], bias: [out]. Returns [..., out]."""
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y
+
+
+def return_freed_memory() -> None:
+    """Give the system what the plain weights left free: the C library keeps freed blocks of this size otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
