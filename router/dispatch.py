@@ -304,8 +304,14 @@ class Dispatcher:
 
     def _feed(self, generation: Generation, part: pb.RequestOutput, now: float) -> int:
         metrics, previous = self.metrics, generation.last_token_at
-        num_tokens = generation.feed(part, now)
         self._untold.append(generation)
+        try:
+            num_tokens = generation.feed(part, now)
+        except Exception as error:
+            # One request fails alone. Neither the exception's text nor its locals: both may hold a prompt.
+            log.error("output_not_understood", kind=type(error).__name__, request_id=generation.request.request_id)
+            generation.fail(GenerationFailed("the router could not read the shard's output"))
+            num_tokens = 0
         if num_tokens:
             if previous is not None:
                 metrics.inter_token_latency.observe((now - previous) / num_tokens, num_tokens)

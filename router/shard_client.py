@@ -125,6 +125,9 @@ class ShardClient:
                 return await self._serve(stub, info)
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name}: {error.details()}"
+            except Exception as error:  # whatever it was, the next connection may do without
+                log.exception("shard_connection_broke", address=self.address)
+                return type(error).__name__
             finally:
                 self.serving = False
                 if watch is not None:
@@ -169,7 +172,7 @@ class ShardClient:
             writer.cancel()
             call.cancel()
             self._listener.shard_down(reason)
-            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+            with contextlib.suppress(asyncio.CancelledError):
                 await writer
         return reason
 
@@ -205,4 +208,7 @@ class ShardClient:
             self._wake.clear()
             while self._outbox:
                 command, _ = self._outbox.popleft()
-                await call.write(command)
+                try:
+                    await call.write(command)
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    return  # the stream is over; who reads it says why

@@ -290,6 +290,20 @@ async def test_a_lost_shard_fails_its_requests_and_a_new_one_is_found(tmp_path: 
         await server.stop(0)
 
 
+async def test_output_that_makes_no_sense_fails_one_request(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        broken, sound = (here.dispatcher.submit(request(20, num_alternatives=1)) for _ in range(2))
+        await sound.next()
+        nonsense = pb.RequestOutput(id=broken.wire_id, token_ids=[200], alternative_ids=[1, 2], logprobs=[-1.0])
+        here.dispatcher.shard_output(pb.StepOutput(outputs=[nonsense]))
+        with pytest.raises(GenerationFailed, match="could not read"):
+            await ids_of(broken)
+        await ids_of(sound)
+        assert sound.num_generated == 20
+        await here.idle()
+        assert here.shard.aborted_ids == [broken.wire_id]
+
+
 async def test_nothing_is_sent_before_a_shard_is_there(tmp_path: Path) -> None:
     tokenizer = Tokenizer(byte_level())
     dispatcher = Dispatcher(RouterConfig("model", "", (f"unix:{tmp_path}/none.sock",)), tokenizer)
