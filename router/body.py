@@ -12,7 +12,7 @@ from router.errors import BodyTooLarge, NotJson, WrongJsonType, WrongMediaType
 _JSON_MEDIA_TYPE = re.compile(r"application/(?:[\w.!#$&^-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
 _DISCARD_BYTES = 64 * 1024 * 1024
-_DISCARD_SECONDS = 5.0
+_DISCARD_SECONDS = 30.0
 
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:

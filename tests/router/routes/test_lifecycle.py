@@ -142,7 +142,7 @@ async def test_time_limit_in_the_queue(tmp_path: Path, anyio_backend: str) -> No
 @pytest.mark.parametrize(("path", "body"), GENERATING)
 async def test_a_vanished_client_frees_everything(server: Serving, path: str, body: dict[str, Any]) -> None:
     server.says("ab", hangs=True)
-    async with httpx.AsyncClient(base_url=server.url) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         request = asyncio.create_task(client.post(path, json=body))
         await server.shard.until(lambda: server.shard.num_running > 0)
         await asyncio.sleep(0.05)
@@ -158,7 +158,7 @@ async def test_a_client_that_leaves_between_events(server: Serving) -> None:
     server.says("a" * 1000, step_seconds=0.005)
     body = {"inputs": "Hi"}
     async with (
-        httpx.AsyncClient(base_url=server.url) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=120) as client,
         client.stream("POST", "/generate_stream", json=body) as response,
     ):
         async for _ in response.aiter_bytes():
@@ -259,7 +259,7 @@ async def test_neither_prompts_nor_outputs_are_logged(tmp_path: Path, anyio_back
             await shard.until(lambda: "shard_connected" in log_path.read_text())
             lines = [json.loads(line) for line in log_path.read_text().splitlines()]
             port = next(line["port"] for line in lines if line["event"] == "router_listening")
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
                 num_sent = await _send_canaries(client)
         finally:
             process.terminate()
