@@ -25,6 +25,9 @@ from shard.request import Request
 from tests import tiny
 
 NEW_TOKENS = 24
+MIN_DISTINCT = 12
+"""Distinct tokens that every text of the oracle must have: text that repeats itself proves nothing."""
+MOST_SEEDS = 40
 
 
 @dataclass
@@ -76,6 +79,20 @@ def oracle(folder: Path, prompts: list[list[int]], max_total_tokens: int) -> lis
         logits = torch.stack(output.logits, 1)[0].float()
         texts.append(Continued(output.sequences[0, len(prompt) :].tolist(), logits.log_softmax(-1)))
     return texts
+
+
+def make_lively(name: str, folder: Path, prompts: list[list[int]], max_total_tokens: int) -> list[Continued]:
+    """Make the case under its own seed, or the next ones, until no oracle text falls into a loop; give those texts."""
+    own = tiny.SEEDS.get(name, 0)
+    for seed in range(own, own + MOST_SEEDS):
+        tiny.make(name, folder, seed=seed)
+        for part in (prompts[:1], prompts):  # most loops show in the first text
+            texts = oracle(folder, part, max_total_tokens)
+            if min(len(set(text.token_ids)) for text in texts) < MIN_DISTINCT:
+                break
+        else:
+            return texts
+    raise RuntimeError(f"{name}: under no seed from {own} on do all texts have {MIN_DISTINCT} distinct tokens")
 
 
 def fix_factors(config: Any, max_total_tokens: int) -> None:
@@ -195,12 +212,12 @@ def check(
     lengths: tuple[int, ...] = tiny.LENGTHS,
 ) -> Tried:  # fmt: skip
     """Make, load, run and compare one architecture at model level."""
-    tiny.make(name, folder)
     prompts = prompts_of(name, lengths)
+    expected = make_lively(name, folder, prompts, max_total_tokens)
     config = ShardConfig(
         name, str(folder), "unix:/dev/null", dtype="float32", attention=attention, max_total_tokens=max_total_tokens
     )
-    return compare(name, oracle(folder, prompts, max_total_tokens), drive(load_model(config), prompts, step_tokens))
+    return compare(name, expected, drive(load_model(config), prompts, step_tokens))
 
 
 def main() -> None:

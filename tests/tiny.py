@@ -119,10 +119,10 @@ def config_of(name: str, **overrides: Any) -> Any:
     return AutoConfig.for_model(model_type, **{"tie_word_embeddings": False, **ends, **values, **overrides})
 
 
-def make(name: str, folder: Path, *, tokenizer: bool = False, **overrides: Any) -> Path:
+def make(name: str, folder: Path, *, seed: int | None = None, tokenizer: bool = False, **overrides: Any) -> Path:
     """Save a random model of case `name` in float32 to `folder`, with a tokenizer where asked. Returns the folder."""
     config = config_of(name, **overrides)
-    torch.manual_seed(SEEDS.get(name, 0))
+    torch.manual_seed(SEEDS.get(name, 0) if seed is None else seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     scale(model)
     model.generation_config.bos_token_id = model.generation_config.eos_token_id = None
