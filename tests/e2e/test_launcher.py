@@ -53,7 +53,7 @@ def test_it_serves_what_it_says_and_ends_without_a_trace(model: Path) -> None:
 
 
 def test_running_requests_finish_and_new_ones_are_turned_away(model: Path) -> None:
-    with Launched("--model-id", str(model), *SMALL) as server:
+    with Launched("--model-id", str(model), "--drain-timeout-s", "600", *SMALL) as server:
         server.wait_until_ready()
         with httpx.stream("POST", f"{server.url}/generate_stream", json=LONG, timeout=120) as stream:
             events = stream.iter_lines()
