@@ -1,6 +1,6 @@
-"""The figures in README, generated from results/proof.json between two markers. Knows one table and no measurement.
+"""The figures in README, generated from results/proof.json between two markers: `python -m benchmarks.readme`.
 
-    python -m benchmarks.readme
+Knows one table and no measurement.
 """
 
 import json
