@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from shard.batch import Segment
 from shard.config import ShardConfig
 from shard.model import Model, load_model
-from shard.model.packing import linear, pack
+from shard.model.packing import pack
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def measure_machine() -> Machine:
     shapes = ((256, 1024, 5632), (1024, 1024, 5632), (256, 2816, 1024))
     rates = []
     for rows, inner, outer in shapes:
-        x, weight = torch.randn(rows, inner).bfloat16(), pack(torch.randn(outer, inner).bfloat16())
-        rates.append(2 * rows * inner * outer / best_of(lambda x=x, w=weight: linear(x, w, None), 20))  # type: ignore[misc]
+        x, weight = torch.randn(rows, inner).bfloat16(), pack(torch.randn(outer, inner).bfloat16(), None)
+        rates.append(2 * rows * inner * outer / best_of(lambda x=x, w=weight: w(x), 20))  # type: ignore[misc]
     return Machine(memory.nbytes / seconds, max(rates))
 
 

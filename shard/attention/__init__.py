@@ -30,7 +30,8 @@ def create(name: str, device: torch.device, dtype: torch.dtype, page_size: int |
 def _choose(device: torch.device, dtype: torch.dtype) -> str:
     """The fastest backend that works here, with a warning where that is a slow one."""
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
-        from shard.attention.native import CompilerMissing, load
+        from shard.attention.cpu import load
+        from shard.native import CompilerMissing
 
         try:
             load(dtype == torch.bfloat16)

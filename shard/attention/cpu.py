@@ -5,20 +5,28 @@ The kernel reads pages in place, so nothing is gathered, and each row's bits dep
 
 import math
 import mmap
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int64, c_void_p
+
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from shard.attention.native import load
 from shard.batch import StepInputs
+from shard.native import library
 
+SOURCE = Path(__file__).with_name("cpu.c")
 LANES = 16
 TILE_ROWS = 64
 """Query rows (tokens times heads of a group) of one tile at most."""
 TILE_SCORES = 1 << 17
 """Scores that a tile keeps at most, unless one token has more."""
+
+
+def load(bf16: bool) -> CDLL:
+    """The kernel for bfloat16 or float32 elements. Raises CompilerMissing."""
+    return library(SOURCE, f"BF16={int(bf16)}")
 
 
 class Layer(Structure):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
-from shard.model.packing import linear, pack
+from shard.model.packing import PackedMatrix, pack
 
 NAME = "lorikeet"
 
@@ -27,18 +27,19 @@ class PackedExperts(nn.Module):
         super().__init__()
         if block.has_post_expert_norm or block._is_expert_parallel:
             raise ValueError(f"{type(block).__name__}: experts with a norm of their own are not served")
-        up_name = "gate_up_proj" if block.has_gate else "up_proj"
-        self.up = self._take(block, up_name)
+        self.up = self._take(block, "gate_up_proj" if block.has_gate else "up_proj")
         self.down = self._take(block, "down_proj")
-        # [experts, out] or None
-        self.up_bias: torch.Tensor | None = getattr(block, f"{up_name}_bias", None)
-        self.down_bias: torch.Tensor | None = getattr(block, "down_proj_bias", None)
 
     @staticmethod
-    def _take(block: Any, name: str) -> list[torch.Tensor]:
+    def _take(block: Any, name: str) -> list[PackedMatrix]:
         """Pack one matrix per expert and drop the block's own tensor."""
         matrices: torch.Tensor = getattr(block, name).detach()
-        packed = [pack(matrix.t() if block.is_transposed else matrix) for matrix in matrices]
+        # [experts, out] or None
+        biases: torch.Tensor | None = getattr(block, f"{name}_bias", None)
+        packed = [
+            pack(matrix.t() if block.is_transposed else matrix, None if biases is None else biases[expert].detach())
+            for expert, matrix in enumerate(matrices)
+        ]
         delattr(block, name)
         return packed
 
@@ -62,11 +63,9 @@ class PackedExperts(nn.Module):
     def _one(self, block: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
         """One expert's tokens: [rows, H]. A single row is doubled, for bits are equal from two rows on."""
         rows = x if x.shape[0] > 1 else x.expand(2, -1)
-        hidden = linear(rows, self.up[expert], None if self.up_bias is None else self.up_bias[expert])
+        hidden = self.up[expert](rows)
         hidden = block._apply_gate(hidden) if block.has_gate else block.act_fn(hidden)
-        return linear(hidden, self.down[expert], None if self.down_bias is None else self.down_bias[expert])[
-            : x.shape[0]
-        ]
+        return self.down[expert](hidden)[: x.shape[0]]
 
 
 def packed_experts(

@@ -1,11 +1,55 @@
-"""Weight matrices in oneDNN's blocked layout: how to make one and how to multiply by it. CPU only."""
+"""Weight matrices laid out for the processor, each with the product that reads its layout. CPU only.
+
+Either way of `pack` gives equal bits for a row whatever other rows there are, from two rows on.
+"""
 
 import ctypes
+from abc import ABC, abstractmethod
 
 import torch
 
+from shard.model import kernels
+
 ROWS_HINT = 64
-"""Row count that the layout is chosen for; measured: 1 to 512 give the same speed."""
+"""Row count that oneDNN's layout is chosen for; measured: 1 to 512 give the same speed."""
+
+
+class PackedMatrix(ABC):
+    """`x ↦ x Wᵀ + bias` with a weight that nothing else can read."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight: [out, in]; bias: [out]. Neither is kept as it is."""
+        self.out_features, self.in_features = weight.shape
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in]. Returns [..., out]."""
+
+
+class BlockedMatrix(PackedMatrix):
+    """oneDNN's own layout and product."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y
+
+
+class StreamedMatrix(PackedMatrix):
+    """The layout and product of kernels.c: one stream of bfloat16 pairs per 64 outputs."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.packed = kernels.pack(weight.contiguous())
+        # [out] float32
+        self.bias = None if bias is None else bias.float()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.linear(x, self.packed, self.out_features, self.bias)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -15,16 +59,11 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """weight: [out, in]. Returns the same matrix, packed (opaque to everything but `linear`)."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
-    return packed
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x: [..., in], weight packed [out, in], bias: [out]. Returns [..., out]."""
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return y
+def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
+    """weight: [out, in]; bias: [out]. The fastest layout that this machine and the shape allow."""
+    if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and kernels.available():
+        return StreamedMatrix(weight, bias)
+    return BlockedMatrix(weight, bias)
 
 
 def return_freed_memory() -> None:

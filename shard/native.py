@@ -1,7 +1,7 @@
-"""Builds cpu.c with the machine's C compiler, once per machine and source, and loads it.
+"""Builds a C source of ours with the machine's compiler, once per machine and source, and loads it.
 
-The result lies in the user's cache folder under a hash of source, flags, compiler and processor. Knows nothing of
-attention.
+The result lies in the user's cache folder under a hash of source, flags, compiler and processor. Knows nothing of what
+the source computes.
 """
 
 import ctypes
@@ -15,38 +15,39 @@ from functools import cache
 from pathlib import Path
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
-SOURCE = Path(__file__).with_name("cpu.c")
 
 
 class CompilerMissing(RuntimeError):
-    """No C compiler here, or it could not build the source."""
+    """No C compiler here, or it could not build the source for this processor."""
 
 
 @cache
-def load(bf16: bool) -> ctypes.CDLL:
-    """The library for bfloat16 or float32 elements. torch must be imported before: both share one OpenMP runtime."""
-    compiler = next(
-        (path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None
-    )
+def library(source: Path, *defines: str) -> ctypes.CDLL:
+    """The library of `source`, built with `-D` for each of `defines`.
+
+    torch must be imported before: both share one OpenMP runtime. Raises CompilerMissing.
+    """
+    candidates = (os.environ.get("CC"), "cc", "gcc", "clang")
+    compiler = next((path for name in candidates if name and (path := shutil.which(name))), None)
     if compiler is None:
         raise CompilerMissing("no C compiler (cc, gcc or clang) on this machine")
-    flags = (*FLAGS, f"-DBF16={int(bf16)}")
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), compiler, *flags, _processor()]).encode()).hexdigest()[:20]
-    library = _cache_folder() / f"attention-{key}.so"
-    if not library.exists():
-        _build(compiler, flags, library)
-    return ctypes.CDLL(str(library))
+    flags = (*FLAGS, *(f"-D{define}" for define in defines))
+    key = hashlib.sha256("\0".join([source.read_text(), compiler, *flags, _processor()]).encode()).hexdigest()[:20]
+    built = _cache_folder() / f"{source.stem}-{key}.so"
+    if not built.exists():
+        _build(compiler, flags, source, built)
+    return ctypes.CDLL(str(built))
 
 
-def _build(compiler: str, flags: tuple[str, ...], library: Path) -> None:
+def _build(compiler: str, flags: tuple[str, ...], source: Path, built: Path) -> None:
     """Compile beside the target, then rename: a second process never sees half a file."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        fresh = Path(folder) / library.name
-        command = [compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm"]
+    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+        fresh = Path(folder) / built.name
+        command = [compiler, *flags, str(source), "-o", str(fresh), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if result.returncode != 0:
             raise CompilerMissing(f"{compiler} failed: {result.stderr.strip()[-500:]}")
-        fresh.replace(library)
+        fresh.replace(built)
 
 
 def _cache_folder() -> Path:

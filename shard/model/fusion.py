@@ -1,0 +1,88 @@
+"""RMS norms and gated MLPs as one call each, where kernels.c computes what the plain module computes.
+
+Which modules those are is not decided by name: a fused twin is made for whatever has the right parts, both compute a few
+random rows, and the twin stays only if they agree. Bfloat16 on CPU only.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shard.model import kernels
+from shard.model.packing import StreamedMatrix
+
+TOLERANCE = 2**-6
+"""Relative difference that roundings to bfloat16 in another order may leave."""
+NUM_TRIAL_ROWS = 8
+
+
+class FusedNorm(nn.Module):
+    """`weight * x / rms(x)` over the last axis."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+        """weight: [H] bfloat16, 16 divides H."""
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.epsilon = epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., H]."""
+        return kernels.rms_norm(x, self.weight, self.epsilon)
+
+
+class FusedMlp(nn.Module):
+    """`down(silu(gate x) * up x)` without biases."""
+
+    def __init__(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        """gate, up: [hidden, H]; down: [H, hidden]."""
+        super().__init__()
+        self.gate, self.up, self.down = (StreamedMatrix(weight.detach(), None) for weight in (gate, up, down))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., H]."""
+        return kernels.gated_mlp(
+            x, self.gate.packed, self.up.packed, self.gate.out_features, self.down.packed, self.down.out_features
+        )
+
+
+def fuse(module: nn.Module, shared: set[int]) -> nn.Module | None:
+    """The fused twin of `module`, or None where it has none. `shared`: ids of weights that others hold too."""
+    parts = _norm_parts(module)
+    if parts is not None:
+        twin: nn.Module = FusedNorm(*parts)
+        return twin if _agree(module, twin, parts[0].shape[0]) else None
+    matrices = _mlp_parts(module, shared)
+    if matrices is not None:
+        twin = FusedMlp(*matrices)
+        return twin if _agree(module, twin, matrices[0].shape[1]) else None
+    return None
+
+
+def _norm_parts(module: Any) -> tuple[torch.Tensor, float] | None:
+    """(weight, epsilon) of what may be an RMS norm."""
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    fits = isinstance(weight, nn.Parameter) and weight.dim() == 1 and weight.shape[0] % 16 == 0
+    if not isinstance(epsilon, float) or not fits or getattr(module, "bias", None) is not None:
+        return None
+    return weight, epsilon
+
+
+def _mlp_parts(module: Any, shared: set[int]) -> tuple[torch.Tensor, ...] | None:
+    """Weights of gate, up and down of what may be a gated MLP."""
+    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not all(isinstance(part, nn.Linear) and part.bias is None and id(part.weight) not in shared for part in parts):
+        return None
+    if any(part.in_features % 2 for part in parts):
+        return None
+    return tuple(part.weight for part in parts)
+
+
+def _agree(plain: nn.Module, twin: nn.Module, width: int) -> bool:
+    """Whether both give the same for random rows of `width`."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(NUM_TRIAL_ROWS, width, generator=generator).bfloat16()
+    with torch.inference_mode():
+        wanted, got = plain(x).float(), twin(x).float()
+    return bool((wanted - got).abs().max() <= TOLERANCE * wanted.abs().max())

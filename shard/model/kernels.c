@@ -1,0 +1,161 @@
+// Matrix products, gated MLP and RMS norm in bfloat16 on a CPU with AVX512-BF16.
+//
+// Every output element is one sum in float32 over its row in order, two terms at a time, and is rounded once. So its
+// bits do not depend on how many rows there are, on chunks or on threads.
+//
+// A packed matrix lies as [out / 64, in / 2, 64, 2]: what one pass over the inputs reads is one stream.
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+
+#define BLOCK 64      // outputs that one pass over the inputs sums up: four vectors
+#define VECTORS 4
+#define TILE 6        // rows of one pass: 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
+#define MLP_ROWS 96   // rows whose gates wait for their up projections
+
+typedef uint16_t bf16;
+
+static inline __m512 widen16(const bf16 *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+
+static inline __m256i narrow16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+
+static inline __m512 round16(__m512 x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow16(x)), 16));
+}
+
+static inline __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
+
+// weight: [n, k] -> packed, zeros beyond n
+void pack(const bf16 *weight, int64_t n, int64_t k, bf16 *packed) {
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel for
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t p = 0; p < k / 2; p++)
+            for (int64_t c = 0; c < BLOCK; c++) {
+                int64_t row = b * BLOCK + c;
+                bf16 *out = packed + ((b * (k / 2) + p) * BLOCK + c) * 2;
+                out[0] = row < n ? weight[row * k + 2 * p] : 0;
+                out[1] = row < n ? weight[row * k + 2 * p + 1] : 0;
+            }
+}
+
+static inline void store(bf16 *y, int64_t width, const __m512 *sums, const float *bias) {
+    for (int v = 0; v < VECTORS && 16 * v < width; v++) {
+        __mmask16 mask = first(width - 16 * v);
+        __m512 sum = sums[v];
+        if (bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, bias + 16 * v));
+        _mm256_mask_storeu_epi16(y + 16 * v, mask, narrow16(sum));
+    }
+}
+
+// y[r, 0..width) = x[r, :] . block + bias, for R rows
+#define DEFINE_ROWS(R)                                                                                          \
+    static void rows##R(const bf16 *x, int64_t x_stride, const bf16 *block, int64_t pairs, bf16 *y,             \
+                        int64_t y_stride, int64_t width, const float *bias) {                                   \
+        __m512 sums[R][VECTORS];                                                                                \
+        for (int r = 0; r < R; r++)                                                                             \
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_setzero_ps();                                 \
+        for (int64_t p = 0; p < pairs; p++) {                                                                   \
+            const bf16 *w = block + p * BLOCK * 2;                                                              \
+            __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);           \
+            __m512bh w2 = (__m512bh)_mm512_loadu_si512(w + 64), w3 = (__m512bh)_mm512_loadu_si512(w + 96);      \
+            _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                               \
+                __m512bh a = (__m512bh)_mm512_set1_epi32(*(const int32_t *)(x + r * x_stride + 2 * p));         \
+                sums[r][0] = _mm512_dpbf16_ps(sums[r][0], w0, a);                                               \
+                sums[r][1] = _mm512_dpbf16_ps(sums[r][1], w1, a);                                               \
+                sums[r][2] = _mm512_dpbf16_ps(sums[r][2], w2, a);                                               \
+                sums[r][3] = _mm512_dpbf16_ps(sums[r][3], w3, a);                                               \
+            }                                                                                                   \
+        }                                                                                                       \
+        for (int r = 0; r < R; r++) store(y + r * y_stride, width, sums[r], bias);                              \
+    }
+DEFINE_ROWS(1) DEFINE_ROWS(2) DEFINE_ROWS(3) DEFINE_ROWS(4) DEFINE_ROWS(5) DEFINE_ROWS(6)
+
+typedef void (*some_rows)(const bf16 *, int64_t, const bf16 *, int64_t, bf16 *, int64_t, int64_t, const float *);
+static const some_rows by_rows[TILE + 1] = {0, rows1, rows2, rows3, rows4, rows5, rows6};
+
+static void block_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
+                          int64_t y_stride, int64_t width, const float *bias) {
+    for (int64_t r = 0; r < rows;) {
+        int64_t left = rows - r, count = left == 7 || left == 8 ? 4 : left > TILE ? TILE : left;
+        by_rows[count](x + r * x_stride, x_stride, block, k / 2, y + r * y_stride, y_stride, width, bias);
+        r += count;
+    }
+}
+
+// x: [rows, k], packed [n, k], bias: [n] or 0 -> y: [rows, n]
+void linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *packed, int64_t n, int64_t k, const float *bias,
+            bf16 *y, int threads) {
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
+        block_product(x, rows, x_stride, packed + b * BLOCK * k, k, y + b * BLOCK, n, width,
+                      bias ? bias + b * BLOCK : 0);
+    }
+}
+
+// e to the x, within 2 units in the last place, by powers of two and a polynomial
+static inline __m512 exp16(__m512 x) {
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.f)), _mm512_set1_ps(88.f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(f, f), _mm512_add_ps(f, _mm512_set1_ps(1.f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+// h = silu(gate) * up, each rounded as the plain modules round
+static inline void gate_row(const bf16 *gate, const bf16 *up, bf16 *h, int64_t width) {
+    for (int64_t c = 0; c < width; c += 16) {
+        __m512 g = widen16(gate + c);
+        __m512 divisor = _mm512_add_ps(_mm512_set1_ps(1.f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), g)));
+        __m512 silu = round16(_mm512_div_ps(g, divisor));
+        _mm256_mask_storeu_epi16(h + c, first(width - c), narrow16(_mm512_mul_ps(silu, widen16(up + c))));
+    }
+}
+
+// y = down(silu(gate x) * up x); x: [rows, k], gate and up packed [n, k], down packed [m, n], hidden: [rows, n] scratch
+void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const bf16 *up, int64_t n, const bf16 *down,
+               int64_t m, bf16 *hidden, bf16 *y, int threads) {
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t b = 0; b < blocks; b++) {
+        bf16 gates[MLP_ROWS * BLOCK], ups[MLP_ROWS * BLOCK];
+        int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
+        for (int64_t r = 0; r < rows; r += MLP_ROWS) {
+            int64_t count = rows - r > MLP_ROWS ? MLP_ROWS : rows - r;
+            block_product(x + r * k, count, k, gate + b * BLOCK * k, k, gates, BLOCK, BLOCK, 0);
+            block_product(x + r * k, count, k, up + b * BLOCK * k, k, ups, BLOCK, BLOCK, 0);
+            for (int64_t i = 0; i < count; i++)
+                gate_row(gates + i * BLOCK, ups + i * BLOCK, hidden + (r + i) * n + b * BLOCK, width);
+        }
+    }
+    linear(hidden, rows, n, down, m, n, 0, y, threads);
+}
+
+// y = weight * bf16(x / rms(x)); x, y: [rows, k], weight: [k]; k a multiple of 16
+void rms_norm(const bf16 *x, int64_t rows, int64_t k, const bf16 *weight, float epsilon, bf16 *y, int threads) {
+#pragma omp parallel for num_threads(rows * k < 32768 ? 1 : threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t c = 0; c < k; c += 16) {
+            __m512 v = widen16(x + r * k + c);
+            squares = _mm512_fmadd_ps(v, v, squares);
+        }
+        __m512 scale = _mm512_set1_ps(1.f / sqrtf(_mm512_reduce_add_ps(squares) / (float)k + epsilon));
+        for (int64_t c = 0; c < k; c += 16) {
+            __m512 v = round16(_mm512_mul_ps(widen16(x + r * k + c), scale));
+            _mm256_storeu_si256((__m256i *)(y + r * k + c), narrow16(_mm512_mul_ps(v, widen16(weight + c))));
+        }
+    }
+}

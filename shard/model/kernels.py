@@ -1,0 +1,124 @@
+"""kernels.c from Python: matrix products, gated MLP and RMS norm in bfloat16. Where it cannot be built, `available` says so.
+
+Semantics are those of the plain modules: sums in float32, each result rounded once to bfloat16.
+"""
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from shard.model import large_pages
+from shard.native import CompilerMissing, library
+
+BLOCK = 64
+"""Outputs per block of a packed matrix; BLOCK of kernels.c."""
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def _load() -> ctypes.CDLL:
+    loaded = library(_SOURCE)
+    loaded.pack.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER]
+    loaded.linear.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _INT]
+    loaded.gated_mlp.argtypes = [
+        _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _INT,
+    ]  # fmt: skip
+    loaded.rms_norm.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, ctypes.c_float, _POINTER, _INT]
+    for name in ("pack", "linear", "gated_mlp", "rms_norm"):
+        getattr(loaded, name).restype = None
+    return loaded
+
+
+@cache
+def available() -> bool:
+    """Whether this machine has the instructions (AVX512-BF16) and a compiler; says once why not."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or not _has_instructions():
+        return False
+    try:
+        _load()
+    except CompilerMissing as reason:
+        logger.warning("bfloat16 products run through oneDNN, more slowly: %s", reason)
+        return False
+    return True
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """weight: [out, in] contiguous bfloat16, in even. Returns [blocks * BLOCK * in], opaque."""
+    num_out, num_in = weight.shape
+    packed = large_pages.empty(-(-num_out // BLOCK) * BLOCK * num_in)
+    _load().pack(weight.data_ptr(), num_out, num_in, packed.data_ptr())
+    return packed
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, num_out: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """x: [..., in] bfloat16; packed: by `pack`; bias: [out] float32. Returns [..., out]."""
+    num_in = x.shape[-1]
+    rows = _rows(x)
+    y = x.new_empty(*x.shape[:-1], num_out)
+    _load().linear(
+        rows.data_ptr(),
+        rows.shape[0],
+        rows.stride(0),
+        packed.data_ptr(),
+        num_out,
+        num_in,
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def gated_mlp(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, num_hidden: int, down: torch.Tensor, num_out: int
+) -> torch.Tensor:
+    """`down(silu(gate x) * up x)`. x: [..., in]; gate, up: packed [hidden, in]; down: packed [out, hidden]."""
+    rows = _rows(x).contiguous()
+    hidden = x.new_empty(rows.shape[0], num_hidden)
+    y = x.new_empty(*x.shape[:-1], num_out)
+    _load().gated_mlp(
+        rows.data_ptr(),
+        rows.shape[0],
+        rows.shape[1],
+        gate.data_ptr(),
+        up.data_ptr(),
+        num_hidden,
+        down.data_ptr(),
+        num_out,
+        hidden.data_ptr(),
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`weight * bf16(x / sqrt(mean(x²) + epsilon))` over the last axis, which 16 divides. weight: [H] bfloat16."""
+    x = x.contiguous()
+    width = x.shape[-1]
+    y = torch.empty_like(x)
+    _load().rms_norm(
+        x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon, y.data_ptr(), torch.get_num_threads()
+    )
+    return y
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[rows, in] with neighbouring elements side by side."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _has_instructions() -> bool:
+    """Whether the processor multiplies pairs of bfloat16 in 512-bit vectors."""
+    try:
+        return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
