@@ -58,6 +58,7 @@ check: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py
 
 fmt: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .

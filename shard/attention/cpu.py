@@ -6,7 +6,6 @@ The kernel reads pages in place, so nothing is gathered, and each row's bits dep
 import math
 import mmap
 from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int64, c_void_p
-
 from pathlib import Path
 
 import numpy as np

@@ -1,10 +1,8 @@
 """RMS norms and gated MLPs as one call each, where kernels.c computes what the plain module computes.
 
-Which modules those are is not decided by name: a fused twin is made for whatever has the right parts, both compute a few
-random rows, and the twin stays only if they agree. Bfloat16 on CPU only.
+Which modules those are is not decided by name: a fused twin is made for whatever has the right parts, both compute a
+few random rows, and the twin stays only if they agree. Bfloat16 on CPU only.
 """
-
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,24 +57,28 @@ def fuse(module: nn.Module, shared: set[int]) -> nn.Module | None:
     return None
 
 
-def _norm_parts(module: Any) -> tuple[torch.Tensor, float] | None:
+def _norm_parts(module: nn.Module) -> tuple[torch.Tensor, float] | None:
     """(weight, epsilon) of what may be an RMS norm."""
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
-    fits = isinstance(weight, nn.Parameter) and weight.dim() == 1 and weight.shape[0] % 16 == 0
-    if not isinstance(epsilon, float) or not fits or getattr(module, "bias", None) is not None:
+    if not isinstance(epsilon, float) or not isinstance(weight, nn.Parameter):
+        return None
+    if weight.dim() != 1 or weight.shape[0] % 16 or getattr(module, "bias", None) is not None:
         return None
     return weight, epsilon
 
 
-def _mlp_parts(module: Any, shared: set[int]) -> tuple[torch.Tensor, ...] | None:
+def _mlp_parts(module: nn.Module, shared: set[int]) -> tuple[torch.Tensor, ...] | None:
     """Weights of gate, up and down of what may be a gated MLP."""
-    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(isinstance(part, nn.Linear) and part.bias is None and id(part.weight) not in shared for part in parts):
-        return None
-    if any(part.in_features % 2 for part in parts):
-        return None
-    return tuple(part.weight for part in parts)
+    weights: list[torch.Tensor] = []
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        part = getattr(module, name, None)
+        if not isinstance(part, nn.Linear) or getattr(part, "bias", None) is not None:
+            return None
+        if part.in_features % 2 or id(part.weight) in shared:
+            return None
+        weights.append(part.weight)
+    return tuple(weights)
 
 
 def _agree(plain: nn.Module, twin: nn.Module, width: int) -> bool:

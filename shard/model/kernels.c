@@ -13,6 +13,7 @@
 #define VECTORS 4
 #define TILE 6        // rows of one pass: 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
 #define MLP_ROWS 96   // rows whose gates wait for their up projections
+#define ALONE (1 << 18)  // products of so few multiplications are not worth a second thread
 
 typedef uint16_t bf16;
 
@@ -90,7 +91,7 @@ static void block_product(const bf16 *x, int64_t rows, int64_t x_stride, const b
 void linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *packed, int64_t n, int64_t k, const float *bias,
             bf16 *y, int threads) {
     int64_t blocks = (n + BLOCK - 1) / BLOCK;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(rows * n * k < ALONE ? 1 : threads) schedule(static)
     for (int64_t b = 0; b < blocks; b++) {
         int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
         block_product(x, rows, x_stride, packed + b * BLOCK * k, k, y + b * BLOCK, n, width,
@@ -128,7 +129,7 @@ static inline void gate_row(const bf16 *gate, const bf16 *up, bf16 *h, int64_t w
 void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const bf16 *up, int64_t n, const bf16 *down,
                int64_t m, bf16 *hidden, bf16 *y, int threads) {
     int64_t blocks = (n + BLOCK - 1) / BLOCK;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(rows * n * k < ALONE ? 1 : threads) schedule(static)
     for (int64_t b = 0; b < blocks; b++) {
         bf16 gates[MLP_ROWS * BLOCK], ups[MLP_ROWS * BLOCK];
         int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;

@@ -1,4 +1,4 @@
-"""kernels.c from Python: matrix products, gated MLP and RMS norm in bfloat16. Where it cannot be built, `available` says so.
+"""kernels.c from Python: matrix products, gated MLP and RMS norm in bfloat16, where the machine can build it.
 
 Semantics are those of the plain modules: sums in float32, each result rounded once to bfloat16.
 """

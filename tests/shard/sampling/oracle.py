@@ -29,7 +29,7 @@ class Case:
 
 def softmax(scores: np.ndarray) -> np.ndarray:
     weights = np.exp(scores - scores.max())
-    return weights / weights.sum()
+    return np.asarray(weights / weights.sum())
 
 
 def penalised(logits: np.ndarray, case: Case, prompt: list[int], output: list[int]) -> np.ndarray:
