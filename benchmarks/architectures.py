@@ -40,13 +40,12 @@ WAYS = {
 
 def run(name: str, folder: Path) -> list[dict[str, Any]]:
     """Every way of one architecture; each tells tokens, ties, differences and the fewest distinct tokens of a text."""
-    tiny.make(name, folder)
+    prompts = exact.prompts_of(name, tiny.LENGTHS)
+    expected = exact.make_lively(name, folder, prompts, TOTAL)
     told = [_alone(name, folder, TOTAL, tiny.LENGTHS)]
     if "longrope" in name:
         short = tuple(length for length in tiny.LENGTHS if length + exact.NEW_TOKENS <= SHORT_TOTAL)
         told.append(_alone(name, folder, SHORT_TOTAL, short))
-    prompts = exact.prompts_of(name, tiny.LENGTHS)
-    expected = exact.oracle(folder, prompts, TOTAL)
     config = ShardConfig(
         name, str(folder), "unix:/dev/null", dtype="float32", max_total_tokens=TOTAL, num_pages=80, prefix_caching=True
     )

@@ -9,8 +9,10 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -18,6 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from shard.batch import Segment
 from shard.config import ShardConfig
 from shard.model import Model, load_model
+from shard.model.fusion import FusedMlp
+from shard.model.layers import PackedLinear
 from shard.model.packing import pack
 
 
@@ -84,13 +88,28 @@ def time_step(model: Model, segments: list[Segment], repeats: int) -> float:
     return best_of(step, repeats)
 
 
-def profile(model: Model, segments: list[Segment]) -> str:
-    """Where a step's time goes."""
-    time_step(model, segments, 1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
-        for _ in range(3):
+def share_outside(model: Model, segments: list[Segment]) -> float:
+    """Share of a step that is neither a matrix product nor attention."""
+    inside = 0.0
+
+    def timed(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*arguments: object) -> torch.Tensor:
+            nonlocal inside
+            started = time.perf_counter()
+            result = call(*arguments)
+            inside += time.perf_counter() - started
+            return result
+
+        return run
+
+    with ExitStack() as stack:
+        for kind, name in ((PackedLinear, "forward"), (FusedMlp, "forward"), (type(model.backend), "attend")):
+            stack.enter_context(patch.object(kind, name, timed(getattr(kind, name))))
+        time_step(model, segments, 1)
+        inside, started = 0.0, time.perf_counter()
+        for _ in range(5):
             model.forward()
-    return str(recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
+        return 1 - inside / (time.perf_counter() - started)
 
 
 CASES = {
@@ -106,7 +125,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--case", choices=CASES, help="only this one, with a profile")
+    parser.add_argument("--case", choices=CASES, help="only this one")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
@@ -130,9 +149,12 @@ def main() -> None:
                 "ideal_ms": round(ideal * 1e3, 2),
                 "share": round(ideal / seconds, 3),
             }
-            print(f"{name:24} {seconds * 1e3:8.2f} ms   ideal {ideal * 1e3:8.2f} ms   {ideal / seconds:.2f}")
-            if options.case:
-                print(profile(model, segments))
+            outside = share_outside(model, segments)
+            results[name]["outside"] = round(outside, 3)
+            print(
+                f"{name:24} {seconds * 1e3:8.2f} ms   ideal {ideal * 1e3:8.2f} ms   {ideal / seconds:.2f}   "
+                f"{outside:.1%} outside matrix products and attention"
+            )
         print(json.dumps({"threads": options.threads, "torch": torch.__version__, "cases": results}))
 
 
