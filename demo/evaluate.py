@@ -2,11 +2,12 @@
 
 Two figures: bits per byte, beside those of xz, and how many continuations of functions compile.
 
-The rule for a continuation. The prompt is the start of a held-out function: decorators, signature and docstring, moved
-to the left margin, without the line end. The model writes at most MAX_NEW_TOKENS. The function has ended where the
-model ends its document or begins a new line at the left margin; what follows is dropped. Without such an end the text
-is cut after its last line end. It counts if `compile()` takes prompt and continuation together as they then stand (an
-open bracket or `try:` fails), and if the continuation is not blank and ended the function or has MIN_NEW_LINES lines.
+The rule for a continuation. The prompt is the start of a held-out function, indented as in its file: decorators,
+signature, docstring, and the indentation of the body. The model writes at most MAX_NEW_TOKENS. The function has ended
+where the model ends its document or begins a line no further in than the function; what follows is dropped. Without
+such an end the text is cut after its last line end. It counts if `compile()` takes prompt and continuation together as
+they then stand (an open bracket or `try:` fails), and if the continuation is not blank and ended the function or has
+at least MIN_NEW_LINES lines.
 """
 
 import argparse
@@ -14,13 +15,14 @@ import hashlib
 import json
 import lzma
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo import corpus
 from demo.corpus import Function, SourceFile
@@ -32,7 +34,9 @@ WINDOW_STEP = 1024
 NUM_CONTINUATIONS = 200
 MAX_NEW_TOKENS = 200
 MIN_NEW_LINES = 4
-TEMPERATURE, TOP_P = 0.5, 0.95
+MAX_PROMPT_CHARS = 2000
+TEMPERATURE, TOP_P = 1.0, 0.8
+"""Of four settings tried on training functions the one with most code that compiles."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Continuation:
     def counts(self) -> bool:
         lines = self.text.count("\n")
         enough = bool(self.text.strip()) and (self.ended or lines >= MIN_NEW_LINES)
-        return enough and corpus.compiles(self.prompt + self.text)
+        header = "if True:\n" if self.prompt[0].isspace() else ""  # an indented function needs something to stand in
+        return enough and corpus.compiles(header + self.prompt + self.text)
 
 
 def xz_bits_per_byte(files: Sequence[SourceFile]) -> float:
@@ -96,19 +101,21 @@ def _nats(model: LlamaForCausalLM, token_ids: Sequence[int]) -> float:
 
 
 def held_out_functions(files: Sequence[SourceFile], count: int) -> list[Function]:
-    """A fixed choice among the functions whose own body has MIN_NEW_LINES lines and whose prompt is short."""
-    eligible = [
-        function
-        for file in files
-        for function in corpus.functions(file)
-        if function.source.count("\n") - function.body_line >= MIN_NEW_LINES and len(prompt_of(function)) <= 2000
-    ]
+    """A fixed choice among functions with MIN_NEW_LINES lines of body and a short prompt without tabs."""
+    eligible = []
+    for function in (function for file in files for function in corpus.functions(file)):
+        prompt, body_len = prompt_of(function), function.source.count("\n") - function.body_line
+        if body_len >= MIN_NEW_LINES and len(prompt) <= MAX_PROMPT_CHARS and "\t" not in prompt:
+            eligible.append(function)
     eligible.sort(key=lambda function: hashlib.sha256(function.source.encode()).digest())
     return eligible[:count]
 
 
 def prompt_of(function: Function) -> str:
-    return "\n".join(function.source.split("\n")[: function.body_line])
+    lines = function.source.split("\n")
+    start = "\n".join([*lines[: function.body_line], ""])
+    body = lines[function.body_line]
+    return textwrap.indent(start, function.indentation) + function.indentation + body[: indentation(body)]
 
 
 def continuations(
@@ -119,7 +126,7 @@ def continuations(
     torch.manual_seed(0)
     for first in range(0, len(prompts), batch_size):
         batch = list(prompts[first : first + batch_size])
-        encoded = tokenizer(batch, return_tensors="pt", padding=True, padding_side="left").to(model.device)
+        encoded = _encode(batch, tokenizer).to(model.device)
         out = model.generate(
             encoded["input_ids"],
             attention_mask=encoded["attention_mask"],
@@ -134,20 +141,30 @@ def continuations(
     return results
 
 
+def _encode(prompts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> BatchEncoding:
+    """Without BOS, for no file starts here; without the last space, which belongs to the word the model is to write."""
+    ids = [tokenizer(prompt + "x", add_special_tokens=False)["input_ids"][:-1] for prompt in prompts]
+    return tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+
+
 def _judge(
     prompt: str, new_ids: list[int], model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> Continuation:
     stops = [i for i, token in enumerate(new_ids) if token in model.generation_config.eos_token_id]
     text = tokenizer.decode(new_ids[: stops[0]] if stops else new_ids)
-    kept, ended = cut(text, stopped=bool(stops))
-    return Continuation(prompt, kept, ended)
+    kept, ended = cut(text, indentation(prompt), stopped=bool(stops))
+    return Continuation(prompt[:-1], kept, ended)
 
 
-def cut(text: str, stopped: bool) -> tuple[str, bool]:
+def indentation(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def cut(text: str, margin: int, stopped: bool) -> tuple[str, bool]:
     """The text up to the function's end, and True; or up to the last complete line, and False."""
     lines = text.split("\n")
     for index, line in enumerate(lines[1:], start=1):
-        if line.strip() and not line[0].isspace():
+        if line.strip() and indentation(line) <= margin:
             return "\n".join([*lines[:index], ""]), True
     return (text, True) if stopped else (text[: text.rfind("\n") + 1], False)
 

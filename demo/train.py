@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     base.add_argument("--out", type=Path, default=model.BASE_FOLDER, help="where the model goes")
     base.add_argument("--work", type=Path, default=DEFAULT_WORK_FOLDER, help="checkpoints; a run resumes from here")
     base.add_argument("--seed", type=int, default=0)
-    base.add_argument("--steps", type=int, default=Recipe.num_steps)
+    base.add_argument("--cycles", type=int, nargs="+", default=Recipe.cycles, help="steps of each cycle")
     base.add_argument("--matrix-lr", type=float, default=Recipe.matrix_lr)
     base.add_argument("--other-lr", type=float, default=Recipe.other_lr)
     base.add_argument("--stop-after", type=int, help="stop at this step, leaving a checkpoint to resume from")
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 def train_base(options: argparse.Namespace) -> None:
     recipe = replace(
         Recipe(),
-        num_steps=options.steps,
+        cycles=tuple(options.cycles),
         matrix_lr=options.matrix_lr,
         other_lr=options.other_lr,
         bf16=not options.float32,
@@ -59,9 +59,9 @@ def train_base(options: argparse.Namespace) -> None:
     if checkpoint.exists():
         trainer.resume(checkpoint)
         print(f"resuming after step {trainer.step}", flush=True)
-    stop = min(options.steps, options.stop_after or options.steps)
+    stop = min(recipe.num_steps, options.stop_after or recipe.num_steps)
     _run(trainer, stop, checkpoint, options.checkpoint_minutes * 60)
-    if stop < options.steps:
+    if stop < recipe.num_steps:
         print(f"stopped after step {stop}; the same command without --stop-after continues", flush=True)
         return
     tokenizer.save(text_tokenizer, options.out)

@@ -28,13 +28,15 @@ WINDOW_STEPS = 64
 class Recipe:
     """Everything that the weights depend on, but for the stream and the initial weights."""
 
-    num_steps: int = 1000
+    cycles: tuple[int, ...] = (1000,)
+    """Steps of each cycle. Each goes through stages and schedule once more, from where the one before ended, so that a
+    finished run can go on."""
     tokens_per_step: int = 4096
     stages: tuple[tuple[float, int], ...] = ((0.0, 256), (0.5, 512), (0.8, 1024), (0.95, 2048))
-    """(from this share of the steps on, sequence length): short rows are cheap, long ones teach the rest."""
+    """(from this share of the cycle on, sequence length): short rows are cheap, long ones teach the rest."""
     warmup_steps: int = 50
     decay_from: float = 0.4
-    """Share of the steps after which the learning rates fall in a straight line to zero."""
+    """Share of the cycle after which the learning rates fall in a straight line to zero."""
     matrix_lr: float = 0.03
     """Muon's, for the matrices of the layers."""
     other_lr: float = 0.004
@@ -43,11 +45,25 @@ class Recipe:
     bf16: bool = True
 
     def sequence_len(self, step: int) -> int:
-        return [length for share, length in self.stages if step >= share * self.num_steps][-1]
+        place, cycle_len = self._place(step)
+        return [length for share, length in self.stages if place >= share * cycle_len][-1]
 
     def lr_factor(self, step: int) -> float:
-        remaining = (self.num_steps - step) / (self.num_steps * (1 - self.decay_from))
-        return min(1.0, (step + 1) / self.warmup_steps, remaining)
+        place, cycle_len = self._place(step)
+        remaining = (cycle_len - place) / (cycle_len * (1 - self.decay_from))
+        return min(1.0, (place + 1) / self.warmup_steps, remaining)
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self.cycles)
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """How many steps of its cycle came before this one, and how many the cycle has."""
+        for cycle_len in self.cycles:
+            if step < cycle_len:
+                return step, cycle_len
+            step -= cycle_len
+        raise ValueError(f"the recipe ends {step} steps before this one")
 
 
 @dataclass(frozen=True)
@@ -140,8 +156,10 @@ class Trainer:
 
 
 def _check_same_start(saved: Recipe, wanted: Recipe, step: int) -> None:
-    """A longer or shorter run may continue a checkpoint only while both would have done the same steps so far."""
-    same = asdict(saved) | {"num_steps": 0} == asdict(wanted) | {"num_steps": 0}
+    """A run of other cycles may continue a checkpoint only while both would have done the same steps so far."""
+    if step > min(saved.num_steps, wanted.num_steps):
+        raise ValueError(f"the checkpoint is of step {step}, the recipe has {wanted.num_steps}")
+    same = asdict(saved) | {"cycles": ()} == asdict(wanted) | {"cycles": ()}
     alike = all(
         saved.lr_factor(s) == wanted.lr_factor(s) and saved.sequence_len(s) == wanted.sequence_len(s)
         for s in range(step)

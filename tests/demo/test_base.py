@@ -57,7 +57,7 @@ def test_most_continuations_compile(model: LlamaForCausalLM, tokenizer: PreTrain
     functions = evaluate.held_out_functions(corpus.held_out_files(), NUM_SAMPLED_CONTINUATIONS)
     prompts = [evaluate.prompt_of(function) for function in functions]
     written = evaluate.continuations(model, tokenizer, prompts)
-    assert sum(continuation.counts for continuation in written) >= 0.5 * len(prompts)
+    assert sum(continuation.counts for continuation in written) >= 0.5 * len(prompts)  # room for 32 being few
 
 
 def test_the_price_of_a_file_does_not_depend_on_how_it_is_cut_into_windows(
@@ -81,16 +81,17 @@ def test_the_price_of_a_file_does_not_depend_on_how_it_is_cut_into_windows(
 
 
 @pytest.mark.parametrize(
-    ("text", "stopped", "kept", "ended"),
+    ("text", "margin", "stopped", "kept", "ended"),
     [
-        ("\n    return 1\n\ndef g():\n", False, "\n    return 1\n\n", True),
-        ("\n    return 1", True, "\n    return 1", True),
-        ("\n    a = 1\n    b = [1,\n         2", False, "\n    a = 1\n    b = [1,\n", False),
-        (" and so", False, "", False),
+        ("\n    return 1\n\ndef g():\n", 0, False, "\n    return 1\n\n", True),
+        ("\n    return 1", 0, True, "\n    return 1", True),
+        ("\n    a = 1\n    b = [1,\n         2", 0, False, "\n    a = 1\n    b = [1,\n", False),
+        ("\n        return 1\n\n    def g(self):\n", 4, False, "\n        return 1\n\n", True),
+        (" and so", 0, False, "", False),
     ],
 )
-def test_where_a_continuation_is_cut(text: str, stopped: bool, kept: str, ended: bool) -> None:
-    assert evaluate.cut(text, stopped) == (kept, ended)
+def test_where_a_continuation_is_cut(text: str, margin: int, stopped: bool, kept: str, ended: bool) -> None:
+    assert evaluate.cut(text, margin, stopped) == (kept, ended)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +108,24 @@ def test_where_a_continuation_is_cut(text: str, stopped: bool, kept: str, ended:
 )
 def test_what_counts_as_compiling(text: str, ended: bool, counts: bool) -> None:
     assert evaluate.Continuation('def f():\n    """Say."""', text, ended).counts is counts
+    indented = text.replace("\n    ", "\n        ")
+    assert evaluate.Continuation('    def f():\n        """Say."""', indented, ended).counts is counts
 
 
-def test_the_readme_quotes_what_the_script_prints() -> None:
-    """The figures in the table are those of the JSON line beside it."""
+def readme_report() -> tuple[str, evaluate.Report]:
     readme = (Path(evaluate.__file__).parent / "README.md").read_text()
     found = re.search(r"^\{.*\}$", readme, re.MULTILINE)
     assert found
-    report = evaluate.Report(**json.loads(found.group()))
+    return readme, evaluate.Report(**json.loads(found.group()))
+
+
+def test_the_readme_quotes_what_the_script_prints() -> None:
+    readme, report = readme_report()
     assert f"| {report.model_bits_per_byte} | {report.xz_bits_per_byte} |" in readme
     assert f"| {report.compiled} of {report.continuations} |" in readme
+
+
+def test_the_whole_measurement_reached_both_bars() -> None:
+    _, report = readme_report()
     assert report.model_bits_per_byte < report.xz_bits_per_byte
     assert report.compiled >= 0.6 * report.continuations

@@ -12,7 +12,7 @@ from demo.mixture import TokenStream
 from demo.model import base_config
 from demo.trainer import Recipe, Trainer, digest
 
-RECIPE = Recipe(num_steps=8, tokens_per_step=64, stages=((0.0, 16), (0.5, 32)), warmup_steps=2)
+RECIPE = Recipe(cycles=(8,), tokens_per_step=64, stages=((0.0, 16), (0.5, 32)), warmup_steps=2)
 
 
 def toy_trainer(recipe: Recipe = RECIPE, seed: int = 0) -> Trainer:
@@ -56,7 +56,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: P
 
 
 def test_a_run_may_be_lengthened_only_before_the_difference_shows(tmp_path: Path) -> None:
-    longer = replace(RECIPE, num_steps=16)
+    longer = replace(RECIPE, cycles=(16,))
     whole = toy_trainer(longer)
     run(whole, 16)
     shorter = toy_trainer()
@@ -74,16 +74,33 @@ def test_a_run_may_be_lengthened_only_before_the_difference_shows(tmp_path: Path
         toy_trainer(replace(RECIPE, matrix_lr=0.5)).resume(tmp_path / "early.pt")
 
 
+def test_a_finished_run_goes_on_with_another_cycle(tmp_path: Path) -> None:
+    two_cycles = replace(RECIPE, cycles=(8, 6))
+    whole = toy_trainer(two_cycles)
+    run(whole, 14)
+    finished = toy_trainer()
+    run(finished, 8)
+    finished.save(tmp_path / "finished.pt")
+    resumed = toy_trainer(two_cycles)
+    resumed.resume(tmp_path / "finished.pt")
+    run(resumed, 6)
+    assert digest(resumed.model) == digest(whole.model) != digest(finished.model)
+    with pytest.raises(ValueError, match="another recipe"):
+        toy_trainer(replace(RECIPE, cycles=(14,))).resume(tmp_path / "finished.pt")
+    with pytest.raises(ValueError, match="the recipe has 4"):
+        toy_trainer(replace(RECIPE, cycles=(4,))).resume(tmp_path / "finished.pt")
+
+
 def test_training_learns_what_can_be_learnt() -> None:
-    losses = run(toy_trainer(Recipe(num_steps=60, tokens_per_step=64, stages=((0.0, 16),), warmup_steps=2)), 60)
+    losses = run(toy_trainer(Recipe(cycles=(60,), tokens_per_step=64, stages=((0.0, 16),), warmup_steps=2)), 60)
     assert losses[-1] < 0.6 * losses[0]
 
 
 def test_the_schedule_warms_up_holds_and_falls_to_zero() -> None:
-    recipe = Recipe(num_steps=100, warmup_steps=10, decay_from=0.4)
-    factors = [recipe.lr_factor(step) for step in range(101)]
+    recipe = Recipe(cycles=(100,), warmup_steps=10, decay_from=0.4)
+    factors = [recipe.lr_factor(step) for step in range(100)]
     assert factors[0] == 0.1
     assert factors[10:40] == [1.0] * 30
     assert factors[40:] == sorted(factors[40:], reverse=True)
-    assert factors[100] == 0.0
+    assert 0 < factors[99] < 0.02
     assert [recipe.sequence_len(step) for step in (0, 49, 50, 80, 99)] == [256, 256, 512, 1024, 2048]
