@@ -21,8 +21,7 @@ from shard.batch import Segment
 from shard.config import ShardConfig
 from shard.model import Model, load_model
 from shard.model.fusion import FusedMlp
-from shard.model.layers import PackedLinear
-from shard.model.packing import pack
+from shard.model.packing import StreamedMatrix, pack
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def share_outside(model: Model, segments: list[Segment]) -> float:
         return run
 
     with ExitStack() as stack:
-        for kind, name in ((PackedLinear, "forward"), (FusedMlp, "forward"), (type(model.backend), "attend")):
+        for kind, name in ((StreamedMatrix, "__call__"), (FusedMlp, "forward"), (type(model.backend), "attend")):
             stack.enter_context(patch.object(kind, name, timed(getattr(kind, name))))
         time_step(model, segments, 1)
         inside, started = 0.0, time.perf_counter()

@@ -1,4 +1,4 @@
-// Matrix products, gated MLP and RMS norm in bfloat16 on a CPU with AVX512-BF16.
+// Matrix products, gated MLP, RMS norm and rotary positions in bfloat16 on a CPU with AVX512-BF16.
 //
 // Every output element is one sum in float32 over its row in order, two terms at a time, and is rounded once. So its
 // bits do not depend on how many rows there are, on chunks or on threads.
@@ -159,4 +159,25 @@ void rms_norm(const bf16 *x, int64_t rows, int64_t k, const bf16 *weight, float 
             _mm256_storeu_si256((__m256i *)(y + r * k + c), narrow16(_mm512_mul_ps(v, widen16(weight + c))));
         }
     }
+}
+
+// x[t, h, :] turned by the angles of token t, in place: halves (a, b) become (a cos - b sin, b cos + a sin), each
+// product and sum rounded. x: [rows, stride], heads * dim of it; cos, sin: [rows, dim]; dim a multiple of 32
+void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, const bf16 *cos, const bf16 *sin,
+            int threads) {
+    int64_t half = dim / 2;
+#pragma omp parallel for num_threads(rows * heads * dim < 32768 ? 1 : threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t c = 0; c < half; c += 16) {
+                bf16 *p = x + r * stride + h * dim + c, *q = p + half;
+                const bf16 *cp = cos + r * dim + c, *sp = sin + r * dim + c;
+                __m512 a = widen16(p), b = widen16(q);
+                __m512 up = _mm512_sub_ps(round16(_mm512_mul_ps(a, widen16(cp))),
+                                          round16(_mm512_mul_ps(b, widen16(sp))));
+                __m512 down = _mm512_add_ps(round16(_mm512_mul_ps(b, widen16(cp + half))),
+                                            round16(_mm512_mul_ps(a, widen16(sp + half))));
+                _mm256_storeu_si256((__m256i *)p, narrow16(up));
+                _mm256_storeu_si256((__m256i *)q, narrow16(down));
+            }
 }

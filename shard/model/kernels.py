@@ -1,4 +1,4 @@
-"""kernels.c from Python: matrix products, gated MLP and RMS norm in bfloat16, where the machine can build it.
+"""kernels.c from Python: matrix products, gated MLP, norm and rotary in bfloat16, where the machine can build it.
 
 Semantics are those of the plain modules: sums in float32, each result rounded once to bfloat16.
 """
@@ -31,7 +31,8 @@ def _load() -> ctypes.CDLL:
         _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _INT,
     ]  # fmt: skip
     loaded.rms_norm.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, ctypes.c_float, _POINTER, _INT]
-    for name in ("pack", "linear", "gated_mlp", "rms_norm"):
+    loaded.rotate.argtypes = [_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _INT]
+    for name in ("pack", "linear", "gated_mlp", "rms_norm", "rotate"):
         getattr(loaded, name).restype = None
     return loaded
 
@@ -108,6 +109,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon, y.data_ptr(), torch.get_num_threads()
     )
     return y
+
+
+def rotate(x: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Turn the first `num_heads` heads of each row of x by the row's angles, in place.
+
+    x: [T, columns] contiguous; cos, sin: [T, D] contiguous, both halves of D alike in meaning; 32 divides D.
+    """
+    _load().rotate(
+        x.data_ptr(),
+        x.shape[0],
+        x.stride(0),
+        num_heads,
+        cos.shape[1],
+        cos.data_ptr(),
+        sin.data_ptr(),
+        torch.get_num_threads(),
+    )
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
