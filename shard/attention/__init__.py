@@ -4,10 +4,10 @@ import logging
 
 import torch
 
-from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention
 from shard.attention.reference import ReferenceAttention
 
-__all__ = ["AttentionBackend", "AttentionSpec", "LayerKV", "create"]
+__all__ = ["AttentionBackend", "AttentionSpec", "LayerKV", "NativeAttention", "create"]
 
 logger = logging.getLogger(__name__)
 

@@ -39,6 +39,18 @@ class LayerKV:
     """K and V of one layer, all pages, in the layout of the backend that made it."""
 
 
+@dataclass(frozen=True)
+class NativeAttention:
+    """One layer's attention for the step at hand, as compiled code calls it. Good until the next `prepare`."""
+
+    function: int
+    """Address of a function (layer, step, query, key, value, six strides, output, number of threads)."""
+    layer: int
+    step: int
+    num_tokens: int
+    """T."""
+
+
 class AttentionBackend(ABC):
     """One way to compute attention over paged K and V."""
 
@@ -65,3 +77,7 @@ class AttentionBackend(ABC):
         query: [T, num_heads, key_dim], key: [T, num_kv_heads, key_dim], value: [T, num_kv_heads, value_dim].
         Returns [T, num_heads, value_dim].
         """
+
+    def native(self, kv: LayerKV) -> NativeAttention | None:
+        """How other compiled code calls `attend` without coming back to Python; None where that is not possible."""
+        return None

@@ -5,13 +5,13 @@ The kernel reads pages in place, so nothing is gathered, and each row's bits dep
 
 import math
 import mmap
-from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, addressof, c_float, c_int, c_int64, c_void_p, cast
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention
 from shard.batch import StepInputs
 from shard.native import library
 
@@ -99,6 +99,7 @@ class CpuAttention(AttentionBackend):
         self._attend.argtypes = [
             POINTER(Layer), POINTER(Step), c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_void_p, c_int,
         ]  # fmt: skip
+        self._attend_address = cast(self._attend, c_void_p).value or 0
         self._step = Step()
         self._strides = (c_int64 * 6)()
         self._memory = torch.empty(0)
@@ -159,6 +160,10 @@ class CpuAttention(AttentionBackend):
             self._num_threads,
         )
         return output
+
+    def native(self, kv: LayerKV) -> NativeAttention:
+        assert isinstance(kv, CpuKV)
+        return NativeAttention(self._attend_address, addressof(kv.layer), addressof(self._step), self._step.num_tokens)
 
     def _tiles(self, inputs: StepInputs) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int32]], int]:
         """[tiles, 3] segment, first token in it, tokens; and the floats that the largest tile needs."""

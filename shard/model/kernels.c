@@ -1,4 +1,4 @@
-// Matrix products, gated MLP, RMS norm and rotary positions in bfloat16 on a CPU with AVX512-BF16.
+// Matrix products, gated MLP, RMS norm, rotary positions and whole decoder layers in bfloat16 on a CPU with AVX512-BF16.
 //
 // Every output element is one sum in float32 over its row in order, two terms at a time, and is rounded once. So its
 // bits do not depend on how many rows there are, on chunks or on threads.
@@ -8,6 +8,7 @@
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
+#include <string.h>
 
 #define BLOCK 64      // outputs that one pass over the inputs sums up: four vectors
 #define VECTORS 4
@@ -52,15 +53,17 @@ static inline void store(bf16 *y, int64_t width, const __m512 *sums, const float
     }
 }
 
-// y[r, 0..width) = x[r, :] . block + bias, for R rows
-#define DEFINE_ROWS(R)                                                                                          \
-    static void rows##R(const bf16 *x, int64_t x_stride, const bf16 *block, int64_t pairs, bf16 *y,             \
-                        int64_t y_stride, int64_t width, const float *bias) {                                   \
+// y[r, 0..width) = x[r, :] . block + bias, for R rows. Meanwhile AHEAD lines per step are fetched of what is read next.
+#define DEFINE_ROWS(R, AHEAD)                                                                                   \
+    static void rows##R##_##AHEAD(const bf16 *x, int64_t x_stride, const bf16 *block, int64_t pairs, bf16 *y,   \
+                                  int64_t y_stride, int64_t width, const float *bias, const bf16 *ahead) {      \
         __m512 sums[R][VECTORS];                                                                                \
         for (int r = 0; r < R; r++)                                                                             \
             for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_setzero_ps();                                 \
         for (int64_t p = 0; p < pairs; p++) {                                                                   \
             const bf16 *w = block + p * BLOCK * 2;                                                              \
+            if (AHEAD > 0) _mm_prefetch((const char *)(ahead + p * AHEAD * 32), _MM_HINT_T1);                   \
+            if (AHEAD > 1) _mm_prefetch((const char *)(ahead + p * AHEAD * 32 + 32), _MM_HINT_T1);              \
             __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);           \
             __m512bh w2 = (__m512bh)_mm512_loadu_si512(w + 64), w3 = (__m512bh)_mm512_loadu_si512(w + 96);      \
             _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                               \
@@ -73,16 +76,26 @@ static inline void store(bf16 *y, int64_t width, const __m512 *sums, const float
         }                                                                                                       \
         for (int r = 0; r < R; r++) store(y + r * y_stride, width, sums[r], bias);                              \
     }
-DEFINE_ROWS(1) DEFINE_ROWS(2) DEFINE_ROWS(3) DEFINE_ROWS(4) DEFINE_ROWS(5) DEFINE_ROWS(6)
+#define DEFINE_AHEAD(R) DEFINE_ROWS(R, 0) DEFINE_ROWS(R, 1) DEFINE_ROWS(R, 2)
+DEFINE_AHEAD(1) DEFINE_AHEAD(2) DEFINE_AHEAD(3) DEFINE_AHEAD(4) DEFINE_AHEAD(5) DEFINE_AHEAD(6)
 
-typedef void (*some_rows)(const bf16 *, int64_t, const bf16 *, int64_t, bf16 *, int64_t, int64_t, const float *);
-static const some_rows by_rows[TILE + 1] = {0, rows1, rows2, rows3, rows4, rows5, rows6};
+typedef void (*some_rows)(const bf16 *, int64_t, const bf16 *, int64_t, bf16 *, int64_t, int64_t, const float *,
+                          const bf16 *);
+#define BY_AHEAD(R) {rows##R##_0, rows##R##_1, rows##R##_2}
+static const some_rows by_rows[TILE][3] = {BY_AHEAD(1), BY_AHEAD(2), BY_AHEAD(3), BY_AHEAD(4), BY_AHEAD(5), BY_AHEAD(6)};
 
+// `next`: the block that the same thread reads after this one, or NULL. It comes in while this one, in the second cache by
+// then, meets more rows; a block that is passed but once is best left to the processor's own looking ahead.
 static void block_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
-                          int64_t y_stride, int64_t width, const float *bias) {
+                          int64_t y_stride, int64_t width, const float *bias, const bf16 *next) {
+    const int64_t pairs = k / 2, lines = rows <= 3 * TILE ? 2 : 1;
+    int64_t missing = rows > TILE && next ? pairs * VECTORS : 0;  // lines of the next block
     for (int64_t r = 0; r < rows;) {
         int64_t left = rows - r, count = left == 7 || left == 8 ? 4 : left > TILE ? TILE : left;
-        by_rows[count](x + r * x_stride, x_stride, block, k / 2, y + r * y_stride, y_stride, width, bias);
+        int64_t ahead = missing >= pairs * lines ? lines : 0;
+        by_rows[count - 1][ahead](x + r * x_stride, x_stride, block, pairs, y + r * y_stride, y_stride, width, bias, next);
+        if (ahead) next += pairs * ahead * 32;
+        missing -= pairs * ahead;
         r += count;
     }
 }
@@ -95,7 +108,7 @@ void linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *packed, i
     for (int64_t b = 0; b < blocks; b++) {
         int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
         block_product(x, rows, x_stride, packed + b * BLOCK * k, k, y + b * BLOCK, n, width,
-                      bias ? bias + b * BLOCK : 0);
+                      bias ? bias + b * BLOCK : 0, b + 1 < blocks ? packed + (b + 1) * BLOCK * k : 0);
     }
 }
 
@@ -135,8 +148,9 @@ void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const b
         int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
         for (int64_t r = 0; r < rows; r += MLP_ROWS) {
             int64_t count = rows - r > MLP_ROWS ? MLP_ROWS : rows - r;
-            block_product(x + r * k, count, k, gate + b * BLOCK * k, k, gates, BLOCK, BLOCK, 0);
-            block_product(x + r * k, count, k, up + b * BLOCK * k, k, ups, BLOCK, BLOCK, 0);
+            const bf16 *next = r + count < rows ? gate + b * BLOCK * k : b + 1 < blocks ? gate + (b + 1) * BLOCK * k : 0;
+            block_product(x + r * k, count, k, gate + b * BLOCK * k, k, gates, BLOCK, BLOCK, 0, up + b * BLOCK * k);
+            block_product(x + r * k, count, k, up + b * BLOCK * k, k, ups, BLOCK, BLOCK, 0, next);
             for (int64_t i = 0; i < count; i++)
                 gate_row(gates + i * BLOCK, ups + i * BLOCK, hidden + (r + i) * n + b * BLOCK, width);
         }
@@ -180,4 +194,45 @@ void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, c
                 _mm256_storeu_si256((__m256i *)p, narrow16(up));
                 _mm256_storeu_si256((__m256i *)q, narrow16(down));
             }
+}
+
+// y = bf16(x + h), all [n], 16 divides n; y may be x
+static void add(const bf16 *x, const bf16 *h, int64_t n, bf16 *y, int threads) {
+#pragma omp parallel for num_threads(n < 32768 ? 1 : threads) schedule(static)
+    for (int64_t c = 0; c < n; c += 16)
+        _mm256_storeu_si256((__m256i *)(y + c), narrow16(_mm512_add_ps(widen16(x + c), widen16(h + c))));
+}
+
+typedef void attend_function(const void *layer, const void *step, const bf16 *query, const bf16 *key,
+                             const bf16 *value, const int64_t *strides, bf16 *output, int threads);
+
+typedef struct {
+    int64_t width, num_heads, num_kv_heads, head_dim, num_hidden;
+    const bf16 *input_norm, *post_norm;          // [width]
+    const bf16 *qkv, *out, *gate, *up, *down;    // packed
+    const float *qkv_bias, *out_bias;            // or NULL
+    float input_epsilon, post_epsilon;
+} DecoderLayer;
+
+// One decoder layer, the very calls that its parts would make one by one. x, y: [rows, width]; cos, sin: [rows, head_dim];
+// the attention knows `attended` rows, and a row beyond them has the first one's output.
+// scratch: rows * (width + (2 num_heads + 2 num_kv_heads) * head_dim + num_hidden)
+void decoder_layer(const DecoderLayer *layer, attend_function *attend, const void *kv, const void *step, const bf16 *x,
+                   int64_t rows, int64_t attended, const bf16 *cos, const bf16 *sin, bf16 *scratch, bf16 *y,
+                   int threads) {
+    const int64_t width = layer->width, dim = layer->head_dim, out_width = layer->num_heads * dim;
+    const int64_t rotated = layer->num_heads + layer->num_kv_heads, columns = (rotated + layer->num_kv_heads) * dim;
+    const int64_t strides[6] = {columns, dim, columns, dim, columns, dim};
+    bf16 *h = scratch, *qkv = h + rows * width, *seen = qkv + rows * columns, *hidden = seen + rows * out_width;
+
+    rms_norm(x, rows, width, layer->input_norm, layer->input_epsilon, h, threads);
+    linear(h, rows, width, layer->qkv, columns, width, layer->qkv_bias, qkv, threads);
+    rotate(qkv, rows, columns, rotated, dim, cos, sin, threads);
+    attend(kv, step, qkv, qkv + out_width, qkv + rotated * dim, strides, seen, threads);
+    for (int64_t r = attended; r < rows; r++) memcpy(seen + r * out_width, seen, out_width * sizeof(bf16));
+    linear(seen, rows, out_width, layer->out, width, out_width, layer->out_bias, h, threads);
+    add(x, h, rows * width, y, threads);
+    rms_norm(y, rows, width, layer->post_norm, layer->post_epsilon, h, threads);
+    gated_mlp(h, rows, width, layer->gate, layer->up, layer->num_hidden, layer->down, width, hidden, h, threads);
+    add(y, h, rows * width, y, threads);
 }

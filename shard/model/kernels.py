@@ -1,4 +1,4 @@
-"""kernels.c from Python: matrix products, gated MLP, norm and rotary in bfloat16, where the machine can build it.
+"""kernels.c from Python: products, gated MLP, norm, rotary and decoder layers in bfloat16, where it can be built.
 
 Semantics are those of the plain modules: sums in float32, each result rounded once to bfloat16.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from shard.attention import NativeAttention
 from shard.model import large_pages
 from shard.native import CompilerMissing, library
 
@@ -22,6 +23,23 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 logger = logging.getLogger(__name__)
 
 
+class DecoderLayer(ctypes.Structure):
+    """`DecoderLayer` of kernels.c."""
+
+    _fields_ = [
+        *((name, _SIZE) for name in ("width", "num_heads", "num_kv_heads", "head_dim", "num_hidden")),
+        *((name, _POINTER) for name in ("input_norm", "post_norm", "qkv", "out", "gate", "up", "down")),
+        *((name, _POINTER) for name in ("qkv_bias", "out_bias")),
+        *((name, ctypes.c_float) for name in ("input_epsilon", "post_epsilon")),
+    ]
+
+    @property
+    def scratch_width(self) -> int:
+        """Elements of scratch per row."""
+        heads: int = 2 * (self.num_heads + self.num_kv_heads)
+        return int(self.width + heads * self.head_dim + self.num_hidden)
+
+
 @cache
 def _load() -> ctypes.CDLL:
     loaded = library(_SOURCE)
@@ -32,7 +50,11 @@ def _load() -> ctypes.CDLL:
     ]  # fmt: skip
     loaded.rms_norm.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, ctypes.c_float, _POINTER, _INT]
     loaded.rotate.argtypes = [_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _INT]
-    for name in ("pack", "linear", "gated_mlp", "rms_norm", "rotate"):
+    loaded.decoder_layer.argtypes = [
+        ctypes.POINTER(DecoderLayer), _POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER,
+        _POINTER, _POINTER, _INT,
+    ]  # fmt: skip
+    for name in ("pack", "linear", "gated_mlp", "rms_norm", "rotate", "decoder_layer"):
         getattr(loaded, name).restype = None
     return loaded
 
@@ -126,6 +148,33 @@ def rotate(x: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor
         sin.data_ptr(),
         torch.get_num_threads(),
     )
+
+
+def decoder_layer(
+    layer: DecoderLayer, attention: NativeAttention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """What norm, attention, residual, norm, gated MLP and residual make of x, in one call.
+
+    x: [1, T, H]; cos, sin: [T, D]; all contiguous. Returns [1, T, H].
+    """
+    num_rows = x.shape[1]
+    y = torch.empty_like(x)
+    scratch = x.new_empty(num_rows * layer.scratch_width)
+    _load().decoder_layer(
+        layer,
+        attention.function,
+        attention.layer,
+        attention.step,
+        x.data_ptr(),
+        num_rows,
+        min(num_rows, attention.num_tokens),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        scratch.data_ptr(),
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,100 @@
+"""A decoder layer as one call: norm, attention, residual, norm, gated MLP, residual, all of them fused parts already.
+
+A fused twin is made for any layer with those four parts; it stays only if it computes bit for bit what the layer's own
+code makes of the same parts. Where the attention cannot be called from compiled code the parts run one by one, which
+is what the single call is held against. Bfloat16 on CPU only.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shard.model import kernels
+from shard.model.fused_attention import FusedAttention, Recorder
+from shard.model.fusion import FusedMlp, FusedNorm
+
+NUM_TRIAL_TOKENS = 5
+
+
+class FusedDecoderLayer(nn.Module):
+    """`x + attention(norm x)`, then `x + mlp(norm x)`."""
+
+    def __init__(self, input_norm: FusedNorm, attention: FusedAttention, post_norm: FusedNorm, mlp: FusedMlp) -> None:
+        super().__init__()
+        self.input_norm, self.attention, self.post_norm, self.mlp = input_norm, attention, post_norm, mlp
+        self.layer = kernels.DecoderLayer(
+            width=attention.out.out_features,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            num_hidden=mlp.gate.out_features,
+            input_norm=input_norm.weight.data_ptr(),
+            post_norm=post_norm.weight.data_ptr(),
+            qkv=attention.qkv.packed.data_ptr(),
+            out=attention.out.packed.data_ptr(),
+            gate=mlp.gate.packed.data_ptr(),
+            up=mlp.up.packed.data_ptr(),
+            down=mlp.down.packed.data_ptr(),
+            qkv_bias=_address(attention.qkv.bias),
+            out_bias=_address(attention.out.bias),
+            input_epsilon=input_norm.epsilon,
+            post_epsilon=post_norm.epsilon,
+        )
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
+    ) -> torch.Tensor:
+        """hidden_states: [1, T, H]; position_embeddings: cos and sin, [1, T, D]. Returns [1, T, H]."""
+        site = self.attention.lorikeet_site
+        native = site.backend.native(site.kv) if site.kv is not None else None
+        if native is None:
+            return self.one_by_one(hidden_states, position_embeddings)
+        cos, sin = (angles[0].contiguous() for angles in position_embeddings)
+        return kernels.decoder_layer(self.layer, native, hidden_states.contiguous(), cos, sin)
+
+    def one_by_one(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """The same by the parts' own calls."""
+        attended, _ = self.attention(self.input_norm(hidden_states), position_embeddings)
+        hidden_states = hidden_states + attended
+        output: torch.Tensor = hidden_states + self.mlp(self.post_norm(hidden_states))
+        return output
+
+
+def fuse_layer(layer: Any) -> FusedDecoderLayer | None:
+    """The fused twin of a decoder layer whose parts are fused already, or None where it has none."""
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    parts = [getattr(layer, name, None) for name in names]
+    kinds = (FusedNorm, FusedAttention, FusedNorm, FusedMlp)
+    if not all(isinstance(part, kind) for part, kind in zip(parts, kinds, strict=True)):
+        return None
+    twin = FusedDecoderLayer(*parts)  # type: ignore[arg-type]
+    return twin if _agree(layer, twin) else None
+
+
+def _agree(layer: Any, twin: FusedDecoderLayer) -> bool:
+    """Whether both make the same of random rows, whatever the attention returns."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, NUM_TRIAL_TOKENS, twin.layer.width, generator=generator).bfloat16()
+    angles = torch.randn(1, NUM_TRIAL_TOKENS, twin.attention.head_dim // 2, generator=generator).repeat(1, 1, 2)
+    position_embeddings = (angles.cos().bfloat16(), angles.sin().bfloat16())
+    site = twin.attention.lorikeet_site
+    recorder: Any = Recorder()
+    del twin.attention.lorikeet_site
+    twin.attention.lorikeet_site = recorder
+    try:
+        with torch.inference_mode():
+            wanted = layer(x, attention_mask=None, position_embeddings=position_embeddings)
+            got = twin.one_by_one(x, position_embeddings)
+    except (RuntimeError, TypeError):  # it wants other arguments: another kind of layer
+        return False
+    finally:
+        del twin.attention.lorikeet_site
+        twin.attention.lorikeet_site = site
+    return isinstance(wanted, torch.Tensor) and torch.equal(wanted, got)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
