@@ -1,62 +1,33 @@
-// Attention over paged K and V on a CPU, for one step and one layer. Compiled once per element type (-DBF16=0 or 1).
+// Attention over paged K and V on a CPU, for one step and one layer. Compiled once per element type (-DBF16=0 or 1, and
+// -DPAIRED=0 for bfloat16 without products of pairs).
 //
 // Every query row is computed by the same sequence of operations whatever else is in the step: scores of positions in
 // pages of P, softmax over the whole visible range with sums per position modulo 16, then a sum over positions in
 // order. So the bits of a row depend on its query and on what it sees, not on chunks, batches or threads.
 //
-// K lies as [N, kv_heads, D, P], so that 16 positions are one vector; V lies as [N, kv_heads, P, W], W the value width
-// rounded up to 16.
+// One multiplication instruction takes TERMS products per lane: two with AVX512-BF16, where weights are rounded to
+// bfloat16 too, else one. K lies as [N, kv_heads, key_width / TERMS, P, TERMS], so that 16 positions are one vector, V as
+// [N, kv_heads, P / TERMS, value_width, TERMS]; key_width is key_dim rounded up to 2, value_width rounded up to 16.
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
 #include <string.h>
+#if BF16 && PAIRED && defined(__AVX512BF16__)
+#include <immintrin.h>
+#define TERMS 2
+#else
+#define TERMS 1
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
-#define COLUMNS 4  // vectors of V that one pass over the positions sums up
+#define BLOCK (2 * LANES)  // positions that one pass over the dimensions scores
+#define COLUMNS 4          // vectors of V that one pass over the positions sums up
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2)));
-
-#if BF16
-typedef uint16_t element;
-INLINE float to_float(element x) {
-    union { uint32_t i; float f; } u = {(uint32_t)x << 16};
-    return u.f;
-}
-INLINE element from_float(float x) {  // round to nearest even; NaN stays NaN
-    union { float f; uint32_t i; } u = {x};
-    if (x != x) return 0x7fc0;
-    return (element)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
-}
-INLINE vec load(const element *p) {
-    uvec wide = __builtin_convertvector(*(const hvec *)p, uvec) << 16;
-    return (vec)wide;
-}
-#else
-typedef float element;
-INLINE float to_float(element x) { return x; }
-INLINE element from_float(float x) { return x; }
-INLINE vec load(const element *p) { return *(const vec *)p; }
-#endif
-
-typedef struct {
-    int64_t num_heads, num_kv_heads, key_dim, value_dim, value_width, window;  // window 0: none
-    float scaling, softcap;                                                    // softcap 0: none
-    const float *sinks, *slopes;                                               // [num_heads] or NULL
-    element *keys, *values;
-} Layer;
-
-typedef struct {
-    int64_t num_segments, num_tokens, page_size, page_stride, num_items, scratch;
-    const int32_t *starts, *first_rows, *counts;  // [R] first position, first row of T, number of tokens
-    const int32_t *pages;                         // [R, page_stride]
-    const int32_t *items;                         // [num_items, 3] segment, first token of the segment, tokens
-    const int64_t *slots;                         // [T] page * P + offset
-    float *memory;                                // [num_threads, scratch]
-} Step;
 
 INLINE vec splat(float x) { return x - (vec){0}; }
 
@@ -82,45 +53,201 @@ INLINE vec exp_vec(vec x) {
     return select_vec(tiny, splat(0.0f), y * power);
 }
 
-// scores[r][0..2*LANES) of `rows` query rows against 2*LANES positions of one page.
-// `next` is read soon: the processor itself looks ahead within 4 KiB only.
-INLINE void score_block(int rows, const float *q, int64_t dim, const element *k, int64_t page_size, float *out,
-                        int64_t stride, const element *next) {
+#if BF16
+typedef uint16_t element;
+#else
+typedef float element;
+#endif
+
+// `operand`: an element of a query or a weight as it is multiplied; `terms`: what a lane multiplies, TERMS of them.
+#if TERMS == 2
+typedef element operand;
+typedef __m512bh terms;
+INLINE void put_query(operand *out, const element *query, int64_t dim) { memcpy(out, query, sizeof(element) * dim); }
+INLINE terms load(const element *p) { return (terms)_mm512_loadu_si512(p); }
+INLINE terms load_first(const element *p) {  // with 0 for the second of each pair, whatever lies there
+    return (terms)_mm512_maskz_loadu_epi16(0x55555555, p);
+}
+INLINE terms spread(const operand *p) {
+    int32_t pair;
+    memcpy(&pair, p, sizeof(pair));
+    return (terms)_mm512_set1_epi32(pair);
+}
+INLINE vec add_products(vec sum, terms a, terms b) { return (vec)_mm512_dpbf16_ps((__m512)sum, a, b); }
+// The weights of BLOCK positions as operands, added to `sum` as they are after rounding.
+INLINE vec keep_weights(operand *out, vec low, vec high, vec sum) {
+    const terms both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    _mm512_storeu_si512(out, (__m512i)both);
+    return add_products(sum, both, (terms)_mm512_set1_epi16(0x3f80));
+}
+// e to the power of x - most, within 3e-7 of it, for x <= most; 0 below the least float.
+INLINE vec weigh(vec x, float most) {
+    const float log2e = 1.44269504088896341f;
+    const __m512 z = _mm512_max_ps(splat(-200.0f), x * splat(log2e) - splat(most * log2e));  // a NaN stays
+    const __m512 n = _mm512_roundscale_ps(z, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = z - n;
+    vec y = splat(1.3264727214e-3f);
+    y = y * f + splat(9.6715128126e-3f);
+    y = y * f + splat(5.5507337448e-2f);
+    y = y * f + splat(2.4022242083e-1f);
+    y = y * f + splat(6.9314697760e-1f);
+    return _mm512_scalef_ps(y * f + splat(1.0f), n);
+}
+INLINE vec larger(vec x, vec than) { return _mm512_max_ps(x, than); }  // `than` where x is NaN
+INLINE float largest(vec x) { return _mm512_reduce_max_ps(x); }
+INLINE float total(vec x) { return _mm512_reduce_add_ps(x); }
+INLINE uint16_t first_lanes(int64_t count) { return count >= LANES ? 0xffff : (1u << count) - 1; }
+INLINE void store_lanes(element *out, vec x, int64_t count) {
+    _mm256_mask_storeu_epi16(out, first_lanes(count), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+}
+// A position's V to its half of the pairs at `out`, and nothing to the other half: that may be another thread's.
+INLINE void put_value(element *out, const element *value, int64_t dim, int64_t half) {
+    for (int64_t c = 0; c < dim; c += LANES) {
+        const __mmask16 mask = first_lanes(dim - c);
+        const __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, value + c));
+        const __m512i pairs = half ? _mm512_slli_epi32(x, 16) : x;
+        const __mmask32 both = _cvtu32_mask32(half ? 0xaaaaaaaa : 0x55555555);
+        _mm512_mask_storeu_epi16(out + c * TERMS, both, pairs);
+    }
+}
+INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_size) {
+    for (int64_t d = 0; d + 1 < dim; d += 2) memcpy(out + d * page_size, key + d, 2 * sizeof(element));
+    if (dim % 2) memcpy(out + (dim - 1) * page_size, (const element[]){key[dim - 1], 0}, 2 * sizeof(element));
+}
+#else
+typedef float operand;
+typedef vec terms;
+#if BF16
+INLINE float to_float(element x) {
+    union { uint32_t i; float f; } u = {(uint32_t)x << 16};
+    return u.f;
+}
+INLINE element from_float(float x) {  // round to nearest even; NaN stays NaN
+    union { float f; uint32_t i; } u = {x};
+    if (x != x) return 0x7fc0;
+    return (element)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
+}
+INLINE terms load(const element *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
+#else
+INLINE float to_float(element x) { return x; }
+INLINE element from_float(float x) { return x; }
+INLINE terms load(const element *p) { return *(const vec *)p; }
+#endif
+INLINE terms load_first(const element *p) { return load(p); }
+INLINE void put_query(operand *out, const element *query, int64_t dim) {
+    for (int64_t d = 0; d < dim; d++) out[d] = to_float(query[d]);
+}
+INLINE terms spread(const operand *p) { return splat(*p); }
+INLINE vec add_products(vec sum, terms a, terms b) { return sum + a * b; }
+INLINE vec larger(vec x, vec than) { return select_vec(x > than, x, than); }
+INLINE float largest(vec x) {
+    for (int w = LANES / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) x[i] = x[i] > x[i + w] ? x[i] : x[i + w];
+    return x[0];
+}
+INLINE float total(vec x) {
+    for (int w = LANES / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) x[i] += x[i + w];
+    return x[0];
+}
+INLINE vec weigh(vec x, float most) { return exp_vec(x - splat(most)); }
+INLINE vec keep_weights(operand *out, vec low, vec high, vec sum) {
+    *(vec *)out = low;
+    *(vec *)(out + LANES) = high;
+    return sum + low + high;
+}
+INLINE void put_value(element *out, const element *value, int64_t dim, int64_t half) {
+    memcpy(out + half, value, sizeof(element) * dim);
+}
+INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_size) {
+    for (int64_t d = 0; d < dim; d++) out[d * page_size] = key[d];
+    if (dim % 2) out[dim * page_size] = 0;
+}
+INLINE void store_lanes(element *out, vec x, int64_t count) {
+    for (int i = 0; i < LANES && i < count; i++) out[i] = from_float(x[i]);
+}
+#endif
+
+typedef struct {
+    int64_t num_heads, num_kv_heads, key_dim, key_width, value_dim, value_width, window;  // window 0: none
+    float scaling, softcap;                                                               // softcap 0: none
+    const float *sinks, *slopes;                                                          // [num_heads] or NULL
+    element *keys, *values;
+} Layer;
+
+typedef struct {
+    int64_t num_segments, num_tokens, page_size, page_stride, num_items, scratch;
+    const int32_t *starts, *first_rows, *counts;  // [R] first position, first row of T, number of tokens
+    const int32_t *pages;                         // [R, page_stride]
+    const int32_t *items;                         // [num_items, 3] segment, first token of the segment, tokens
+    const int64_t *slots;                         // [T] page * P + offset
+    float *memory;                                // [num_threads, scratch]
+} Step;
+
+// A page's worth of memory that is read soon: the processor itself looks ahead within 4 KiB only.
+INLINE void prefetch(const element *p, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(element)) __builtin_prefetch(p + i);
+}
+
+// Scaled scores out[r][0..BLOCK) of `rows` query rows against BLOCK positions of one page, while `next` comes near.
+INLINE void score_block(int rows, const operand *q, int64_t dim, const element *k, int64_t page_size, float scaling,
+                        float *out, int64_t stride, const element *next) {
     vec low[8], high[8];
     for (int r = 0; r < rows; r++) low[r] = high[r] = splat(0.0f);
-    for (int64_t d = 0; d < dim; d++) {
-        vec a = load(k + d * page_size), b = load(k + d * page_size + LANES);
-        __builtin_prefetch(next + d * page_size);
+    for (int64_t d = 0; d < dim; d += TERMS) {
+        const terms a = load(k + d * page_size), b = load(k + d * page_size + LANES * TERMS);
+        prefetch(next + d * page_size, BLOCK * TERMS);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            vec x = splat(q[r * dim + d]);
-            low[r] += x * a;
-            high[r] += x * b;
+            const terms x = spread(q + r * dim + d);
+            low[r] = add_products(low[r], x, a);
+            high[r] = add_products(high[r], x, b);
         }
     }
     for (int r = 0; r < rows; r++) {
-        *(vec *)(out + r * stride) = low[r];
-        *(vec *)(out + r * stride + LANES) = high[r];
+        *(vec *)(out + r * stride) = low[r] * splat(scaling);
+        *(vec *)(out + r * stride + LANES) = high[r] * splat(scaling);
     }
 }
 
-// out[r][0..columns*LANES) += sum over positions of p[r][j] * v[j].
-INLINE void value_block(int rows, int columns, const float *p, int64_t stride, const element *v, int64_t width,
-                        int64_t count, float *out, const element *next) {
+// Where a row's positions lie: those of page i of [first, last] begin at base + pages[i] * stride.
+typedef struct {
+    const element *base, *after;  // after: what is read once the last page has been
+    const int32_t *pages;
+    int64_t first, last, stride;
+} Stream;
+
+INLINE const element *page_of(const Stream *s, int64_t i) { return s->base + s->pages[i] * s->stride; }
+
+INLINE void add_positions(int rows, int columns, vec (*sum)[COLUMNS], const operand *p, int64_t stride, const terms *x) {
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        const terms weight = spread(p + r * stride);
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) sum[r][c] = add_products(sum[r][c], weight, x[c]);
+    }
+}
+
+// out[r][0..columns*LANES) = sum over `count` positions, from the start of the first page, of p[r][j] * v[j].
+INLINE void value_block(int rows, int columns, const operand *p, int64_t stride, const Stream *values, int64_t column,
+                        int64_t page_size, int64_t width, int64_t count, float *out) {
     vec sum[4][COLUMNS];
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) sum[r][c] = *(vec *)(out + r * width + c * LANES);
-    for (int64_t j = 0; j < count; j++) {
-        vec x[COLUMNS];
+        for (int c = 0; c < columns; c++) sum[r][c] = splat(0.0f);
+    for (int64_t i = values->first; i <= values->last; i++, p += page_size, count -= page_size) {
+        const element *v = page_of(values, i) + column * TERMS;
+        const element *next = (i < values->last ? page_of(values, i + 1) : values->after) + column * TERMS;
+        const int64_t here = count < page_size ? count : page_size;
+        int64_t j = 0;
+        terms x[COLUMNS];
+        for (; j + TERMS <= here; j += TERMS) {
 #pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) x[c] = load(v + j * width + c * LANES);
-        __builtin_prefetch(next + j * width);
-        if (sizeof(element) * columns * LANES > 64) __builtin_prefetch(next + j * width + 32);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            vec weight = splat(p[r * stride + j]);
-#pragma GCC unroll 4
-            for (int c = 0; c < columns; c++) sum[r][c] += weight * x[c];
+            for (int c = 0; c < columns; c++) x[c] = load(v + j * width + c * LANES * TERMS);
+            prefetch(next + j * width, columns * LANES * TERMS);
+            add_positions(rows, columns, sum, p + j, stride, x);
+        }
+        if (j < here) {  // the last position is the first of a pair: what lies beside it is not ours
+            for (int c = 0; c < columns; c++) x[c] = load_first(v + j * width + c * LANES * TERMS);
+            add_positions(rows, columns, sum, p + j, stride, x);
         }
     }
     for (int r = 0; r < rows; r++)
@@ -135,35 +262,35 @@ INLINE vec tanh_vec(vec x) {
     return select_vec((ivec)(x != x), x, (vec)((ivec)y | sign));
 }
 
+// 16 scores of a row, from position j on, of which [low, high) are visible, as the softmax takes them.
+INLINE vec shape_scores(const Layer *layer, vec x, int64_t j, int64_t low, int64_t high, float slope) {
+    const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const ivec position = lanes + (int32_t)j;
+    if (layer->softcap != 0) x = splat(layer->softcap) * tanh_vec(x / splat(layer->softcap));
+    if (layer->slopes) x -= splat(slope) * __builtin_convertvector((int32_t)high - 1 - position, vec);
+    return select_vec((position < (int32_t)low) | (position >= (int32_t)high), splat(-INFINITY), x);
+}
+
 // Scores to weights, in place, over the block-aligned positions [from, to), of which [low, high) are visible.
-// Returns the sum of the weights.
+// Returns the sum of the weights. A NaN that is seen makes its weight and the sum NaN.
 static float softmax(const Layer *layer, float *row, int64_t from, int64_t to, int64_t low, int64_t high,
                      int64_t head) {
-    const vec least = splat(-INFINITY);
-    const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const vec scaling = splat(layer->scaling), cap = splat(layer->softcap);
-    const vec slope = splat(layer->slopes ? layer->slopes[head] : 0.0f);
-    vec top = least, sums = splat(0.0f);
+    const float slope = layer->slopes ? layer->slopes[head] : 0.0f;
+    const int plain = layer->softcap == 0 && !layer->slopes;
+    vec top = splat(-INFINITY), sums = splat(0.0f);
     for (int64_t j = from; j < to; j += LANES) {
-        const ivec position = lanes + (int32_t)j;
-        vec x = *(vec *)(row + j - from) * scaling;
-        if (layer->softcap != 0) x = cap * tanh_vec(x / cap);
-        if (layer->slopes) x -= slope * __builtin_convertvector((int32_t)high - 1 - position, vec);
-        x = select_vec((position < (int32_t)low) | (position >= (int32_t)high), least, x);
-        *(vec *)(row + j - from) = x;
-        top = select_vec((x > top) | (x != x), x, top);  // a NaN must reach the output, not vanish in comparisons
+        vec x = *(vec *)(row + j - from);
+        if (!plain || j < low || j + LANES > high)
+            *(vec *)(row + j - from) = x = shape_scores(layer, x, j, low, high, slope);
+        top = larger(x, top);
     }
-    float most = layer->sinks ? layer->sinks[head] : -INFINITY;
-    for (int i = 0; i < LANES; i++) most = (top[i] > most || top[i] != top[i]) ? top[i] : most;
-    for (int64_t j = 0; j < to - from; j += LANES) {
-        vec x = *(vec *)(row + j) - splat(most);
-        vec e = select_vec((ivec)(x != x), x, exp_vec(x));
-        *(vec *)(row + j) = e;
-        sums += e;
+    float most = largest(top);
+    if (layer->sinks && layer->sinks[head] > most) most = layer->sinks[head];
+    for (int64_t j = 0; j < to - from; j += BLOCK) {
+        const vec a = weigh(*(vec *)(row + j), most), b = weigh(*(vec *)(row + j + LANES), most);
+        sums = keep_weights((operand *)row + j, a, b, sums);
     }
-    float sum = layer->sinks ? expf(layer->sinks[head] - most) : 0.0f;
-    for (int i = 0; i < LANES; i++) sum += sums[i];
-    return sum;
+    return total(sums) + (layer->sinks ? expf(layer->sinks[head] - most) : 0.0f);
 }
 
 // One tile: `count` tokens of one segment for one kv head.
@@ -171,59 +298,62 @@ static void attend_tile(const Layer *layer, const Step *step, const int32_t *ite
                         int64_t token_stride, int64_t head_stride, element *output, float *scratch) {
     const int64_t segment = item[0], first = item[1], count = item[2];
     const int64_t group = layer->num_heads / layer->num_kv_heads, rows = count * group;
-    const int64_t dim = layer->key_dim, width = layer->value_width, P = step->page_size;
+    const int64_t dim = layer->key_width, width = layer->value_width, P = step->page_size;
     const int64_t start = step->starts[segment] + first, end = start + count;  // positions of the tile's tokens
     const int64_t lowest = layer->window && start + 1 > layer->window ? start + 1 - layer->window : 0;
     const int64_t from = lowest / P * P, to = (end + P - 1) / P * P, span = to - from;
     const int32_t *pages = step->pages + segment * step->page_stride;
+    const Stream values = {layer->values + kv_head * width * P, layer->values, pages, from / P, to / P - 1,
+                           layer->num_kv_heads * width * P};
+    const Stream keys = {layer->keys + kv_head * dim * P, page_of(&values, from / P), pages, from / P, to / P - 1,
+                         layer->num_kv_heads * dim * P};
     const int64_t row0 = step->first_rows[segment] + first;
-    float *q = scratch, *scores = q + rows * dim, *sums = scores + rows * span, *out = sums + rows;
+    float *out = scratch, *scores = out + rows * width, *sums = scores + rows * span;
+    operand *q = (operand *)(sums + rows);
 
     for (int64_t r = 0; r < rows; r++) {
         const element *source = query + (row0 + r / group) * token_stride + (kv_head * group + r % group) * head_stride;
-        for (int64_t d = 0; d < dim; d++) q[r * dim + d] = to_float(source[d]);
+        put_query(q + r * dim, source, layer->key_dim);
+        for (int64_t d = layer->key_dim; d < dim; d++) q[r * dim + d] = 0;
     }
-    for (int64_t j = from; j < to; j += 2 * LANES) {
-        const element *k = layer->keys + (pages[j / P] * layer->num_kv_heads + kv_head) * dim * P + j % P;
-        const element *next = j + 2 * LANES < to ? layer->keys + (pages[(j + 2 * LANES) / P] * layer->num_kv_heads + kv_head) * dim * P + (j + 2 * LANES) % P
-                                                 : layer->values + (pages[from / P] * layer->num_kv_heads + kv_head) * width * P;
+    for (int64_t j = from; j < to; j += BLOCK) {
+        const int64_t following = j + BLOCK;
+        const element *k = page_of(&keys, j / P) + j % P * TERMS;
+        const element *next = following < to ? page_of(&keys, following / P) + following % P * TERMS : keys.after;
         float *s = scores + j - from;
         int64_t r = 0;
-        for (; r + 8 <= rows; r += 8) score_block(8, q + r * dim, dim, k, P, s + r * span, span, next);
-        for (; r + 4 <= rows; r += 4) score_block(4, q + r * dim, dim, k, P, s + r * span, span, next);
-        for (; r < rows; r++) score_block(1, q + r * dim, dim, k, P, s + r * span, span, next);
+        for (; r + 8 <= rows; r += 8) score_block(8, q + r * dim, dim, k, P, layer->scaling, s + r * span, span, next);
+        for (; r + 4 <= rows; r += 4) score_block(4, q + r * dim, dim, k, P, layer->scaling, s + r * span, span, next);
+        for (; r < rows; r++) score_block(1, q + r * dim, dim, k, P, layer->scaling, s + r * span, span, next);
     }
     for (int64_t r = 0; r < rows; r++) {
         const int64_t position = start + r / group;
         const int64_t low = layer->window && position + 1 > layer->window ? position + 1 - layer->window : 0;
         sums[r] = softmax(layer, scores + r * span, from, to, low, position + 1, kv_head * group + r % group);
     }
-    memset(out, 0, sizeof(float) * rows * width);
-    for (int64_t j = from; j < end; j += P) {
-        const element *v = layer->values + (pages[j / P] * layer->num_kv_heads + kv_head) * width * P;
-        const element *next = j + P < end ? layer->values + (pages[j / P + 1] * layer->num_kv_heads + kv_head) * width * P : v;
-        const int64_t n = end - j < P ? end - j : P;
+    const operand *weights = (const operand *)scores;
+    const int64_t stride = span * (int64_t)(sizeof(float) / sizeof(operand)), seen = end - from;
+    for (int64_t c = 0; c < width;) {
+        const int columns = c + COLUMNS * LANES <= width ? COLUMNS : 1;
         int64_t r = 0;
-        for (; r + 4 <= rows; r += 4) {
-            int64_t c = 0;
-            for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
-                value_block(4, COLUMNS, scores + r * span + j - from, span, v + c, width, n, out + r * width + c, next + c);
-            for (; c < width; c += LANES)
-                value_block(4, 1, scores + r * span + j - from, span, v + c, width, n, out + r * width + c, next + c);
-        }
-        for (; r < rows; r++) {
-            int64_t c = 0;
-            for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
-                value_block(1, COLUMNS, scores + r * span + j - from, span, v + c, width, n, out + r * width + c, next + c);
-            for (; c < width; c += LANES)
-                value_block(1, 1, scores + r * span + j - from, span, v + c, width, n, out + r * width + c, next + c);
-        }
+        for (; r + 4 <= rows; r += 4)
+            if (columns == COLUMNS)
+                value_block(4, COLUMNS, weights + r * stride, stride, &values, c, P, width, seen, out + r * width + c);
+            else
+                value_block(4, 1, weights + r * stride, stride, &values, c, P, width, seen, out + r * width + c);
+        for (; r < rows; r++)
+            if (columns == COLUMNS)
+                value_block(1, COLUMNS, weights + r * stride, stride, &values, c, P, width, seen, out + r * width + c);
+            else
+                value_block(1, 1, weights + r * stride, stride, &values, c, P, width, seen, out + r * width + c);
+        c += columns * LANES;
     }
     for (int64_t r = 0; r < rows; r++) {
-        const float scale = 1.0f / sums[r];
+        const vec scale = splat(1.0f / sums[r]);
         element *target =
             output + ((row0 + r / group) * layer->num_heads + kv_head * group + r % group) * layer->value_dim;
-        for (int64_t d = 0; d < layer->value_dim; d++) target[d] = from_float(out[r * width + d] * scale);
+        for (int64_t c = 0; c < layer->value_dim; c += LANES)
+            store_lanes(target + c, *(vec *)(out + r * width + c) * scale, layer->value_dim - c);
     }
 }
 
@@ -232,11 +362,11 @@ static void store(const Layer *layer, const Step *step, const element *key, cons
                   const int64_t *vs, int64_t token) {
     const int64_t P = step->page_size, page = step->slots[token] / P, offset = step->slots[token] % P;
     for (int64_t head = 0; head < layer->num_kv_heads; head++) {
-        element *k = layer->keys + (page * layer->num_kv_heads + head) * layer->key_dim * P + offset;
-        element *v = layer->values + ((page * layer->num_kv_heads + head) * P + offset) * layer->value_width;
-        const element *source = key + token * ks[0] + head * ks[1];
-        for (int64_t d = 0; d < layer->key_dim; d++) k[d * P] = source[d];
-        memcpy(v, value + token * vs[0] + head * vs[1], sizeof(element) * layer->value_dim);
+        element *k = layer->keys + (page * layer->num_kv_heads + head) * layer->key_width * P;
+        element *v = layer->values + (page * layer->num_kv_heads + head) * layer->value_width * P;
+        put_key(k + offset * TERMS, key + token * ks[0] + head * ks[1], layer->key_dim, P);
+        put_value(v + offset / TERMS * TERMS * layer->value_width, value + token * vs[0] + head * vs[1],
+                  layer->value_dim, offset % TERMS);
     }
 }
 

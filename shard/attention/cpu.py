@@ -23,16 +23,22 @@ TILE_SCORES = 1 << 17
 """Scores that a tile keeps at most, unless one token has more."""
 
 
-def load(bf16: bool) -> CDLL:
-    """The kernel for bfloat16 or float32 elements. Raises CompilerMissing."""
-    return library(SOURCE, f"BF16={int(bf16)}")
+def load(bf16: bool, paired: bool = True) -> CDLL:
+    """The kernel for bfloat16 or float32 elements. Raises CompilerMissing.
+
+    `paired`: bfloat16 products two at a time, with weights rounded to bfloat16, if the processor has AVX512-BF16.
+    """
+    return library(SOURCE, f"BF16={int(bf16)}", f"PAIRED={int(paired)}")
 
 
 class Layer(Structure):
     """`Layer` of cpu.c."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "value_width", "window")),
+        *(
+            (name, c_int64)
+            for name in ("num_heads", "num_kv_heads", "key_dim", "key_width", "value_dim", "value_width", "window")
+        ),
         *((name, c_float) for name in ("scaling", "softcap")),
         *((name, c_void_p) for name in ("sinks", "slopes", "keys", "values")),
     ]
@@ -50,6 +56,11 @@ class Step(Structure):
     ]
 
 
+def widths(spec: AttentionSpec) -> tuple[int, int]:
+    """Elements that a position takes per kv head in K and in V: whole pairs, and whole vectors of LANES."""
+    return -(-spec.key_dim // 2) * 2, -(-spec.value_dim // LANES) * LANES
+
+
 def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros that take time and memory only where they are written: pages as the operating system gives them."""
     size = math.prod(shape) * dtype.itemsize
@@ -61,19 +72,20 @@ class CpuKV(LayerKV):
 
     def __init__(self, spec: AttentionSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
         self.spec = spec
-        width = -(-spec.value_dim // LANES) * LANES
-        # [N, kv_heads, key_dim, P]
-        self.keys = fresh_zeros((num_pages, spec.num_kv_heads, spec.key_dim, page_size), dtype)
-        # [N, kv_heads, P, value_dim rounded up]
-        self.values = fresh_zeros((num_pages, spec.num_kv_heads, page_size, width), dtype)
+        key_width, value_width = widths(spec)
+        # [N, kv_heads, key_width * P] in an order that cpu.c chooses for this processor
+        self.keys = fresh_zeros((num_pages, spec.num_kv_heads, key_width * page_size), dtype)
+        # [N, kv_heads, P * value_width] likewise
+        self.values = fresh_zeros((num_pages, spec.num_kv_heads, page_size * value_width), dtype)
         self.sinks = None if spec.sinks is None else spec.sinks.detach().float().contiguous()
         self.slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
         self.layer = Layer(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             key_dim=spec.key_dim,
+            key_width=key_width,
             value_dim=spec.value_dim,
-            value_width=width,
+            value_width=value_width,
             window=spec.window or 0,
             scaling=spec.scaling,
             softcap=spec.softcap or 0.0,
@@ -87,14 +99,14 @@ class CpuKV(LayerKV):
 class CpuAttention(AttentionBackend):
     """Float32 and bfloat16 on CPU, any head size, window, soft-cap, sinks and alibi."""
 
-    def __init__(self, dtype: torch.dtype, page_size: int | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, page_size: int | None = None, paired: bool = True) -> None:
         self.page_size = page_size or 32
         if self.page_size % 32:
             raise ValueError(f"the cpu attention backend needs a page size that 32 divides, not {self.page_size}")
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the cpu attention backend computes float32 and bfloat16, not {dtype}")
         self.dtype = dtype
-        self._attend = load(dtype == torch.bfloat16).attend
+        self._attend = load(dtype == torch.bfloat16, paired).attend
         self._attend.restype = None
         self._attend.argtypes = [
             POINTER(Layer), POINTER(Step), c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_void_p, c_int,
@@ -110,12 +122,11 @@ class CpuAttention(AttentionBackend):
         self._num_threads = 1
 
     def page_bytes(self, spec: AttentionSpec, dtype: torch.dtype) -> int:
-        width = -(-spec.value_dim // LANES) * LANES
-        return spec.num_kv_heads * (spec.key_dim + width) * self.page_size * dtype.itemsize
+        return spec.num_kv_heads * sum(widths(spec)) * self.page_size * dtype.itemsize
 
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> CpuKV:
         self._tile_group = max(self._tile_group, spec.group)
-        self._tile_dims = max(self._tile_dims, spec.key_dim + -(-spec.value_dim // LANES) * LANES + 1)
+        self._tile_dims = max(self._tile_dims, sum(widths(spec)) + 1)
         return CpuKV(spec, num_pages, self.page_size, dtype)
 
     def prepare(self, inputs: StepInputs) -> None:
