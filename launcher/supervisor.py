@@ -5,6 +5,7 @@ Knows processes, signals and the router's `GET /ready`; not what is served.
 
 import http.client
 import logging
+import math
 import queue
 import signal
 import time
@@ -16,6 +17,8 @@ from types import FrameType
 from launcher.exits import Exit, LauncherError
 from launcher.process import Child
 
+SAME_REQUEST_S = 0.5
+"""A signal so soon after another was sent for the same reason: `timeout` and closing terminals send two at once."""
 _POLL_S = 0.05
 _SHARD_END_S = 10.0
 _ROUTER_GRACE_S = 10.0
@@ -44,10 +47,11 @@ class Address:
 
 
 class Signals:
-    """SIGTERM, SIGINT and SIGHUP, in the order of their arrival."""
+    """SIGTERM, SIGINT and SIGHUP, in the order of their arrival; those of one moment count once."""
 
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._counted_at = -math.inf
 
     @contextmanager
     def caught(self) -> Iterator["Signals"]:
@@ -69,7 +73,10 @@ class Signals:
             return None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._arrived.put(number)
+        now = time.monotonic()
+        if now - self._counted_at >= SAME_REQUEST_S:
+            self._counted_at = now
+            self._arrived.put(number)
 
 
 class Supervisor:
@@ -146,7 +153,8 @@ class Supervisor:
         ended = [shard.wait(_SHARD_END_S) for shard in self._shards]
         if not all(ended):
             self._log.warning("a shard did not end in time and is killed")
-        if self._router.exit_code != 0:
+        # By SIGTERM itself it ends only before it listens to signals, and then it answers nobody yet.
+        if self._router.exit_code not in (0, -signal.SIGTERM):
             raise LauncherError(Exit.WEBSERVER_FAILED, f"{self._router.ending} while draining")
         self._log.info("ended")
         return Exit.OK

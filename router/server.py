@@ -1,6 +1,7 @@
 """The router process: event loop, HTTP server, and its end in named stages (drain, cut, close).
 
-The first SIGTERM or SIGINT drains: probes and new requests get 503 while running ones finish. A second one forces.
+The first SIGTERM or SIGINT drains: probes and new requests get 503 while running ones finish. A later one forces, unless
+there is a parent: that kills when it means it, and whoever signals a whole server signals both.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 
 import structlog
@@ -26,6 +28,8 @@ from router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
+SAME_REQUEST_S = 0.5
+"""A signal so soon after another was sent for the same reason: `timeout` sends two at once."""
 _PR_SET_PDEATHSIG = 1
 _LAST_WORDS_S = 5
 """How long connections may take to send what they have after the last generation ended."""
@@ -47,7 +51,7 @@ class RouterServer:
         self._tokenizer = Tokenizer.load(config)
         self._metrics = Metrics(config.max_input_length, config.max_total_tokens)
         self._ending = asyncio.Event()
-        self._num_signals = 0
+        self._signalled_at: float | None = None
         self._server: _Uvicorn | None = None
 
     async def run(self) -> int:
@@ -97,12 +101,14 @@ class RouterServer:
             loop.add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
-        self._num_signals += 1
-        if self._num_signals > 1:
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+            self._ending.set()
+        elif self._config.parent_pid is None and now - self._signalled_at >= SAME_REQUEST_S:
             log.warning("router_forced")
             sys.stderr.flush()
             os._exit(1)
-        self._ending.set()
 
     async def _watch_parent(self) -> None:
         """End with the parent, also where the kernel does not see to it."""

@@ -1,65 +1,29 @@
-"""`python -m shard CONFIG.json`: load the model, serve until told to end. Exit code 0 after a clean end, else 1."""
+"""`python -m shard CONFIG.json`: what must be settled before the libraries are imported, then `shard/serve.py`.
+
+Exit code 0 after a clean end, else 1.
+"""
 
 import os
 import sys
 
 import structlog
-import torch
 
 from shard import logs
-from shard.build import build_engine, describe
 from shard.config import ShardConfig
-from shard.engine import Engine
-from shard.inbox import Inbox
-from shard.model import load_model
-from shard.outbox import Outbox
-from shard.process import watch_signals
-from shard.server import Server
+from shard.process import hold_signals
 
 log = structlog.get_logger()
 
 
-class Ending:
-    """What a signal does: it ends the engine once there is one, else the process."""
-
-    def __init__(self) -> None:
-        self.engine: Engine | None = None
-
-    def end(self) -> None:
-        if self.engine is None:
-            os._exit(0)
-        self.engine.stop()
-
-    def orphaned(self) -> None:
-        if self.engine is None:
-            os._exit(1)
-        self.engine.cut()
-
-
-def serve(config: ShardConfig) -> None:
-    """Load, listen, step. Returns when told to end."""
-    ending = Ending()
-    watch_signals(ending.end, ending.orphaned, config.parent_pid)
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    inbox, outbox = Inbox(), Outbox()
-    server = Server(config.listen, inbox, outbox)
-    address = server.start()
-    model = load_model(config)
-    engine = build_engine(config, model, inbox, outbox)
-    engine.warm_up()
-    ending.engine = engine
-    server.ready(describe(config, model, engine))
-    log.info("ready", address=address, model_id=config.model_id, architecture=model.info.model_type)
-    engine.run()
-    server.stop()
-    log.info("ended")
-
-
 def main() -> int:
     """Run the process; every failure is one line of log that says what is wrong."""
+    hold_signals()
     config = ShardConfig.read(sys.argv[1])
     logs.configure(config.json_output, config.log_level)
     try:
+        # Libraries start threads as they are imported, and these inherit which signals are held.
+        from shard.serve import serve
+
         serve(config)
     except (ValueError, OSError) as error:
         log.error("cannot serve", reason=str(error))

@@ -1,6 +1,7 @@
 """The shard as a process: which signals end it, and that it never outlives its parent. Knows nothing of models."""
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -10,31 +11,51 @@ from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
+SAME_REQUEST_S = 0.5
+"""A signal so soon after another was sent for the same reason: `timeout` sends two at once."""
 FORCED_END_S = 5.0
 
 
-def watch_signals(on_end: Callable[[], None], on_orphaned: Callable[[], None], parent_pid: int | None) -> None:
-    """Call `on_end` at SIGTERM (and at SIGINT without a parent, which else decides), `on_orphaned` when the parent is
-    gone. Both are called in a thread of their own, so they may take locks. Call this in the main thread, before others
-    exist: it blocks the signals for all of them.
+_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+
+
+def hold_signals() -> None:
+    """Keep the signals that end a shard until they are watched for. Call this before any other thread exists: one that
+    does not hold them would take them, and end the process at once.
     """
-    signals = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def watch_signals(on_end: Callable[[], None], on_orphaned: Callable[[], None], parent_pid: int | None) -> None:
+    """Call `on_end` at SIGTERM or SIGINT, `on_orphaned` when the parent is gone.
+
+    A parent decides: with one, only its own SIGTERM counts. A signal to all processes of a server must not end the shard
+    while the router still has requests for it. Both are called in a thread of their own, so they may take locks.
+    """
     if parent_pid is not None and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def watch() -> None:
+        counted_at = -math.inf
         while parent_pid is None or os.getppid() == parent_pid:
-            if sys.platform == "linux":
-                info = signal.sigtimedwait(signals, POLL_S)
-                number = info.si_signo if info else None
-            else:
-                time.sleep(POLL_S)
-                number = signal.sigwait(signals) if signals & signal.sigpending() else None
-            if number == signal.SIGTERM or (number == signal.SIGINT and parent_pid is None):
+            number, sender = _next_signal()
+            is_meant = number is not None and parent_pid is None
+            if parent_pid is not None:
+                is_meant = number == signal.SIGTERM and sender in (parent_pid, None)
+            if is_meant and time.monotonic() - counted_at >= SAME_REQUEST_S:
+                counted_at = time.monotonic()
                 on_end()
         on_orphaned()
         time.sleep(FORCED_END_S)
         os._exit(1)
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
+
+
+def _next_signal() -> tuple[int | None, int | None]:
+    """One of the signals held and the process that sent it, where the system says so; None after a while."""
+    if sys.platform == "linux":
+        info = signal.sigtimedwait(_SIGNALS, POLL_S)
+        return (info.si_signo, info.si_pid) if info else (None, None)
+    time.sleep(POLL_S)
+    return (signal.sigwait(_SIGNALS) if _SIGNALS & signal.sigpending() else None), None

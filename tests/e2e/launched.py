@@ -49,6 +49,7 @@ class Launched:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            process_group=0,
         )
         self._arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read)
@@ -111,6 +112,16 @@ class Launched:
     def signal(self, number: int) -> None:
         self.children()
         os.kill(self.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """To every process of the launcher's group, as a terminal does at Ctrl-C."""
+        self.children()
+        os.killpg(self.pid, number)
+
+    def signal_all(self, number: int) -> None:
+        """To every process of the server one by one, the launcher last, as a service manager may."""
+        for pid in [*self.children(), self.pid]:
+            os.kill(pid, number)
 
     def wait(self, seconds: float = END_S) -> int:
         """The exit code; by then every child has ended too."""

@@ -6,12 +6,16 @@ import re
 import signal
 import socket
 import stat
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
 from launcher.exits import Exit
+from launcher.supervisor import SAME_REQUEST_S
 from tests.e2e import tiny_server_model
 from tests.e2e.launched import Launched, free_port
 
@@ -22,6 +26,17 @@ LONG = {"inputs": "one two", "parameters": {"max_new_tokens": 3000, "ignore_eos_
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_server_model.make(tmp_path_factory.mktemp("model"))
+
+
+def wait_until_queued(server: Launched) -> None:
+    """Two requests are inside, and the shard has taken one of them."""
+    wanted = {"lorikeet_active_requests": 2.0, "lorikeet_running_requests": 1.0}
+    for _ in range(600):
+        text = httpx.get(f"{server.url}/metrics").text
+        if all(f"\n{name} {value}\n" in text for name, value in wanted.items()):
+            return
+        time.sleep(0.02)
+    raise AssertionError(text)
 
 
 def folder_of(server: Launched) -> Path:
@@ -89,8 +104,60 @@ def test_a_second_signal_forces(model: Path) -> None:
             assert next(stream.iter_lines()).startswith("data:")
             server.signal(signal.SIGTERM)
             server.wait_for("router_draining")
+            time.sleep(SAME_REQUEST_S)
             server.signal(signal.SIGTERM)
             assert server.wait() == Exit.FORCED
+
+
+def terminate_as_timeout_does(server: Launched) -> None:
+    server.signal(signal.SIGTERM)
+    server.signal_group(signal.SIGTERM)
+
+
+def close_the_terminal(server: Launched) -> None:
+    server.signal_group(signal.SIGHUP)
+    server.signal_group(signal.SIGTERM)
+
+
+ONE_REQUEST: list[Callable[[Launched], None]] = [
+    terminate_as_timeout_does,
+    close_the_terminal,
+    lambda server: server.signal_group(signal.SIGINT),
+    lambda server: server.signal_all(signal.SIGINT),
+    lambda server: server.signal_all(signal.SIGTERM),
+]
+
+
+@pytest.mark.parametrize("ask", ONE_REQUEST, ids=["timeout", "closed terminal", "Ctrl-C", "all INT", "all TERM"])
+def test_one_request_to_end_drains_however_many_signals_carry_it(model: Path, ask: Callable[[Launched], None]) -> None:
+    # One request runs at a time here: the other still waits for the shard when the signals come.
+    body = {"inputs": "one two", "parameters": {"max_new_tokens": 1000, "ignore_eos_token": True}}
+    one_at_a_time = ("--max-total-tokens", "1024", "--max-batch-total-tokens", "1024", "--drain-timeout-s", "600")
+    with Launched("--model-id", str(model), *one_at_a_time, *SMALL) as server:
+        server.wait_until_ready()
+        with (
+            httpx.Client(base_url=server.url, timeout=120) as client,
+            client.stream("POST", "/generate_stream", json=body) as first,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            events = first.iter_lines()
+            assert next(events).startswith("data:")
+            second = pool.submit(client.post, "/generate", json=body)
+            wait_until_queued(server)
+            ask(server)
+            last = [line for line in events if line][-1]
+            assert json.loads(last.removeprefix("data:"))["generated_text"] is not None
+            assert second.result().status_code == 200
+        assert server.wait() == Exit.OK
+        assert "second signal" not in server.output
+
+
+@pytest.mark.parametrize("when", ["loading", "kv memory"])
+def test_two_signals_before_it_is_ready_end_it_quietly(model: Path, when: str) -> None:
+    with Launched("--model-id", str(model), *SMALL) as server:
+        server.wait_for(when)
+        terminate_as_timeout_does(server)
+        assert server.wait() == Exit.OK
 
 
 def test_a_killed_launcher_leaves_no_orphan(model: Path) -> None:

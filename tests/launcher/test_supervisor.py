@@ -17,7 +17,7 @@ import pytest
 
 from launcher.exits import Exit, LauncherError
 from launcher.process import Child
-from launcher.supervisor import Address, Signals, Supervisor
+from launcher.supervisor import SAME_REQUEST_S, Address, Signals, Supervisor
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
@@ -51,7 +51,7 @@ class Server:
         self.signals = Signals()
 
     def run(self, shard: dict[str, Any], router: dict[str, Any], *, drain: float = 5, at: str = "ready") -> Exit:
-        """Run with these configurations; SIGTERM arrives when it is ready, `at` `twice` or `never`."""
+        """Run with these configurations; SIGTERM comes when it is ready; `at once` again, `twice` later, `never`."""
         start_shard = lambda: self.child("shard", shard)
         start_router = lambda: self.child("router", {"port": self.port} | router)
         supervisor = Supervisor([start_shard], start_router, Address("0.0.0.0", self.port), drain, LOG)
@@ -62,7 +62,9 @@ class Server:
         end = time.monotonic() + 60
         while not {"shard started", "router started"} <= set(self.events) and time.monotonic() < end:
             time.sleep(0.02)
-        for _ in range({"ready": 1, "twice": 2, "never": 0}[at]):
+        if at == "twice":
+            threading.Timer(2 * SAME_REQUEST_S, lambda: self.signals._note(signal.SIGTERM, None)).start()
+        for _ in range({"ready": 1, "at once": 2, "twice": 1, "never": 0}[at]):
             self.signals._note(signal.SIGTERM, None)
 
     def child(self, name: str, config: dict[str, Any]) -> Child:
@@ -125,6 +127,10 @@ def test_a_death_while_serving_ends_everything(server: Server, name: str, exit: 
 
 def test_a_second_signal_forces(server: Server) -> None:
     assert server.run({"ignore_sigterm": True}, {"ignore_sigterm": True}, drain=60, at="twice") is Exit.FORCED
+
+
+def test_signals_of_one_moment_are_one_request(server: Server) -> None:
+    assert server.run({}, {"drain_s": 2 * SAME_REQUEST_S}, at="at once") is Exit.OK
 
 
 def test_a_router_that_does_not_drain_is_killed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

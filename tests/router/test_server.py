@@ -20,6 +20,7 @@ import pytest
 
 from benchmarks import simulated_shard
 from benchmarks.simulated_shard import SimulatedModel
+from router.server import SAME_REQUEST_S
 from tests.router.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.anyio
@@ -156,10 +157,25 @@ async def test_the_second_signal_forces(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)
         started.process.send_signal(signal.SIGTERM)
         await started.until("/ready", 503)
+        await asyncio.sleep(SAME_REQUEST_S)
         started.process.send_signal(signal.SIGTERM)
         assert await started.exit_code() == 1
         with pytest.raises(httpx.TransportError):
             await running
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 2 * SAME_REQUEST_S], ids=["of one moment", "under a parent"])
+async def test_a_repeated_signal_that_does_not_force(tmp_path: Path, pause_s: float) -> None:
+    parent = {"parent_pid": os.getpid()} if pause_s else {}
+    async with shard(tmp_path), router(tmp_path, **parent) as started:
+        await started.until("/ready", 200)
+        running = asyncio.create_task(started.client.post("/generate", json=body(600)))
+        await asyncio.sleep(0.3)
+        started.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(pause_s)
+        started.process.send_signal(signal.SIGINT)
+        assert (await running).json()["details"]["generated_tokens"] == 600
+        assert await started.exit_code() == 0
 
 
 def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:

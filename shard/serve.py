@@ -1,0 +1,53 @@
+"""A shard from its configuration to its end: load the model, serve until told to end."""
+
+import os
+
+import structlog
+import torch
+
+from shard.build import build_engine, describe
+from shard.config import ShardConfig
+from shard.engine import Engine
+from shard.inbox import Inbox
+from shard.model import load_model
+from shard.outbox import Outbox
+from shard.process import watch_signals
+from shard.server import Server
+
+log = structlog.get_logger()
+
+
+class Ending:
+    """What a signal does: it ends the engine once there is one, else the process."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+
+    def end(self) -> None:
+        if self.engine is None:
+            os._exit(0)
+        self.engine.stop()
+
+    def orphaned(self) -> None:
+        if self.engine is None:
+            os._exit(1)
+        self.engine.cut()
+
+
+def serve(config: ShardConfig) -> None:
+    """Load, listen, step. Returns when told to end."""
+    ending = Ending()
+    watch_signals(ending.end, ending.orphaned, config.parent_pid)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    inbox, outbox = Inbox(), Outbox()
+    server = Server(config.listen, inbox, outbox)
+    address = server.start()
+    model = load_model(config)
+    engine = build_engine(config, model, inbox, outbox)
+    engine.warm_up()
+    ending.engine = engine
+    server.ready(describe(config, model, engine))
+    log.info("ready", address=address, model_id=config.model_id, architecture=model.info.model_type)
+    engine.run()
+    server.stop()
+    log.info("ended")
