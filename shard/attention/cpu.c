@@ -2,11 +2,11 @@
 // -DPAIRED=0 for bfloat16 without products of pairs).
 //
 // Every query row is computed by the same sequence of operations whatever else is in the step: scores of positions in
-// pages of P, softmax over the whole visible range with sums per position modulo 16, then a sum over positions in
-// order. So the bits of a row depend on its query and on what it sees, not on chunks, batches or threads.
+// pages of P, softmax over the whole visible range with a sum per lane, then a sum over positions in order. So the bits
+// of a row depend on its query and on what it sees, not on chunks, batches or threads.
 //
-// One multiplication instruction takes TERMS products per lane: two with AVX512-BF16, where weights are rounded to
-// bfloat16 too, else one. K lies as [N, kv_heads, key_width / TERMS, P, TERMS], so that 16 positions are one vector, V as
+// A lane multiplies TERMS products at once: two with AVX512-BF16, where weights are rounded to bfloat16 too, else one.
+// K lies as [N, kv_heads, key_width / TERMS, P, TERMS], so that 16 positions are one vector, V as
 // [N, kv_heads, P / TERMS, value_width, TERMS]; key_width is key_dim rounded up to 2, value_width rounded up to 16.
 #include <math.h>
 #include <omp.h>
@@ -18,11 +18,11 @@
 #else
 #define TERMS 1
 #endif
-
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
 #define BLOCK (2 * LANES)  // positions that one pass over the dimensions scores
 #define COLUMNS 4          // vectors of V that one pass over the positions sums up
+#define AHEAD 256          // positions between what is read and what is brought near meanwhile
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -49,8 +49,7 @@ INLINE vec exp_vec(vec x) {
     y = y * t + splat(1.6666665459e-1f);
     y = y * t + splat(5.0000001201e-1f);
     y = y * t * t + t + splat(1.0f);
-    vec power = (vec)((n + 127) << 23);
-    return select_vec(tiny, splat(0.0f), y * power);
+    return select_vec(tiny, splat(0.0f), y * (vec)((n + 127) << 23));
 }
 
 #if BF16
@@ -80,7 +79,7 @@ INLINE vec keep_weights(operand *out, vec low, vec high, vec sum) {
     _mm512_storeu_si512(out, (__m512i)both);
     return add_products(sum, both, (terms)_mm512_set1_epi16(0x3f80));
 }
-// e to the power of x - most, within 3e-7 of it, for x <= most; 0 below the least float.
+// e to the power of x - most, for x <= most, within 1e-6 of itself and far below what rounding to bfloat16 adds.
 INLINE vec weigh(vec x, float most) {
     const float log2e = 1.44269504088896341f;
     const __m512 z = _mm512_max_ps(splat(-200.0f), x * splat(log2e) - splat(most * log2e));  // a NaN stays
@@ -102,11 +101,8 @@ INLINE void store_lanes(element *out, vec x, int64_t count) {
 // A position's V to its half of the pairs at `out`, and nothing to the other half: that may be another thread's.
 INLINE void put_value(element *out, const element *value, int64_t dim, int64_t half) {
     for (int64_t c = 0; c < dim; c += LANES) {
-        const __mmask16 mask = first_lanes(dim - c);
-        const __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, value + c));
-        const __m512i pairs = half ? _mm512_slli_epi32(x, 16) : x;
-        const __mmask32 both = _cvtu32_mask32(half ? 0xaaaaaaaa : 0x55555555);
-        _mm512_mask_storeu_epi16(out + c * TERMS, both, pairs);
+        const __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(dim - c), value + c));
+        _mm512_mask_storeu_epi16(out + c * TERMS, 0x55555555u << half, _mm512_slli_epi32(x, 16 * half));
     }
 }
 INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_size) {
@@ -123,8 +119,7 @@ INLINE float to_float(element x) {
 }
 INLINE element from_float(float x) {  // round to nearest even; NaN stays NaN
     union { float f; uint32_t i; } u = {x};
-    if (x != x) return 0x7fc0;
-    return (element)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
+    return x != x ? 0x7fc0 : (element)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
 }
 INLINE terms load(const element *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
 #else
@@ -140,9 +135,9 @@ INLINE terms spread(const operand *p) { return splat(*p); }
 INLINE vec add_products(vec sum, terms a, terms b) { return sum + a * b; }
 INLINE vec larger(vec x, vec than) { return select_vec(x > than, x, than); }
 INLINE float largest(vec x) {
-    for (int w = LANES / 2; w > 0; w /= 2)
-        for (int i = 0; i < w; i++) x[i] = x[i] > x[i + w] ? x[i] : x[i + w];
-    return x[0];
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
 }
 INLINE float total(vec x) {
     for (int w = LANES / 2; w > 0; w /= 2)
@@ -183,19 +178,56 @@ typedef struct {
     float *memory;                                // [num_threads, scratch]
 } Step;
 
-// A page's worth of memory that is read soon: the processor itself looks ahead within 4 KiB only.
-INLINE void prefetch(const element *p, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / sizeof(element)) __builtin_prefetch(p + i);
+// K or V of one tile's positions: page i of them, of `count`, begins at base + pages[i] * stride.
+typedef struct {
+    const element *base;
+    const int32_t *pages;
+    int64_t count, stride;
+} Stream;
+
+INLINE const element *page_of(const Stream *s, int64_t i) { return s->base + s->pages[i] * s->stride; }
+
+// `count` tokens of one segment, from its token `first` on, for one kv head. Together they see positions of the pages
+// from number `page` on, up to `end`.
+typedef struct {
+    int64_t segment, first, count, kv_head, start, end, page;
+    Stream keys, values;
+} Tile;
+
+// The n-th tile, of all items for the first `heads` kv heads, then of all items for as many more, and so on.
+static Tile tile_of(const Layer *layer, const Step *step, int64_t n, int64_t heads) {
+    const int32_t *item = step->items + n % (step->num_items * heads) / heads * 3;
+    const int64_t kv_head = n / (step->num_items * heads) * heads + n % heads;
+    const int64_t P = step->page_size, start = step->starts[item[0]] + item[1], end = start + item[2];
+    const int64_t page = layer->window && start + 1 > layer->window ? (start + 1 - layer->window) / P : 0;
+    const int64_t count = (end + P - 1) / P - page;
+    const int64_t key_size = layer->key_width * P, value_size = layer->value_width * P;
+    const int32_t *pages = step->pages + item[0] * step->page_stride + page;
+    return (Tile){item[0], item[1], item[2], kv_head, start, end, page,
+                  {layer->keys + kv_head * key_size, pages, count, layer->num_kv_heads * key_size},
+                  {layer->values + kv_head * value_size, pages, count, layer->num_kv_heads * value_size}};
 }
 
-// Scaled scores out[r][0..BLOCK) of `rows` query rows against BLOCK positions of one page, while `next` comes near.
+// The i-th page of what is read from a tile's start on: its K, its V, the K of the next tile.
+INLINE const element *page_in_turn(const Tile *tile, const Tile *next, int64_t i) {
+    const int64_t n = tile->keys.count, later = i - 2 * n;
+    if (i < n) return page_of(&tile->keys, i);
+    if (i < 2 * n) return page_of(&tile->values, i - n);
+    return page_of(&next->keys, later < next->keys.count ? later : 0);
+}
+
+// Into the second cache: the first has too few places for misses, and loads would wait for one.
+INLINE void prefetch(const element *p, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(element)) __builtin_prefetch(p + i, 0, 2);
+}
+
+// Scaled scores out[r][0..BLOCK) of `rows` query rows against BLOCK positions of one page, while `soon` comes near.
 INLINE void score_block(int rows, const operand *q, int64_t dim, const element *k, int64_t page_size, float scaling,
-                        float *out, int64_t stride, const element *next) {
-    vec low[8], high[8];
-    for (int r = 0; r < rows; r++) low[r] = high[r] = splat(0.0f);
+                        float *out, int64_t stride, const element *soon) {
+    vec low[8] = {0}, high[8] = {0};
     for (int64_t d = 0; d < dim; d += TERMS) {
         const terms a = load(k + d * page_size), b = load(k + d * page_size + LANES * TERMS);
-        prefetch(next + d * page_size, BLOCK * TERMS);
+        prefetch(soon + d * BLOCK, BLOCK * TERMS);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             const terms x = spread(q + r * dim + d);
@@ -209,16 +241,7 @@ INLINE void score_block(int rows, const operand *q, int64_t dim, const element *
     }
 }
 
-// Where a row's positions lie: those of page i of [first, last] begin at base + pages[i] * stride.
-typedef struct {
-    const element *base, *after;  // after: what is read once the last page has been
-    const int32_t *pages;
-    int64_t first, last, stride;
-} Stream;
-
-INLINE const element *page_of(const Stream *s, int64_t i) { return s->base + s->pages[i] * s->stride; }
-
-INLINE void add_positions(int rows, int columns, vec (*sum)[COLUMNS], const operand *p, int64_t stride, const terms *x) {
+INLINE void add_terms(int rows, int columns, vec (*sum)[COLUMNS], const operand *p, int64_t stride, const terms *x) {
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
         const terms weight = spread(p + r * stride);
@@ -227,27 +250,26 @@ INLINE void add_positions(int rows, int columns, vec (*sum)[COLUMNS], const oper
     }
 }
 
-// out[r][0..columns*LANES) = sum over `count` positions, from the start of the first page, of p[r][j] * v[j].
-INLINE void value_block(int rows, int columns, const operand *p, int64_t stride, const Stream *values, int64_t column,
-                        int64_t page_size, int64_t width, int64_t count, float *out) {
-    vec sum[4][COLUMNS];
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) sum[r][c] = splat(0.0f);
-    for (int64_t i = values->first; i <= values->last; i++, p += page_size, count -= page_size) {
-        const element *v = page_of(values, i) + column * TERMS;
-        const element *next = (i < values->last ? page_of(values, i + 1) : values->after) + column * TERMS;
+// out[r][0..columns*LANES) = sum over the tile's positions, from the start of the first page, of p[r][j] * v[j].
+INLINE void value_block(int rows, int columns, const operand *p, int64_t stride, const Tile *tile, const Tile *next,
+                        int64_t column, int64_t page_size, int64_t width, int64_t ahead, float *out) {
+    vec sum[4][COLUMNS] = {0};
+    int64_t count = tile->end - tile->page * page_size;
+    for (int64_t i = 0; i < tile->values.count; i++, p += page_size, count -= page_size) {
+        const element *v = page_of(&tile->values, i) + column * TERMS;
+        const element *soon = page_in_turn(tile, next, tile->keys.count + i + ahead) + column * TERMS;
         const int64_t here = count < page_size ? count : page_size;
         int64_t j = 0;
         terms x[COLUMNS];
         for (; j + TERMS <= here; j += TERMS) {
 #pragma GCC unroll 4
             for (int c = 0; c < columns; c++) x[c] = load(v + j * width + c * LANES * TERMS);
-            prefetch(next + j * width, columns * LANES * TERMS);
-            add_positions(rows, columns, sum, p + j, stride, x);
+            prefetch(soon + j * width, columns * LANES * TERMS);
+            add_terms(rows, columns, sum, p + j, stride, x);
         }
         if (j < here) {  // the last position is the first of a pair: what lies beside it is not ours
             for (int c = 0; c < columns; c++) x[c] = load_first(v + j * width + c * LANES * TERMS);
-            add_positions(rows, columns, sum, p + j, stride, x);
+            add_terms(rows, columns, sum, p + j, stride, x);
         }
     }
     for (int r = 0; r < rows; r++)
@@ -264,8 +286,7 @@ INLINE vec tanh_vec(vec x) {
 
 // 16 scores of a row, from position j on, of which [low, high) are visible, as the softmax takes them.
 INLINE vec shape_scores(const Layer *layer, vec x, int64_t j, int64_t low, int64_t high, float slope) {
-    const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const ivec position = lanes + (int32_t)j;
+    const ivec position = (int32_t)j + (ivec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     if (layer->softcap != 0) x = splat(layer->softcap) * tanh_vec(x / splat(layer->softcap));
     if (layer->slopes) x -= splat(slope) * __builtin_convertvector((int32_t)high - 1 - position, vec);
     return select_vec((position < (int32_t)low) | (position >= (int32_t)high), splat(-INFINITY), x);
@@ -293,60 +314,46 @@ static float softmax(const Layer *layer, float *row, int64_t from, int64_t to, i
     return total(sums) + (layer->sinks ? expf(layer->sinks[head] - most) : 0.0f);
 }
 
-// One tile: `count` tokens of one segment for one kv head.
-static void attend_tile(const Layer *layer, const Step *step, const int32_t *item, int64_t kv_head, const element *query,
-                        int64_t token_stride, int64_t head_stride, element *output, float *scratch) {
-    const int64_t segment = item[0], first = item[1], count = item[2];
-    const int64_t group = layer->num_heads / layer->num_kv_heads, rows = count * group;
+// Output of a tile's rows, token by token and for each the heads of the group.
+static void attend_tile(const Layer *layer, const Step *step, const Tile *tile, const Tile *next,
+                        const element *query, const int64_t *strides, element *output, float *scratch) {
+    const int64_t group = layer->num_heads / layer->num_kv_heads, rows = tile->count * group, kv_head = tile->kv_head;
     const int64_t dim = layer->key_width, width = layer->value_width, P = step->page_size;
-    const int64_t start = step->starts[segment] + first, end = start + count;  // positions of the tile's tokens
-    const int64_t lowest = layer->window && start + 1 > layer->window ? start + 1 - layer->window : 0;
-    const int64_t from = lowest / P * P, to = (end + P - 1) / P * P, span = to - from;
-    const int32_t *pages = step->pages + segment * step->page_stride;
-    const Stream values = {layer->values + kv_head * width * P, layer->values, pages, from / P, to / P - 1,
-                           layer->num_kv_heads * width * P};
-    const Stream keys = {layer->keys + kv_head * dim * P, page_of(&values, from / P), pages, from / P, to / P - 1,
-                         layer->num_kv_heads * dim * P};
-    const int64_t row0 = step->first_rows[segment] + first;
+    const int64_t from = tile->page * P, span = tile->keys.count * P;
+    const int64_t ahead = AHEAD < span ? (AHEAD + P - 1) / P : tile->keys.count;  // in pages
+    const int64_t row0 = step->first_rows[tile->segment] + tile->first;
     float *out = scratch, *scores = out + rows * width, *sums = scores + rows * span;
     operand *q = (operand *)(sums + rows);
 
     for (int64_t r = 0; r < rows; r++) {
-        const element *source = query + (row0 + r / group) * token_stride + (kv_head * group + r % group) * head_stride;
+        const element *source = query + (row0 + r / group) * strides[0] + (kv_head * group + r % group) * strides[1];
         put_query(q + r * dim, source, layer->key_dim);
         for (int64_t d = layer->key_dim; d < dim; d++) q[r * dim + d] = 0;
     }
-    for (int64_t j = from; j < to; j += BLOCK) {
-        const int64_t following = j + BLOCK;
-        const element *k = page_of(&keys, j / P) + j % P * TERMS;
-        const element *next = following < to ? page_of(&keys, following / P) + following % P * TERMS : keys.after;
-        float *s = scores + j - from;
+    for (int64_t j = 0; j < span; j += BLOCK) {
+        const element *k = page_of(&tile->keys, j / P) + j % P * TERMS;
+        const element *soon = page_in_turn(tile, next, j / P + ahead) + j % P * dim;
+        float *s = scores + j;
         int64_t r = 0;
-        for (; r + 8 <= rows; r += 8) score_block(8, q + r * dim, dim, k, P, layer->scaling, s + r * span, span, next);
-        for (; r + 4 <= rows; r += 4) score_block(4, q + r * dim, dim, k, P, layer->scaling, s + r * span, span, next);
-        for (; r < rows; r++) score_block(1, q + r * dim, dim, k, P, layer->scaling, s + r * span, span, next);
+#define SCORES(n) score_block(n, q + r * dim, dim, k, P, layer->scaling, s + r * span, span, soon)
+        for (; r + 8 <= rows; r += 8) SCORES(8);
+        for (; r + 4 <= rows; r += 4) SCORES(4);
+        for (; r < rows; r++) SCORES(1);
     }
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t position = start + r / group;
+        const int64_t position = tile->start + r / group;
         const int64_t low = layer->window && position + 1 > layer->window ? position + 1 - layer->window : 0;
-        sums[r] = softmax(layer, scores + r * span, from, to, low, position + 1, kv_head * group + r % group);
+        sums[r] = softmax(layer, scores + r * span, from, from + span, low, position + 1, kv_head * group + r % group);
     }
-    const operand *weights = (const operand *)scores;
-    const int64_t stride = span * (int64_t)(sizeof(float) / sizeof(operand)), seen = end - from;
-    for (int64_t c = 0; c < width;) {
-        const int columns = c + COLUMNS * LANES <= width ? COLUMNS : 1;
-        int64_t r = 0;
+    const operand *p = (const operand *)scores;  // weights lie where scores were
+    const int64_t stride = span * (int64_t)(sizeof(float) / sizeof(operand));
+    for (int64_t c = 0, r = 0, columns; c < width; c += columns * LANES, r = 0) {
+        columns = c + COLUMNS * LANES <= width ? COLUMNS : 1;
+#define VALUES(R, C) value_block(R, C, p + r * stride, stride, tile, next, c, P, width, ahead, out + r * width + c)
         for (; r + 4 <= rows; r += 4)
-            if (columns == COLUMNS)
-                value_block(4, COLUMNS, weights + r * stride, stride, &values, c, P, width, seen, out + r * width + c);
-            else
-                value_block(4, 1, weights + r * stride, stride, &values, c, P, width, seen, out + r * width + c);
+            if (columns == COLUMNS) VALUES(4, COLUMNS); else VALUES(4, 1);
         for (; r < rows; r++)
-            if (columns == COLUMNS)
-                value_block(1, COLUMNS, weights + r * stride, stride, &values, c, P, width, seen, out + r * width + c);
-            else
-                value_block(1, 1, weights + r * stride, stride, &values, c, P, width, seen, out + r * width + c);
-        c += columns * LANES;
+            if (columns == COLUMNS) VALUES(1, COLUMNS); else VALUES(1, 1);
     }
     for (int64_t r = 0; r < rows; r++) {
         const vec scale = splat(1.0f / sums[r]);
@@ -373,16 +380,21 @@ static void store(const Layer *layer, const Step *step, const element *key, cons
 // strides: token and head stride of query, key and value.
 void attend(const Layer *layer, const Step *step, const element *query, const element *key, const element *value,
             const int64_t *strides, element *output, int num_threads) {
-    const int64_t items = step->num_items * layer->num_kv_heads;
+    const int64_t kv_heads = layer->num_kv_heads, tiles = step->num_items * kv_heads;
+    if (tiles == 0) return;
+    const int64_t even = kv_heads % num_threads == 0;  // then each thread keeps to its own heads, else takes turns
+    const int64_t heads = even ? kv_heads / num_threads : kv_heads;
+    const int64_t chunk = even ? step->num_items * heads : 1 + tiles / (8 * num_threads);
 #pragma omp parallel num_threads(num_threads)
     {
         float *scratch = step->memory + omp_get_thread_num() * step->scratch;
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < step->num_tokens; token++)
             store(layer, step, key, strides + 2, value, strides + 4, token);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < items; i++)
-            attend_tile(layer, step, step->items + i / layer->num_kv_heads * 3, i % layer->num_kv_heads, query,
-                        strides[0], strides[1], output, scratch);
+#pragma omp for schedule(dynamic, chunk)
+        for (int64_t i = 0; i < tiles; i++) {
+            const Tile tile = tile_of(layer, step, i, heads), next = tile_of(layer, step, i + (i + 1 < tiles), heads);
+            attend_tile(layer, step, &tile, &next, query, strides, output, scratch);
+        }
     }
 }

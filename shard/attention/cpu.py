@@ -62,9 +62,11 @@ def widths(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take time and memory only where they are written: pages as the operating system gives them."""
-    size = math.prod(shape) * dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    """Zeros that take time and memory only where they are written, in large pages where the system gives them."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class CpuKV(LayerKV):

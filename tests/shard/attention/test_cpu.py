@@ -158,18 +158,21 @@ def test_equal_bits_alone_in_chunks_and_in_company(name: str, kind: Kind, page_s
         assert torch.equal(torch.cat(parts), alone), f"chunks of {chunk}"
 
 
-def test_equal_bits_on_one_thread() -> None:
-    spec = spec_of("grouped")
-    rows = random_rows(spec, LENGTH, torch.bfloat16, 0)
+@pytest.mark.parametrize("name", ["grouped", "large group"])
+def test_equal_bits_on_any_number_of_threads(name: str) -> None:
+    """Heads divide among threads or not, and threads may be more than heads."""
+    spec = spec_of(name)
+    rows, other = (random_rows(spec, LENGTH, torch.bfloat16, seed) for seed in (0, 1))
     before = torch.get_num_threads()
     outputs = []
     try:
-        for threads in (1, 2):
+        for threads in (1, 2, 3, 8):
             torch.set_num_threads(threads)
-            outputs.append(Runner(CpuAttention(torch.bfloat16), spec, torch.bfloat16).step([(0, PAGES, rows)])[0])
+            runner = Runner(CpuAttention(torch.bfloat16), spec, torch.bfloat16)
+            outputs.append(torch.cat(runner.step([(0, [10, 11, 12, 13, 14], other), (0, PAGES, rows)])))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(*outputs)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 @each_kind
