@@ -3,6 +3,7 @@
 Knows transformers' loading; knows nothing of steps or pages.
 """
 
+import pickle
 from typing import Any
 
 import torch
@@ -40,16 +41,23 @@ def choose_dtype(config: ShardConfig, checkpoint: Any) -> torch.dtype:
 
 
 def load_network(config: ShardConfig, checkpoint: Any, dtype: torch.dtype) -> nn.Module:
-    """Weights in place on the device, in eval mode."""
-    network: nn.Module = AutoModelForCausalLM.from_pretrained(
-        config.model_path,
-        config=checkpoint,
-        dtype=dtype,
-        device_map={"": config.device} if config.device != "cpu" else None,
-        attn_implementation=NAME,
-        experts_implementation=experts.NAME,
-        trust_remote_code=config.trust_remote_code,
-        local_files_only=True,
-    )
+    """Weights in place on the device, in eval mode. Raises ValueError for a pickle that is not tensors alone."""
+    try:
+        network: nn.Module = AutoModelForCausalLM.from_pretrained(
+            config.model_path,
+            config=checkpoint,
+            dtype=dtype,
+            device_map={"": config.device} if config.device != "cpu" else None,
+            attn_implementation=NAME,
+            experts_implementation=experts.NAME,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+            weights_only=True,
+        )
+    except pickle.UnpicklingError as failure:
+        raise ValueError(
+            f"cannot load the weights of {config.model_id}: a .bin file of it is broken or holds more than tensors. "
+            "Code in it was not run and never is: convert it to safetensors"
+        ) from failure
     network.requires_grad_(False)
     return network.eval()

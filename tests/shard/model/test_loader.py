@@ -1,0 +1,103 @@
+"""Weights that come as pickles: the same model as from safetensors, and nothing in them is ever run."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.exact import drive
+from shard.config import ShardConfig
+from shard.model import load_model
+from tests import tiny
+
+ROOT = Path(__file__).parents[3]
+PROMPTS = [[1, 2, 3], [5, 4, 3, 2, 1, 0, 7], [11]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("model"))
+
+
+def with_bin(model: Path, folder: Path, write: Callable[[dict[str, Any], Path], None]) -> Path:
+    """The model with its weights written into a `.bin` file."""
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    write(dict(load_file(model / "model.safetensors")), folder / "pytorch_model.bin")
+    return folder
+
+
+def config(folder: Path) -> ShardConfig:
+    return ShardConfig("some/model", str(folder), f"unix:{folder}/shard.sock", max_total_tokens=64, threads=1)
+
+
+class Planted:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def dump(content: Any, path: Path) -> None:
+    """A bare pickle, as torch wrote long ago."""
+    with path.open("wb") as file:
+        pickle.dump(content, file)
+
+
+def test_a_bin_checkpoint_is_the_same_model(model: Path, tmp_path: Path) -> None:
+    expected, given = (
+        drive(load_model(config(folder)), PROMPTS, step_tokens=5)
+        for folder in (model, with_bin(model, tmp_path / "bin", torch.save))
+    )
+    for ours, theirs in zip(given, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert torch.equal(ours.logprobs, theirs.logprobs)
+
+
+def test_the_planted_pickle_would_run(tmp_path: Path) -> None:
+    """What the tests below refuse is no empty threat."""
+    dump(Planted(tmp_path / "was-run"), tmp_path / "pickle")
+    pickle.loads((tmp_path / "pickle").read_bytes())
+    assert (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize("save", [torch.save, dump], ids=["zip", "bare"])
+def test_code_in_a_pickle_is_refused_and_not_run(
+    model: Path, tmp_path: Path, save: Callable[[dict[str, Any], Path], None]
+) -> None:
+    planted = Planted(tmp_path / "was-run")
+    folder = with_bin(model, tmp_path / "bin", lambda weights, path: save({**weights, "planted": planted}, path))
+    path = tmp_path / "shard.json"
+    settings = config(folder)
+    path.write_text(json.dumps({**vars(settings), "json_output": True}))
+    done = subprocess.run(
+        [sys.executable, "-m", "shard", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 1
+    assert not (tmp_path / "was-run").exists()
+    event = json.loads(done.stderr.splitlines()[-1])
+    assert event["event"] == "cannot serve"
+    assert event["reason"] == (
+        "cannot load the weights of some/model: a .bin file of it is broken or holds more than tensors. Code in it was "
+        "not run and never is: convert it to safetensors"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broken_bin_file_is_one_sentence(model: Path, tmp_path: Path) -> None:
+    folder = with_bin(model, tmp_path / "bin", lambda weights, path: None)
+    (folder / "pytorch_model.bin").write_bytes(b"no pickle at all")
+    with pytest.raises(ValueError, match="cannot load the weights of some/model: "):
+        load_model(config(folder))
