@@ -29,4 +29,5 @@ def load_model(config: ShardConfig) -> Model:
     device = torch.device(config.device)
     backend = attention.create(config.attention, device, dtype, config.page_size)
     network = load_network(config, checkpoint, dtype)
-    return assemble(network, text_config, backend, dtype, StepInputs(backend.page_size, device))
+    inputs = StepInputs(backend.page_size, device)
+    return assemble(network, text_config, backend, dtype, inputs, config.max_total_tokens)

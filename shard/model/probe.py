@@ -77,7 +77,8 @@ def _both_ways(
     )  # fmt: skip
     ours.load_state_dict(network.state_dict())
     backend = attention.create(config.attention, device, torch.float32, config.page_size)
-    model = assemble(ours.eval().to(device), small, backend, torch.float32, StepInputs(backend.page_size, device))
+    inputs = StepInputs(backend.page_size, device)
+    model = assemble(ours.eval().to(device), small, backend, torch.float32, inputs, max(LENGTHS))
     return expected, _in_chunks(model, rows)
 
 

@@ -4,7 +4,41 @@ transformers picks some tables by the longest position in the row it sees; our r
 is made once, at start.
 """
 
+import inspect
 from typing import Any
+
+import torch
+from torch import nn
+
+
+class RotaryTable(nn.Module):
+    """cos and sin of every position, computed once by the model's own code: a fiftieth of a small step otherwise."""
+
+    def __init__(self, rotary: nn.Module, num_positions: int, like: torch.Tensor) -> None:
+        """`like`: any tensor of the dtype and on the device of the hidden states."""
+        super().__init__()
+        positions = torch.arange(num_positions, device=like.device)[None]
+        with torch.inference_mode():
+            # [num_positions, D] each
+            self.cos, self.sin = (table[0].contiguous() for table in rotary(like, position_ids=positions))
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """position_ids: [1, T]. Returns cos and sin, [1, T, D] each."""
+        rows = position_ids[0]
+        return self.cos.index_select(0, rows)[None], self.sin.index_select(0, rows)[None]
+
+
+def tabulate_rotary(network: nn.Module, num_positions: int, like: torch.Tensor) -> None:
+    """Put a table in place of every rotary embedding that is a function of the position alone."""
+    for parent in list(network.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(getattr(child, "inv_freq", None), torch.Tensor) and _takes_positions_alone(child):
+                setattr(parent, name, RotaryTable(child, num_positions, like))
+
+
+def _takes_positions_alone(rotary: nn.Module) -> bool:
+    """Not the layer's kind too, for instance."""
+    return list(inspect.signature(rotary.forward).parameters) == ["x", "position_ids"]
 
 
 def fix_rotary(text_config: Any, max_total_tokens: int) -> None:
