@@ -57,6 +57,8 @@ def main(path: str) -> int:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from launcher.hub import Hub
 
+    if request.json_output:
+        logs.adopt_libraries()
     token = next((os.environ[name] for name in TOKEN_VARIABLES if os.environ.get(name)), None)
     hub = Hub(token, request.cache, log)
     try:

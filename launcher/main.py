@@ -18,6 +18,7 @@ from launcher.exits import Exit, LauncherError
 from launcher.process import Child
 from launcher.settings import Settings
 from launcher.supervisor import Address, Signals, Supervisor
+from proto.version import version
 
 _LONGEST_SOCKET_PATH = 103
 _SECRETS = (*fetch.TOKEN_VARIABLES, "PREDIBASE_API_TOKEN", "NGROK_AUTHTOKEN")
@@ -28,13 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if "--version" in arguments:
-            print(runtime.version())
+            print(version())
             return Exit.OK
         read = settings.read(arguments, os.environ, socket.gethostname())
         rules.check(read)
         return _run(read)
     except LauncherError as error:
-        print(f"lorikeet-launcher: {error}", file=sys.stderr, flush=True)
+        if settings.asks_for_json(arguments, os.environ):
+            logs.start(True, "error", sys.stderr).error("%s", error)
+        else:
+            print(f"lorikeet-launcher: {error}", file=sys.stderr, flush=True)
         return error.exit
 
 
@@ -76,7 +80,7 @@ def _plan(read: Settings, device: str, folder: Path, signals: Signals) -> config
         found = model.ModelFolder(found.id, path, found.sha)
     complete = model.with_lengths(read, model.configuration(found.path))
     rules.check_lengths(complete)
-    return configs.Plan(complete, found, device, folder, runtime.version())
+    return configs.Plan(complete, found, device, folder, version())
 
 
 def _fetched(read: Settings, id: str, revision: str | None, folder: Path, signals: Signals) -> model.ModelFolder | None:

@@ -40,9 +40,9 @@ is no error if the cache holds the whole model: a warning says so.
 The launcher makes a private folder (0700), writes one configuration file per process, starts a shard and the router,
 and says that it is ready when `GET /ready` is. SIGTERM or Ctrl-C: the router takes no more requests and lets running
 ones finish for up to `--drain-timeout-s`; then the shard ends. A second signal ends everything at once, but not within
-half a second of the first: `timeout`, terminals and service managers send several at once and mean one. It does not
-matter either whether the signal goes to the launcher alone or to all its processes. A process that dies takes the others
-with it, and no process outlives the launcher, even when it is killed.
+half a second of the first: `timeout`, terminals and service managers send several at once and mean one. They may go to
+the launcher alone or to all its processes. A process that dies takes the others with it, and no process outlives the
+launcher, even when it is killed.
 """
 
 

@@ -1,19 +1,11 @@
 """What this server runs on, in words: versions, processor, memory, graphics driver."""
 
-import importlib.metadata
 import os
 import platform
 import subprocess
 
 from launcher import devices
-
-
-def version() -> str:
-    """Lorikeet's version, as it was installed."""
-    try:
-        return importlib.metadata.version("lorikeet")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+from proto.version import version
 
 
 def description() -> str:

@@ -59,6 +59,17 @@ def read(arguments: Sequence[str], environment: Mapping[str, str], hostname: str
     return Settings(values, given)
 
 
+def asks_for_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether lines are to be JSON, also where the rest cannot be read."""
+    flag = FLAGS["json-output"]
+    if f"--{flag.name}" in arguments:
+        return True
+    try:
+        return bool(flag.value(environment.get(flag.environment) or "false"))
+    except ValueError:
+        return False
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser that the table makes. Values stay texts: what they stand for is worked out in one place for both
     flags and variables.

@@ -1,8 +1,24 @@
-"""`python -m router CONFIG.json`."""
+"""`python -m router CONFIG.json`: configuration and logs, then `router/server.py`."""
 
 import sys
 
-from router.server import main
+from router.config import RouterConfig
+from router.logging import configure_logging
+
+
+def main(path: str) -> int:
+    """Run a router as the file at `path` says; the exit code."""
+    try:
+        config = RouterConfig.read(path)
+        configure_logging(config.log_level, config.json_output)
+    except (ValueError, OSError) as error:
+        print(f"router: {error}", file=sys.stderr)
+        return 2
+    # Libraries may warn as they are imported, so logs come first.
+    from router.server import serve
+
+    return serve(config)
+
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:

@@ -5,13 +5,17 @@ Never a prompt, never a token: callers log counts, lengths and ids only.
 
 import logging
 import sys
+import threading
+from types import TracebackType
 from typing import Any
 
 import structlog
 
+log = structlog.get_logger()
+
 
 def configure_logging(level: str = "info", json_output: bool = False) -> None:
-    """Send our events and those of libraries to stderr in one form."""
+    """Send our events, those of libraries, warnings and what nobody caught to stderr in one form."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -43,6 +47,21 @@ def configure_logging(level: str = "info", json_output: bool = False) -> None:
     access = logging.getLogger("uvicorn.access")
     access.handlers[:] = [logging.NullHandler()]
     access.propagate = False
+    logging.captureWarnings(True)
+    _log_what_nobody_caught()
+
+
+def _log_what_nobody_caught() -> None:
+    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        log.error("uncaught_exception", exc_info=(kind, error, trace))
+
+    def in_thread(told: threading.ExceptHookArgs) -> None:
+        name = told.thread.name if told.thread else None
+        log.error("uncaught_exception", thread=name, exc_info=told.exc_value)
+
+    sys.excepthook = uncaught
+    threading.excepthook = in_thread
+    sys.unraisablehook = lambda told: log.error("uncaught_exception", exc_info=told.exc_value)
 
 
 def _number(level: str) -> int:

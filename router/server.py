@@ -1,7 +1,7 @@
 """The router process: event loop, HTTP server, and its end in named stages (drain, cut, close).
 
-The first SIGTERM or SIGINT drains: probes and new requests get 503 while running ones finish. A later one forces, unless
-there is a parent: that kills when it means it, and whoever signals a whole server signals both.
+The first SIGTERM or SIGINT drains: probes and new requests get 503 while running ones finish. A later one forces,
+unless there is a parent: that kills when it means it, and whoever signals a whole server signals both.
 """
 
 import asyncio
@@ -22,7 +22,6 @@ import uvloop
 from router.app import create_app
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.logging import configure_logging
 from router.metrics import Metrics
 from router.text.tokenizer import Tokenizer
 
@@ -121,7 +120,7 @@ class RouterServer:
 
 
 def _listen(hostname: str, port: int) -> socket.socket:
-    """A listening socket, or SystemExit with one sentence."""
+    """A listening socket. Raises OSError with one sentence."""
     family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -129,7 +128,7 @@ def _listen(hostname: str, port: int) -> socket.socket:
         listener.bind((hostname, port))
         listener.listen(4096)
     except OSError as error:
-        raise SystemExit(f"can't listen on {hostname}:{port}: {error.strerror}") from None
+        raise OSError(f"can't listen on {hostname}:{port}: {error.strerror}") from None
     listener.setblocking(False)
     return listener
 
@@ -139,18 +138,18 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main(config_path: str) -> int:
-    """Run a router as `config_path` says; the exit code."""
+def serve(config: RouterConfig) -> int:
+    """Run a router until it is told to end; the exit code. A failure is one line of log that says what is wrong."""
+    if config.parent_pid is not None:
+        _die_with_parent()
+
+    async def run() -> int:
+        return await RouterServer(config).run()
+
     try:
-        config = RouterConfig.read(config_path)
-        configure_logging(config.log_level, config.json_output)
-        if config.parent_pid is not None:
-            _die_with_parent()
-
-        async def run() -> int:
-            return await RouterServer(config).run()
-
         return uvloop.run(run())
     except (ValueError, OSError) as error:
-        print(f"router: {error}", file=sys.stderr)
-        return 2
+        log.error("router_cannot_serve", reason=str(error))
+    except Exception:
+        log.exception("router_ends")
+    return 1

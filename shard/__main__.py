@@ -18,10 +18,14 @@ log = structlog.get_logger()
 def main() -> int:
     """Run the process; every failure is one line of log that says what is wrong."""
     hold_signals()
-    config = ShardConfig.read(sys.argv[1])
-    logs.configure(config.json_output, config.log_level)
     try:
-        # Libraries start threads as they are imported, and these inherit which signals are held.
+        config = ShardConfig.read(sys.argv[1])
+        logs.configure(config.json_output, config.log_level)
+    except (ValueError, OSError) as error:
+        print(f"shard: {error}", file=sys.stderr)
+        return 1
+    try:
+        # Libraries warn and start threads as they are imported, and these inherit which signals are held.
         from shard.serve import serve
 
         serve(config)

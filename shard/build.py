@@ -1,8 +1,7 @@
 """From a configuration and a loaded model to an engine, and what the wire says of it."""
 
-import importlib.metadata
-
 from proto import shard_pb2 as pb
+from proto.version import version
 from shard.config import ShardConfig
 from shard.engine import Engine, Pacing
 from shard.inbox import Inbox
@@ -57,11 +56,3 @@ def describe(config: ShardConfig, model: Model, engine: Engine) -> Facts:
     )
     bounds = Bounds(model.info.vocab_size, config.max_total_tokens, cache.num_pages * cache.page_size)
     return Facts(info, bounds, lambda: engine.running_step)
-
-
-def version() -> str:
-    """Lorikeet's version as installed."""
-    try:
-        return importlib.metadata.version("lorikeet")
-    except importlib.metadata.PackageNotFoundError:
-        return "uninstalled"

@@ -1,13 +1,24 @@
-"""How a shard logs: lines for people or JSON, never a prompt or a token."""
+"""How a shard logs: lines for people or JSON, never a prompt or a token.
+
+What libraries log, Python's warnings and exceptions that nobody caught take the same form.
+"""
 
 import logging
+import os
 import sys
+import threading
+from types import TracebackType
 
 import structlog
 
+log = structlog.get_logger()
+
 
 def configure(json_output: bool, level: str) -> None:
-    """Set up structlog for this process. Raises ValueError for a level that does not exist."""
+    """Set up all logs of this process; call it before libraries are imported, and `adopt_libraries` after.
+
+    Raises ValueError for a level that does not exist.
+    """
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise ValueError(f"unknown log level {level!r}")
@@ -17,16 +28,50 @@ def configure(json_output: bool, level: str) -> None:
         if json_output
         else structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     )
+    first: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    last: list[structlog.typing.Processor] = [
+        *([structlog.processors.format_exc_info] if json_output else []),
+        renderer,
+    ]
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *([structlog.processors.format_exc_info] if json_output else []),
-            renderer,
-        ],
+        processors=[*first, *last],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process="shard")
+    handler = logging.StreamHandler(sys.stderr)
+    strip = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=first, processors=[strip, *last]))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(number, logging.WARNING))  # what libraries say of less is not for operators
+    logging.captureWarnings(True)
+    _log_what_nobody_caught()
+    if json_output:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def adopt_libraries() -> None:
+    """Take the lines of libraries that brought handlers of their own."""
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and logger.handlers:
+            logger.handlers.clear()
+            logger.propagate = True
+
+
+def _log_what_nobody_caught() -> None:
+    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        log.error("uncaught exception", exc_info=(kind, error, trace))
+
+    def in_thread(told: threading.ExceptHookArgs) -> None:
+        name = told.thread.name if told.thread else None
+        log.error("uncaught exception", thread=name, exc_info=told.exc_value)
+
+    sys.excepthook = uncaught
+    threading.excepthook = in_thread
+    sys.unraisablehook = lambda told: log.error("uncaught exception", exc_info=told.exc_value)

@@ -5,6 +5,7 @@ import os
 import structlog
 import torch
 
+from shard import logs
 from shard.build import build_engine, describe
 from shard.config import ShardConfig
 from shard.engine import Engine
@@ -36,6 +37,7 @@ class Ending:
 
 def serve(config: ShardConfig) -> None:
     """Load, listen, step. Returns when told to end."""
+    logs.adopt_libraries()
     ending = Ending()
     watch_signals(ending.end, ending.orphaned, config.parent_pid)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
@@ -43,6 +45,7 @@ def serve(config: ShardConfig) -> None:
     server = Server(config.listen, inbox, outbox)
     address = server.start()
     model = load_model(config)
+    logs.adopt_libraries()  # of those that loading needed
     engine = build_engine(config, model, inbox, outbox)
     engine.warm_up()
     ending.engine = engine

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -17,9 +19,21 @@ import pytest
 from launcher.exits import Exit
 from launcher.supervisor import SAME_REQUEST_S
 from tests.e2e import tiny_server_model
-from tests.e2e.launched import Launched, free_port
+from tests.e2e.launched import ROOT, Launched, free_port
 
 SMALL = ("--cpu-memory", "64MiB", "--threads", "1")
+LOUD_LIBRARIES = """
+import logging, sys, threading, warnings
+
+class Loud:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "uvicorn"):
+            warnings.warn(f"a warning of {name}")
+            logging.getLogger("some.library").error("an error of %s", name)
+            threading.Thread(target=lambda: 1 / 0).start()
+
+sys.meta_path.insert(0, Loud())
+"""
 LONG = {"inputs": "one two", "parameters": {"max_new_tokens": 3000, "ignore_eos_token": True}}
 
 
@@ -28,15 +42,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_server_model.make(tmp_path_factory.mktemp("model"))
 
 
-def wait_until_queued(server: Launched) -> None:
-    """Two requests are inside, and the shard has taken one of them."""
-    wanted = {"lorikeet_active_requests": 2.0, "lorikeet_running_requests": 1.0}
+def wait_until_inside(server: Launched, num_requests: int) -> None:
+    """So many requests have come in and are not answered."""
     for _ in range(600):
         text = httpx.get(f"{server.url}/metrics").text
-        if all(f"\n{name} {value}\n" in text for name, value in wanted.items()):
+        if f"\nlorikeet_active_requests {num_requests:.1f}\n" in text:
             return
         time.sleep(0.02)
     raise AssertionError(text)
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """The process does nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def folder_of(server: Launched) -> Path:
@@ -102,6 +125,7 @@ def test_a_second_signal_forces(model: Path) -> None:
         server.wait_until_ready()
         with httpx.stream("POST", f"{server.url}/generate_stream", json=LONG, timeout=120) as stream:
             assert next(stream.iter_lines()).startswith("data:")
+            os.kill(server.child("shard"), signal.SIGSTOP)  # so that the request is not done before
             server.signal(signal.SIGTERM)
             server.wait_for("router_draining")
             time.sleep(SAME_REQUEST_S)
@@ -142,9 +166,11 @@ def test_one_request_to_end_drains_however_many_signals_carry_it(model: Path, as
         ):
             events = first.iter_lines()
             assert next(events).startswith("data:")
-            second = pool.submit(client.post, "/generate", json=body)
-            wait_until_queued(server)
-            ask(server)
+            with paused(server.child("shard")):
+                second = pool.submit(client.post, "/generate", json=body)
+                wait_until_inside(server, 2)
+                ask(server)
+                server.wait_for("router_draining")
             last = [line for line in events if line][-1]
             assert json.loads(last.removeprefix("data:"))["generated_text"] is not None
             assert second.result().status_code == 200
@@ -200,6 +226,37 @@ def test_a_taken_port_is_said_before_anything_is_loaded(model: Path) -> None:
             assert server.wait() == Exit.WEBSERVER_CANNOT_START
             assert "it is taken by another process" in server.output
             assert "loading" not in server.output
+
+
+@pytest.mark.parametrize("damage", [None, "weights", "flag"])
+def test_with_json_output_every_line_is_json(model: Path, tmp_path: Path, damage: str | None) -> None:
+    """A machine without a compiler, libraries that warn, and what ends the server before it serves."""
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    if damage == "weights":
+        (folder / "model.safetensors").write_bytes(b"broken")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "sitecustomize.py").write_text(LOUD_LIBRARIES)
+    wrong = ["--prot", "80"] if damage == "flag" else []
+    loud = {
+        "PATH": str(tmp_path / "bin"),
+        "CC": "",
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    with Launched("--model-id", str(folder), "--dtype", "bfloat16", "--json-output", *wrong, *SMALL, **loud) as server:
+        if damage is None:
+            server.wait_until_ready()
+            server.signal(signal.SIGTERM)
+        expected = {None: Exit.OK, "weights": Exit.SHARD_CANNOT_START, "flag": Exit.ARGUMENT_VALIDATION}[damage]
+        assert server.wait() == expected
+        for line in server.lines:
+            assert isinstance(json.loads(line), dict), line
+    if damage != "flag":
+        for said in ("a warning of torch", "an error of torch", "a warning of uvicorn", "an error of uvicorn"):
+            assert said in server.output, said
+        assert "ZeroDivisionError: division by zero" in server.output
+    if damage is None and "avx512_bf16" in Path("/proc/cpuinfo").read_text():
+        assert "no C compiler" in server.output
 
 
 def test_logs_are_json_and_the_shard_may_listen_on_tcp(model: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from router.logging import configure_logging
 
 PROGRAM = """
-import logging, structlog
+import logging, structlog, threading, warnings
 from router.logging import configure_logging
 configure_logging({level!r}, json_output={json_output})
 with structlog.contextvars.bound_contextvars(request_id="r1"):
@@ -22,22 +22,30 @@ try:
     1 / 0
 except ZeroDivisionError:
     structlog.get_logger().exception("broken")
+warnings.warn("a warning")
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+raise RuntimeError("nobody caught this")
 """
 
 
 def lines(level: str, json_output: bool) -> list[str]:
     program = PROGRAM.format(level=level, json_output=json_output)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == ""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stdout) == (1, "")
     return done.stderr.splitlines()
 
 
 def test_json_lines_carry_the_request_s_id() -> None:
-    ours, theirs, broken = (json.loads(line) for line in lines("info", json_output=True))
+    ours, theirs, broken, warning, thread, last = (json.loads(line) for line in lines("info", json_output=True))
     assert (ours["event"], ours["num_tokens"], ours["request_id"], ours["level"]) == ("ours", 3, "r1", "info")
     assert (theirs["event"], theirs["request_id"], theirs["level"]) == ("theirs 4", "r1", "warning")
     assert "ZeroDivisionError" in broken["exception"]
     assert ours["timestamp"].endswith("Z")
+    assert "a warning" in warning["event"]
+    assert "ZeroDivisionError" in thread["exception"]
+    assert "RuntimeError: nobody caught this" in last["exception"]
 
 
 def test_the_console_has_the_same() -> None:
@@ -49,7 +57,8 @@ def test_the_console_has_the_same() -> None:
 
 
 def test_the_level_holds() -> None:
-    assert [json.loads(line)["event"] for line in lines("error", json_output=True)] == ["broken"]
+    told = [json.loads(line)["event"] for line in lines("error", json_output=True)]
+    assert told == ["broken", "uncaught_exception", "uncaught_exception"]
 
 
 def test_an_unknown_level_is_named() -> None:

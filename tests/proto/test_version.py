@@ -1,0 +1,37 @@
+"""One version, whether this is a checkout or an installation."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from proto import version
+
+ROOT = Path(__file__).parents[2]
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def told(*command: str, cwd: Path, path: Path) -> str:
+    """The last line of a Python that finds our packages on `path` alone."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env={"PYTHONPATH": str(path)}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def test_a_checkout_says_what_its_pyproject_says(tmp_path: Path) -> None:
+    assert version.version() == DECLARED
+    assert told("-m", "launcher", "--version", cwd=tmp_path, path=ROOT) == DECLARED
+
+
+def test_an_installation_says_what_was_installed(tmp_path: Path) -> None:
+    (tmp_path / "proto").mkdir()
+    for name in ("__init__.py", "version.py"):
+        shutil.copy(ROOT / "proto" / name, tmp_path / "proto")
+    (tmp_path / "lorikeet-9.8.7.dist-info").mkdir()
+    (tmp_path / "lorikeet-9.8.7.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.4\nName: lorikeet\nVersion: 9.8.7\n"
+    )
+    program = "from proto.version import version; print(version())"
+    assert told("-c", program, cwd=tmp_path, path=tmp_path) == "9.8.7"
