@@ -43,7 +43,7 @@ def post(path: str, body: bytes, media_type: str = "application/json") -> bytes:
 
 
 def _prompt(draw: random.Random) -> str:
-    return "def " + "".join(draw.choices("abcdefgh_ (:", k=draw.randint(3, 120)))
+    return "def " + "".join(draw.choices("abcdefgh_ (:\0é🦜", k=draw.randint(3, 120)))
 
 
 def _native(draw: random.Random, count: int, **parameters: Any) -> bytes:
@@ -95,13 +95,36 @@ def _chat(draw: random.Random) -> Attempt:
     return Attempt("chat", post("/v1/chat/completions", json.dumps(body).encode()), right)
 
 
-def _escaped_nul(draw: random.Random) -> Attempt:
-    """A NUL that JSON escapes is a character like any other."""
-    body = b'{"inputs": "a\\u0000b", "parameters": {"max_new_tokens": 2}}'
-    return Attempt("escaped NUL", post("/generate", body), lambda status, body: status == 200)
+def _best_of(draw: random.Random) -> Attempt:
+    count = draw.randint(1, MAX_NEW_TOKENS)
+    body = _native(draw, count, do_sample=True, top_k=5, best_of=2, decoder_input_details=True)
+
+    def right(status: int, answer: bytes) -> bool:
+        details = json.loads(answer)["details"]
+        told = [details, *details["best_of_sequences"]]
+        whole = [(one["generated_tokens"], len(one["tokens"]), bool(one["prefill"])) for one in told]
+        return status == 200 and whole == [(count, count, True)] * 2
+
+    return Attempt("best of two", post("/generate", body), right)
 
 
-GOOD = (_answered, _sampled, _streamed, _chat)
+def _choices(draw: random.Random) -> Attempt:
+    count = draw.randint(1, MAX_NEW_TOKENS)
+    body = {"model": "", "prompt": [_prompt(draw), "x"], "n": 2, "max_tokens": count, "ignore_eos_token": True}
+
+    def right(status: int, answer: bytes) -> bool:
+        told = json.loads(answer)
+        return status == 200 and (len(told["choices"]), told["usage"]["completion_tokens"]) == (4, 4 * count)
+
+    return Attempt("choices", post("/v1/completions", json.dumps(body).encode()), right)
+
+
+GOOD = (_answered, _sampled, _streamed, _chat, _best_of, _choices)
+
+
+def _accepted(kind: str, body: bytes) -> Callable[[random.Random], Attempt]:
+    """A strange body that is a good request."""
+    return lambda draw: Attempt(kind, post("/generate", body), lambda status, answer: status == 200)
 
 
 def _rejected(
@@ -126,10 +149,15 @@ WRONG_TYPE = "Failed to deserialize the JSON body into the target type"
 INVALID = "Input validation error"
 BAD: tuple[Callable[[random.Random], Attempt], ...] = (
     _cut,
-    _escaped_nul,
+    _accepted("escaped NUL", b'{"inputs": "a\\u0000b", "parameters": {"max_new_tokens": 2}}'),
+    _accepted("3 MB beside it", b'{"inputs": "a", "parameters": {"max_new_tokens": 2}, "x": "%s"}' % (b"x" * THREE_MB)),
     _rejected("bad JSON", b'{"inputs": "a",', 400, NOT_JSON),
+    _rejected("no body", b"", 400, NOT_JSON),
     _rejected("not an object", b'["inputs"]', 422, WRONG_TYPE),
     _rejected("deep nesting", b"[" * 100_000, 400, NOT_JSON),
+    _rejected("deep nesting inside", b'{"inputs": ' + b"[" * 50_000, 400, NOT_JSON),
+    _rejected("infinite", b'{"inputs": "a", "parameters": {"temperature": 1e999}}', 400, NOT_JSON),
+    _rejected("broken rule", b'{"inputs": "a", "parameters": {"top_k": 0}}', 422, INVALID),
     _rejected("wrong type", b'{"inputs": 5}', 422, WRONG_TYPE),
     _rejected("wrong type inside", b'{"inputs": "a", "parameters": {"max_new_tokens": "many"}}', 422, WRONG_TYPE),
     _rejected("negative", b'{"inputs": "a", "parameters": {"max_new_tokens": -1}}', 422, WRONG_TYPE),

@@ -27,6 +27,12 @@ CLIENTS = 24
 IDLE_S = 30.0
 ANSWER_S = 120.0
 SEED = 9_000
+INSIDE = (
+    "lorikeet_active_requests",
+    "lorax_queue_length",
+    "lorikeet_running_requests",
+    "lorikeet_shard_waiting_requests",
+)
 SETTINGS: dict[str, Any] = {"batches": BATCHES, "requests_per_batch": BATCH, "clients": CLIENTS, "seed": SEED}
 
 
@@ -120,12 +126,12 @@ def idle_pages(port: int) -> dict[str, float]:
     until = time.monotonic() + IDLE_S
     while True:
         now = gauges(port)
-        busy = now["lorikeet_active_requests"] + now["lorikeet_running_requests"] + now["lorikeet_kv_pages_used"]
-        if not busy or time.monotonic() > until:
+        inside = sum(now[name] for name in INSIDE)
+        if not inside + now["lorikeet_kv_pages_used"] or time.monotonic() > until:
             return {
                 "pages_held": now["lorikeet_kv_pages_used"],
                 "pages": now["lorikeet_kv_pages"],
-                "requests_inside": now["lorikeet_active_requests"] + now["lorikeet_running_requests"],
+                "requests_inside": inside,
             }
         time.sleep(0.2)
 

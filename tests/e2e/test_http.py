@@ -1,6 +1,5 @@
-"""HTTP on a real server: launcher, router and shard as processes. What a storm of requests leaves behind: nothing."""
+"""HTTP on a real server: launcher, router and shard as processes."""
 
-import asyncio
 from collections.abc import Iterator
 
 import httpx
@@ -8,10 +7,6 @@ import pytest
 
 from tests.e2e import tiny_server_model
 from tests.e2e.launched import Launched
-from tests.e2e.storm import Storm
-
-NUM_REQUESTS = 400
-"""The whole storm of 2000 is `python -m tests.e2e.storm`."""
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +15,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     arguments = ("--model-id", str(model), "--cpu-memory", "64MiB", "--threads", "1")
     with Launched(*arguments) as started:
         yield started.wait_until_ready()
-
-
-def test_a_storm_leaves_nothing_behind(server: Launched) -> None:
-    storm = Storm(server.url, seed=0)
-    asyncio.run(storm.run(NUM_REQUESTS))
-    assert sum(storm.counts.values()) == NUM_REQUESTS
-    assert set(storm.counts) >= {"good", "cancelled", "cut", "malformed", "three megabytes", "oversized"}
 
 
 def test_routes_agree_on_the_text(server: Launched) -> None:
