@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks import closed_loop, exactness, leak, open_loop, start, whole
+from benchmarks import clients, closed_loop, exactness, leak, open_loop, start, whole
 from benchmarks.case import Bar, Over, Part
 
 CLOSED = (1, 8, 32)
@@ -22,6 +22,7 @@ PARTS: tuple[Part, ...] = (
     Part("router", whole.router, whole.ROUTER_SETTINGS),
     Part("exact", exactness.architectures, exactness.EXACT_SETTINGS),
     Part("law", exactness.laws, exactness.LAW_SETTINGS),
+    Part("clients", clients.measure, clients.SETTINGS),
     Part("leak", leak.measure, leak.SETTINGS),
     Part("start", start.measure, start.SETTINGS),
     Part("demo", whole.demo),
@@ -60,6 +61,8 @@ BARS: tuple[Bar, ...] = (
         at_least=False, over=Over.WORST),
     Bar("least likely χ² of the sampling law", "law", exactness.NUM_LAWS, exactness.least_likely, CHANCE,
         over=Over.WORST),
+    Bar("failed tests of LoRAX's own client", "clients", clients.NUM_TESTS, clients.num_failed, 0, at_least=False,
+        over=Over.SUM),
     Bar("wrong answers to 2 000 hostile requests", "leak", leak.BATCHES, leak.num_wrong, 0, at_least=False,
         over=Over.SUM),
     Bar("pages held when idle after them", "leak", leak.BATCHES, partial(_raw, "pages_held"), 0, at_least=False,

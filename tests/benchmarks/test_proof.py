@@ -63,10 +63,13 @@ def test_bars_and_parts_belong_together() -> None:
 
 
 def test_declared_numbers_of_cases_are_those_that_exist() -> None:
-    from benchmarks import exactness
+    from benchmarks import clients, exactness
     from tests import tiny
+    from tests.router.routes import test_lorax_client
     from tests.shard.sampling import test_law
 
+    named = [name for name in vars(test_lorax_client) if name.startswith("test_")]
+    assert len(named) == clients.NUM_TESTS
     assert len(tiny.VARIANTS) == exactness.NUM_ARCHITECTURES
     assert len(test_law.CASES) == exactness.NUM_LAWS
 

@@ -9,6 +9,7 @@ LORIKEET_REQUIRE_LORAX_CLIENT is set. The second half of this file runs inside i
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -28,9 +29,14 @@ def python() -> Path | None:
 
 def install() -> None:
     """Make the environment, or leave it as it is."""
-    if python() is None:
-        venv.create(FOLDER, with_pip=True)
+    if python() is not None:
+        return
+    venv.create(FOLDER, with_pip=True)
+    try:
         subprocess.run([FOLDER / "bin" / "pip", "install", "--quiet", f"lorax-client=={VERSION}"], check=True)
+    except subprocess.CalledProcessError:
+        shutil.rmtree(FOLDER)  # half of it would pass for the whole
+        raise
 
 
 async def calls(interpreter: Path, base_url: str, operations: list[dict[str, Any]]) -> list[Any]:
@@ -45,7 +51,7 @@ async def calls(interpreter: Path, base_url: str, operations: list[dict[str, Any
 
 
 def _inside(base_url: str, operations: list[dict[str, Any]]) -> list[Any]:
-    from lorax import AsyncClient, Client
+    from lorax import AsyncClient, Client  # type: ignore[import-not-found]
 
     answers = []
     for operation in operations:
