@@ -45,8 +45,6 @@ class Function:
     source: str
     """Dedented, from `def` (or its decorators) to its last line, ending in one newline; it compiles by itself."""
     docstring: str | None
-    indentation: str
-    """What was taken away at the left margin."""
     body_line: int
     """Index into `source.split("\n")` of the first line of the body after any docstring."""
 
@@ -98,8 +96,7 @@ def functions(file: SourceFile) -> Iterator[Function]:
         docstring = ast.get_docstring(node)
         body = node.body[1:] if docstring is not None else node.body
         if body and body[0].lineno > node.lineno and compiles(source):
-            indentation = lines[first - 1][: len(lines[first - 1]) - len(lines[first - 1].lstrip())]
-            yield Function(file.path, node.name, source, docstring, indentation, body[0].lineno - first)
+            yield Function(file.path, node.name, source, docstring, body[0].lineno - first)
 
 
 def compiles(source: str) -> bool:

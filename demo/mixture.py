@@ -20,17 +20,16 @@ Tokens = NDArray[np.uint16]
 
 CHAT_SHARE = 0.35
 """Of the documented functions short enough for it."""
-ALONE_SHARE = 0.08
-"""Of all functions: shown once more as documents of their own, so that a prompt may start at a `def`."""
 MAX_FUNCTION_CHARS = 1500
-CUT_SHARE = 0.08
+"""Every function up to this long is shown once more as a document of its own, for that is how prompts start."""
+CUT_SHARE = 0.15
 """Of line ends."""
 BLOCK_LEN = 2048
 LINE_END = re.compile(r"\n *")
 
 
 def documents(files: Sequence[SourceFile], seed: int) -> Iterator[str]:
-    """Whole files, some functions alone, and some conversations made of docstrings. BOS is left to the tokenizer."""
+    """Whole files, their functions alone, and some conversations made of docstrings. BOS is left to the tokenizer."""
     for file in files:
         choice = random.Random(f"{seed} {file.path}")
         if file.text.strip():
@@ -38,8 +37,7 @@ def documents(files: Sequence[SourceFile], seed: int) -> Iterator[str]:
         for function in corpus.functions(file):
             if len(function.source) > MAX_FUNCTION_CHARS:
                 continue
-            if choice.random() < ALONE_SHARE:
-                yield function.source + EOS
+            yield function.source + EOS
             if function.docstring and choice.random() < CHAT_SHARE:
                 yield conversation(function, choice)
 

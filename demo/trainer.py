@@ -28,7 +28,7 @@ WINDOW_STEPS = 64
 class Recipe:
     """Everything that the weights depend on, but for the stream and the initial weights."""
 
-    cycles: tuple[int, ...] = (1000,)
+    cycles: tuple[int, ...] = (4000,)
     """Steps of each cycle. Each goes through stages and schedule once more, from where the one before ended, so that a
     finished run can go on."""
     tokens_per_step: int = 4096

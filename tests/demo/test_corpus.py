@@ -56,7 +56,6 @@ def test_functions_are_cut_at_the_left_margin_and_compile() -> None:
     b = found["b"]
     assert b.source == "@property\ndef b(self,\n      c=1):\n    '''Say b.'''\n    return c\n"
     assert b.docstring == "Say b."
-    assert b.indentation == "    "
     assert b.source.split("\n")[b.body_line] == "    return c"
     for function in found.values():
         ast.parse(function.source)

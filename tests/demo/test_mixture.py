@@ -15,7 +15,7 @@ from demo.model import BASE_FOLDER
 
 PIECES = [np.arange(10 * i, 10 * i + i + 1, dtype=np.uint16) for i in range(6)]
 FUNCTION = Function(
-    "a.py", "add", 'def add(a, b):\n    """Add two\n    numbers."""\n    return a + b\n', "Add two\nnumbers.", "", 3
+    "a.py", "add", 'def add(a, b):\n    """Add two\n    numbers."""\n    return a + b\n', "Add two\nnumbers.", 3
 )
 
 
