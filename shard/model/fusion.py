@@ -21,7 +21,7 @@ class FusedNorm(nn.Module):
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
         """weight: [H] bfloat16, 16 divides H."""
         super().__init__()
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)  # not a window into a mapped file
         self.epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from shard.model import kernels
 from shard.model.experts import PackedExperts, is_experts
 from shard.model.fused_attention import fuse_attention
 from shard.model.fused_layer import fuse_layer
-from shard.model.fusion import fuse
+from shard.model.fusion import FusedNorm, fuse
 from shard.model.legacy import replace_legacy
 from shard.model.packing import can_pack, pack, return_freed_memory
 from shard.model.site import AttentionSite
@@ -53,6 +53,7 @@ def replace_layers(network: nn.Module, backend: AttentionBackend, inputs: StepIn
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear | Conv1D) and id(child.weight) not in tied:
                 setattr(parent, name, _packed(child))
+    _leave_the_file(network)
     return_freed_memory()
 
 
@@ -74,6 +75,16 @@ def _packed(module: nn.Linear | Conv1D) -> PackedLinear:
     packed = PackedLinear(weight.t() if isinstance(module, Conv1D) else weight, bias)
     del module.weight
     return packed
+
+
+def _leave_the_file(network: nn.Module) -> None:
+    """Copy what is left of the plain weights: one view into the mapped checkpoint would keep all of it resident.
+
+    Fused norms hold copies already, to which compiled layers point.
+    """
+    left = {p for m in network.modules() if not isinstance(m, FusedNorm) for p in m.parameters(recurse=False)}
+    for parameter in left:
+        parameter.data = parameter.data.clone()
 
 
 def _shared_weights(network: nn.Module) -> set[int]:

@@ -32,7 +32,7 @@ class BlockedMatrix(PackedMatrix):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
         self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
-        self.bias = bias
+        self.bias = None if bias is None else bias.clone()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
