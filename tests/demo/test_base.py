@@ -17,6 +17,7 @@ MAX_COMMITTED_BYTES = 20_000_000
 SAMPLE_BYTES = 60_000
 NUM_SAMPLED_CONTINUATIONS = 32
 
+
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32).eval()
