@@ -133,6 +133,7 @@ class Dispatcher:
         self._pacing.arrived(generation.queued_at, is_first=not self._queued)
         self._queued[generation.number] = generation
         self._empty.clear()
+        self._note_active()
         self._set_timers(generation, deadline)
         self._pump_later()
         return generation

@@ -93,6 +93,15 @@ async def test_a_request_comes_back_whole_and_in_order(tmp_path: Path) -> None:
         assert here.dispatcher.healthy
 
 
+async def test_gauges_count_a_request_from_the_moment_it_is_queued(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        gauges = here.dispatcher.metrics.gauges
+        generation = here.dispatcher.submit(request(1))
+        assert (gauges["lorax_queue_length"], gauges["lorikeet_active_requests"]) == (1, 1)
+        await ids_of(generation)
+        assert (gauges["lorax_queue_length"], gauges["lorikeet_active_requests"]) == (0, 0)
+
+
 @pytest.mark.parametrize("spread_seconds", [0.0, 0.1])
 @pytest.mark.parametrize("busy", [False, True])
 async def test_a_hundred_requests_within_one_step_travel_in_two_messages(
