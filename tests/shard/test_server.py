@@ -278,7 +278,8 @@ def test_a_shard_that_ends_finishes_and_says_the_rest(tmp_path: Path, connect: C
     shard.ready()
     stream = connect(shard)
     stream.send(submits=[make_submit(1, [1, 2], 60)])
-    stream.read()
+    while 1 not in stream.outputs:  # the first message only says hello
+        stream.read()
     ender = threading.Thread(target=shard.stop)
     ender.start()
     with pytest.raises(StopIteration):
