@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -41,7 +42,7 @@ def choose_dtype(config: ShardConfig, checkpoint: Any) -> torch.dtype:
 
 
 def load_network(config: ShardConfig, checkpoint: Any, dtype: torch.dtype) -> nn.Module:
-    """Weights in place on the device, in eval mode. Raises ValueError for a pickle that is not tensors alone."""
+    """Weights in place on the device, in eval mode. Raises ValueError for files that are broken or hold code."""
     try:
         network: nn.Module = AutoModelForCausalLM.from_pretrained(
             config.model_path,
@@ -59,5 +60,8 @@ def load_network(config: ShardConfig, checkpoint: Any, dtype: torch.dtype) -> nn
             f"cannot load the weights of {config.model_id}: a .bin file of it is broken or holds more than tensors. "
             "Code in it was not run and never is: convert it to safetensors"
         ) from failure
+    except SafetensorError as failure:
+        reason = f"cannot load the weights of {config.model_id}: a broken safetensors file: {failure}"
+        raise ValueError(reason) from failure
     network.requires_grad_(False)
     return network.eval()

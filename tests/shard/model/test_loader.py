@@ -101,3 +101,12 @@ def test_a_broken_bin_file_is_one_sentence(model: Path, tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"no pickle at all")
     with pytest.raises(ValueError, match="cannot load the weights of some/model: "):
         load_model(config(folder))
+
+
+def test_a_cut_safetensors_file_is_one_sentence(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(model, folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="cannot load the weights of some/model: a broken safetensors file: "):
+        load_model(config(folder))
