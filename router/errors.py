@@ -179,7 +179,7 @@ ANSWERS: dict[type[RouterError], Answer] = {
     WrongMediaType: Answer(415, "unsupported_media_type", "bad_request", 415),
     BodyTooLarge: Answer(413, "payload_too_large", "bad_request", 413),
     ValidationError: Answer(422, "validation", "validation", 400),
-    UnsupportedField: Answer(422, "validation", "validation", 400),
+    UnsupportedField: Answer(422, "validation", "validation", 422),
     ChatTemplateError: Answer(422, "template_error", "template", 400),
     NoFastTokenizer: Answer(404, "no fast tokenizer", "bad_request", 404),
     ModelNotFound: Answer(404, "model_not_found", "validation", 404, openai_code="model_not_found"),
