@@ -24,9 +24,11 @@ log = structlog.get_logger()
 MAX_COMMAND_BYTES = 3 << 20
 """Messages stay below 4 MiB; a Command is closed before it could get there."""
 MANY_WAITING = 64
-"""Requests with news from which on one more message is waited for …"""
-JOIN_SECONDS = 0.0005
-"""… for so long …"""
+"""Requests with news from which on a busy process waits for one more message …"""
+BUSY = 0.5
+"""… while it spends so much of its time computing …"""
+JOIN_SECONDS = 0.002
+"""… for so long (gRPC takes up to a millisecond to hand over what has arrived) …"""
 MOST_JOINED = 8
 """… and so many times in a row at most."""
 _CHANNEL_OPTIONS = [
@@ -179,11 +181,12 @@ class ShardClient:
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         """Take messages until the stream ends.
 
-        Writing to many clients costs far more than reading a message. So when news for many is at hand, the next
-        message gets a moment to arrive first: while this process keeps up there is none, and when it falls behind
-        the steps that have piled up reach each client as one write.
+        Writing to many clients costs far more than reading a message. So while this process is busy and news for many
+        is at hand, the next message gets a moment to arrive first: steps that have piled up reach each client as one
+        write.
         """
         listener = self._listener
+        told_at, told_cpu = time.monotonic(), time.process_time()
         reading = asyncio.ensure_future(call.read())
         try:
             num_joined = 0
@@ -192,10 +195,13 @@ class ShardClient:
                 reading = asyncio.ensure_future(call.read())
                 num_waiting = listener.shard_output(output)
                 num_joined += 1
-                if num_waiting >= MANY_WAITING and num_joined < MOST_JOINED:
+                cpu = time.process_time()
+                is_busy = cpu - told_cpu > BUSY * (time.monotonic() - told_at)
+                if is_busy and num_waiting >= MANY_WAITING and num_joined < MOST_JOINED:
                     done, _ = await asyncio.wait((reading,), timeout=JOIN_SECONDS)
                     if done:
                         continue
+                told_at, told_cpu = time.monotonic(), time.process_time()
                 listener.shard_quiet()
                 num_joined = 0
         finally:
