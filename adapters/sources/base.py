@@ -39,14 +39,15 @@ class AdapterSource(Protocol):
     async def resolve(self, ref: Ref, token: str | None) -> Resolved:
         """Settle a name on a version. That it succeeds is the caller's right to use it."""
 
-    async def small_files(self, pin: Pin, token: str | None) -> dict[str, bytes]:
-        """Those of SMALL_NAMES that are there, each of bounded size."""
+    async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
+        """Those of `names` that are there, each of bounded size."""
 
     def fetch(self, pin: Pin, token: str | None, folder: Path) -> Path:
         """Bring the files to this machine; the path of a folder with CONFIG and one of WEIGHTS (or an index and parts).
 
-        `folder` is private to this call and empty; a source whose files lie here already answers with their own
-        folder. Sizes are checked against the limit before a byte of weights moves. Blocks: called in a thread.
+        `folder` belongs to this pin alone; it may hold what an earlier attempt left, to be resumed. A source whose
+        files lie here already answers with their own folder. Sizes are checked against the limit before a byte of
+        weights moves. Blocks: called in a thread.
         """
 
     async def close(self) -> None:
