@@ -69,6 +69,7 @@ _MEANING = {
     "linear": "an adapter on a linear layer",
     "embedding": "an adapter on an embedding",
     "experts": "an adapter on experts",
+    "router": "an adapter on what chooses among experts",
     "replace": "a whole weight in place of the base's",
     "other": "another value of what is neither linear nor embedding",
 }

@@ -34,7 +34,7 @@ class Found:
 
     module: str
     kind: str
-    """linear, embedding, experts, replace, or other: what no shard changes, and so must be as the base has it."""
+    """linear, embedding, experts, router, replace; or other, which no shard changes and must be as the base has it."""
     rank: int = 0
     scaling: float = 1.0
     num_experts: int = 1
@@ -192,10 +192,11 @@ def _layer(layer: Any, names: dict[int, str]) -> Found:
 
 
 def _parameter(layer: Any, base: nn.Module, found: Found) -> Found:
-    """A parameter that is targeted itself: the stacked weights of experts."""
+    """A parameter that is targeted itself: the stacked weights of experts, or those of what chooses among them."""
     name = f"{found.module}.{layer.parameter_name}"
-    if layer.get_param().dim() == 2 and layer.parameter_name == "weight" and isinstance(base, nn.Linear):
-        return replace(found, a=layer.lora_A[NAME].weight, b=layer.lora_B[NAME].weight)
+    if layer.get_param().dim() == 2 and layer.parameter_name == "weight":
+        kind = "linear" if isinstance(base, nn.Linear) else "router"
+        return replace(found, kind=kind, a=layer.lora_A[NAME].weight, b=layer.lora_B[NAME].weight)
     if layer.get_param().dim() != 3:
         raise NotServed(f"an adapter on the parameter {name} is not served")
     return replace(
