@@ -63,8 +63,8 @@ def read(skeleton: Skeleton, configuration: dict[str, Any], tensors: Tensors) ->
     """
     with skeleton.lent() as network, _quiet():
         names = {id(module): name for name, module in network.named_modules()}
+        _check_rows(network, names, tensors)
         wrapped = _inject(network, configuration)
-        _check_rows(network, tensors)
         _load(wrapped, tensors)
         found = {each.module: each for each in _layers(wrapped, names)}
         for each in _replaced(network, names, skeleton.parameter_ids(), wrapped):
@@ -92,14 +92,10 @@ def _inject(network: Any, configuration: dict[str, Any]) -> PeftModel:
         raise AdapterInvalid(f"adapter_config.json does not fit the base: {first_sentence(error)}") from None
 
 
-def _check_rows(network: Any, tensors: Tensors) -> None:
+def _check_rows(network: Any, names: dict[int, str], tensors: Tensors) -> None:
     """Embeddings with another number of rows come with a tokenizer of their own."""
-    rows = {
-        f"{name}.weight": module.weight.shape[0]
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Embedding | nn.Linear)
-        and module in (network.get_input_embeddings(), network.get_output_embeddings())
-    }
+    ends = (network.get_input_embeddings(), network.get_output_embeddings())
+    rows = {f"{names[id(module)]}.weight": module.weight.shape[0] for module in ends if id(module) in names}
     for key, tensor in tensors.items():
         module = key.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
         expected = rows.get(module)

@@ -20,7 +20,7 @@ import torch
 
 from adapters.errors import AdapterInvalid, AdapterTooLarge
 from adapters.formats import header
-from adapters.sources.base import WEIGHTS
+from adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_INDEX = 8 << 20
@@ -72,6 +72,15 @@ def opened(folder: Path, limit: int) -> Iterator[Weights]:
         weights.tensors.clear()
         for _, descriptor, _ in weights._files:
             os.close(descriptor)
+
+
+def read_small(path: Path) -> bytes:
+    """An adapter's configuration, no more of it than is believed."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise AdapterInvalid(f"{path.name} cannot be read: {error.strerror}") from None
 
 
 def weight_files(folder: Path) -> list[str]:

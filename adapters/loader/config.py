@@ -37,6 +37,8 @@ class LoaderConfig:
     """Adapters that are brought from their sources at once."""
     max_conversions: int = 2
     """Adapters that are read and laid out at once; one that is urgent goes beside them."""
+    reading_cpu_s: float = 20.0
+    """Processor time that understanding one adapter may take, beside its bytes: patterns can take forever."""
     json_output: bool = False
     log_level: str = "info"
     parent_pid: int | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters import digests
-from adapters.errors import AdapterError, AdapterInvalid, LoaderFailed
+from adapters.errors import AdapterError, LoaderFailed
 from adapters.formats import configuration, tokenizer, weights
 from adapters.formats.base_values import BaseValues
 from adapters.formats.layout import Base, Layout, lay_out, write
@@ -24,12 +24,11 @@ from adapters.formats.skeleton import Skeleton, base_hash, choose_dtype, weights
 from adapters.loader.config import LoaderConfig
 from adapters.merging import merge
 from adapters.pin import Pin
-from adapters.sources.base import CONFIG, MAX_CONFIG_BYTES
+from adapters.sources.base import CONFIG
 from adapters.sources.registry import Sources
 from adapters.store import Store
 
-READING_CPU_S = 20.0
-"""Processor time that understanding one adapter may take, beside its bytes: a pattern can be made to take forever."""
+_BYTES_PER_CPU_S = 20 << 20
 
 
 class Work:
@@ -71,11 +70,11 @@ class Jobs:
     def convert(self, job: dict[str, Any]) -> dict[str, Any]:
         """Have the store hold the served layout of the files in a folder."""
         folder, limit = Path(job["folder"]), self._work.config.sources.max_adapter_bytes
-        values = configuration.parse(read_small(folder / CONFIG))
+        values = configuration.parse(weights.read_small(folder / CONFIG))
         with weights.opened(folder, limit) as opened:
             digest = digests.of_adapter(configuration.canonical(values), opened.hash.digest())
             if not self._store.touch(digest):
-                _allow(opened.num_bytes)
+                self._allow(opened.num_bytes)
                 self._work.tokenizers.check(folder)
                 layout = lay_out(self._work.reader.read(values, opened), self._work.base)
                 opened.check_unchanged()
@@ -90,18 +89,24 @@ class Jobs:
         names: list[str] = []
         with ExitStack() as held:
             for folder in map(Path, job["folders"]):
-                values = configuration.parse(read_small(folder / CONFIG))
+                values = configuration.parse(weights.read_small(folder / CONFIG))
                 opened = held.enter_context(weights.opened(folder, limit))
                 names.append(digests.of_adapter(configuration.canonical(values), opened.hash.digest()))
-                _allow(opened.num_bytes)
+                self._allow(opened.num_bytes)
                 self._work.tokenizers.check(folder)
                 parts.append(self._work.reader.read(values, opened))
                 opened.check_unchanged()
             digest = wanted.digest(names)
             if not self._store.touch(digest):
-                _allow(sum(len(part) for part in parts) << 20)
+                self._allow(sum(len(part) for part in parts) << 20)
                 self._put(digest, lay_out(merge(parts, wanted, digest), self._work.base))
         return {"entry": self._store.entry(digest).as_dict()}
+
+    def _allow(self, num_bytes: int) -> None:
+        """Let the next part take so much processor time; then the system ends this process, whatever it is in."""
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, self._work.config.reading_cpu_s + num_bytes / _BYTES_PER_CPU_S)
 
     def _put(self, digest: str, layout: Layout) -> None:
         self._store.add(digest, lambda path: write(layout, path, digest, self._work.base))
@@ -136,19 +141,3 @@ def _done(do: Any, job: dict[str, Any]) -> dict[str, Any]:
         return {"error": LoaderFailed(f"the loader failed on {name}: {type(error).__name__}").as_dict()}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _allow(num_bytes: int) -> None:
-    """Let the next part take so much processor time; then the system ends this process, whatever it is in."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, READING_CPU_S + num_bytes / (20 << 20))
-
-
-def read_small(path: Path) -> bytes:
-    """An adapter's configuration, no more of it than is believed."""
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise AdapterInvalid(f"{path.name} cannot be read: {error.strerror}") from None

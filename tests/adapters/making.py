@@ -93,7 +93,7 @@ def make_reader(base: Path) -> tuple[Reader, layout.Base]:
 
 def lay_out(reader: Reader, facts: layout.Base, folder: Path) -> layout.Layout:
     """The served layout of the adapter in `folder`."""
-    values = configuration.parse((folder / "adapter_config.json").read_bytes())
+    values = configuration.parse(weight_files.read_small(folder / "adapter_config.json"))
     with weight_files.opened(folder, LIMIT) as opened:
         return detached(layout.lay_out(reader.read(values, opened), facts))
 

@@ -1,5 +1,7 @@
 """Adapters that PEFT saved, laid out for serving, give the logits that PEFT gives; for every base and every setting."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +194,6 @@ def test_a_bin_file_is_read_as_safetensors_are(parts: int, bases: Any, tmp_path:
 
 def split(tensors: dict[str, torch.Tensor], parts: int, folder: Path) -> None:
     """Save as parts with an index."""
-    import json
-
     names = [f"adapter_model-{number:05}-of-{parts:05}.safetensors" for number in range(1, parts + 1)]
     places = {key: names[number % parts] for number, key in enumerate(tensors)}
     for name in names:
@@ -225,8 +225,6 @@ def test_a_layout_is_cast_once_to_the_bases_dtype(dtype: torch.dtype, bases: Any
         base.folder, tmp_path / "adapter", LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj"])
     )
     exact = making.lay_out(base.reader, base.facts, adapter)
-    from dataclasses import replace
-
     found = making.lay_out(base.reader, replace(base.facts, dtype=dtype), adapter)
     for name, tensor in exact.tensors.items():
         assert torch.equal(found.tensors[name], tensor.to(dtype))
