@@ -13,6 +13,8 @@ from shard.inbox import Inbox
 from shard.memory import adapter_bytes
 from shard.model import Model
 from shard.model.adapter_file import AdapterContent, read_adapter
+from shard.model.adapter_memory import Arena
+from shard.model.lora import AdapterSite
 from shard.slots import AdapterSlots, Content, SlotLimits
 
 log = structlog.get_logger()
@@ -24,21 +26,20 @@ HOST_SHARE = 4
 class ModelSlots:
     """The slots of a model's sites."""
 
-    def __init__(self, model: Model) -> None:
-        self._sites = model.adapter_sites
-        self._used: dict[int, list[str]] = {}
+    def __init__(self) -> None:
+        self._used: dict[int, list[AdapterSite]] = {}
 
     def put(self, slot: int, content: Content) -> None:
         """Let `slot` mean `content`."""
         assert isinstance(content, AdapterContent)
-        for name, weights in content.weights.items():
-            self._sites[name].put(slot, weights)
-        self._used[slot] = list(content.weights)
+        for site, weights in content.weights:
+            site.put(slot, weights)
+        self._used[slot] = [site for site, _ in content.weights]
 
     def clear(self, slot: int) -> None:
         """Let `slot` mean nothing."""
-        for name in self._used.pop(slot):
-            self._sites[name].put(slot, None)
+        for site in self._used.pop(slot):
+            site.put(slot, None)
 
 
 def build_adapters(config: ShardConfig, model: Model, inbox: Inbox) -> AdapterSlots | None:
@@ -52,6 +53,7 @@ def build_adapters(config: ShardConfig, model: Model, inbox: Inbox) -> AdapterSl
     limits = SlotLimits(config.max_active_adapters, slot_bytes, host_bytes, config.adapter_cycle_time_s)
     model.allocate_adapters(limits.num_slots)
     sites, dtype = model.adapter_sites, model.info.dtype
-    reader = AdapterReader(Path(config.adapter_store), lambda path: read_adapter(path, sites, dtype), inbox)
+    arena = Arena(host_bytes) if model.info.device.type == "cpu" else None
+    reader = AdapterReader(Path(config.adapter_store), lambda path: read_adapter(path, sites, dtype, arena), inbox)
     log.info("adapter memory", slots=limits.num_slots, slot_bytes=slot_bytes, host_bytes=host_bytes)
-    return AdapterSlots(limits, ModelSlots(model), reader.ask)
+    return AdapterSlots(limits, ModelSlots(), reader.ask)

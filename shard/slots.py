@@ -1,7 +1,7 @@
 """Which adapter is where: in a slot of the step, in host memory, on its way there, or refused. Imports no torch.
 
 An adapter is named by its content's digest. It goes ABSENT → LOADING → host memory → a slot, and back out of either
-when room is needed: the least recently used first, none that a running request uses, none that is pinned. What an adapter
+when room is needed: the least recently used first, none that a running request uses, none that is pinned. What it
 holds, and how it gets into a slot, is for `Device` to know.
 """
 
@@ -191,7 +191,7 @@ class AdapterSlots:
                 self._changes.states[held.digest] = (Residency.RESIDENT, "")
 
     def check(self, users: Iterable[str]) -> None:
-        """Prove that slots and users are accounted for. `users`: the digest of each running request. Raises RuntimeError."""
+        """Prove that slots and users add up. `users`: the digest of each running request. Raises RuntimeError."""
         counts = Counter(users)
         for held in self._held.values():
             if held.num_users != counts.pop(held.digest, 0):

@@ -4,7 +4,7 @@ Whoever wrote the file has checked it against the base; here only what would bre
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,24 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from shard.model.adapter_memory import ALIGNMENT, Arena
 from shard.model.adapter_sites import Site
 from shard.model.lora import MOST_RANK, AdapterSite, ExpertSites, SlotWeights
 
 FORMAT = "lorikeet-adapter-1"
+KEYS = ("A", "B", "magnitude", "bias")
 
 
 @dataclass(frozen=True)
 class AdapterContent:
     """One adapter in host memory."""
 
-    weights: Mapping[str, SlotWeights]
-    """By module name."""
+    weights: Sequence[tuple[AdapterSite, SlotWeights]]
     num_bytes: int
 
 
-def read_adapter(path: Path, sites: Mapping[str, Site], dtype: torch.dtype) -> AdapterContent:
-    """Read a file of the served layout. Raises ValueError with a reason."""
+def read_adapter(path: Path, sites: Mapping[str, Site], dtype: torch.dtype, arena: Arena | None) -> AdapterContent:
+    """Read a file of the served layout into the arena, if there is one. Raises ValueError with a reason."""
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -38,37 +39,74 @@ def read_adapter(path: Path, sites: Mapping[str, Site], dtype: torch.dtype) -> A
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as failure:
         raise ValueError(f"the adapter's file cannot be read: {type(failure).__name__}: {failure}") from failure
-    weights = {}
+    weights: list[tuple[AdapterSite, SlotWeights]] = []
     for name in modules:
         site = sites.get(name)
         if site is None:
             raise ValueError(f"the base has no module {name} that an adapter could change")
-        weights[name] = _slot_weights(site, tensors, dtype)
-    held = [part for each in weights.values() for part in (each.a, each.b, each.scale, each.bias) if part is not None]
-    return AdapterContent(weights, sum(part.numel() * part.element_size() for part in held))
-
-
-def _slot_weights(site: Site, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> SlotWeights:
-    """The weights of one module, in the layout of the kernels."""
-    a, b = tensors.get(f"{site.name}.A"), tensors.get(f"{site.name}.B")
-    magnitude, bias = tensors.get(f"{site.name}.magnitude"), tensors.get(f"{site.name}.bias")
-    if a is not None and b is not None:
-        # [rank, in], [rank, out]; with experts before them where the site has experts
-        a, b = a.to(dtype).contiguous().clone(), b.to(dtype).transpose(-2, -1).contiguous()
-        leading = (len(site.experts),) if isinstance(site, ExpertSites) else ()
-        rank = a.shape[-2] if a.dim() > 1 else 0
-        fits = a.shape == (*leading, rank, site.num_in) and b.shape == (*leading, rank, site.num_out)
-        if not fits or not 0 < rank <= MOST_RANK:
-            raise ValueError(f"{site.name}: factors of shapes {list(a.shape)} and {list(b.shape)} do not fit")
-    scale = None
-    if magnitude is not None and a is not None and b is not None:
+        found = {key: tensors[f"{name}.{key}"] for key in KEYS if f"{name}.{key}" in tensors}
         if isinstance(site, ExpertSites):
-            raise ValueError(f"{site.name}: DoRA on experts is not served")
-        scale = magnitude.float() / row_norms(site, a, b)
-    for part in (scale, bias):
-        if part is not None and part.shape != (site.num_out,):
-            raise ValueError(f"{site.name}: a vector of shape {list(part.shape)} does not fit {site.num_out} outputs")
-    return SlotWeights(a, b, scale, None if bias is None else bias.float().clone())
+            weights += _expert_weights(site, found, dtype)
+        else:
+            weights.append((site, _slot_weights(site, found, dtype)))
+    num_bytes = sum(_up(part.numel() * part.element_size()) for _, each in weights for part in each.tensors.values())
+    if arena is not None:
+        weights = _moved(weights, arena.take(num_bytes))
+    return AdapterContent(weights, num_bytes)
+
+
+def _moved(
+    weights: Sequence[tuple[AdapterSite, SlotWeights]], memory: torch.Tensor
+) -> list[tuple[AdapterSite, SlotWeights]]:
+    """Copies that lie one after the other in `memory`, [bytes] uint8."""
+    moved = []
+    offset = 0
+    for site, each in weights:
+        parts: dict[str, torch.Tensor] = {}
+        for name, tensor in each.tensors.items():
+            num_bytes = tensor.numel() * tensor.element_size()
+            parts[name] = memory[offset : offset + num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            offset += _up(num_bytes)
+        moved.append((site, SlotWeights(**parts, is_packed=each.is_packed)))
+    return moved
+
+
+def _up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _expert_weights(
+    sites: ExpertSites, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> list[tuple[AdapterSite, SlotWeights]]:
+    """Those of a block's experts: the factors lie one expert after the other."""
+    if set(tensors) != {"A", "B"} or any(tensor.shape[0] != len(sites.experts) for tensor in tensors.values()):
+        raise ValueError(f"{sites.name}: experts take two factors for each of {len(sites.experts)}, and nothing else")
+    return [
+        (site, _slot_weights(site, {key: tensor[index] for key, tensor in tensors.items()}, dtype))
+        for index, site in enumerate(sites.experts)
+    ]
+
+
+def _slot_weights(site: AdapterSite, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> SlotWeights:
+    """The weights of one module, in the layout of the kernels. `tensors`: by key of the served layout."""
+    a, b = tensors.get("A"), tensors.get("B")
+    if a is not None and b is not None:
+        # [rank, in], [rank, out]
+        a, b = a.to(dtype).contiguous(), b.to(dtype).t()
+        rank = a.shape[0]
+        if a.shape != (rank, site.num_in) or b.shape != (rank, site.num_out) or not 0 < rank <= MOST_RANK:
+            raise ValueError(f"{site.name}: factors of shapes {list(a.shape)} and {list(b.t().shape)} do not fit")
+    magnitude, bias = (_vector(site, tensors.get(key)) for key in ("magnitude", "bias"))
+    if magnitude is not None and a is not None and b is not None:
+        magnitude /= row_norms(site, a, b)
+    return SlotWeights(a, b, magnitude, bias).packed(site.is_embedding)
+
+
+def _vector(site: AdapterSite, vector: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy in float32."""
+    if vector is not None and vector.shape != (site.num_out,):
+        raise ValueError(f"{site.name}: a vector of shape {list(vector.shape)} does not fit {site.num_out} outputs")
+    return None if vector is None else vector.float().clone()
 
 
 def row_norms(site: AdapterSite, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -6,18 +6,22 @@ not depend on its neighbours. Knows tensors and slots; which adapter has which s
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from shard.batch import AdapterRows, StepInputs
 from shard.native import CompilerMissing, library
 
 MOST_RANK = 512
+RANK_BLOCK = 8
+OUT_BLOCK = 64
+"""In the layout of lora.c."""
 
 _SOURCE = Path(__file__).with_name("lora.c")
 
@@ -54,10 +58,45 @@ class SlotWeights:
     scale: torch.Tensor | None = None
     # [out] float32, added to the base's bias
     bias: torch.Tensor | None = None
+    is_packed: bool = False
+    """Whether a and b are laid out for lora.c."""
+
+    def packed(self, is_embedding: bool) -> "SlotWeights":
+        """The same for the kernels of this machine; itself where it has none."""
+        if self.a is None or self.b is None or self.a.device.type != "cpu" or compiled(self.a.dtype) is None:
+            return self
+        rank = _up(self.a.shape[0], RANK_BLOCK)
+        a = _padded(self.a, rank, self.a.shape[1])
+        if is_embedding:
+            a = a.t().contiguous()
+        else:
+            step = 64 // self.a.element_size()
+            a = _padded(a, rank, _up(a.shape[1], step)).view(rank // RANK_BLOCK, RANK_BLOCK, -1, step)
+            a = a.transpose(1, 2).contiguous()
+        b = _padded(self.b, rank, _up(self.b.shape[1], OUT_BLOCK)).view(rank, -1, OUT_BLOCK)
+        return replace(self, a=a, b=b.transpose(0, 1).contiguous(), is_packed=True)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by name."""
+        named = {"a": self.a, "b": self.b, "scale": self.scale, "bias": self.bias}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
     def rank(self) -> int:
-        return 0 if self.a is None else self.a.shape[0]
+        """Padded where packed."""
+        if self.b is None:
+            return 0
+        return self.b.shape[1] if self.is_packed else self.b.shape[0]
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _padded(matrix: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
+    """matrix: [rows, columns]. Returns [num_rows, num_columns], zeros beyond."""
+    return functional.pad(matrix, (0, num_columns - matrix.shape[1], 0, num_rows - matrix.shape[0]))
 
 
 class AdapterSite:
@@ -88,7 +127,7 @@ class AdapterSite:
         self.table = (_Weights * num_slots)()
 
     def put(self, slot: int, weights: SlotWeights | None) -> None:
-        """Let `slot` mean these weights, or nothing. They must be contiguous and of the base's dtype."""
+        """Let `slot` mean these weights, or nothing. They must be of the base's dtype, and packed where they can be."""
         self.slots[slot] = weights
         entry = self.table[slot]
         entry.rank = 0 if weights is None else weights.rank
@@ -104,7 +143,7 @@ def adapt_output(site: AdapterSite, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 class ExpertSites:
-    """One parameter of a block of experts: a site per expert, filled together."""
+    """One parameter of a block of experts: a site per expert."""
 
     def __init__(self, name: str, num_experts: int, num_in: int, num_out: int, inputs: StepInputs) -> None:
         self.name = name
@@ -115,14 +154,6 @@ class ExpertSites:
         """Room for so many adapters."""
         for site in self.experts:
             site.allocate(num_slots)
-
-    def put(self, slot: int, weights: SlotWeights | None) -> None:
-        """Let `slot` mean these weights, a: [experts, rank, in], b: [experts, rank, out], or nothing."""
-        for index, site in enumerate(self.experts):
-            if weights is None or weights.a is None or weights.b is None:
-                site.put(slot, None)
-            else:
-                site.put(slot, SlotWeights(weights.a[index], weights.b[index]))
 
     def slots_of(self, num_rows: int) -> npt.NDArray[np.int32] | None:
         """[rows] the slot of each row of the step, -1 for none; None when no adapter of it changes this parameter."""

@@ -21,24 +21,30 @@ MIXES = {
     "some": [-1, 4, -1, -1, 4, 9, -1, 11],
 }
 COUNTS = [1, 1, 40, 3, 1, 17, 16, 2]
+Plain = dict[int, SlotWeights | None]
 
 
-def make_site(num_in: int, num_out: int, dtype: torch.dtype, inputs: StepInputs, seed: int = 0) -> AdapterSite:
-    """A site whose slots hold adapters of every rank, some with DoRA's scale, some with a bias, one with that alone."""
+def make_site(
+    num_in: int, num_out: int, dtype: torch.dtype, inputs: StepInputs, seed: int = 0
+) -> tuple[AdapterSite, Plain]:
+    """A site, and what its slots held before it was packed: every rank, DoRA's scale, a bias, a bias alone, nothing."""
     generator = torch.Generator().manual_seed(seed)
     site = AdapterSite("module", num_in, num_out, inputs)
     site.base_bias = torch.randn(num_out, generator=generator)
     site.allocate(NUM_SLOTS)
+    plain: Plain = {}
     for slot in range(NUM_SLOTS):
         rank = RANKS[slot % len(RANKS)]
         a = (torch.randn(rank, num_in, generator=generator) / num_in**0.5).to(dtype)
         b = (torch.randn(rank, num_out, generator=generator) / rank**0.5).to(dtype)
         scale = 1 + 0.1 * torch.randn(num_out, generator=generator) if slot % 3 == 1 else None
         bias = torch.randn(num_out, generator=generator) if slot % 4 == 2 else None
-        site.put(slot, SlotWeights(a, b, scale, bias))
-    site.put(9, SlotWeights(bias=torch.randn(num_out, generator=generator)))
-    site.put(11, None)
-    return site
+        plain[slot] = SlotWeights(a, b, scale, bias)
+    plain[9] = SlotWeights(bias=torch.randn(num_out, generator=generator))
+    plain[11] = None
+    for slot, weights in plain.items():
+        site.put(slot, None if weights is None else weights.packed(is_embedding=False))
+    return site, plain
 
 
 def fill(inputs: StepInputs, slots: list[int], counts: list[int]) -> int:
@@ -54,7 +60,7 @@ def fill(inputs: StepInputs, slots: list[int], counts: list[int]) -> int:
 @pytest.mark.parametrize("mix", MIXES)
 def test_equals_the_specification(mix: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    site = make_site(*shape, dtype, inputs)
+    site, plain = make_site(*shape, dtype, inputs)
     num_rows = fill(inputs, MIXES[mix], COUNTS)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_rows, shape[0], generator=generator).to(dtype)
@@ -63,7 +69,7 @@ def test_equals_the_specification(mix: str, shape: tuple[int, int], dtype: torch
     row = 0
     for slot, count in zip(MIXES[mix], COUNTS, strict=True):
         for index in range(row, row + count):
-            weights = site.slots[slot] if slot >= 0 else None
+            weights = plain[slot] if slot >= 0 else None
             if weights is not None:
                 adapt_row(weights, site.base_bias, x[index], wanted[index])
         row += count
@@ -79,7 +85,7 @@ def test_equals_the_specification(mix: str, shape: tuple[int, int], dtype: torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_row_has_equal_bits_in_any_company(dtype: torch.dtype) -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    site = make_site(130, 200, dtype, inputs)
+    site, _ = make_site(130, 200, dtype, inputs)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(40, 130, generator=generator).to(dtype)
     base = torch.randn(40, 200, generator=generator).to(dtype)
@@ -96,7 +102,7 @@ def test_a_row_has_equal_bits_in_any_company(dtype: torch.dtype) -> None:
 
 def test_several_products_of_one_step_and_strided_outputs() -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    sites = [make_site(64, width, torch.bfloat16, inputs, seed=width) for width in (48, 32, 16)]
+    sites = [make_site(64, width, torch.bfloat16, inputs, seed=width)[0] for width in (48, 32, 16)]
     num_rows = fill(inputs, [0, -1, 3], [3, 2, 18])
     x = torch.randn(num_rows, 64).bfloat16()
     joined = torch.randn(num_rows, 96).bfloat16()
@@ -116,7 +122,7 @@ def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
     site = AdapterSite("embedding", 50, 24, inputs)
     site.allocate(2)
     a, b = torch.randn(4, 50).to(dtype), torch.randn(4, 24).to(dtype)
-    site.put(1, SlotWeights(a, b))
+    site.put(1, SlotWeights(a, b).packed(is_embedding=True))
     fill(inputs, [-1, 1], [3, 20])
     ids = torch.randint(0, 50, (23,))
     base = torch.randn(23, 24).to(dtype)
@@ -130,12 +136,14 @@ def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_without_a_compiler_the_specification_itself_runs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    site = make_site(64, 64, dtype, inputs)
+    site, unpacked = make_site(64, 64, dtype, inputs)
     num_rows = fill(inputs, MIXES["some"], COUNTS)
     x, base = torch.randn(num_rows, 64).to(dtype), torch.randn(num_rows, 64).to(dtype)
     fast, plain = base.clone(), base.clone()
     adapt(site.rows, Product(site, x, fast))
     monkeypatch.setattr(lora, "compiled", lambda dtype: None)
+    for slot, weights in unpacked.items():
+        site.put(slot, weights)
     adapt(site.rows, Product(site, x, plain))
     torch.testing.assert_close(fast, plain, rtol=2**-7, atol=2**-7)
 
