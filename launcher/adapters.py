@@ -28,7 +28,12 @@ class AdapterPlan:
     @property
     def sources(self) -> dict[str, object]:
         """The part of a configuration that says where sources look, without sizes."""
-        return {"local_roots": list(self.roots), "hidden": [str(self.store.parent)], "hub_cache": str(self.hub_cache)}
+        return {
+            "local_roots": list(self.roots),
+            "hidden": [str(self.store.parent)],
+            "hub_cache": str(self.hub_cache),
+            "notes": str(self.store.parent / "public"),
+        }
 
 
 def plan(settings: Settings, environment: Mapping[str, str], model: Path, folder: Path) -> AdapterPlan:

@@ -91,7 +91,7 @@ class LocalSource:
 
     def _folder(self, id: str) -> Path:
         """Raises AdapterNotFound in one wording whatever the reason: what lies outside of the roots is not told."""
-        if id and "\0" not in id:
+        if id and "\0" not in id and ".." not in Path(id).parts:
             for root in self._roots:
                 # An absolute id replaces the root here, and is judged like any other below.
                 path = Path(os.path.realpath(root / id))

@@ -15,6 +15,8 @@ class SourceSettings:
     """Folders that are never a local adapter: where served adapters are kept."""
     hub_cache: str | None = None
     """None is the hub library's own."""
+    notes: str | None = None
+    """Folder where names that were public at the hub are remembered; None forgets them with the process."""
     max_adapter_bytes: int = DEFAULT_MAX_ADAPTER_BYTES
     """Weights of one adapter at its source."""
 
