@@ -135,8 +135,10 @@ class Connection:
 async def run(config: LoaderConfig, config_path: Path) -> None:
     """Serve until SIGTERM. Raises ValueError or OSError where that cannot begin."""
     ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    # a parent decides when its processes end: an interrupt at the terminal reaches all of them
+    loop.add_signal_handler(signal.SIGINT, ended.set if config.parent_pid is None else lambda: None)
     nursery = Nursery(config_path)
     try:
         store = Store(config.adapter_store, config.store_bytes, await nursery.start())
