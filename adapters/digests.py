@@ -33,13 +33,14 @@ class Merge:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Raises AdapterInvalid with a sentence for the user, or ValueError where a pin is none."""
         pins = tuple(Pin.from_dict(pin) for pin in values.get("pins", ()))
-        weights = values.get("weights") or [1.0] * len(pins)
+        weights = values.get("weights")
+        weights = [1.0] * len(pins) if weights is None else weights
         strategy = values.get("strategy", "linear")
         density: Any = values.get("density")
         method = values.get("majority_sign_method") or "total"
         if not 1 <= len(pins) <= MOST_MERGED:
             raise AdapterInvalid(f"{len(pins)} adapters cannot be merged, only 1 to {MOST_MERGED}")
-        if len(weights) != len(pins) or not all(_is_number(weight) and abs(weight) < 1e6 for weight in weights):
+        if not isinstance(weights, list) or len(weights) != len(pins) or not all(map(_is_weight, weights)):
             raise AdapterInvalid(f"merging {len(pins)} adapters takes as many weights, each a number")
         if strategy not in STRATEGIES:
             raise AdapterInvalid(f"the strategy {str(strategy)[:40]!r} is none of {', '.join(STRATEGIES)}")
@@ -66,6 +67,10 @@ class Merge:
         method = self.majority_sign_method if self.strategy.endswith("ties") else None
         words = ["merge", parts, self.weights, self.strategy, self.density, method]
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+
+def _is_weight(value: Any) -> bool:
+    return _is_number(value) and abs(value) < 1e6
 
 
 def _is_number(value: Any) -> bool:

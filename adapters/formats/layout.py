@@ -6,8 +6,8 @@ named by their parameter. `m.weight` stands in place of the base's. The file's m
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,7 @@ class Layout:
 def lay_out(found: Iterable[Found], base: Base) -> Layout:
     """Raises AdapterInvalid for numbers that are not finite, and NotServed for what no shard computes."""
     layout = Layout({}, {})
-    for each in found:
-        _check_finite(each)
+    for each in settled(found, base):
         added = _module(each, base)
         if not added:
             continue
@@ -59,10 +58,29 @@ def lay_out(found: Iterable[Found], base: Base) -> Layout:
             raise NotServed(f"{_MEANING[kind]} ({each.module}) is not served")
         layout.modules[each.module] = {"kind": kind, "rank": each.rank}
         for part, tensor in added.items():
-            layout.tensors[f"{each.module}.{part}"] = tensor.contiguous()
+            layout.tensors[f"{each.module}.{part}"] = tensor
     if not layout.modules:
         raise AdapterInvalid("it changes nothing of the base")
     return layout
+
+
+def settled(found: Iterable[Found], base: Base) -> Iterator[Found]:
+    """Without what the base has anyway: PEFT saves embeddings beside adapters on them, and unchanged biases."""
+    for each in found:
+        if each.weight is not None and _is_own(each.weight, f"{each.module}.weight", base):
+            each = replace(each, weight=None)
+        if each.new_bias is not None and _is_own(each.new_bias, f"{each.module}.bias", base):
+            each = replace(each, new_bias=None)
+        if any(getattr(each, field) is not None for field in TENSORS):
+            yield each
+
+
+def _is_own(tensor: torch.Tensor, name: str, base: Base) -> bool:
+    try:
+        own = base.values[name]
+    except NotServed:
+        return False
+    return torch.equal(own.to(base.dtype), tensor.to(base.dtype))
 
 
 _MEANING = {
@@ -90,35 +108,32 @@ def write(layout: Layout, path: Path, digest: str, base: Base) -> None:
 
 
 def _module(found: Found, base: Base) -> dict[str, torch.Tensor]:
+    """The module's parts, contiguous."""
     parts: dict[str, torch.Tensor] = {}
     if found.a is not None and found.b is not None:
-        parts["A"], parts["B"] = _factors(found, base.dtype)
+        a, b = _factors(found)
+        parts["A"], parts["B"] = a.to(base.dtype), b.to(base.dtype)
     if found.magnitude is not None:
         parts["magnitude"] = found.magnitude.float().reshape(-1)
     bias = _added_bias(found, base.values)
     if bias is not None:
         parts["bias"] = bias
     if found.weight is not None:
-        weight = _weight(found, base)
-        if weight is not None:
-            parts["weight"] = weight
-    return parts
+        parts["weight"] = found.weight.to(base.dtype)
+    for tensor in parts.values():
+        if not _is_finite(tensor):
+            raise AdapterInvalid(_fault(found, base.dtype))
+    return {part: tensor.contiguous() for part, tensor in parts.items()}
 
 
-def _factors(found: Found, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(found: Found) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scaling inside B, in float32."""
     assert found.a is not None and found.b is not None
     a, b = found.a, found.b.float() * found.scaling
     if found.kind == "experts":
         a = a.reshape(found.num_experts, -1, a.shape[-1])
         b = b.reshape(b.shape[0], -1, found.num_experts).permute(2, 0, 1)
-    return _cast(a, dtype, found.module), _cast(b, dtype, found.module)
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype, module: str) -> torch.Tensor:
-    cast = tensor.to(dtype).contiguous()
-    if dtype == torch.float16 and not _is_finite(cast):
-        raise AdapterInvalid(f"a value of {module} is too large for the base's float16")
-    return cast
+    return a, b
 
 
 def _added_bias(found: Found, values: BaseValues) -> torch.Tensor | None:
@@ -127,28 +142,16 @@ def _added_bias(found: Found, values: BaseValues) -> torch.Tensor | None:
     if found.b_bias is not None:
         added = found.b_bias.float() * found.scaling
     if found.new_bias is not None:
-        own = values[f"{found.module}.bias"].float()
-        difference = found.new_bias.float() - own
+        difference = found.new_bias.float() - values[f"{found.module}.bias"].float()
         added = difference if added is None else added + difference
-    return added if added is not None and bool(added.any()) else None
+    return added
 
 
-def _weight(found: Found, base: Base) -> torch.Tensor | None:
-    """In the base's dtype, or None where it is the base's own: PEFT saves embeddings beside adapters on them."""
-    assert found.weight is not None
-    weight = found.weight.to(base.dtype)
-    try:
-        own = base.values[f"{found.module}.weight"]
-    except NotServed:
-        return weight
-    return None if torch.equal(own.to(base.dtype), weight) else weight
-
-
-def _check_finite(found: Found) -> None:
-    for field in TENSORS:
-        tensor = getattr(found, field)
-        if tensor is not None and not _is_finite(tensor):
-            raise AdapterInvalid(f"it holds numbers that are not finite (NaN or infinite), in {found.module}")
+def _fault(found: Found, dtype: torch.dtype) -> str:
+    tensors = (getattr(found, field) for field in TENSORS)
+    if all(tensor is None or _is_finite(tensor) for tensor in tensors):
+        return f"a number of {found.module} is too large for {str(dtype).removeprefix('torch.')}"
+    return f"it holds numbers that are not finite (NaN or infinite), in {found.module}"
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -156,9 +159,3 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         return True
     least, most = tensor.aminmax()
     return bool(least.isfinite() and most.isfinite())
-
-
-def modules_of(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Module → kind and rank, as a served file's metadata say."""
-    modules: dict[str, dict[str, Any]] = json.loads(metadata["modules"])
-    return modules

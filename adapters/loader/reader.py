@@ -17,7 +17,7 @@ from adapters import digests
 from adapters.errors import AdapterError, LoaderFailed
 from adapters.formats import configuration, tokenizer, weights
 from adapters.formats.base_values import BaseValues
-from adapters.formats.layout import Base, Layout, lay_out, write
+from adapters.formats.layout import Base, Layout, lay_out, settled, write
 from adapters.formats.reader import Reader
 from adapters.formats.reading import Found
 from adapters.formats.skeleton import Skeleton, base_hash, choose_dtype, weights_hash
@@ -94,7 +94,7 @@ class Jobs:
                 names.append(digests.of_adapter(configuration.canonical(values), opened.hash.digest()))
                 self._allow(opened.num_bytes)
                 self._work.tokenizers.check(folder)
-                parts.append(self._work.reader.read(values, opened))
+                parts.append(list(settled(self._work.reader.read(values, opened), self._work.base)))
                 opened.check_unchanged()
             digest = wanted.digest(names)
             if not self._store.touch(digest):
