@@ -44,11 +44,13 @@ def read_adapter(path: Path, sites: Mapping[str, Site], dtype: torch.dtype, aren
         site = sites.get(name)
         if site is None:
             raise ValueError(f"the base has no module {name} that an adapter could change")
-        found = {key: tensors[f"{name}.{key}"] for key in KEYS if f"{name}.{key}" in tensors}
+        found = {key: tensors.pop(f"{name}.{key}") for key in KEYS if f"{name}.{key}" in tensors}
         if isinstance(site, ExpertSites):
             weights += _expert_weights(site, found, dtype)
         else:
             weights.append((site, _slot_weights(site, found, dtype)))
+    if tensors:
+        raise ValueError(f"this shard does not compute what {min(tensors)} of the adapter changes")
     num_bytes = sum(_up(part.numel() * part.element_size()) for _, each in weights for part in each.tensors.values())
     if arena is not None:
         weights = _moved(weights, arena.take(num_bytes))
