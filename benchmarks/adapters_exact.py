@@ -213,7 +213,7 @@ def check(name: str, folder: Path, num_slots: Sequence[int] = (16, FEW_SLOTS)) -
     chosen = [*configs, "", "dora", "attention", ""][: max(12, len(configs) + 3)]
     prompts = prompts_of(name, (*LENGTHS, 19)[: len(chosen)])
     for seed in range(MOST_SEEDS):
-        base = tiny.make(name, folder / f"base-{seed}", seed=tiny.SEEDS.get(name, 0) + seed)
+        base = tiny.make(name, folder / "base", seed=tiny.SEEDS.get(name, 0) + seed)
         adapters = make_adapters(base, folder / f"adapters-{seed}", configs, seed)
         wanted = oracle(base, adapters, chosen, prompts)
         num_distinct = min(len(set(text.token_ids)) for text in wanted)
