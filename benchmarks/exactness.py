@@ -3,6 +3,7 @@ run on samples; nothing is compared here.
 """
 
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ NUM_LAWS = 12
 TIES_PER_TOKEN = 1 / 10_000
 LAW_SEEDS, LAW_PLACES = 40_000, 6
 EXACT_SETTINGS: dict[str, Any] = {"architectures": NUM_ARCHITECTURES, "dtype": "float32"}
+NUM_ADAPTED = 11
+ADAPTER_SETTINGS: dict[str, Any] = {"architectures": NUM_ADAPTED, "dtype": "float32", "slots": [16, 3]}
 LAW_SETTINGS: dict[str, Any] = {"laws": NUM_LAWS, "seeds": LAW_SEEDS, "places": LAW_PLACES}
 
 
@@ -29,6 +32,24 @@ def architectures(finished: frozenset[str] = frozenset()) -> Cases:
                 yield Case(name, {"runs": run(name, Path(folder))})
             except Exception as failure:  # a failed architecture is a failed case of the run, not its end
                 yield Case(name, {"runs": []}, f"{type(failure).__name__}: {failure}"[:500])
+
+
+def adapters(finished: frozenset[str] = frozenset()) -> Cases:
+    """One case per architecture: greedy tokens of a batch of many adapters against PEFT, also with few slots."""
+    from benchmarks.adapters_exact import ARCHITECTURES, check
+
+    for name in ARCHITECTURES:
+        if name in finished:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                yield Case(name, {"runs": [asdict(tried) for tried in check(name, Path(folder))]})
+            except Exception as failure:  # a failed architecture is a failed case of the run, not its end
+                yield Case(name, {"runs": []}, f"{type(failure).__name__}: {failure}"[:500])
+
+
+def share_changed(raw: Raw) -> float:
+    return float(min(run["share_changed"] for run in raw["runs"]))
 
 
 def differences(raw: Raw) -> float:

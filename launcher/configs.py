@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.adapters import AdapterPlan
 from launcher.model import ModelFolder
 from launcher.settings import Settings
 
@@ -23,6 +24,17 @@ class Plan:
     folder: Path
     """The private folder of this run."""
     version: str
+    adapters: AdapterPlan
+
+    @property
+    def loader_address(self) -> str:
+        """The Unix socket of the adapters' loader."""
+        return str(self.folder / "loader.sock")
+
+    @property
+    def sources(self) -> dict[str, Any]:
+        """Where the router and the loader look for adapters."""
+        return {**self.adapters.sources, "max_adapter_bytes": self.settings["max-adapter-size"]}
 
     @property
     def shard_address(self) -> str:
@@ -61,8 +73,31 @@ def shard_fields(plan: Plan) -> dict[str, Any]:
         "cuda_memory_fraction": settings["cuda-memory-fraction"],
         "memory_wiggle_room": settings["memory-wiggle-room"],
         "threads": settings["threads"],
+        "adapter_store": str(plan.adapters.store),
+        "max_active_adapters": settings["max-active-adapters"],
+        "adapter_memory_fraction": settings["adapter-memory-fraction"],
+        "adapter_host_memory": settings["adapter-host-memory"],
+        "adapter_cycle_time_s": settings["adapter-cycle-time-s"],
         "watermark_gamma": settings["watermark-gamma"],
         "watermark_delta": settings["watermark-delta"],
+        "json_output": settings["json-output"],
+        "log_level": settings["log-level"],
+        "parent_pid": os.getpid(),
+    }
+
+
+def loader_fields(plan: Plan) -> dict[str, Any]:
+    """The fields of the configuration of the adapters' loader."""
+    settings = plan.settings
+    return {
+        "socket": plan.loader_address,
+        "model_path": str(plan.model.path),
+        "adapter_store": str(plan.adapters.store),
+        "store_bytes": settings["adapter-disk-cache"],
+        "sources": plan.sources,
+        "device": plan.device,
+        "dtype": settings["dtype"],
+        "trust_remote_code": settings["trust-remote-code"],
         "json_output": settings["json-output"],
         "log_level": settings["log-level"],
         "parent_pid": os.getpid(),
@@ -77,6 +112,18 @@ def router_fields(plan: Plan) -> dict[str, Any]:
         "model_path": str(plan.model.path),
         "model_sha": plan.model.sha,
         "shard_addresses": [plan.shard_address],
+        "loader_address": plan.loader_address,
+        "sources": plan.sources,
+        "adapter_id": settings["adapter-id"],
+        "adapter_source": settings["adapter-source"],
+        "default_adapter_source": settings["default-adapter-source"],
+        "preloaded_adapter_ids": settings["preloaded-adapter-ids"],
+        "preloaded_adapter_source": settings["preloaded-adapter-source"],
+        "max_queued_per_adapter": settings["max-queued-per-adapter"],
+        "auth_cache_ttl_s": settings["auth-cache-ttl-s"],
+        "auth_stale_s": settings["auth-stale-s"],
+        "hub_token": plan.adapters.hub_token,
+        "use_hub_token_for_all": settings["lorax-use-global-hf-token"],
         "tokenizer_config_path": settings["tokenizer-config-path"],
         "trust_remote_code": settings["trust-remote-code"],
         "hostname": settings["hostname"],

@@ -15,6 +15,7 @@ class Exit(IntEnum):
     WEBSERVER_CANNOT_START = 7
     WEBSERVER_FAILED = 8
     FORCED = 9
+    LOADER_FAILED = 10
 
 
 MEANINGS: dict[Exit, str] = {
@@ -27,6 +28,7 @@ MEANINGS: dict[Exit, str] = {
     Exit.WEBSERVER_CANNOT_START: "The address is taken, or the router ended before it was ready.",
     Exit.WEBSERVER_FAILED: "The router ended while it was serving, or could not drain in time.",
     Exit.FORCED: "A second signal ended it at once; running requests were cut.",
+    Exit.LOADER_FAILED: "The loader of adapters could not start, or ended again and again while serving.",
 }
 
 

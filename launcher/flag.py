@@ -35,6 +35,8 @@ class Flag:
     least: float | None = None
     most: float | None = None
     repeated: bool = False
+    separator: str = ","
+    """Between the values of a repeated flag in its variable."""
     short: str = ""
     variable: bool = True
     """False for the one flag that no environment variable sets."""

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from launcher import configs, devices, fetch, logs, model, rules, runtime, settings
+from launcher import adapters, configs, devices, fetch, logs, model, rules, runtime, settings
 from launcher.exits import Exit, LauncherError
 from launcher.process import Child
 from launcher.settings import Settings
-from launcher.supervisor import Address, Signals, Supervisor
+from launcher.supervisor import Address, Processes, Signals, Supervisor
 from proto.version import version
 
 _LONGEST_SOCKET_PATH = 103
@@ -80,7 +80,8 @@ def _plan(read: Settings, device: str, folder: Path, signals: Signals) -> config
         found = model.ModelFolder(found.id, path, found.sha)
     complete = model.with_lengths(read, model.configuration(found.path))
     rules.check_lengths(complete)
-    return configs.Plan(complete, found, device, folder, version())
+    kept = adapters.plan(complete, os.environ, found.path, folder)
+    return configs.Plan(complete, found, device, folder, version(), kept)
 
 
 def _fetched(read: Settings, id: str, revision: str | None, folder: Path, signals: Signals) -> model.ModelFolder | None:
@@ -119,6 +120,9 @@ def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
         environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars are for people, not for log files
     shard = configs.write(plan.folder / "shard-0.json", configs.shard_fields(plan))
     router = configs.write(plan.folder / "router.json", configs.router_fields(plan))
+    loader = configs.write(plan.folder / "loader.json", configs.loader_fields(plan))
+    if plan.adapters.warning:
+        log.warning("%s", plan.adapters.warning)
     log.info("loading %s on %s from %s", plan.model.id, plan.device, plan.model.path)
 
     def when_ready() -> None:
@@ -126,9 +130,13 @@ def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
         if not plan.settings["json-output"]:
             print(_try_it(address), flush=True)
 
+    processes = Processes(
+        shards=[lambda: Child("shard 0", "shard", shard, environment)],
+        router=lambda: Child("the router", "router", router, environment),
+        loader=lambda: Child("the adapter loader", "adapters", loader, environment),
+    )
     supervisor = Supervisor(
-        [lambda: Child("shard 0", "shard", shard, environment)],
-        lambda: Child("the router", "router", router, environment),
+        processes,
         address,
         plan.settings["drain-timeout-s"],
         log,

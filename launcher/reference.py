@@ -11,7 +11,8 @@ where they are not. Flags marked *new* are not in LoRAX.
 
 - A flag goes before its variable. A variable without text counts as not set. `--switch` takes no value; flags of kind
   *true or false* take one, as in LoRAX. Variables of either kind understand `true`, `false`, `1`, `0`, `yes`, `no`,
-  `on` and `off`. Flags that may be repeated read several values from their variable, with commas between them.
+  `on` and `off`. Flags that may be repeated read several values from their variable, with commas between them
+  (`LOCAL_ADAPTER_ROOT`: colons).
 - Bytes are written as `1073741824`, `512MiB` or `4GiB`.
 - An unknown flag, a wrong value or an impossible combination ends the launcher with one sentence, before anything is
   downloaded or started.
@@ -28,6 +29,8 @@ _TAIL = """
 | `HF_HUB_OFFLINE` | `1` takes models from the cache alone |
 | `HF_ENDPOINT` | another hub |
 | `HF_HOME` | where the cache is without `--huggingface-hub-cache` |
+| `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION` | credentials of the source `s3` |
+| `S3_ENDPOINT_URL`, `R2_ACCOUNT_ID` | another store than Amazon's, or Cloudflare's |
 
 ## Models
 

@@ -140,7 +140,7 @@ def _from_environment(flag: Flag, environment: Mapping[str, str], hostname: str)
     text = environment.get(flag.environment, "") if flag.variable else ""
     if not text or (flag.name == "hostname" and text.partition(".")[0] == hostname.partition(".")[0]):
         return None
-    return [part.strip() for part in text.split(",") if part.strip()] if flag.repeated else text
+    return [part.strip() for part in text.split(flag.separator) if part.strip()] if flag.repeated else text
 
 
 def _value(flag: Flag, texts: str | list[str], origin: str) -> Any:

@@ -9,6 +9,7 @@ import math
 import queue
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _POLL_S = 0.05
 _SHARD_END_S = 10.0
 _ROUTER_GRACE_S = 10.0
 _LAST_WORDS_S = 2.0
+_MOST_LOADER_ENDS = 5
+_LOADER_WINDOW_S = 60.0
 
 
 class Stop(Exception):
@@ -79,24 +82,28 @@ class Signals:
             self._arrived.put(number)
 
 
-class Supervisor:
-    """Shards and a router as one server."""
+@dataclass(frozen=True)
+class Processes:
+    """How each process of a server is started."""
 
-    def __init__(
-        self,
-        start_shards: Sequence[Callable[[], Child]],
-        start_router: Callable[[], Child],
-        address: Address,
-        drain_timeout_s: float,
-        log: logging.Logger,
-    ) -> None:
-        self._start_shards = start_shards
-        self._start_router = start_router
+    shards: Sequence[Callable[[], Child]]
+    router: Callable[[], Child]
+    loader: Callable[[], Child] | None = None
+    """Of adapters. Whatever an adapter did to it, it is started again: only what was being loaded is lost."""
+
+
+class Supervisor:
+    """Shards, a loader and a router as one server."""
+
+    def __init__(self, processes: Processes, address: Address, drain_timeout_s: float, log: logging.Logger) -> None:
+        self._processes = processes
         self._address = address
         self._drain_timeout_s = drain_timeout_s
         self._log = log
         self._shards: list[Child] = []
         self._router: Child | None = None
+        self._loader: Child | None = None
+        self._loader_ends: deque[float] = deque(maxlen=_MOST_LOADER_ENDS)
 
     def run(self, signals: Signals, when_ready: Callable[[], None]) -> Exit:
         """Serve until a signal or the death of a process. Raises LauncherError for a death; leaves no process."""
@@ -117,25 +124,43 @@ class Supervisor:
                 child.kill()
 
     def _start(self) -> None:
-        self._shards = [start() for start in self._start_shards]
-        self._router = self._start_router()
+        self._shards = [start() for start in self._processes.shards]
+        if self._processes.loader is not None:
+            self._loader = self._processes.loader()
+        self._router = self._processes.router()
 
     def _wait_until_ready(self, signals: Signals) -> None:
         while not self._is_ready():
             self._look(signals, Exit.SHARD_CANNOT_START, Exit.WEBSERVER_CANNOT_START, "before it was ready")
+            if self._loader is not None and self._loader.exit_code is not None:
+                raise LauncherError(Exit.LOADER_FAILED, f"{self._loader.ending} before the server was ready")
 
     def _watch(self, signals: Signals) -> None:
         while True:
             self._look(signals, Exit.SHARD_FAILED, Exit.WEBSERVER_FAILED, "while serving")
+            self._replace_loader()
 
     def _look(self, signals: Signals, shard: Exit, router: Exit, moment: str) -> None:
         """Wait a moment. Raises Stop for a signal and LauncherError for a death."""
         name = signals.wait(_POLL_S)
         if name is not None:
             raise Stop(name)
-        for child in self._children():
+        for child in [*self._shards, *filter(None, [self._router])]:
             if child.exit_code is not None:
                 raise LauncherError(router if child is self._router else shard, f"{child.ending} {moment}")
+
+    def _replace_loader(self) -> None:
+        """Raises LauncherError where that was done too often lately."""
+        if self._loader is None or self._loader.exit_code is None:
+            return
+        now = time.monotonic()
+        if len(self._loader_ends) == _MOST_LOADER_ENDS and now - self._loader_ends[0] < _LOADER_WINDOW_S:
+            raise LauncherError(Exit.LOADER_FAILED, f"{self._loader.ending} again and again while serving")
+        self._loader_ends.append(now)
+        self._log.error("%s: starting another one", self._loader.ending)
+        self._loader.kill()
+        assert self._processes.loader is not None
+        self._loader = self._processes.loader()
 
     def _drain(self, signals: Signals) -> Exit:
         """Router first: it answers what runs, and needs the shards for that."""
@@ -148,11 +173,12 @@ class Supervisor:
                 return Exit.FORCED
             if time.monotonic() > end:
                 raise LauncherError(Exit.WEBSERVER_FAILED, "the router did not drain in time and was killed")
-        for shard in self._shards:
-            shard.terminate()
-        ended = [shard.wait(_SHARD_END_S) for shard in self._shards]
+        others = [*self._shards, *filter(None, [self._loader])]
+        for child in others:
+            child.terminate()
+        ended = [child.wait(_SHARD_END_S) for child in others]
         if not all(ended):
-            self._log.warning("a shard did not end in time and is killed")
+            self._log.warning("a shard or the loader did not end in time and is killed")
         # By SIGTERM itself it ends only before it listens to signals, and then it answers nobody yet.
         if self._router.exit_code not in (0, -signal.SIGTERM):
             raise LauncherError(Exit.WEBSERVER_FAILED, f"{self._router.ending} while draining")
@@ -178,4 +204,4 @@ class Supervisor:
             connection.close()
 
     def _children(self) -> list[Child]:
-        return [*self._shards, *([self._router] if self._router is not None else [])]
+        return [*self._shards, *filter(None, [self._loader, self._router])]

@@ -19,7 +19,7 @@ from router.routes.completions import CompletionsRoute
 from router.routes.information import InformationRoutes
 from router.routes.native import NativeRoutes
 from router.routes.probes import ProbeRoutes
-from router.service import Service
+from router.service import Service, select_from
 from router.text.tokenizer import Tokenizer
 
 _CORS_HEADERS = ("content-type", "authorization", "x-request-id")
@@ -27,7 +27,7 @@ _CORS_HEADERS = ("content-type", "authorization", "x-request-id")
 
 def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> FastAPI:
     """All routes over one dispatcher. The dispatcher is started and stopped by the caller."""
-    service = Service(dispatcher, tokenizer, config, metrics)
+    service = Service(dispatcher, tokenizer, config, metrics, select_from(config))
     app = FastAPI(title="Lorikeet", docs_url="/docs", redoc_url=None)
     app.openapi = functools.cache(openapi.document)  # type: ignore[method-assign]
     generating = _generating(service)

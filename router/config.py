@@ -4,9 +4,11 @@ Knows names and defaults only; nothing here opens a socket.
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
+
+from adapters.sources.settings import SourceSettings
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,27 @@ class RouterConfig:
     max_stop_sequences: int = 4
     max_input_length: int = 4095
     max_total_tokens: int = 4096
+    loader_address: str | None = None
+    """Unix socket of the adapters' loader; None serves the base model alone."""
+    sources: SourceSettings = field(default_factory=SourceSettings)
+    adapter_id: str | None = None
+    """Adapter of requests that name none."""
+    adapter_source: str = "hub"
+    """Where `adapter_id` comes from."""
+    default_adapter_source: str | None = None
+    """Where adapters of requests come from that name no source; None is `adapter_source`."""
+    preloaded_adapter_ids: tuple[str, ...] = ()
+    preloaded_adapter_source: str | None = None
+    max_queued_per_adapter: int | None = None
+    """Requests that wait for one adapter; above it 429. None is `max_concurrent_requests`."""
+    auth_cache_ttl_s: float = 60.0
+    """So long a source's word on a caller's right is good."""
+    auth_stale_s: float = 900.0
+    """So long after its last proof a right to a private adapter holds where the source gives no answer."""
+    hub_token: str | None = field(default=None, repr=False)
+    """The operator's own, for adapters that the operator names."""
+    use_hub_token_for_all: bool = False
+    """Requests without a token use the operator's."""
     max_body_bytes: int = 16 * 1024 * 1024
     validation_workers: int = 2
     """Threads that tokenize."""
@@ -56,10 +79,16 @@ class RouterConfig:
     def read(cls, path: str | Path) -> Self:
         """Read the JSON file at `path`. Raises ValueError that names unknown fields."""
         values = json.loads(Path(path).read_text())
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        unknown = sorted(set(values) - {each.name for each in fields(cls)})
         if unknown:
             raise ValueError(f"unknown router configuration fields: {', '.join(unknown)}")
         settled: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
         }
+        if "sources" in settled:
+            settled["sources"] = SourceSettings.from_dict(settled["sources"])
         return cls(**settled)
+
+    @property
+    def most_queued_per_adapter(self) -> int:
+        return self.max_queued_per_adapter or self.max_concurrent_requests

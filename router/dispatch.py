@@ -14,6 +14,8 @@ from collections.abc import Callable
 import structlog
 
 from proto import shard_pb2 as pb
+from router.adapter import Adapter
+from router.admission import Admission
 from router.config import RouterConfig
 from router.credit import CreditAccount
 from router.errors import (
@@ -27,6 +29,7 @@ from router.errors import (
 )
 from router.generation import GenerationRequest
 from router.inflight import Generation, State
+from router.loader_client import LoaderClient
 from router.metrics import Metrics
 from router.pacing import Pacing
 from router.queue import FairQueue, QueueFull
@@ -70,21 +73,28 @@ class Dispatcher:
         self._empty.set()
         self._queue_seconds = 0.0
         """Moving mean of the time that requests waited lately."""
-        self._task: asyncio.Task[None] | None = None
+        self._loader = None if config.loader_address is None else LoaderClient(config.loader_address)
+        self.admission = None
+        """Of requests with adapters; None where the base model is served alone."""
+        if self._loader is not None:
+            self.admission = Admission(self._loader, self._enqueue, self._fail, self._shard.tell)
+        self._tasks: list[asyncio.Task[None]] = []
 
     # Life
 
     async def start(self) -> None:
         """Begin to connect; returns at once."""
-        self._task = asyncio.create_task(self._shard.run(), name="shard")
+        self._tasks.append(asyncio.create_task(self._shard.run(), name="shard"))
+        if self._loader is not None:
+            self._tasks.append(asyncio.create_task(self._loader.run(), name="loader"))
 
     async def stop(self) -> None:
         """End every request and the stream."""
         self._fail_all(ShuttingDown)
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+                await task
 
     async def drain(self, timeout: float) -> bool:
         """Take no new request and wait for the running ones; the rest get an error. True when nothing was cut."""
@@ -126,17 +136,36 @@ class Dispatcher:
         if self.num_active >= self._config.max_concurrent_requests:
             raise Overloaded(self._retry_after())
         generation = Generation(next(self._numbers), request, self._tokenizer, self._release)
-        try:
-            self._queue.push(BASE_KEY, generation.number, len(request.prompt_ids))
-        except QueueFull:
-            raise Overloaded(self._retry_after()) from None
-        self._pacing.arrived(generation.queued_at, is_first=not self._queued)
+        if request.adapter is None:
+            self._enqueue(generation, BASE_KEY)
+        else:
+            self._admit(generation, request.adapter)
         self._queued[generation.number] = generation
         self._empty.clear()
         self._note_active()
         self._set_timers(generation, deadline)
-        self._pump_later()
         return generation
+
+    def _enqueue(self, generation: Generation, key: str, weight: float = 1.0) -> None:
+        """From here on it may be sent."""
+        self._pacing.arrived(time.monotonic(), is_first=not len(self._queue))
+        try:
+            self._queue.push(key, generation.number, len(generation.request.prompt_ids), weight)
+        except QueueFull:
+            raise Overloaded(self._retry_after()) from None
+        self._pump_later()
+
+    def _admit(self, generation: Generation, adapter: Adapter) -> None:
+        """Raises Overloaded where too many wait for that adapter."""
+        assert self.admission is not None
+        num_waiting = self.admission.loading.num_waiting(adapter.lane) + self._queue.num_waiting(adapter.lane)
+        if num_waiting >= self._config.most_queued_per_adapter:
+            raise Overloaded(self._retry_after())
+        self.admission.admit(generation, adapter)
+
+    def _fail(self, generation: Generation, error: RouterError) -> None:
+        self._release(generation)
+        generation.fail(error)
 
     def _set_timers(self, generation: Generation, deadline: float | None) -> None:
         now = time.monotonic()
@@ -153,15 +182,15 @@ class Dispatcher:
     ) -> None:
         def expired() -> None:
             if not only_queued or generation.state is State.QUEUED:
-                self._release(generation)
-                generation.fail(error())
+                self._fail(generation, error())
 
         generation.timers.append(asyncio.get_running_loop().call_later(max(0.0, seconds), expired))
 
     def _release(self, generation: Generation) -> None:
         """Forget a request that is not over: out of the queue, or an Abort to the shard."""
         if self._queued.pop(generation.number, None) is not None:
-            self._queue.remove(generation.number)
+            if not self._queue.remove(generation.number) and self.admission is not None:
+                self.admission.leave(generation)
         elif self._running.pop(generation.wire_id, None) is not None:
             self._shard.abort(generation.wire_id)
             self.metrics.aborts.add()
@@ -175,8 +204,7 @@ class Dispatcher:
 
     def _fail_all(self, error: Callable[[], RouterError]) -> None:
         for generation in [*self._queued.values(), *self._running.values()]:
-            self._release(generation)
-            generation.fail(error())
+            self._fail(generation, error())
 
     def _note_active(self) -> None:
         gauges = self.metrics.gauges
@@ -240,7 +268,7 @@ class Dispatcher:
         self._queue_seconds += 0.1 * (waited - self._queue_seconds)
         self.metrics.request_sent(waited, len(request.prompt_ids))
         deadline_ms = 0 if generation.deadline is None else max(1, round(1000 * (generation.deadline - now)))
-        return submit_message(generation.wire_id, request, self._tokenizer.eos_ids, deadline_ms)
+        return submit_message(generation.wire_id, request, self._tokenizer.eos_ids, deadline_ms, generation.digest)
 
     # What the shard says (ShardListener)
 
@@ -250,6 +278,8 @@ class Dispatcher:
         self._pacing = Pacing()
         self._wire_ids = itertools.count(1)
         self._last_step = 0
+        if self.admission is not None:
+            self.admission.residency.clear()
         self.metrics.shard_is(info)
         log.info("shard_connected", address=self._shard.address, model=info.model_id, num_pages=info.num_pages)
 
@@ -262,8 +292,7 @@ class Dispatcher:
         for generation in lost:
             generation.fail(GenerationFailed(f"the connection to the shard was lost ({reason})"))
         for generation in list(self._queued.values()):
-            self._release(generation)
-            generation.fail(NoShard())
+            self._fail(generation, NoShard())
         self._note_active()
         if reason:
             self.metrics.shard_reconnects.add()
@@ -275,14 +304,20 @@ class Dispatcher:
         Returns the number of requests whose readers wait for `shard_quiet` to be told.
         """
         now = time.monotonic()
-        num_tokens = 0
+        num_tokens = num_adapted = 0
         running = self._running
         for part in output.outputs:
             generation = running.get(part.id)
             if generation is not None:
-                num_tokens += self._feed(generation, part, now)
-        if num_tokens:
-            self._queue.charge(BASE_KEY, num_tokens)
+                num_fed = self._feed(generation, part, now)
+                num_tokens += num_fed
+                if generation.digest and num_fed:
+                    num_adapted += num_fed
+                    self._queue.charge(generation.lane, num_fed)
+        if num_tokens > num_adapted:
+            self._queue.charge(BASE_KEY, num_tokens - num_adapted)
+        if output.adapters and self.admission is not None:
+            self.admission.moved(output.adapters)
         if output.HasField("credit"):
             credit = output.credit
             self._credit.update(credit.num_requests, credit.num_kv_tokens, credit.acknowledged)

@@ -6,6 +6,8 @@ RouterError
 │   │   ├── NotJson, WrongJsonType, WrongMediaType, BodyTooLarge
 │   ├── ValidationError         "Input validation error: …"
 │   │   └── UnsupportedField
+│   ├── AdapterProblem          the adapter is absent, forbidden, broken, or out of reach
+│   │   └── one leaf per status
 │   └── ChatTemplateError, NoFastTokenizer, ModelNotFound, UnknownRoute, UnknownMethod
 ├── Refused                     the server can't take it now
 │   └── Overloaded, QueueTimeout, ShuttingDown, NoShard, Unhealthy, NotServed
@@ -15,6 +17,8 @@ RouterError
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from adapters.errors import AdapterError
 
 
 class RouterError(Exception):
@@ -90,6 +94,11 @@ class ModelNotFound(InvalidRequest):
     template = "The model `{}` does not exist"
     param = "model"
 
+    def __init__(self, name: str, reason: str = "") -> None:
+        super().__init__(name)
+        if reason:
+            self.args = (f"{self}: {reason}",)
+
 
 class UnknownRoute(InvalidRequest):
     template = "Not Found"
@@ -97,6 +106,55 @@ class UnknownRoute(InvalidRequest):
 
 class UnknownMethod(InvalidRequest):
     template = "Method Not Allowed"
+
+
+class AdapterProblem(InvalidRequest):
+    """LoRAX's lead text, which its client goes by; the status says whose fault it is."""
+
+    template = "Request failed during generation: Server error: {}"
+    param = "model"
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class AdapterUnknown(AdapterProblem):
+    """No source has it."""
+
+
+class AdapterUnauthorized(AdapterProblem):
+    """The caller showed no token."""
+
+
+class AdapterForbidden(AdapterProblem):
+    """The caller's token has no right."""
+
+
+class AdapterRefused(AdapterProblem):
+    """Broken, hostile, for another base, or of a kind that is not served."""
+
+
+class AdapterUnavailable(AdapterProblem):
+    """Its source can't be asked now."""
+
+
+class AdapterBroke(AdapterProblem):
+    """The loader went wrong."""
+
+
+_BY_STATUS: dict[int, type[AdapterProblem]] = {
+    401: AdapterUnauthorized,
+    403: AdapterForbidden,
+    404: AdapterUnknown,
+    422: AdapterRefused,
+    503: AdapterUnavailable,
+}
+
+
+def adapter_problem(error: AdapterError) -> AdapterProblem:
+    """What a source or the loader said, as an answer."""
+    return _BY_STATUS.get(error.status, AdapterBroke)(str(error), error.retry_after)
 
 
 class Refused(RouterError):
@@ -185,6 +243,14 @@ ANSWERS: dict[type[RouterError], Answer] = {
     ModelNotFound: Answer(404, "model_not_found", "validation", 404, openai_code="model_not_found"),
     UnknownRoute: Answer(404, "not_found", "bad_request", 404, openai_code="unknown_url"),
     UnknownMethod: Answer(405, "method_not_allowed", "bad_request", 405),
+    AdapterUnknown: Answer(404, "generation", "download_adapter", 404, openai_code="model_not_found"),
+    AdapterUnauthorized: Answer(401, "generation", "download_adapter", 401, "authentication_error", "invalid_api_key"),
+    AdapterForbidden: Answer(403, "generation", "download_adapter", 403, "permission_error", "adapter_not_allowed"),
+    AdapterRefused: Answer(422, "generation", "load_adapter", 422, openai_code="adapter_refused"),
+    AdapterUnavailable: Answer(
+        503, "generation", "download_adapter", 503, "server_error", "adapter_source_unavailable"
+    ),
+    AdapterBroke: Answer(500, "generation", "load_adapter", 500, "server_error", "adapter_load_failed"),
     Overloaded: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
     QueueTimeout: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
     ShuttingDown: Answer(503, "shutting_down", "shutting_down", 503, "server_error", "shutting_down"),
@@ -217,7 +283,7 @@ def lorax_body(error: RouterError) -> dict[str, Any]:
 def openai_body(error: RouterError) -> dict[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`."""
     row = answer(error)
-    message = error.message if isinstance(error, ValidationError) else str(error)
+    message = error.message if isinstance(error, ValidationError | AdapterProblem) else str(error)
     code = getattr(error, "code", None) or row.openai_code
     return {"error": {"message": message, "type": row.openai_type, "param": error.param, "code": code}}
 
@@ -225,6 +291,8 @@ def openai_body(error: RouterError) -> dict[str, Any]:
 def failure_headers(error: RouterError) -> dict[str, str]:
     """Headers that tell a client when to come back, or to go elsewhere."""
     headers = {}
+    if isinstance(error, AdapterUnauthorized):
+        headers["www-authenticate"] = "Bearer"
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after)))
     if isinstance(error, ShuttingDown | BodyTooLarge):

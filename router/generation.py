@@ -6,6 +6,8 @@ Knows tokens and text, not HTTP and not the wire.
 from dataclasses import dataclass, field
 from enum import Enum
 
+from router.adapter import Adapter
+
 
 class FinishReason(Enum):
     """Why a generation ended, in LoRAX's words (`details.finish_reason`)."""
@@ -55,6 +57,8 @@ class GenerationRequest:
     group_id: str = ""
     request_id: str = ""
     cache_salt: str = ""
+    adapter: Adapter | None = None
+    """None for the bare base model."""
 
 
 @dataclass(slots=True)

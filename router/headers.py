@@ -36,6 +36,19 @@ def ignored_fields(names: list[str]) -> dict[str, str]:
     return {"x-ignored-fields": ", ".join(shown)}
 
 
+def adapter_headers(generation: Generation | None) -> dict[str, str]:
+    """Which adapter answered, by its name, its source and its content; nothing for the base model."""
+    adapter = None if generation is None else generation.request.adapter
+    if generation is None or adapter is None:
+        return {}
+    return {
+        "x-adapter-id": safe(adapter.name),
+        "x-adapter-source": adapter.source,
+        "x-adapter-revision": safe(adapter.revision),
+        "x-adapter-digest": generation.digest,
+    }
+
+
 def compute_type(service: Service) -> str:
     """LoRAX's `gpu+optimized` where there is a GPU."""
     info = service.dispatcher.info
@@ -52,13 +65,14 @@ class Counts:
     skipped_tokens: int
 
 
-def stream_headers(service: Service, characters: int) -> dict[str, str]:
-    """Of a LoRAX stream, known before its first token."""
+def stream_headers(service: Service, characters: int, generation: Generation | None) -> dict[str, str]:
+    """Of a stream, known before its first token; without a generation it tells of a failure."""
     return {
         "x-compute-type": compute_type(service),
         "x-compute-characters": str(characters),
         "x-accel-buffering": "no",
         "x-model-id": safe(service.config.model_id),
+        **adapter_headers(generation),
     }
 
 
@@ -87,6 +101,7 @@ def answer_headers(service: Service, timing: Timing, generation: Generation, cou
         "x-time-to-first-token": _milliseconds(first),
         "x-time-per-output-token": _milliseconds((inference - first) / max(counts.generated_tokens - 1, 1)),
         "x-model-id": safe(service.config.model_id),
+        **adapter_headers(generation),
     }
 
 

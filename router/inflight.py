@@ -50,6 +50,10 @@ class Generation:
         self.deadline: float | None = None
         """time.monotonic() at which it ends with an error."""
         self.wire_id = -1
+        self.digest = ""
+        """Of the adapter's content, once it is known; empty for the base model."""
+        self.lane = "" if request.adapter is None else request.adapter.lane
+        """The queue that its tokens are charged to."""
         self.timers: list[asyncio.TimerHandle] = []
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
@@ -88,6 +92,14 @@ class Generation:
         self._tokens, self._text = [], ""
         self._exhausted = self._finish is not None
         return chunk
+
+    async def named(self) -> None:
+        """Wait until it is known what the adapter's content is. Raises what ended the request before that."""
+        while self.request.adapter is not None and not self.digest:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
     def __aiter__(self) -> Self:
         return self

@@ -10,6 +10,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+_MANY_LANES = 1024
+
 
 class QueueFull(Exception):
     """The key's queue holds as many requests as it may."""
@@ -39,21 +41,27 @@ class FairQueue:
         """Lanes with waiting requests, the one whose turn it is first."""
         self._key_of: dict[int, str] = {}
         self._rounds = 0.0
+        self._forget_at = _MANY_LANES
+        """So many lanes are looked through for those that may be forgotten."""
         self._fresh = True
         """Whether the first lane has yet to get its quantum for this turn."""
 
     def __len__(self) -> int:
         return len(self._key_of)
 
-    def set_weight(self, key: str, weight: float) -> None:
-        """How much of the tokens `key` gets, relative to 1."""
+    def num_waiting(self, key: str) -> int:
+        lane = self._lanes.get(key)
+        return 0 if lane is None else len(lane.waiting)
+
+    def push(self, key: str, request_id: int, tokens: int, weight: float = 1.0) -> None:
+        """Queue a request that is charged `tokens` when it leaves. Raises QueueFull.
+
+        `weight` is how much of the tokens `key` gets, relative to others; the newest word on it holds.
+        """
         if not weight > 0:
             raise ValueError(f"a weight must be positive, got {weight}")
-        self._lane(key).weight = weight
-
-    def push(self, key: str, request_id: int, tokens: int) -> None:
-        """Queue a request that is charged `tokens` when it leaves. Raises QueueFull."""
         lane = self._lane(key)
+        lane.weight = weight
         if len(lane.waiting) >= self._max_waiting:
             raise QueueFull(key)
         if not lane.waiting:
@@ -95,6 +103,9 @@ class FairQueue:
     def _lane(self, key: str) -> _Lane:
         lane = self._lanes.get(key)
         if lane is None:
+            if len(self._lanes) >= self._forget_at:
+                self.forget_idle()
+                self._forget_at = max(_MANY_LANES, 2 * len(self._lanes))
             lane = self._lanes[key] = _Lane(key, idle_since=self._rounds)
         return lane
 
@@ -143,5 +154,5 @@ class FairQueue:
         """Drop keys that wait for nothing and owe nothing any more."""
         for lane in [lane for lane in self._lanes.values() if not lane.waiting]:
             paid = (self._rounds - lane.idle_since) * self._quantum * lane.weight
-            if lane.deficit + paid >= 0 and lane.weight == 1.0:
+            if lane.deficit + paid >= 0:
                 del self._lanes[lane.key]

@@ -4,11 +4,18 @@ import secrets
 import time
 from dataclasses import dataclass
 
+from starlette.requests import Request
+
+from adapters.rights import Rights
+from adapters.sources.registry import Sources
+from router.adapter import Adapter
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.generation import FinishReason, GenerationRequest
 from router.inflight import Generation
 from router.metrics import Metrics
+from router.schemas.adapters import AdapterFields
+from router.selection import Selection
 from router.text.tokenizer import Tokenizer
 
 
@@ -28,6 +35,11 @@ class Service:
     tokenizer: Tokenizer
     config: RouterConfig
     metrics: Metrics
+    selection: Selection
+
+    async def adapter(self, request: Request, fields: AdapterFields) -> Adapter | None:
+        """The adapter that the request asks for; None is the bare base model. Raises RouterError."""
+        return await self.selection.choose(fields, bearer(request))
 
     def validated(self, timing: Timing) -> None:
         """The request is checked and tokenized."""
@@ -46,6 +58,35 @@ class Service:
             cancel_all(generations)
             raise
         return generations
+
+    async def submit_named(self, request: GenerationRequest, arrived_at: float) -> Generation:
+        """Queue one request, and wait until it is known what its adapter holds. Raises RouterError."""
+        [generation] = self.submit([request], arrived_at)
+        await named([generation])
+        return generation
+
+
+def select_from(config: RouterConfig) -> Selection:
+    """How this server chooses adapters."""
+    if config.loader_address is None:
+        return Selection(config, None)
+    return Selection(config, Rights(Sources(config.sources), config.auth_cache_ttl_s, config.auth_stale_s))
+
+
+def bearer(request: Request) -> str | None:
+    """The token of the Authorization header."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() or None if scheme.lower() == "bearer" else None
+
+
+async def named(generations: list[Generation]) -> None:
+    """Wait until it is known what their adapter holds. When that fails all are ended."""
+    try:
+        for generation in generations:
+            await generation.named()
+    except BaseException:
+        cancel_all(generations)
+        raise
 
 
 def cancel_all(generations: list[Generation]) -> None:

@@ -109,6 +109,11 @@ class ShardClient:
         command.abort_ids.append(wire_id)
         self._outbox[-1] = (command, size + 10)
 
+    def tell(self, command: pb.Command) -> None:
+        """Send what concerns no request: prefetches, pins, unloads."""
+        if self.connected:
+            self._put(command, command.ByteSize())
+
     def _put(self, command: pb.Command, size: int) -> None:
         self._outbox.append((command, size))
         self._wake.set()

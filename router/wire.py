@@ -3,13 +3,19 @@
 from collections.abc import Iterable
 
 from proto import shard_pb2 as pb
+from router.adapter import Adapter
 from router.generation import GenerationRequest
 
 
+def adapter_pin(adapter: Adapter, digest: str) -> pb.AdapterPin:
+    """Names are for logs; what the shard goes by is the digest."""
+    return pb.AdapterPin(source=adapter.source, id=adapter.name, revision=adapter.revision, digest=digest)
+
+
 def submit_message(
-    wire_id: int, request: GenerationRequest, stop_ids: Iterable[int], deadline_ms: int = 0
+    wire_id: int, request: GenerationRequest, stop_ids: Iterable[int], deadline_ms: int = 0, digest: str = ""
 ) -> pb.Submit:
-    """`deadline_ms` from now, 0 never."""
+    """`deadline_ms` from now, 0 never; `digest` of the request's adapter."""
     sampling = request.sampling
     return pb.Submit(
         id=wire_id,
@@ -41,4 +47,5 @@ def submit_message(
             prefill_alternatives=request.num_prefill_alternatives,
         ),
         cache_salt=request.cache_salt,
+        adapter=None if request.adapter is None else adapter_pin(request.adapter, digest),
     )

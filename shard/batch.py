@@ -6,10 +6,14 @@ refilled before each forward. Knows nothing of requests, sampling or scheduling.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+TASK_ROWS = 16
+"""Rows of one task at most; MOST_ROWS of lora.c."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,46 @@ class Segment:
     num_tokens: int
     page_ids: Sequence[int]
     """KV pages in the order of positions; cover at least `start + num_tokens` tokens."""
+    slot: int = -1
+    """The adapter's slot, -1 for the bare base."""
 
     @property
     def kv_len(self) -> int:
         """Tokens visible to the segment's last token."""
         return self.start + self.num_tokens
+
+
+class AdapterRows:
+    """The rows of a step that belong to an adapter: tasks of up to TASK_ROWS neighbours of one slot each."""
+
+    def __init__(self, slots: Sequence[int] = (), counts: Sequence[int] = ()) -> None:
+        """`counts[i]` neighbouring rows belong to `slots[i]`, -1 for none."""
+        found: list[tuple[int, int, int]] = []
+        first = 0
+        for slot, count in zip(slots, counts, strict=True):
+            if slot >= 0:
+                ends = range(first, first + count, TASK_ROWS)
+                found += [(slot, at, min(TASK_ROWS, first + count - at)) for at in ends]
+            first += count
+        # [tasks, 3] slot, first row, number of rows
+        self.tasks: npt.NDArray[np.int32] = np.array(found, np.int32).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        """Number of tasks."""
+        return len(self.tasks)
+
+    @property
+    def address(self) -> int:
+        return int(self.tasks.ctypes.data)
+
+
+NO_ADAPTERS = AdapterRows()
+
+
+def rows_of(slots: Sequence[int]) -> AdapterRows:
+    """The tasks of rows that belong to `slots[row]` each."""
+    runs = [(slot, len(list(run))) for slot, run in groupby(slots)]
+    return AdapterRows([slot for slot, _ in runs], [count for _, count in runs])
 
 
 class StepInputs:
@@ -48,9 +87,21 @@ class StepInputs:
         self.kv_slots = torch.empty(0, dtype=torch.long, device=device)
         # [S] indices into T whose logits are wanted
         self.logits_rows = torch.empty(0, dtype=torch.long, device=device)
+        self.adapter_rows = NO_ADAPTERS
+        """Of the T tokens."""
+        self.head_adapter_rows = NO_ADAPTERS
+        """Of the S rows whose logits are wanted."""
 
-    def fill(self, segments: Sequence[Segment], input_ids: torch.Tensor, logits_rows: torch.Tensor) -> None:
-        """Describe the next step. input_ids: [T] on the device; logits_rows: [S] indices into T on the device."""
+    def fill(
+        self,
+        segments: Sequence[Segment],
+        input_ids: torch.Tensor,
+        logits_rows: torch.Tensor,
+        host_rows: Sequence[int] | None = None,
+    ) -> None:
+        """Describe the next step. input_ids: [T] on the device; logits_rows: [S] indices into T on the device, which
+        `host_rows` repeats for the host.
+        """
         num_segments = len(segments)
         self.segments = list(segments)
         self.starts = np.fromiter((segment.start for segment in segments), np.int32, num_segments)
@@ -69,3 +120,14 @@ class StepInputs:
         self.position_ids = torch.from_numpy(positions).to(self.device, non_blocking=True)
         self.kv_slots = torch.from_numpy(slots).to(self.device, non_blocking=True)
         self.logits_rows = logits_rows
+        self._fill_adapters(segments, host_rows)
+
+    def _fill_adapters(self, segments: Sequence[Segment], host_rows: Sequence[int] | None) -> None:
+        self.adapter_rows = self.head_adapter_rows = NO_ADAPTERS
+        slots = [segment.slot for segment in segments]
+        if max(slots, default=-1) < 0:
+            return
+        self.adapter_rows = AdapterRows(slots, self.counts.tolist())
+        rows = self.logits_rows.tolist() if host_rows is None else host_rows
+        owners = np.repeat(slots, self.counts)[np.asarray(rows, np.int64)]
+        self.head_adapter_rows = rows_of(owners.tolist())

@@ -2,6 +2,7 @@
 
 from proto import shard_pb2 as pb
 from proto.version import version
+from shard.adapters import build_adapters
 from shard.config import ShardConfig
 from shard.engine import Engine, Pacing
 from shard.inbox import Inbox
@@ -19,9 +20,11 @@ def build_engine(config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox
     """Memory, bookkeeping and the loop around a loaded model."""
     num_pages = choose_num_pages(config, model)
     model.allocate_kv(num_pages)
+    adapters = build_adapters(config, model, inbox)
     scheduler = Scheduler(
         KvCache(num_pages, model.page_size, config.prefix_caching),
         Limits(config.step_tokens, config.max_running, config.chunked_prefill),
+        adapters,
     )
     sampler = Sampler(
         model.info.vocab_size,
@@ -54,5 +57,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine) -> Facts:
         prefix_caching=config.prefix_caching,
         chunked_prefill=config.chunked_prefill,
     )
-    bounds = Bounds(model.info.vocab_size, config.max_total_tokens, cache.num_pages * cache.page_size)
+    num_kv_tokens = cache.num_pages * cache.page_size
+    has_adapters = engine.scheduler.adapters is not None
+    bounds = Bounds(model.info.vocab_size, config.max_total_tokens, num_kv_tokens, has_adapters)
     return Facts(info, bounds, lambda: engine.running_step)

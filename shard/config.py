@@ -51,6 +51,16 @@ class ShardConfig:
     """0 commits a step before the next is launched, 1 after; None is 0 on CPU, 1 on CUDA."""
     threads: int | None = None
     """Torch's intra-op threads; None is all cores this process may use."""
+    adapter_store: str | None = None
+    """Folder of adapters in the served layout, by digest; None serves no adapters."""
+    max_active_adapters: int = 1024
+    """Adapters in slots at once at most."""
+    adapter_memory_fraction: float = 0.1
+    """Part of the device's memory (on CPU: of `cpu_memory`) that slots may take."""
+    adapter_host_memory: int | None = None
+    """Bytes of host memory for adapters; None is four times what slots may take. On CPU slots lie there too."""
+    adapter_cycle_time_s: float = 2.0
+    """So long an adapter may wait for a slot before one in use must give way."""
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
     json_output: bool = False

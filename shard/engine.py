@@ -14,16 +14,19 @@ import torch
 from shard.batch import StepInputs
 from shard.inbox import Inbox
 from shard.intake import Intake
-from shard.outbox import Outbox, Output, Status
+from shard.outbox import AdapterNews, Outbox, Output, Status
 from shard.request import FinishReason, Request
 from shard.sampling import Sampler
 from shard.scheduler import Scheduler, Share
+from shard.slots import Residency
 from shard.step import Layout, Step, error_output, fill_inputs, score_output, scored_span, token_output
 
 log = structlog.get_logger()
 
 BAD_LOGITS = "the model gave no finite logits for this request"
 WARM_UP_KEY = (0, 0)
+PARKED_WAIT_S = 0.05
+"""How long the loop sleeps at once while all requests wait for adapters; deadlines are looked at as often."""
 
 
 class Network(Protocol):
@@ -68,6 +71,7 @@ class Engine:
         self._num_preempted_told = 0
         self._is_clean = True
         self._is_cut = False
+        self._adapter_news: dict[str, AdapterNews] = {}
 
     def run(self) -> None:
         """Step until stop(). Raises when something is wrong with the shard itself."""
@@ -75,11 +79,19 @@ class Engine:
             self.step()
             if self.scheduler.is_idle:
                 self._when_idle()
+            elif not self.scheduler.running and not self._launched:
+                self._inbox.wait(PARKED_WAIT_S)
 
     @torch.inference_mode()
     def step(self) -> None:
         """schedule → forward → sample → commit → outputs."""
+        adapters = self.scheduler.adapters
+        if adapters is not None:
+            adapters.now = time.monotonic()
         self._outputs = self._intake.apply()
+        self._adapter_news |= self._intake.refused_adapters
+        self._intake.refused_adapters.clear()
+        self._settle_adapters()
         for request in self.scheduler.expire(time.monotonic()):
             self._outputs.append(Output(request.key, finish_reason=FinishReason.DEADLINE))
         shares = self.scheduler.schedule()
@@ -191,19 +203,34 @@ class Engine:
     def _publish(self) -> None:
         if not self._launched:
             self.running_step = (0, 0.0)
-        self._outbox.publish(self._outputs, self._status(), self._intake.acknowledged, self._intake.failed_adapters)
-        self._intake.failed_adapters.clear()
+        self._outbox.publish(self._outputs, self._status(), self._intake.acknowledged, self._adapter_news)
+        self._adapter_news = {}
         self._num_preempted_told = self.scheduler.num_preempted
+
+    def _settle_adapters(self) -> None:
+        """Draw the consequences of what happened to adapters: failed ones end the requests that wait for them."""
+        adapters = self.scheduler.adapters
+        if adapters is None:
+            return
+        changes = adapters.take_changes()
+        for digest in changes.unloaded:
+            self.scheduler.cache.forget(digest)
+        for digest, (residency, reason) in changes.states.items():
+            self._adapter_news[digest] = (residency, reason)
+            if residency is Residency.FAILED:
+                lost = self.scheduler.fail_adapter(digest)
+                self._outputs += [error_output(request, reason, retryable=False) for request in lost]
 
     def _status(self) -> Status:
         scheduler, cache = self.scheduler, self.scheduler.cache
         num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
+        num_parked = scheduler.num_parked
         max_running = scheduler.limits.max_running
         num_ahead = min(self._pacing.max_waiting, max(1, max_running // 8))  # so that a request that ends is replaced
         num_free_pages = cache.num_available - num_running  # each running request may need one more soon
         return Status(
             step=self._num_steps,
-            credit_requests=max(0, max_running + num_ahead - num_running - num_waiting),
+            credit_requests=max(0, max_running + num_ahead - num_running - num_waiting + num_parked),
             credit_tokens=max(0, num_free_pages * cache.page_size - scheduler.num_waiting_tokens),
             num_running=num_running,
             num_waiting=num_waiting,

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from shard.request import Request
+from shard.slots import Content
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,25 @@ class Commands:
     epoch: int
     submits: list[Request | Refusal] = field(default_factory=list)
     abort_ids: list[int] = field(default_factory=list)
-    adapter_digests: list[str] = field(default_factory=list)
-    """Adapters that the router wants loaded."""
+    prefetches: list[str] = field(default_factory=list)
+    """Digests of adapters that will be needed soon."""
+    pins: list[tuple[str, bool]] = field(default_factory=list)
+    """(digest, whether it is to stay)."""
+    unloads: list[str] = field(default_factory=list)
+    """Digests of adapters that are not needed any more."""
     drain: bool = False
 
 
-Item = StreamOpened | StreamEnded | Commands
+@dataclass(frozen=True)
+class AdapterRead:
+    """An adapter has come into host memory, or will not come."""
+
+    digest: str
+    content: Content | None
+    reason: str = ""
+
+
+Item = StreamOpened | StreamEnded | Commands | AdapterRead
 
 
 class Inbox:
@@ -60,9 +74,9 @@ class Inbox:
         """Let the reader look around although nothing came."""
         self._changed.set()
 
-    def wait(self) -> None:
-        """Sleep until something was put, or wake() was called, since the last drain."""
-        self._changed.wait()
+    def wait(self, seconds: float | None = None) -> None:
+        """Sleep until something was put, or wake() was called, since the last drain; or for so long."""
+        self._changed.wait(seconds)
 
     def drain(self) -> list[Item]:
         """All that came, in order."""

@@ -1,9 +1,14 @@
 """Where the routers' commands meet the scheduler: streams, duplicates, refusals, aborts. Runs in the loop's thread."""
 
-from shard.inbox import Commands, Inbox, Refusal, StreamEnded, StreamOpened
-from shard.outbox import Output
+from shard.inbox import AdapterRead, Commands, Inbox, Refusal, StreamEnded, StreamOpened
+from shard.outbox import AdapterNews, Output
 from shard.request import FinishReason, Request
 from shard.scheduler import Scheduler
+from shard.slots import Residency
+
+NO_ADAPTERS = "this shard serves no adapters"
+MOST_PARKED = 1024
+"""Requests that wait for their adapter; they take no credit."""
 
 
 class Intake:
@@ -13,7 +18,7 @@ class Intake:
         self.is_ending = False
         """Nothing new is taken: the shard ends when its requests have."""
         self.acknowledged: dict[int, int] = {}  # by stream: submits taken into account
-        self.failed_adapters: dict[int, list[str]] = {}  # by stream: what it asked for in vain since last reported
+        self.refused_adapters: dict[str, AdapterNews] = {}  # asked for in vain since last reported
         self._inbox = inbox
         self._scheduler = scheduler
         self._max_open = max_open
@@ -25,8 +30,12 @@ class Intake:
         for item in self._inbox.drain():
             if isinstance(item, StreamOpened):
                 self.acknowledged[item.epoch] = 0
+                if self._scheduler.adapters is not None:
+                    self._scheduler.adapters.tell_all()
             elif isinstance(item, StreamEnded):
                 self._end(item.epoch)
+            elif isinstance(item, AdapterRead):
+                self._take_adapter(item)
             elif item.epoch in self.acknowledged:
                 self._take(item, outputs)
         return outputs
@@ -47,10 +56,31 @@ class Intake:
             if request is not None:
                 self._scheduler.finish(request, FinishReason.ABORTED)
                 outputs.append(Output(request.key, finish_reason=FinishReason.ABORTED))
-        if commands.adapter_digests:
-            self.failed_adapters.setdefault(epoch, []).extend(commands.adapter_digests)
+        self._move_adapters(commands)
         if commands.drain:
             self._draining.add(epoch)
+
+    def _move_adapters(self, commands: Commands) -> None:
+        adapters = self._scheduler.adapters
+        if adapters is None:
+            wanted = [*commands.prefetches, *(digest for digest, _ in commands.pins)]
+            self.refused_adapters |= dict.fromkeys(wanted, (Residency.FAILED, NO_ADAPTERS))
+            return
+        for digest in commands.prefetches:
+            adapters.prefetch(digest)
+        for digest, pinned in commands.pins:
+            adapters.pin(digest, pinned)
+        for digest in commands.unloads:
+            adapters.unload(digest)
+
+    def _take_adapter(self, item: AdapterRead) -> None:
+        adapters = self._scheduler.adapters
+        if adapters is None:
+            return
+        if item.content is None:
+            adapters.failed(item.digest, item.reason)
+        else:
+            adapters.loaded(item.digest, item.content)
 
     def _refuse(self, submit: Request | Refusal, num_open: int) -> Refusal | None:
         running = self._scheduler.requests.get(submit.key)
@@ -61,14 +91,13 @@ class Intake:
             return submit
         if self.is_ending or submit.key[0] in self._draining:
             return Refusal(submit.key, "the shard takes no more requests", retryable=True)
-        if num_open >= self._max_open:
+        if num_open - self._scheduler.num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
             return Refusal(submit.key, "more requests than credit", retryable=True)
         return None
 
     def _end(self, epoch: int) -> None:
         """A router is gone: nobody waits for its requests any more."""
         self.acknowledged.pop(epoch, None)
-        self.failed_adapters.pop(epoch, None)
         self._draining.discard(epoch)
         for request in [request for key, request in self._scheduler.requests.items() if key[0] == epoch]:
             self._scheduler.finish(request, FinishReason.ABORTED)

@@ -39,6 +39,7 @@ class KvCache:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._page_by_hash: dict[bytes, int] = {}
         self._hash_by_page: dict[int, bytes] = {}
+        self._adapter_by_page: dict[int, str] = {}  # of pages with a hash
         self._computing: dict[bytes, Request] = {}  # pages that will be published by a request that has them
 
     @property
@@ -110,6 +111,8 @@ class KvCache:
             if page_hash not in self._page_by_hash:
                 self._page_by_hash[page_hash] = page
                 self._hash_by_page[page] = page_hash
+                if request.adapter_digest:
+                    self._adapter_by_page[page] = request.adapter_digest
         request.num_published = num_full
 
     def release(self, request: Request) -> None:
@@ -128,6 +131,14 @@ class KvCache:
         request.page_ids = []
         request.num_computed = request.num_committed = request.num_published = 0
 
+    def forget(self, adapter_digest: str) -> None:
+        """No later request finds pages that were computed under this adapter."""
+        for page in [page for page, digest in self._adapter_by_page.items() if digest == adapter_digest]:
+            self._forget_page(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+
     def check(self, owners: Iterable[Request]) -> None:
         """Prove that every page is accounted for, given all requests that own pages. Raises RuntimeError."""
         num_owners = [0] * self.num_pages
@@ -140,6 +151,7 @@ class KvCache:
             "free + cached + owned": unowned != [page for page, count in enumerate(num_owners) if not count],
             "hash of a free page": any(page in self._hash_by_page for page in self._free),
             "cached page without hash": any(page not in self._hash_by_page for page in self._cached),
+            "adapter of a page without hash": not self._adapter_by_page.keys() <= self._hash_by_page.keys(),
             "hash table": {page: page_hash for page_hash, page in self._page_by_hash.items()} != self._hash_by_page,
             "page announced by a request without it": any(not owner.page_ids for owner in self._computing.values()),
         }
@@ -174,13 +186,17 @@ class KvCache:
             tokens = array("I", request.token_ids[first : first + self.page_size])
             hashes.append(blake2b(parent + tokens.tobytes(), digest_size=32).digest())
 
+    def _forget_page(self, page: int) -> None:
+        del self._page_by_hash[self._hash_by_page.pop(page)]
+        self._adapter_by_page.pop(page, None)
+
     def _take(self) -> int:
         """A page for one owner, evicting the least recently used prefix page if none is free."""
         if self._free:
             page = self._free.popleft()
         else:
             page, _ = self._cached.popitem(last=False)
-            del self._page_by_hash[self._hash_by_page.pop(page)]
+            self._forget_page(page)
         self._num_owners[page] = 1
         return page
 

@@ -38,7 +38,22 @@ def choose_num_pages(config: ShardConfig, model: Model) -> int:
 def measure_budget(config: ShardConfig, model: Model) -> int:
     """Bytes that KV may take."""
     if model.info.device.type == "cuda":
-        return measure_cuda_budget(config, model)
+        return max(0, measure_cuda_budget(config, model) - adapter_bytes(config, model))
+    return cpu_budget(config) - adapter_bytes(config, model)
+
+
+def adapter_bytes(config: ShardConfig, model: Model) -> int:
+    """Bytes that the adapters in slots may take; on CPU these are all that are in memory."""
+    if config.adapter_store is None:
+        return 0
+    device = model.info.device
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory * config.adapter_memory_fraction)
+    return config.adapter_host_memory or int(cpu_budget(config) * config.adapter_memory_fraction)
+
+
+def cpu_budget(config: ShardConfig) -> int:
+    """Bytes that KV and adapters may take together on CPU."""
     if config.cpu_memory is not None:
         return config.cpu_memory
     return int(available_bytes() * CPU_SHARE * config.memory_wiggle_room)

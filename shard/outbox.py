@@ -4,10 +4,15 @@ Knows streams by their epoch and how to merge outputs; knows neither gRPC nor th
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shard.request import FinishReason
+from shard.slots import Residency
+
+AdapterNews = tuple[Residency, str]
+"""Where an adapter is, and why it failed."""
+NO_NEWS: Mapping[str, AdapterNews] = {}
 
 
 @dataclass(slots=True)
@@ -86,7 +91,8 @@ class Mail:
     num_preempted: int
     """Since the stream's last mail."""
     acknowledged: int
-    failed_adapters: list[str]
+    adapters: dict[str, AdapterNews]
+    """By digest: where it is now, where that has changed."""
 
 
 class Tray:
@@ -98,7 +104,7 @@ class Tray:
         self.status = Status()
         self.num_preempted = 0
         self.acknowledged = 0
-        self.failed_adapters: list[str] = []
+        self.adapters: dict[str, AdapterNews] = {}
         self.is_called = False
         self.told: tuple[int, int, int] | None = None
 
@@ -125,7 +131,11 @@ class Outbox:
             self._trays.pop(epoch, None)
 
     def publish(
-        self, outputs: list[Output], status: Status, acknowledged: dict[int, int], failed_adapters: dict[int, list[str]]
+        self,
+        outputs: list[Output],
+        status: Status,
+        acknowledged: dict[int, int],
+        adapters: Mapping[str, AdapterNews] = NO_NEWS,
     ) -> None:
         """Hand over what a turn gave. Outputs of streams that have ended are dropped."""
         with self._lock:
@@ -141,8 +151,8 @@ class Outbox:
                 tray.status = status
                 tray.num_preempted += status.num_preempted
                 tray.acknowledged = acknowledged.get(epoch, 0)
-                tray.failed_adapters += failed_adapters.get(epoch, ())
-                has_news = tray.outputs or tray.failed_adapters or tray.news != tray.told
+                tray.adapters.update(adapters)
+                has_news = tray.outputs or tray.adapters or tray.news != tray.told
                 if has_news and not tray.is_called:
                     tray.is_called = True
                     tray.wake()
@@ -151,12 +161,10 @@ class Outbox:
         """All that waits for a stream."""
         with self._lock:
             tray = self._trays[epoch]
-            mail = Mail(
-                list(tray.outputs.values()), tray.status, tray.num_preempted, tray.acknowledged, tray.failed_adapters
-            )
+            mail = Mail(list(tray.outputs.values()), tray.status, tray.num_preempted, tray.acknowledged, tray.adapters)
             tray.outputs = {}
             tray.num_preempted = 0
-            tray.failed_adapters = []
+            tray.adapters = {}
             tray.is_called = False
             tray.told = tray.news
             return mail

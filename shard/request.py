@@ -83,6 +83,8 @@ class Request:
     """First come, first served: lower goes first."""
     row: int = -1
     """Index of the request's row of device state, -1 while it waits."""
+    slot: int = -1
+    """The adapter's slot while the request runs, -1 for the bare base."""
     page_ids: list[int] = field(default_factory=list)
     """KV pages in the order of positions."""
     page_hashes: list[bytes] = field(default_factory=list)

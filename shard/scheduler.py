@@ -11,6 +11,7 @@ from math import inf
 
 from shard.kv_cache import Admission, KvCache
 from shard.request import FinishReason, Request
+from shard.slots import AdapterSlots
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,11 @@ class Share:
 class Scheduler:
     """The running and the waiting requests of one shard."""
 
-    def __init__(self, cache: KvCache, limits: Limits) -> None:
+    def __init__(self, cache: KvCache, limits: Limits, adapters: AdapterSlots | None = None) -> None:
+        """Without `adapters` every request is for the bare base."""
         self.cache = cache
         self.limits = limits
+        self.adapters = adapters
         self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of admission
         self.waiting: list[Request] = []  # in order of arrival
@@ -132,6 +135,22 @@ class Scheduler:
         self.finish(request, FinishReason.ERROR)
         return True
 
+    def fail_adapter(self, digest: str) -> list[Request]:
+        """End the requests that wait for an adapter which will not come."""
+        lost = [request for request in self.waiting if request.adapter_digest == digest]
+        for request in lost:
+            self.finish(request, FinishReason.ERROR)
+        return lost
+
+    @property
+    def num_parked(self) -> int:
+        """Waiting requests whose adapter is not in a slot."""
+        adapters = self.adapters
+        if adapters is None:
+            return 0
+        digests = (request.adapter_digest for request in self.waiting)
+        return sum(1 for digest in digests if digest and not adapters.is_resident(digest))
+
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now; its pages and row go back as soon as no launched step writes them."""
         request.finish_reason = reason
@@ -150,6 +169,8 @@ class Scheduler:
         self.cache.check(owners)
         if sorted([*self._rows, *(request.row for request in owners)]) != list(range(self.limits.max_running)):
             raise RuntimeError("rows of device state leaked")
+        if self.adapters is not None:
+            self.adapters.check(request.adapter_digest for request in owners if request.slot >= 0)
 
     def _launch(self, request: Request, num_tokens: int, budget: "Budget") -> Share:
         if num_tokens > 1:
@@ -181,11 +202,18 @@ class Scheduler:
         self._enqueue(request)
 
     def _admit(self, shares: list[Share], budget: "Budget") -> None:
-        """Let waiting requests run, in order. One that awaits a page of another is passed over; else none overtakes."""
+        """Let waiting requests run, in order. One that awaits its adapter or a page of another is passed over; else
+        none overtakes.
+        """
         index = 0
         while index < len(self.waiting) and self._rows and budget.num_left > 0:
             request = self.waiting[index]
+            if not self._take_slot(request):
+                index += 1
+                continue
             admission = self.cache.admit(request, num_spare=len(self.running))
+            if admission is not Admission.ADMITTED:
+                self._give_back_slot(request)
             if admission is Admission.FULL:
                 return
             if admission is Admission.AWAITS:
@@ -203,6 +231,20 @@ class Scheduler:
                 return
             shares.append(self._launch(request, num_tokens, budget))
 
+    def _take_slot(self, request: Request) -> bool:
+        if self.adapters is None or not request.adapter_digest:
+            return True
+        slot = self.adapters.acquire(request.adapter_digest)
+        if slot is None:
+            return False
+        request.slot = slot
+        return True
+
+    def _give_back_slot(self, request: Request) -> None:
+        if self.adapters is not None and request.slot >= 0:
+            self.adapters.release(request.adapter_digest)
+            request.slot = -1
+
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda other: other.order)
         self.num_waiting_tokens += len(request.token_ids)
@@ -214,6 +256,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.cache.release(request)
+        self._give_back_slot(request)
         self._rows.append(request.row)
         self.freed_rows.append(request.row)
         request.row = -1

@@ -87,9 +87,10 @@ def fill_inputs(inputs: StepInputs, layout: Layout, shares: list[Share], sampler
         indices = torch.tensor(layout.device_indices, dtype=torch.long).to(device, non_blocking=True)
         rows = torch.tensor(layout.device_rows, dtype=torch.long).to(device, non_blocking=True)
         input_ids.index_copy_(0, indices, sampler.last_tokens.index_select(0, rows))
-    logits_rows = torch.tensor(layout.sample_indices + layout.score_indices, dtype=torch.long)
-    segments = [Segment(share.start, share.num_tokens, share.request.page_ids) for share in shares]
-    inputs.fill(segments, input_ids, logits_rows.to(device, non_blocking=True))
+    host_rows = layout.sample_indices + layout.score_indices
+    logits_rows = torch.tensor(host_rows, dtype=torch.long)
+    segments = [Segment(share.start, share.num_tokens, share.request.page_ids, share.request.slot) for share in shares]
+    inputs.fill(segments, input_ids, logits_rows.to(device, non_blocking=True), host_rows)
 
 
 def token_output(request: Request, sampled: HostSampled, row: int) -> Output:

@@ -18,6 +18,7 @@ MAX_MESSAGE_BYTES = 3 << 20
 BYTES_PER_ITEM = 10
 """No token id, log probability or flag takes more, two alternatives' parts counted one by one."""
 MAX_ALTERNATIVES = 256
+HEX_DIGITS = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Bounds:
     vocab_size: int
     max_total_tokens: int
     num_kv_tokens: int
+    has_adapters: bool = False
 
 
 def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
@@ -35,8 +37,9 @@ def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
         epoch=epoch,
         submits=[read_submit(epoch, submit, bounds) for submit in command.submits],
         abort_ids=list(command.abort_ids),
-        adapter_digests=[adapter.digest for adapter in command.prefetches]
-        + [pin.digest for pin in command.pins if pin.pinned],
+        prefetches=[adapter.digest for adapter in command.prefetches if is_digest(adapter.digest)],
+        pins=[(pin.digest, pin.pinned) for pin in command.pins if is_digest(pin.digest)],
+        unloads=[digest for digest in command.unload_digests if is_digest(digest)],
         drain=command.drain,
     )
 
@@ -76,6 +79,7 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
             prefill_alternatives=logprobs.prefill_alternatives,
         ),
         stop_ids=frozenset(submit.stop_ids),
+        adapter_digest=submit.adapter.digest,
         cache_salt=submit.cache_salt,
         deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
     )
@@ -96,8 +100,8 @@ def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
         return f"prompt and max_new_tokens make {total} tokens; this shard takes {bounds.max_total_tokens}"
     if total > bounds.num_kv_tokens:
         return f"prompt and max_new_tokens make {total} tokens; the KV memory holds {bounds.num_kv_tokens}"
-    if submit.adapter.digest or submit.adapter.id:
-        return "adapters are not supported yet"
+    if submit.HasField("adapter") and not (bounds.has_adapters and is_digest(submit.adapter.digest)):
+        return "this shard serves no adapters" if not bounds.has_adapters else "an adapter's digest is 64 hex digits"
     if submit.speculation.method not in ("", "off") or submit.prediction_ids:
         return "speculation is not supported yet"
     if submit.grammar:
@@ -106,6 +110,11 @@ def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
     if max(logprobs.alternatives, logprobs.prefill_alternatives) > min(MAX_ALTERNATIVES, bounds.vocab_size):
         return f"at most {min(MAX_ALTERNATIVES, bounds.vocab_size)} alternatives can be given"
     return find_sampling_fault(submit.sampling, bounds)
+
+
+def is_digest(text: str) -> bool:
+    """Whether a text can name an adapter, and with it a file."""
+    return len(text) == 64 and set(text) <= HEX_DIGITS
 
 
 def find_sampling_fault(sampling: pb.Sampling, bounds: Bounds) -> str:
@@ -153,8 +162,8 @@ def write_mail(mail: Mail, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:
     message = pb.StepOutput()
     message.CopyFrom(head)
     message.load.num_preempted = mail.num_preempted
-    for digest in mail.failed_adapters:
-        message.adapters.add(digest=digest, residency=pb.AdapterState.FAILED, reason="adapters are not supported yet")
+    for digest, (residency, reason) in mail.adapters.items():
+        message.adapters.add(digest=digest, residency=residency.value, reason=reason)
     size = 0
     for output in mail.outputs:
         for part in cut(output):

@@ -26,6 +26,8 @@ class Repository:
     gated: bool = False
     branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Further revisions by name."""
+    open: threading.Event | None = None
+    """Contents of files are sent once this is set."""
 
     def revision(self, name: str) -> tuple[str, dict[str, bytes]] | None:
         """Commit and files of a branch or a commit."""
@@ -51,6 +53,14 @@ class HubServer:
     repositories: dict[str, Repository]
     url: str = ""
     requests: list[str] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    """The Authorization header of each."""
+    ranges: list[str] = field(default_factory=list)
+    """What was asked for of files that were asked for in part."""
+    status: int | None = None
+    """Answered to everything, where it is set."""
+    cut_after: int | None = None
+    """Bytes after which the connection of a file ends, where it is set."""
 
 
 @contextmanager
@@ -91,6 +101,9 @@ class _Answers(http.server.BaseHTTPRequestHandler):
     def _answer(self, body: bool) -> None:
         path = urllib.parse.urlsplit(self.path).path
         self.state.requests.append(f"{self.command} {path}")
+        self.state.tokens.append(self.headers.get("Authorization", ""))
+        if self.state.status is not None:
+            return self._refuse(self.state.status, "Broken", "out of order", body)
         found = _API.fullmatch(path) or _FILE.fullmatch(path)
         if found is None:
             return self._send(404, {"X-Error-Message": "no such page"}, b"{}", body)
@@ -105,8 +118,10 @@ class _Answers(http.server.BaseHTTPRequestHandler):
             return self._refuse(404, "RevisionNotFound", "Invalid rev id", body)
         commit, files = version
         if "name" in found.groupdict():
+            if body and repository.open is not None:
+                repository.open.wait(60)
             return self._file(commit, files, urllib.parse.unquote(found["name"]), body)
-        answer = _tree(files) if found["kind"] == "tree" else _info(found["id"], commit, files)
+        answer = _tree(files) if found["kind"] == "tree" else _info(found["id"], commit, files, repository)
         return self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode(), body)
 
     def _file(self, commit: str, files: dict[str, bytes], name: str, body: bool) -> None:
@@ -122,6 +137,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted is None:
             return self._send(200, headers, content, body)
+        self.state.ranges.append(wanted[0])
         start, end = int(wanted[1]), int(wanted[2] or len(content) - 1)
         headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
         return self._send(206, headers, content[start : end + 1], body)
@@ -137,18 +153,21 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if body:
+            cut = self.state.cut_after
+            if cut is not None and len(content) > cut:
+                content, self.close_connection = content[:cut], True
             self.wfile.write(content)
 
 
-def _info(id: str, commit: str, files: dict[str, bytes]) -> dict[str, Any]:
+def _info(id: str, commit: str, files: dict[str, bytes], repository: Repository) -> dict[str, Any]:
     return {
         "_id": commit[:24],
         "id": id,
         "modelId": id,
         "sha": commit,
-        "private": False,
+        "private": repository.token is not None and not repository.gated,
         "disabled": False,
-        "gated": False,
+        "gated": "auto" if repository.gated else False,
         "downloads": 0,
         "likes": 0,
         "tags": [],

@@ -2,7 +2,6 @@
 
 from launcher.flag import Flag, Kind
 
-_BASE_ONLY = "this version serves the base model alone, adapters are not there yet"
 _NO_SPECULATION = "this version does not speculate yet"
 _UNQUANTIZED = "this version serves float32, bfloat16 and float16 weights only"
 
@@ -130,83 +129,6 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Sampling": (
         Flag("watermark-gamma", Kind.NUMBER, 0.5, "share of green tokens of the watermark", least=0, most=1),
         Flag("watermark-delta", Kind.NUMBER, 2.0, "what the watermark adds to a green token's score"),
-    ),
-    "Adapters": (
-        Flag("adapter-id", Kind.TEXT, None, "adapter of requests that name none", refused=_BASE_ONLY),
-        Flag(
-            "adapter-source",
-            Kind.TEXT,
-            "hub",
-            "where --adapter-id comes from",
-            choices=("hub", "local", "s3", "pbase"),
-            refused=_BASE_ONLY,
-            harmless=("hub",),
-        ),
-        Flag(
-            "default-adapter-source",
-            Kind.TEXT,
-            None,
-            "where adapters of requests come from that name no source",
-            default_text="adapter-source",
-            choices=("hub", "local", "s3", "pbase"),
-            refused=_BASE_ONLY,
-            harmless=("hub",),
-        ),
-        Flag(
-            "preloaded-adapter-ids",
-            Kind.TEXT,
-            (),
-            "adapters that are loaded at start",
-            repeated=True,
-            refused=_BASE_ONLY,
-        ),
-        Flag(
-            "preloaded-adapter-source",
-            Kind.TEXT,
-            None,
-            "where they come from",
-            default_text="adapter-source",
-            choices=("hub", "local", "s3", "pbase"),
-            refused=_BASE_ONLY,
-            harmless=("hub",),
-        ),
-        Flag(
-            "merge-adapter-weights",
-            Kind.SWITCH,
-            False,
-            "fold --adapter-id into the base model",
-            refused=_BASE_ONLY,
-            harmless=(False,),
-        ),
-        Flag(
-            "max-active-adapters", Kind.INTEGER, 1024, "adapters in use at once", refused=_BASE_ONLY, harmless=(1024,)
-        ),
-        Flag(
-            "adapter-cycle-time-s",
-            Kind.INTEGER,
-            2,
-            "seconds an adapter stays in use while others wait",
-            refused=_BASE_ONLY,
-            harmless=(2,),
-        ),
-        Flag(
-            "adapter-memory-fraction",
-            Kind.NUMBER,
-            0.1,
-            "share of memory that is kept for adapters",
-            least=0,
-            most=1,
-            refused=_BASE_ONLY,
-            harmless=(0.1,),
-        ),
-        Flag(
-            "predibase-api-token",
-            Kind.TEXT,
-            None,
-            "token of Predibase's service",
-            secret=True,
-            no_effect="Predibase's service is not a source",
-        ),
     ),
     "Speculation": (
         Flag(

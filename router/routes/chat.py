@@ -17,6 +17,7 @@ from router.inflight import Generation
 from router.routes.openai import (
     FINISH_REASONS,
     Envelope,
+    Group,
     LogprobsWanted,
     VisibleTokens,
     chat_logprobs,
@@ -25,7 +26,7 @@ from router.routes.openai import (
     usage,
 )
 from router.schemas.openai import ChatRequest, read_chat
-from router.service import Service, Timing, cancel_all, now, told
+from router.service import Service, Timing, cancel_all, named, now, told
 from router.sse import DONE, EventStream, event
 
 
@@ -41,11 +42,13 @@ class ChatRoute:
         wanted = read_chat(await read_json(request, service.config.max_body_bytes), service.config)
         async with ClientWatch(request.receive):
             prompt = await service.tokenizer.render_chat(wanted.messages)
+            adapter = await service.adapter(request, wanted.common.adapter)
             # The template writes every special token itself.
             prompt_ids = await service.tokenizer.encode(prompt, add_special_tokens=False)
             logprobs = LogprobsWanted(wanted.num_logprobs)
             num_choices = wanted.common.num_choices
-            requests = requests_for(service, wanted.common, prompt_ids, num_choices, logprobs, request.state.request_id)
+            group = Group(request.state.request_id, adapter)
+            requests = requests_for(service, wanted.common, prompt_ids, num_choices, logprobs, group)
             service.validated(timing)
             generations = service.submit(requests, timing.arrived_at)
             if not wanted.common.stream:
@@ -53,17 +56,19 @@ class ChatRoute:
                     choices = await collect_all(generations)
                 finally:
                     cancel_all(generations)
+            else:
+                await named(generations)
         if wanted.common.stream:
             return EventStream(
                 self._events(request, wanted, generations, len(prompt_ids)),
-                stream_headers(service, len(prompt)) | ignored_fields(wanted.ignored),
+                stream_headers(service, len(prompt), generations[0]) | ignored_fields(wanted.ignored),
                 on_close=lambda: cancel_all(generations),
             )
         num_generated = sum(len(choice.tokens) for choice in choices)
         request.state.told = told(requests[0], num_generated, choices[0].finish_reason)
         counts = Counts(len(prompt), len(prompt_ids), num_generated, sum(choice.num_skipped for choice in choices))
         headers = answer_headers(service, timing, generations[0], counts) | ignored_fields(wanted.ignored)
-        whole = envelope(service, "chatcmpl", "chat.completion").around(
+        whole = envelope(service, "chatcmpl", "chat.completion", wanted.common).around(
             [self._choice(wanted, index, choice) for index, choice in enumerate(choices)],
             usage(len(prompt_ids), num_generated, choices[0].num_cached),
         )
@@ -84,7 +89,7 @@ class ChatRoute:
     async def _events(
         self, request: Request, wanted: ChatRequest, generations: list[Generation], num_prompt: int
     ) -> AsyncGenerator[bytes, None]:
-        frame = envelope(self._service, "chatcmpl", "chat.completion.chunk")
+        frame = envelope(self._service, "chatcmpl", "chat.completion.chunk", wanted.common)
         visible = [VisibleTokens(self._service) for _ in generations]
         num_generated = num_cached = 0
         opening = {"role": "assistant", "content": ""}

@@ -1,7 +1,7 @@
 """`/v1/completions`: one or several prompts, `n` and `best_of` of each, answers and streams in OpenAI's shapes."""
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -18,6 +18,7 @@ from router.inflight import Generation
 from router.routes.openai import (
     FINISH_REASONS,
     Envelope,
+    Group,
     LogprobsWanted,
     VisibleTokens,
     completion_logprobs,
@@ -27,7 +28,7 @@ from router.routes.openai import (
     usage,
 )
 from router.schemas.openai import CompletionRequest, read_completion
-from router.service import Service, Timing, cancel_all, now, told
+from router.service import Service, Timing, cancel_all, named, now, told
 from router.sse import DONE, EventStream, event
 
 
@@ -51,7 +52,8 @@ class CompletionsRoute:
         wanted = read_completion(await read_json(request, service.config.max_body_bytes), service.config)
         async with ClientWatch(request.receive):
             prompts = [await self._prompt(given, wanted.echo) for given in wanted.prompts]
-            requests = self._requests(wanted, prompts, request.state.request_id)
+            adapter = await service.adapter(request, wanted.common.adapter)
+            requests = self._requests(wanted, prompts, Group(request.state.request_id, adapter))
             service.validated(timing)
             generations = service.submit(requests, timing.arrived_at)
             if not wanted.common.stream:
@@ -59,12 +61,14 @@ class CompletionsRoute:
                     sequences = await collect_all(generations)
                 finally:
                     cancel_all(generations)
+            else:
+                await named(generations)
         characters = sum(len(prompt.text) for prompt in prompts)
         ignored = ignored_fields(wanted.ignored)
         if wanted.common.stream:
             return EventStream(
                 self._events(request, wanted, prompts, generations),
-                stream_headers(service, characters) | ignored,
+                stream_headers(service, characters, generations[0]) | ignored,
                 on_close=lambda: cancel_all(generations),
             )
         num_prompt = sum(len(prompt.ids) for prompt in prompts)
@@ -72,7 +76,7 @@ class CompletionsRoute:
         request.state.told = told(requests[0], num_generated, sequences[0].finish_reason)
         counts = Counts(characters, num_prompt, num_generated, sum(sequence.num_skipped for sequence in sequences))
         num_cached = sum(sequence.num_cached for sequence in sequences[:: wanted.best_of])
-        whole = envelope(service, "cmpl", "text_completion").around(
+        whole = envelope(service, "cmpl", "text_completion", wanted.common).around(
             self._choices(wanted, prompts, sequences), usage(num_prompt, num_generated, num_cached)
         )
         headers = answer_headers(service, timing, generations[0], counts) | ignored
@@ -97,13 +101,13 @@ class CompletionsRoute:
             detokenizer.flush()
         )
 
-    def _requests(self, wanted: CompletionRequest, prompts: list[Prompt], request_id: str) -> list[GenerationRequest]:
+    def _requests(self, wanted: CompletionRequest, prompts: list[Prompt], whole: Group) -> list[GenerationRequest]:
         """`best_of` for each prompt, in the order of the prompts."""
         logprobs = LogprobsWanted(wanted.num_logprobs, prompt=wanted.echo)
         requests: list[GenerationRequest] = []
         for index, prompt in enumerate(prompts):
-            group_id = f"{request_id}/{index}" if len(prompts) > 1 else request_id
-            requests += requests_for(self._service, wanted.common, prompt.ids, wanted.best_of, logprobs, group_id)
+            group = replace(whole, id=f"{whole.id}/{index}") if len(prompts) > 1 else whole
+            requests += requests_for(self._service, wanted.common, prompt.ids, wanted.best_of, logprobs, group)
         return requests
 
     def _choices(
@@ -140,7 +144,7 @@ class CompletionsRoute:
     async def _events(
         self, request: Request, wanted: CompletionRequest, prompts: list[Prompt], generations: list[Generation]
     ) -> AsyncGenerator[bytes, None]:
-        frame = envelope(self._service, "cmpl", "text_completion")
+        frame = envelope(self._service, "cmpl", "text_completion", wanted.common)
         echoed = [prompts[index // wanted.best_of].text if wanted.echo else "" for index in range(len(generations))]
         visible = [VisibleTokens(self._service, len(text)) for text in echoed]
         only_prompt = wanted.common.max_tokens == 0

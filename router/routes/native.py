@@ -14,6 +14,7 @@ from router.disconnect import ClientWatch
 from router.errors import RouterError, lorax_body
 from router.generation import GenerationRequest, Token
 from router.headers import Counts, answer_headers, ignored_fields, stream_headers
+from router.inflight import Generation
 from router.schemas.native import NativeRequest, check_lengths, check_rules, read_native
 from router.service import Service, Timing, cancel_all, now, random_seed, told
 from router.sse import EventStream, event
@@ -38,7 +39,7 @@ class NativeRoutes:
     async def generate_stream(self, request: Request) -> Response:
         arrived_at = now()
         body = await read_json(request, self._service.config.max_body_bytes)
-        return self._stream(request, read_native(body, with_stream=False), arrived_at)
+        return await self._stream(request, read_native(body, with_stream=False), arrived_at)
 
     async def compat(self, request: Request) -> Response:
         """`/` and `/invocations`: one route for both, and a list of one when not streaming."""
@@ -46,14 +47,14 @@ class NativeRoutes:
         body = await read_json(request, self._service.config.max_body_bytes)
         native = read_native(body, with_stream=True)
         if native.stream:
-            return self._stream(request, native, arrived_at)
+            return await self._stream(request, native, arrived_at)
         return await self._answer(request, native, arrived_at, as_list=True)
 
     async def _answer(self, request: Request, native: NativeRequest, arrived_at: float, *, as_list: bool) -> Response:
         parameters = native.parameters
         timing = Timing(arrived_at)
         async with ClientWatch(request.receive):
-            wanted = await self._prepare(native, request.state.request_id, streaming=False)
+            wanted = await self._prepare(request, native, streaming=False)
             self._service.validated(timing)
             num_sequences = max(parameters.best_of or 1, 1)
             wanted_all = [wanted] + [replace(wanted, seed=random_seed()) for _ in range(num_sequences - 1)]
@@ -74,29 +75,38 @@ class NativeRoutes:
         content = orjson.dumps([answer] if as_list else answer)
         return Response(content, headers=headers | ignored_fields(native.ignored), media_type="application/json")
 
-    def _stream(self, request: Request, native: NativeRequest, arrived_at: float) -> EventStream:
-        headers = stream_headers(self._service, len(native.inputs)) | ignored_fields(native.ignored)
-        return EventStream(self._events(request, native, Timing(arrived_at)), headers)
-
-    async def _events(self, request: Request, native: NativeRequest, timing: Timing) -> AsyncGenerator[bytes, None]:
-        """One item per chunk with an event per token; a failure is the last event, as the status is sent already."""
+    async def _stream(self, request: Request, native: NativeRequest, arrived_at: float) -> EventStream:
+        """Begins once it is known which adapter answers. The status of a stream is 200 whatever happens, as LoRAX's."""
+        timing = Timing(arrived_at)
+        generation: Generation | None = None
         try:
-            wanted = await self._prepare(native, request.state.request_id, streaming=True)
-            self._service.validated(timing)
-            [generation] = self._service.submit([wanted], timing.arrived_at)
+            async with ClientWatch(request.receive):
+                wanted = await self._prepare(request, native, streaming=True)
+                self._service.validated(timing)
+                generation = await self._service.submit_named(wanted, arrived_at)
+            events = self._events(request, native, generation)
+        except RouterError as error:
+            request.state.failure = error
+            events = _only(event(lorax_body(error)))
+        headers = stream_headers(self._service, len(native.inputs), generation) | ignored_fields(native.ignored)
+        return EventStream(events, headers, on_close=None if generation is None else generation.cancel)
+
+    async def _events(
+        self, request: Request, native: NativeRequest, generation: Generation
+    ) -> AsyncGenerator[bytes, None]:
+        """One item per chunk with an event per token; a failure is the last event, as the status is sent already."""
+        wanted = generation.request
+        try:
             texts: list[str] = []
             num_tokens = 0
-            try:
-                while True:
-                    chunk = await generation.next()
-                    texts.append(chunk.text)
-                    num_tokens += len(chunk.tokens)
-                    if chunk.finish_reason is not None:
-                        break
-                    if chunk.tokens:
-                        yield b"".join([token_event(token) for token in chunk.tokens])
-            finally:
-                generation.cancel()
+            while True:
+                chunk = await generation.next()
+                texts.append(chunk.text)
+                num_tokens += len(chunk.tokens)
+                if chunk.finish_reason is not None:
+                    break
+                if chunk.tokens:
+                    yield b"".join([token_event(token) for token in chunk.tokens])
             request.state.told = told(wanted, num_tokens, chunk.finish_reason)
             details = None
             if native.parameters.details:
@@ -115,17 +125,19 @@ class NativeRoutes:
             request.state.failure = error
             yield event(lorax_body(error))
 
-    async def _prepare(self, native: NativeRequest, request_id: str, *, streaming: bool) -> GenerationRequest:
-        """Check, tokenize, check lengths. Raises ValidationError."""
-        config = self._service.config
-        check_rules(native, config, streaming=streaming)
+    async def _prepare(self, request: Request, native: NativeRequest, *, streaming: bool) -> GenerationRequest:
+        """Check, tokenize, check lengths, settle the adapter. Raises ValidationError or AdapterProblem."""
+        config, request_id = self._service.config, request.state.request_id
+        fields = check_rules(native, config, streaming=streaming)
         parameters = native.parameters
         prompt_ids = await self._service.tokenizer.encode(native.inputs)
         if parameters.truncate is not None:
             prompt_ids = prompt_ids[-parameters.truncate :]
+        max_new_tokens = check_lengths(len(prompt_ids), parameters.max_new_tokens, config)
         return GenerationRequest(
             prompt_ids=prompt_ids,
-            max_new_tokens=check_lengths(len(prompt_ids), parameters.max_new_tokens, config),
+            max_new_tokens=max_new_tokens,
+            adapter=await self._service.adapter(request, fields),
             seed=random_seed() if parameters.seed is None else parameters.seed,
             sampling=parameters.sampling(),
             stop_strings=parameters.stop,
@@ -169,6 +181,10 @@ class NativeRoutes:
                 for loser in losers
             ]
         return details
+
+
+async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
+    yield item
 
 
 def _token(token: Token) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from router.adapter import Adapter
 from router.generation import FinishReason, GenerationRequest, Token
 from router.schemas.openai import CommonFields, check_lengths
 from router.service import Service, random_seed
@@ -23,13 +24,21 @@ class LogprobsWanted:
     prompt: bool = False
 
 
+@dataclass(frozen=True)
+class Group:
+    """What the sequences of one prompt share beside it."""
+
+    id: str
+    adapter: Adapter | None
+
+
 def requests_for(
     service: Service,
     common: CommonFields,
     prompt_ids: list[int],
     num_sequences: int,
     logprobs: LogprobsWanted,
-    group_id: str,
+    group: Group,
 ) -> list[GenerationRequest]:
     """The sequences of one prompt: they share its computation and differ in their seed."""
     count = logprobs.num_alternatives or 0
@@ -47,8 +56,9 @@ def requests_for(
         prefill_logprobs=logprobs.prompt and logprobs.num_alternatives is not None,
         num_prefill_alternatives=count if logprobs.prompt else 0,
         raw_logprobs=True,
-        group_id=group_id if num_sequences > 1 else "",
-        request_id=group_id,
+        group_id=group.id if num_sequences > 1 else "",
+        request_id=group.id,
+        adapter=group.adapter,
     )
     seeds = [random_seed() if common.seed is None else (common.seed + index) % 2**64 for index in range(num_sequences)]
     return [replace(first, seed=seed) for seed in seeds]
@@ -79,11 +89,12 @@ class Envelope:
         return whole
 
 
-def envelope(service: Service, prefix: str, kind: str) -> Envelope:
+def envelope(service: Service, prefix: str, kind: str, common: CommonFields) -> Envelope:
     """A new one, with an id of its own."""
     info = service.dispatcher.info
     fingerprint = f"{info.version}-{info.dtype.removeprefix('torch.')}-{info.device}" if info is not None else "unknown"
-    return Envelope(f"{prefix}-{secrets.token_hex(16)}", kind, int(time.time()), service.config.model_id, fingerprint)
+    model = common.adapter.name or service.config.model_id
+    return Envelope(f"{prefix}-{secrets.token_hex(16)}", kind, int(time.time()), model, fingerprint)
 
 
 def usage(num_prompt: int, num_completion: int, num_cached: int) -> dict[str, Any]:

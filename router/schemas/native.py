@@ -3,12 +3,13 @@
 Knows no tokens: rules on lengths are in `check_lengths`, asked once the prompt is tokenized.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from router.config import RouterConfig
 from router.errors import UnsupportedField, ValidationError
 from router.generation import Sampling
+from router.schemas.adapters import AdapterFields, read_merge
 from router.schemas.fields import Fields
 
 LATER_FIELDS = ("response_format", "speculation", "speculative_tokens", "prediction", "tools", "tool_choice")
@@ -20,9 +21,9 @@ class NativeParameters:
     """`parameters`, typed but not yet checked."""
 
     adapter_id: str | None
+    adapter_source: str | None
+    api_token: str | None = field(repr=False)
     merged_adapters: dict[str, Any] | None
-    merged_ids: list[str]
-    merged_weights: list[float]
     best_of: int | None
     temperature: float | None
     repetition_penalty: float | None
@@ -96,16 +97,11 @@ def read_native(body: dict[str, Any], *, with_stream: bool) -> NativeRequest:
 
 
 def _read_parameters(fields: Fields) -> NativeParameters:
-    merged = fields.mapping("merged_adapters")
-    merged_fields = Fields(merged or {}, "parameters.merged_adapters.")
-    # Without an adapter these two say nothing, as in LoRAX.
-    fields.text("adapter_source")
-    fields.text("api_token")
     return NativeParameters(
         adapter_id=fields.text("adapter_id"),
-        merged_adapters=merged,
-        merged_ids=merged_fields.texts("ids"),
-        merged_weights=merged_fields.numbers("weights"),
+        adapter_source=fields.text("adapter_source"),
+        api_token=fields.text("api_token"),
+        merged_adapters=fields.mapping("merged_adapters"),
         best_of=fields.integer("best_of", "usize"),
         temperature=fields.number("temperature"),
         repetition_penalty=fields.number("repetition_penalty"),
@@ -141,8 +137,8 @@ def _first_unserved(fields: Fields) -> str | None:
     return found
 
 
-def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool) -> None:
-    """Raise ValidationError for the first broken rule."""
+def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool) -> AdapterFields:
+    """Raise ValidationError for the first broken rule; what is said of adapters."""
     parameters = request.parameters
     if streaming:
         if parameters.best_of not in (None, 1):
@@ -151,25 +147,13 @@ def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool
             raise ValidationError(
                 "`decoder_input_details` == true is not supported when streaming tokens", "decoder_input_details"
             )
-    _check_adapters(parameters, config)
+    merge = read_merge(parameters.merged_adapters, parameters.adapter_id)
     _check_best_of(parameters, config)
     _check_sampling(parameters)
     _check_counts(request, config)
     if parameters.unserved is not None:
         raise UnsupportedField(parameters.unserved)
-
-
-def _check_adapters(parameters: NativeParameters, config: RouterConfig) -> None:
-    if parameters.merged_adapters is not None:
-        if parameters.adapter_id is not None:
-            raise ValidationError("at most one of `adapter_id` or `adapters` may be provided", "adapter_id")
-        if not parameters.merged_ids:
-            raise ValidationError("at least one adapter ID must be provided when setting `adapters`", "merged_adapters")
-        if len(parameters.merged_ids) != len(parameters.merged_weights):
-            raise ValidationError("number of adapter IDs must match number of adapter weights", "merged_adapters")
-        raise UnsupportedField("merged_adapters")
-    if parameters.adapter_id not in (None, "", "__base_model__", config.model_id):
-        raise UnsupportedField("adapter_id", "is not supported by this server, which serves its base model alone")
+    return AdapterFields(parameters.adapter_id, parameters.adapter_source, parameters.api_token, merge)
 
 
 def _check_best_of(parameters: NativeParameters, config: RouterConfig) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.config import RouterConfig
-from router.errors import ModelNotFound, UnsupportedField, ValidationError
+from router.errors import UnsupportedField, ValidationError
 from router.generation import Sampling
+from router.schemas.adapters import AdapterFields
 from router.schemas.fields import Fields
 
 MAX_CHOICES = 128
@@ -51,6 +52,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 class CommonFields:
     """What both routes share."""
 
+    adapter: AdapterFields
     sampling: Sampling
     num_choices: int
     max_tokens: int | None
@@ -85,16 +87,16 @@ class ChatRequest:
 
 
 def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionRequest:
-    """Type and check. Raises WrongJsonType, ValidationError or ModelNotFound."""
+    """Type and check. Raises WrongJsonType or ValidationError."""
     fields = Fields(body)
-    _check_model(fields, config)
+    model = _model(fields)
     prompts = _prompts(fields.take("prompt"))
     echo = fields.flag("echo")
     max_tokens = fields.integer("max_tokens", "u32")
     num_logprobs = fields.integer("logprobs", "u32")
     if num_logprobs is not None and num_logprobs > MAX_TOP_LOGPROBS:
         raise ValidationError(f"`logprobs` must be <= {MAX_TOP_LOGPROBS}. Given: {num_logprobs}", "logprobs")
-    common = _common(fields, config, 16 if max_tokens is None else max_tokens)
+    common = _common(fields, config, model, 16 if max_tokens is None else max_tokens)
     if max_tokens == 0 and not echo:
         raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
     best_of = _best_of(fields, common, config)
@@ -103,9 +105,9 @@ def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionReq
 
 
 def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
-    """Type and check. Raises WrongJsonType, ValidationError or ModelNotFound."""
+    """Type and check. Raises WrongJsonType or ValidationError."""
     fields = Fields(body)
-    _check_model(fields, config)
+    model = _model(fields)
     messages = _messages(fields.take("messages"))
     max_tokens = fields.integer("max_tokens", "u32")
     max_completion_tokens = fields.integer("max_completion_tokens", "u32")
@@ -120,7 +122,7 @@ def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
         raise ValidationError("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
     if top is not None and top > MAX_TOP_LOGPROBS:
         raise ValidationError(f"`top_logprobs` must be <= {MAX_TOP_LOGPROBS}. Given: {top}", "top_logprobs")
-    common = _common(fields, config, limit)
+    common = _common(fields, config, model, limit)
     _check_num_sequences(common.num_choices, config)
     return ChatRequest(common, messages, (top or 0) if wants_logprobs else None, fields.ignored())
 
@@ -144,23 +146,22 @@ def check_lengths(num_prompt: int, max_tokens: int | None, config: RouterConfig)
     return allowed
 
 
-def _check_model(fields: Fields, config: RouterConfig) -> None:
-    """LoRAX's empty name means the base model too."""
+def _model(fields: Fields) -> str:
+    """The base model, an adapter or an alias. LoRAX's empty name means what it means on LoRAX's routes."""
     model = fields.text("model")
     if model is None:
         raise ValidationError("you must provide a model parameter", "model")
-    if model not in ("", config.model_id):
-        raise ModelNotFound(model[:256])
+    return model
 
 
-def _common(fields: Fields, config: RouterConfig, max_tokens: int | None) -> CommonFields:
+def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | None) -> CommonFields:
     for name in LATER_FIELDS:
         value = fields.take(name)
         if value is not None and value not in _HARMLESS.get(name, ()):
             raise UnsupportedField(name)
-    # These say who asks, or nothing without an adapter.
-    for name in ("user", "adapter_source", "api_token"):
-        fields.text(name)
+    adapter = AdapterFields(
+        model, fields.text("adapter_source"), fields.text("api_token"), is_model=True, user=fields.text("user")
+    )
     num_choices = fields.integer("n", "u32")
     if num_choices is not None and not 1 <= num_choices <= MAX_CHOICES:
         raise ValidationError(f"`n` must be >= 1 and <= {MAX_CHOICES}. Given: {num_choices}", "n")
@@ -175,6 +176,7 @@ def _common(fields: Fields, config: RouterConfig, max_tokens: int | None) -> Com
     if fields.has("stream_options") and not stream:
         raise ValidationError("`stream_options` needs `stream` to be true", "stream_options")
     return CommonFields(
+        adapter=adapter,
         sampling=_sampling(fields),
         num_choices=num_choices or 1,
         max_tokens=max_tokens,

@@ -31,5 +31,5 @@ def assemble(
         num_parameters=sum(parameter.numel() for parameter in network.parameters()),
     )
     tabulate_rotary(network, num_positions, torch.empty(1, dtype=dtype, device=inputs.device))
-    replace_layers(network, backend, inputs, dtype)
-    return Model(network, backend, inputs, info)
+    sites = replace_layers(network, backend, inputs, dtype)
+    return Model(network, backend, inputs, info, sites)

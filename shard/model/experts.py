@@ -6,10 +6,14 @@ token's bits do not depend on its neighbours.
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
+from shard.batch import NO_ADAPTERS, AdapterRows, rows_of
+from shard.model.lora import ExpertSites, Product, adapt
 from shard.model.packing import PackedMatrix, pack
 
 NAME = "lorikeet"
@@ -27,8 +31,10 @@ class PackedExperts(nn.Module):
         super().__init__()
         if block.has_post_expert_norm or block._is_expert_parallel:
             raise ValueError(f"{type(block).__name__}: experts with a norm of their own are not served")
-        self.up = self._take(block, "gate_up_proj" if block.has_gate else "up_proj")
-        self.down = self._take(block, "down_proj")
+        names = up_name(block), "down_proj"
+        self.up, self.down = (self._take(block, name) for name in names)
+        sites: dict[str, ExpertSites] = getattr(block, "lorikeet_adapters", {})
+        self.up_adapters, self.down_adapters = (sites.get(name) for name in names)
 
     @staticmethod
     def _take(block: Any, name: str) -> list[PackedMatrix]:
@@ -50,22 +56,50 @@ class PackedExperts(nn.Module):
         order = expert_ids.flatten().argsort(stable=True)
         counts = torch.bincount(expert_ids.flatten(), minlength=len(self.up)).tolist()
         pairs = x[order // num_chosen]
+        up_rows = self._rows(self.up_adapters, x.shape[0], order // num_chosen)
+        down_rows = self._rows(self.down_adapters, x.shape[0], order // num_chosen)
         results = pairs.new_empty(pairs.shape[0], x.shape[1])
         first = 0
         for expert, count in enumerate(counts):
             if count:
-                results[first : first + count] = self._one(block, expert, pairs[first : first + count])
+                span = slice(first, first + count)
+                adapters = (_runs(up_rows, span), _runs(down_rows, span))
+                results[span] = self._one(block, expert, pairs[span], adapters)
                 first += count
         # [T, experts per token, H] back in the router's order
         unsorted = torch.empty_like(results).index_copy_(0, order, results).view(x.shape[0], num_chosen, -1)
         return (unsorted * weights[..., None]).sum(1).to(x.dtype)
 
-    def _one(self, block: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """One expert's tokens: [rows, H]. A single row is doubled, for bits are equal from two rows on."""
-        rows = x if x.shape[0] > 1 else x.expand(2, -1)
+    @staticmethod
+    def _rows(sites: ExpertSites | None, num_rows: int, tokens: torch.Tensor) -> npt.NDArray[np.int32] | None:
+        """[pairs] the adapter's slot of each pair; None when no adapter of the step changes these experts."""
+        slots = None if sites is None else sites.slots_of(num_rows)
+        return None if slots is None else slots[tokens.numpy()]
+
+    def _one(self, block: Any, expert: int, x: torch.Tensor, adapters: tuple[AdapterRows, AdapterRows]) -> torch.Tensor:
+        """One expert's tokens: [rows, H]. A single row is doubled, for bits are equal from two rows on.
+
+        `adapters`: which of the rows belong to adapters that change the first and the second product.
+        """
+        rows = x if x.shape[0] > 1 else x.expand(2, -1).contiguous()
         hidden = self.up[expert](rows)
+        if self.up_adapters is not None:
+            adapt(adapters[0], Product(self.up_adapters.experts[expert], rows, hidden))
         hidden = block._apply_gate(hidden) if block.has_gate else block.act_fn(hidden)
-        return self.down[expert](hidden)[: x.shape[0]]
+        output = self.down[expert](hidden)
+        if self.down_adapters is not None:
+            adapt(adapters[1], Product(self.down_adapters.experts[expert], hidden, output))
+        return output[: x.shape[0]]
+
+
+def up_name(block: Any) -> str:
+    """The parameter of the first product."""
+    return "gate_up_proj" if block.has_gate else "up_proj"
+
+
+def _runs(slots: npt.NDArray[np.int32] | None, span: slice) -> AdapterRows:
+    """Which rows of a span belong to which slot."""
+    return NO_ADAPTERS if slots is None else rows_of(slots[span].tolist())
 
 
 def packed_experts(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shard.model import kernels
+from shard.model.adapter_sites import JoinedSites, site_of
 from shard.model.packing import StreamedMatrix
 from shard.model.site import AttentionSite
 
@@ -32,6 +33,8 @@ class FusedAttention(nn.Module):
         self.options = options
         self.qkv = StreamedMatrix(torch.cat([part.weight.detach() for part in parts]), _joined_bias(parts))
         self.out = StreamedMatrix(block.o_proj.weight.detach(), block.o_proj.bias)
+        self.qkv_adapters = JoinedSites(self.qkv, [site_of(part) for part in parts])
+        self.out_adapters = JoinedSites(self.out, [site_of(block.o_proj)])
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
@@ -39,13 +42,17 @@ class FusedAttention(nn.Module):
         """hidden_states: [1, T, H]; position_embeddings: cos and sin, [1, T, D]. Returns ([1, T, H], None)."""
         # [1, T, (heads + 2 kv_heads) D]
         qkv = self.qkv(hidden_states)
+        self.qkv_adapters.adapt(hidden_states[0], qkv[0])
         cos, sin = (angles[0].contiguous() for angles in position_embeddings)
         kernels.rotate(qkv[0], self.num_heads + self.num_kv_heads, cos, sin)
         # [1, heads + 2 kv_heads, T, D]
         heads = qkv.view(1, qkv.shape[1], -1, self.head_dim).transpose(1, 2)
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         output = self.lorikeet_site(query, key, value, self.options)
-        return self.out(output.reshape(*hidden_states.shape[:-1], -1)), None
+        seen = output.reshape(*hidden_states.shape[:-1], -1)
+        projected = self.out(seen)
+        self.out_adapters.adapt(seen[0], projected[0])
+        return projected, None
 
 
 class Recorder:

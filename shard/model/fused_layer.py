@@ -5,14 +5,17 @@ code makes of the same parts. Where the attention cannot be called from compiled
 is what the single call is held against. Bfloat16 on CPU only.
 """
 
+import ctypes
 from typing import Any
 
 import torch
 from torch import nn
 
+from shard.batch import NO_ADAPTERS
 from shard.model import kernels
 from shard.model.fused_attention import FusedAttention, Recorder
 from shard.model.fusion import FusedMlp, FusedNorm
+from shard.model.lora import compiled
 
 NUM_TRIAL_TOKENS = 5
 
@@ -23,6 +26,9 @@ class FusedDecoderLayer(nn.Module):
     def __init__(self, input_norm: FusedNorm, attention: FusedAttention, post_norm: FusedNorm, mlp: FusedMlp) -> None:
         super().__init__()
         self.input_norm, self.attention, self.post_norm, self.mlp = input_norm, attention, post_norm, mlp
+        self.sites = [
+            site for joined in (attention.qkv_adapters, attention.out_adapters, *mlp.adapters) for site in joined.sites
+        ]
         self.layer = kernels.DecoderLayer(
             width=attention.out.out_features,
             num_heads=attention.num_heads,
@@ -36,11 +42,13 @@ class FusedDecoderLayer(nn.Module):
             gate=mlp.gate.packed.data_ptr(),
             up=mlp.up.packed.data_ptr(),
             down=mlp.down.packed.data_ptr(),
-            qkv_bias=_address(attention.qkv.bias),
-            out_bias=_address(attention.out.bias),
+            qkv_bias=address(attention.qkv.bias),
+            out_bias=address(attention.out.bias),
             input_epsilon=input_norm.epsilon,
             post_epsilon=post_norm.epsilon,
         )
+        for index, site in enumerate(self.sites):
+            self.layer.base_bias[index] = address(site.base_bias)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
@@ -50,8 +58,23 @@ class FusedDecoderLayer(nn.Module):
         native = site.backend.native(site.kv) if site.kv is not None else None
         if native is None:
             return self.one_by_one(hidden_states, position_embeddings)
+        adapters = self._adapters()
+        if adapters is None:
+            return self.one_by_one(hidden_states, position_embeddings)
         cos, sin = (angles[0].contiguous() for angles in position_embeddings)
-        return kernels.decoder_layer(self.layer, native, hidden_states.contiguous(), cos, sin)
+        return kernels.decoder_layer(self.layer, native, adapters, hidden_states.contiguous(), cos, sin)
+
+    def _adapters(self) -> kernels.AdapterStep | None:
+        """What compiled code is to know of this step's adapters; None where it cannot reach them."""
+        rows = self.sites[0].rows if self.sites else NO_ADAPTERS
+        if not len(rows):
+            return kernels.AdapterStep()
+        function = compiled(torch.bfloat16)
+        if function is None:
+            return None
+        for index, site in enumerate(self.sites):
+            self.layer.adapters[index] = ctypes.addressof(site.table)
+        return kernels.AdapterStep(function, rows.address, len(rows))
 
     def one_by_one(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
@@ -96,5 +119,5 @@ def _agree(layer: Any, twin: FusedDecoderLayer) -> bool:
     return isinstance(wanted, torch.Tensor) and torch.equal(wanted, got)
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
+def address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shard.model import kernels
+from shard.model.adapter_sites import JoinedSites, site_of
 from shard.model.packing import StreamedMatrix
 
 TOLERANCE = 2**-6
@@ -32,16 +33,31 @@ class FusedNorm(nn.Module):
 class FusedMlp(nn.Module):
     """`down(silu(gate x) * up x)` without biases."""
 
-    def __init__(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
-        """gate, up: [hidden, H]; down: [H, hidden]."""
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
-        self.gate, self.up, self.down = (StreamedMatrix(weight.detach(), None) for weight in (gate, up, down))
+        parts = (gate, up, down)
+        self.gate, self.up, self.down = (StreamedMatrix(part.weight.detach(), None) for part in parts)
+        matrices = (self.gate, self.up, self.down)
+        self.adapters = [JoinedSites(matrix, [site_of(part)]) for matrix, part in zip(matrices, parts, strict=True)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., H]."""
+        if self.adapters[0].is_active:
+            return self._adapted(x)
         return kernels.gated_mlp(
             x, self.gate.packed, self.up.packed, self.gate.out_features, self.down.packed, self.down.out_features
         )
+
+    def _adapted(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.gate.in_features)
+        of_gate, of_up, of_down = self.adapters
+        gate, up = self.gate(rows), self.up(rows)
+        of_gate.adapt(rows, gate)
+        of_up.adapt(rows, up)
+        hidden = kernels.silu_times(gate, up)
+        y = self.down(hidden)
+        of_down.adapt(hidden, y)
+        return y.view(*x.shape[:-1], -1)
 
 
 def fuse(module: nn.Module, shared: set[int]) -> nn.Module | None:
@@ -50,10 +66,10 @@ def fuse(module: nn.Module, shared: set[int]) -> nn.Module | None:
     if parts is not None:
         twin: nn.Module = FusedNorm(*parts)
         return twin if _agree(module, twin, parts[0].shape[0]) else None
-    matrices = _mlp_parts(module, shared)
-    if matrices is not None:
-        twin = FusedMlp(*matrices)
-        return twin if _agree(module, twin, matrices[0].shape[1]) else None
+    linears = _mlp_parts(module, shared)
+    if linears is not None:
+        twin = FusedMlp(*linears)
+        return twin if _agree(module, twin, linears[0].in_features) else None
     return None
 
 
@@ -68,17 +84,18 @@ def _norm_parts(module: nn.Module) -> tuple[torch.Tensor, float] | None:
     return weight, epsilon
 
 
-def _mlp_parts(module: nn.Module, shared: set[int]) -> tuple[torch.Tensor, ...] | None:
-    """Weights of gate, up and down of what may be a gated MLP."""
-    weights: list[torch.Tensor] = []
+def _mlp_parts(module: nn.Module, shared: set[int]) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
+    """Gate, up and down of what may be a gated MLP."""
+    linears: list[nn.Linear] = []
     for name in ("gate_proj", "up_proj", "down_proj"):
         part = getattr(module, name, None)
         if not isinstance(part, nn.Linear) or getattr(part, "bias", None) is not None:
             return None
         if part.in_features % 2 or id(part.weight) in shared:
             return None
-        weights.append(part.weight)
-    return tuple(weights)
+        linears.append(part)
+    gate, up, down = linears
+    return gate, up, down
 
 
 def _agree(plain: nn.Module, twin: nn.Module, width: int) -> bool:

@@ -138,6 +138,12 @@ static inline void gate_row(const bf16 *gate, const bf16 *up, bf16 *h, int64_t w
     }
 }
 
+// h = silu(gate) * up, all [rows, n]; h may be gate
+void silu_times(const bf16 *gate, const bf16 *up, int64_t rows, int64_t n, bf16 *h, int threads) {
+#pragma omp parallel for num_threads(rows * n < 32768 ? 1 : threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) gate_row(gate + r * n, up + r * n, h + r * n, n);
+}
+
 // y = down(silu(gate x) * up x); x: [rows, k], gate and up packed [n, k], down packed [m, n], hidden: [rows, n] scratch
 void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const bf16 *up, int64_t n, const bf16 *down,
                int64_t m, bf16 *hidden, bf16 *y, int threads) {
@@ -206,18 +212,83 @@ static void add(const bf16 *x, const bf16 *h, int64_t n, bf16 *y, int threads) {
 typedef void attend_function(const void *layer, const void *step, const bf16 *query, const bf16 *key,
                              const bf16 *value, const int64_t *strides, bf16 *output, int threads);
 
+// Of lora.c: an adapter's share of a module, rows of a slot, a module's input and output, and what brings them together.
+typedef struct {
+    int64_t rank;
+    const void *a, *b, *scale, *bias;
+} AdapterWeights;
+typedef struct {
+    int32_t slot, first, count;
+} AdapterTask;
+typedef struct {
+    const AdapterWeights *slots;
+    const bf16 *x;
+    int64_t x_stride, num_in;
+    bf16 *y;
+    int64_t y_stride, num_out;
+    const float *base_bias;
+} AdapterPart;
+typedef void adapt_function(const AdapterPart *parts, int num_parts, const AdapterTask *tasks, int num_tasks, int threads);
+
+enum { Q, K, V, OUT, GATE, UP, DOWN, NUM_MODULES };
+
 typedef struct {
     int64_t width, num_heads, num_kv_heads, head_dim, num_hidden;
     const bf16 *input_norm, *post_norm;          // [width]
     const bf16 *qkv, *out, *gate, *up, *down;    // packed
     const float *qkv_bias, *out_bias;            // or NULL
     float input_epsilon, post_epsilon;
+    const AdapterWeights *adapters[NUM_MODULES]; // by slot
+    const float *base_bias[NUM_MODULES];         // each module's share of qkv_bias or out_bias, or NULL
 } DecoderLayer;
+
+// The rows of this step that belong to adapters; num_tasks may be 0.
+typedef struct {
+    adapt_function *adapt;
+    const AdapterTask *tasks;
+    int64_t num_tasks;
+} AdapterStep;
+
+static AdapterPart part(const DecoderLayer *layer, int module, const bf16 *x, int64_t num_in, bf16 *y, int64_t y_stride,
+                        int64_t num_out) {
+    AdapterPart made = {layer->adapters[module], x, num_in, num_in, y, y_stride, num_out, layer->base_bias[module]};
+    return made;
+}
+
+// Whether an adapter of this step changes the module.
+static int is_changed(const DecoderLayer *layer, int module, const AdapterStep *adapters) {
+    const AdapterWeights *slots = layer->adapters[module];
+    for (int64_t i = 0; i < adapters->num_tasks; i++) {
+        const AdapterWeights *w = slots + adapters->tasks[i].slot;
+        if (w->rank || w->scale || w->bias) return 1;
+    }
+    return 0;
+}
+
+// The gated MLP; where adapters change gate or up, these are whole before they meet. hidden: [2 rows, n] scratch
+static void adapted_mlp(const DecoderLayer *layer, const AdapterStep *adapters, const bf16 *x, int64_t rows, bf16 *hidden,
+                        bf16 *y, int threads) {
+    const int64_t width = layer->width, n = layer->num_hidden;
+    if (is_changed(layer, GATE, adapters) || is_changed(layer, UP, adapters)) {
+        bf16 *up = hidden + rows * n;
+        linear(x, rows, width, layer->gate, n, width, 0, hidden, threads);
+        linear(x, rows, width, layer->up, n, width, 0, up, threads);
+        AdapterPart both[] = {part(layer, GATE, x, width, hidden, n, n), part(layer, UP, x, width, up, n, n)};
+        adapters->adapt(both, 2, adapters->tasks, adapters->num_tasks, threads);
+        silu_times(hidden, up, rows, n, hidden, threads);
+        linear(hidden, rows, n, layer->down, width, n, 0, y, threads);
+    } else {
+        gated_mlp(x, rows, width, layer->gate, layer->up, n, layer->down, width, hidden, y, threads);
+    }
+    AdapterPart down = part(layer, DOWN, hidden, n, y, width, width);
+    adapters->adapt(&down, 1, adapters->tasks, adapters->num_tasks, threads);
+}
 
 // One decoder layer, the very calls that its parts would make one by one. x, y: [rows, width]; cos, sin: [rows, head_dim];
 // the attention knows `attended` rows, and a row beyond them has the first one's output.
-// scratch: rows * (width + (2 num_heads + 2 num_kv_heads) * head_dim + num_hidden)
-void decoder_layer(const DecoderLayer *layer, attend_function *attend, const void *kv, const void *step, const bf16 *x,
+// scratch: rows * (width + (2 num_heads + 2 num_kv_heads) * head_dim + 2 num_hidden)
+void decoder_layer(const DecoderLayer *layer, attend_function *attend, const void *kv, const void *step,
+                   const AdapterStep *adapters, const bf16 *x,
                    int64_t rows, int64_t attended, const bf16 *cos, const bf16 *sin, bf16 *scratch, bf16 *y,
                    int threads) {
     const int64_t width = layer->width, dim = layer->head_dim, out_width = layer->num_heads * dim;
@@ -227,12 +298,26 @@ void decoder_layer(const DecoderLayer *layer, attend_function *attend, const voi
 
     rms_norm(x, rows, width, layer->input_norm, layer->input_epsilon, h, threads);
     linear(h, rows, width, layer->qkv, columns, width, layer->qkv_bias, qkv, threads);
+    if (adapters->num_tasks) {
+        const int64_t keys = layer->num_kv_heads * dim;
+        AdapterPart parts[] = {part(layer, Q, h, width, qkv, columns, out_width),
+                               part(layer, K, h, width, qkv + out_width, columns, keys),
+                               part(layer, V, h, width, qkv + out_width + keys, columns, keys)};
+        adapters->adapt(parts, 3, adapters->tasks, adapters->num_tasks, threads);
+    }
     rotate(qkv, rows, columns, rotated, dim, cos, sin, threads);
     attend(kv, step, qkv, qkv + out_width, qkv + rotated * dim, strides, seen, threads);
     for (int64_t r = attended; r < rows; r++) memcpy(seen + r * out_width, seen, out_width * sizeof(bf16));
     linear(seen, rows, out_width, layer->out, width, out_width, layer->out_bias, h, threads);
+    if (adapters->num_tasks) {
+        AdapterPart out = part(layer, OUT, seen, out_width, h, width, width);
+        adapters->adapt(&out, 1, adapters->tasks, adapters->num_tasks, threads);
+    }
     add(x, h, rows * width, y, threads);
     rms_norm(y, rows, width, layer->post_norm, layer->post_epsilon, h, threads);
-    gated_mlp(h, rows, width, layer->gate, layer->up, layer->num_hidden, layer->down, width, hidden, h, threads);
+    if (adapters->num_tasks)
+        adapted_mlp(layer, adapters, h, rows, hidden, h, threads);
+    else
+        gated_mlp(h, rows, width, layer->gate, layer->up, layer->num_hidden, layer->down, width, hidden, h, threads);
     add(y, h, rows * width, y, threads);
 }

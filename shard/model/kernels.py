@@ -20,7 +20,16 @@ BLOCK = 64
 _SOURCE = Path(__file__).with_name("kernels.c")
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
+NUM_MODULES = 7
+"""Of a decoder layer: q, k, v, out, gate, up, down."""
+
 logger = logging.getLogger(__name__)
+
+
+class AdapterStep(ctypes.Structure):
+    """`AdapterStep` of kernels.c."""
+
+    _fields_ = [("adapt", _POINTER), ("tasks", _POINTER), ("num_tasks", _SIZE)]
 
 
 class DecoderLayer(ctypes.Structure):
@@ -31,13 +40,15 @@ class DecoderLayer(ctypes.Structure):
         *((name, _POINTER) for name in ("input_norm", "post_norm", "qkv", "out", "gate", "up", "down")),
         *((name, _POINTER) for name in ("qkv_bias", "out_bias")),
         *((name, ctypes.c_float) for name in ("input_epsilon", "post_epsilon")),
+        ("adapters", _POINTER * NUM_MODULES),
+        ("base_bias", _POINTER * NUM_MODULES),
     ]
 
     @property
     def scratch_width(self) -> int:
         """Elements of scratch per row."""
         heads: int = 2 * (self.num_heads + self.num_kv_heads)
-        return int(self.width + heads * self.head_dim + self.num_hidden)
+        return int(self.width + heads * self.head_dim + 2 * self.num_hidden)
 
 
 @cache
@@ -51,10 +62,11 @@ def _load() -> ctypes.CDLL:
     loaded.rms_norm.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, ctypes.c_float, _POINTER, _INT]
     loaded.rotate.argtypes = [_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _INT]
     loaded.decoder_layer.argtypes = [
-        ctypes.POINTER(DecoderLayer), _POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER,
-        _POINTER, _POINTER, _INT,
+        ctypes.POINTER(DecoderLayer), _POINTER, _POINTER, _POINTER, ctypes.POINTER(AdapterStep), _POINTER, _SIZE, _SIZE,
+        _POINTER, _POINTER, _POINTER, _POINTER, _INT,
     ]  # fmt: skip
-    for name in ("pack", "linear", "gated_mlp", "rms_norm", "rotate", "decoder_layer"):
+    loaded.silu_times.argtypes = [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT]
+    for name in ("pack", "linear", "gated_mlp", "silu_times", "rms_norm", "rotate", "decoder_layer"):
         getattr(loaded, name).restype = None
     return loaded
 
@@ -122,6 +134,15 @@ def gated_mlp(
     return y
 
 
+def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, rounded as the plain modules round. gate, up: [rows, n] contiguous. Returns [rows, n]."""
+    h = torch.empty_like(gate)
+    _load().silu_times(
+        gate.data_ptr(), up.data_ptr(), gate.shape[0], gate.shape[1], h.data_ptr(), torch.get_num_threads()
+    )
+    return h
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """`weight * bf16(x / sqrt(mean(x²) + epsilon))` over the last axis, which 16 divides. weight: [H] bfloat16."""
     x = x.contiguous()
@@ -151,7 +172,12 @@ def rotate(x: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor
 
 
 def decoder_layer(
-    layer: DecoderLayer, attention: NativeAttention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    layer: DecoderLayer,
+    attention: NativeAttention,
+    adapters: AdapterStep,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
 ) -> torch.Tensor:
     """What norm, attention, residual, norm, gated MLP and residual make of x, in one call.
 
@@ -165,6 +191,7 @@ def decoder_layer(
         attention.function,
         attention.layer,
         attention.step,
+        adapters,
         x.data_ptr(),
         num_rows,
         min(num_rows, attention.num_tokens),

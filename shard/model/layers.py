@@ -12,11 +12,13 @@ from transformers.pytorch_utils import Conv1D
 from shard.attention import AttentionBackend
 from shard.batch import StepInputs
 from shard.model import kernels
+from shard.model.adapter_sites import Site, hook_plain, mark_sites, site_of
 from shard.model.experts import PackedExperts, is_experts
 from shard.model.fused_attention import fuse_attention
 from shard.model.fused_layer import fuse_layer
 from shard.model.fusion import FusedNorm, fuse
 from shard.model.legacy import replace_legacy
+from shard.model.lora import AdapterSite, adapt_output
 from shard.model.packing import can_pack, pack, return_freed_memory
 from shard.model.site import AttentionSite
 
@@ -24,25 +26,42 @@ from shard.model.site import AttentionSite
 class PackedLinear(nn.Module):
     """`y = x Wᵀ + bias` with a packed weight that it alone owns."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, adapters: AdapterSite | None = None) -> None:
         """weight: [out, in]; bias: [out]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.matrix = pack(weight, bias)
+        self.adapters = adapters
+        if adapters is not None:
+            adapters.project = self.matrix.project
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in]. Returns [..., out]."""
-        return self.matrix(x)
+        y = self.matrix(x)
+        if self.adapters is not None:
+            adapt_output(self.adapters, x, y)
+        return y
 
 
-def replace_layers(network: nn.Module, backend: AttentionBackend, inputs: StepInputs, dtype: torch.dtype) -> None:
-    """Bind every attention module to the backend and, on CPU, give every weight matrix its packed layer."""
+def replace_layers(
+    network: nn.Module, backend: AttentionBackend, inputs: StepInputs, dtype: torch.dtype
+) -> dict[str, Site]:
+    """Bind every attention module to the backend and, on CPU, give every weight matrix its packed layer.
+
+    Returns where adapters can change the network, by module name.
+    """
     replace_legacy(network, backend, inputs)
+    sites = mark_sites(network, inputs)
     for module in list(network.modules()):
         if isinstance(getattr(module, "layer_idx", None), int):
             module.lorikeet_site = AttentionSite(backend, inputs)
-    if inputs.device.type != "cpu" or not can_pack(dtype):
-        return
+    if inputs.device.type == "cpu" and can_pack(dtype):
+        _pack_layers(network, dtype)
+    hook_plain(network)
+    return sites
+
+
+def _pack_layers(network: nn.Module, dtype: torch.dtype) -> None:
     tied = _shared_weights(network)
     if dtype == torch.bfloat16 and kernels.available():
         _fuse_children(network, tied)
@@ -72,7 +91,7 @@ def _packed(module: nn.Linear | Conv1D) -> PackedLinear:
     """The packed layer of a module, whose own weight is dropped. Conv1D keeps its weight as [in, out]."""
     weight = module.weight.detach()
     bias = None if module.bias is None else module.bias.detach()
-    packed = PackedLinear(weight.t() if isinstance(module, Conv1D) else weight, bias)
+    packed = PackedLinear(weight.t() if isinstance(module, Conv1D) else weight, bias, site_of(module))
     del module.weight
     return packed
 

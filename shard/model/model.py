@@ -3,6 +3,7 @@
 Runs transformers' own code on one flat row of T tokens; KV lives in pages that the attention backend owns.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from shard.attention import AttentionBackend
 from shard.batch import Segment, StepInputs
+from shard.model.adapter_sites import Site
 from shard.model.site import AttentionSite
 
 
@@ -30,12 +32,21 @@ class ModelInfo:
 class Model:
     """A loaded base model with paged KV."""
 
-    def __init__(self, network: nn.Module, backend: AttentionBackend, inputs: StepInputs, info: ModelInfo) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        backend: AttentionBackend,
+        inputs: StepInputs,
+        info: ModelInfo,
+        adapter_sites: Mapping[str, Site],
+    ) -> None:
         self.network = network
         self.backend = backend
         self.info = info
         self.page_size = backend.page_size
         self.inputs = inputs
+        self.adapter_sites = adapter_sites
+        """Where adapters can change the network, by module name."""
         self.sites = [module for module in network.modules() if isinstance(module, AttentionSite)]
         self._learn_shapes()
 
@@ -50,6 +61,11 @@ class Model:
             assert site.spec is not None
             site.kv = None
             site.kv = self.backend.allocate(site.spec, num_pages, self.info.dtype, self.info.device)
+
+    def allocate_adapters(self, num_slots: int) -> None:
+        """Room for so many adapters in a step, dropping what was there."""
+        for site in self.adapter_sites.values():
+            site.allocate(num_slots)
 
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:

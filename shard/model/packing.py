@@ -25,6 +25,10 @@ class PackedMatrix(ABC):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in]. Returns [..., out]."""
 
+    @abstractmethod
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, in]. Returns `x Wᵀ` without the bias: [rows, out]."""
+
 
 class BlockedMatrix(PackedMatrix):
     """oneDNN's own layout and product."""
@@ -36,6 +40,10 @@ class BlockedMatrix(PackedMatrix):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
         return y
 
 
@@ -50,6 +58,9 @@ class StreamedMatrix(PackedMatrix):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.linear(x, self.packed, self.out_features, self.bias)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.linear(x, self.packed, self.out_features, None)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -63,7 +63,7 @@ def test_bars_and_parts_belong_together() -> None:
 
 
 def test_declared_numbers_of_cases_are_those_that_exist() -> None:
-    from benchmarks import clients, exactness
+    from benchmarks import adapters_exact, clients, exactness
     from tests import tiny
     from tests.router.routes import test_lorax_client
     from tests.shard.sampling import test_law
@@ -72,6 +72,7 @@ def test_declared_numbers_of_cases_are_those_that_exist() -> None:
     assert len(named) == clients.NUM_TESTS
     assert len(tiny.VARIANTS) == exactness.NUM_ARCHITECTURES
     assert len(test_law.CASES) == exactness.NUM_LAWS
+    assert len(adapters_exact.ARCHITECTURES) == exactness.NUM_ADAPTED
 
 
 class Measured:

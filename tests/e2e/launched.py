@@ -106,7 +106,7 @@ class Launched:
 
     def wait_until_ready(self) -> Self:
         self.wait_for("is ready at")
-        assert len(self.children()) == 2
+        assert len(self.children()) == 3
         return self
 
     def signal(self, number: int) -> None:

@@ -3,7 +3,8 @@
 from dataclasses import fields
 from pathlib import Path
 
-from launcher import configs
+from adapters.loader.config import LoaderConfig
+from launcher import adapters, configs
 from launcher.model import ModelFolder, with_lengths
 from launcher.settings import read
 from router.config import RouterConfig
@@ -12,7 +13,9 @@ from shard.config import ShardConfig
 
 def plan(tmp_path: Path, *arguments: str) -> configs.Plan:
     settings = with_lengths(read(arguments, {}, "box"), {})
-    return configs.Plan(settings, ModelFolder("owner/name", tmp_path, "abc"), "cpu", tmp_path, "1.2.3")
+    (tmp_path / "config.json").write_text("{}")
+    kept = adapters.plan(settings, {"HF_HOME": str(tmp_path / "hub home"), "HF_TOKEN": "hf_own"}, tmp_path, tmp_path)
+    return configs.Plan(settings, ModelFolder("owner/name", tmp_path, "abc"), "cpu", tmp_path, "1.2.3", kept)
 
 
 def test_a_shard_reads_what_is_written(tmp_path: Path) -> None:
@@ -34,13 +37,34 @@ def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
     assert "x9" not in path.read_text()
 
 
+def test_a_loader_reads_what_is_written(tmp_path: Path) -> None:
+    given = plan(tmp_path, "--local-adapter-root", str(tmp_path), "--max-adapter-size", "1MiB")
+    loader = LoaderConfig.read(configs.write(tmp_path / "loader.json", configs.loader_fields(given)))
+    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
+    assert loader.sources == router.sources
+    assert loader.sources.local_roots == (str(tmp_path),)
+    assert loader.sources.max_adapter_bytes == 2**20
+    assert loader.socket == router.loader_address
+    assert Path(loader.adapter_store).is_dir()
+    assert Path(loader.adapter_store).is_relative_to(loader.sources.hidden[0])
+    shard = ShardConfig.read(configs.write(tmp_path / "shard.json", configs.shard_fields(given)))
+    assert shard.adapter_store == loader.adapter_store
+
+
+def test_the_operator_s_token_reaches_the_router_alone(tmp_path: Path) -> None:
+    given = plan(tmp_path)
+    assert RouterConfig.read(configs.write(tmp_path / "r", configs.router_fields(given))).hub_token == "hf_own"
+    assert "hf_own" not in str(configs.loader_fields(given)) + str(configs.shard_fields(given)) + repr(given)
+
+
 def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
     """A process started by hand and one started by the launcher behave alike."""
     own = {"model_id", "model_path", "model_sha", "listen", "shard_addresses", "parent_pid", "effective_configuration"}
-    own |= {"step_tokens"}
+    own |= {"step_tokens", "adapter_store", "loader_address", "sources", "hub_token", "socket"}
     for written, dataclass in (
         (configs.shard_fields(plan(tmp_path)), ShardConfig),
         (configs.router_fields(plan(tmp_path)), RouterConfig),
+        (configs.loader_fields(plan(tmp_path)), LoaderConfig),
     ):
         defaults = {field.name: field.default for field in fields(dataclass)}
         assert set(written) <= set(defaults)

@@ -17,7 +17,7 @@ import pytest
 
 from launcher.exits import Exit, LauncherError
 from launcher.process import Child
-from launcher.supervisor import SAME_REQUEST_S, Address, Signals, Supervisor
+from launcher.supervisor import SAME_REQUEST_S, Address, Processes, Signals, Supervisor
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
@@ -49,18 +49,31 @@ class Server:
         self.log = folder / "log"
         self.ready = False
         self.signals = Signals()
+        self.has_loader = False
 
-    def run(self, shard: dict[str, Any], router: dict[str, Any], *, drain: float = 5, at: str = "ready") -> Exit:
+    def run(
+        self,
+        shard: dict[str, Any],
+        router: dict[str, Any],
+        loader: dict[str, Any] | None = None,
+        *,
+        drain: float = 5,
+        at: str = "ready",
+    ) -> Exit:
         """Run with these configurations; SIGTERM comes when it is ready; `at once` again, `twice` later, `never`."""
         start_shard = lambda: self.child("shard", shard)
         start_router = lambda: self.child("router", {"port": self.port} | router)
-        supervisor = Supervisor([start_shard], start_router, Address("0.0.0.0", self.port), drain, LOG)
+        self.has_loader = loader is not None
+        start_loader = None if loader is None else lambda: self.child("loader", loader)
+        processes = Processes([start_shard], start_router, start_loader)
+        supervisor = Supervisor(processes, Address("0.0.0.0", self.port), drain, LOG)
         return supervisor.run(self.signals, lambda: self.when_ready(at))
 
     def when_ready(self, at: str) -> None:
         self.ready = True
         end = time.monotonic() + 60
-        while not {"shard started", "router started"} <= set(self.events) and time.monotonic() < end:
+        names = {"shard started", "router started"} | ({"loader started"} if self.has_loader else set())
+        while not names <= set(self.events) and time.monotonic() < end:
             time.sleep(0.02)
         if at == "twice":
             threading.Timer(2 * SAME_REQUEST_S, lambda: self.signals._note(signal.SIGTERM, None)).start()
@@ -123,6 +136,38 @@ def test_a_death_while_serving_ends_everything(server: Server, name: str, exit: 
     with pytest.raises(LauncherError, match=f"{name} was ended by SIGKILL while serving") as caught:
         server.run({}, {}, at="never")
     assert caught.value.exit is exit
+
+
+def test_a_loader_that_dies_at_start_is_said(server: Server) -> None:
+    with pytest.raises(LauncherError, match="loader ended with exit code 5 before the server was ready") as caught:
+        server.run({}, {"port": free_port()}, {"die_after_s": 0.0, "exit_code": 5}, at="never")
+    assert caught.value.exit is Exit.LOADER_FAILED
+
+
+def test_a_loader_is_started_again(server: Server) -> None:
+    when_ready = server.when_ready
+
+    def kill_when_ready(at: str) -> None:
+        when_ready(at)
+        (line,) = [line for line in server.log.read_text().splitlines() if line.startswith("loader started")]
+        os.kill(int(line.rpartition(" ")[2]), signal.SIGKILL)
+        threading.Thread(target=end_when_replaced).start()
+
+    def end_when_replaced() -> None:
+        end = time.monotonic() + 60
+        while server.events.count("loader started") < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        server.signals._note(signal.SIGTERM, None)
+
+    server.when_ready = kill_when_ready  # type: ignore[method-assign]
+    assert server.run({}, {}, {}, at="never") is Exit.OK
+    assert server.events.count("loader started") == 2
+
+
+def test_a_loader_that_always_dies_ends_everything(server: Server) -> None:
+    with pytest.raises(LauncherError, match="again and again while serving") as caught:
+        server.run({}, {}, {"die_after_s": 0.5, "exit_code": 1}, at="never")
+    assert caught.value.exit is Exit.LOADER_FAILED
 
 
 def test_a_second_signal_forces(server: Server) -> None:

@@ -16,12 +16,14 @@ import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
+from adapters.sources.settings import SourceSettings
 from proto import shard_pb2
 from router.app import create_app
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.metrics import Metrics
 from router.text.tokenizer import Tokenizer
+from tests.router.scripted_loader import ScriptedLoader
 from tests.router.scripted_shard import Script, ScriptedShard
 
 MODEL_ID = "test/model"
@@ -65,6 +67,9 @@ class Serving:
     dispatcher: Dispatcher
     metrics: Metrics
     backend: tokenizers.Tokenizer
+    loader: ScriptedLoader
+    roots: Path
+    """Where local adapters lie."""
 
     def ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -89,6 +94,14 @@ class Serving:
             text = (await response.aread()).decode()
         return parse_events(text)
 
+    def adapter(self, name: str, **files: str) -> str:
+        """A local adapter's folder; returns `name`."""
+        folder = self.roots / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, content in {"adapter_config.json": "{}", "adapter_model.safetensors": name, **files}.items():
+            (folder / file).write_text(content)
+        return name
+
     async def idle(self) -> None:
         """Wait until nothing runs, here and in the shard."""
         await self.shard.until(lambda: self.dispatcher.num_active == 0 and self.shard.num_running == 0)
@@ -107,7 +120,18 @@ def parse_events(text: str) -> list[Any]:
 
 @asynccontextmanager
 async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> AsyncIterator[Serving]:
-    """A router with a scripted shard; `fields` are RouterConfig's."""
+    """A router with a scripted shard; `fields` are RouterConfig's.
+
+    `adapters=True` serves adapters too, through a scripted loader, from local folders.
+    """
+    if fields.pop("adapters", False):
+        (folder / "roots").mkdir(exist_ok=True)
+        fields = {
+            "loader_address": str(folder / "loader.sock"),
+            "sources": SourceSettings(local_roots=(str(folder / "roots"),)),
+            "adapter_source": "local",
+            **fields,
+        }
     model_folder = write_model_folder(folder / "model", chat_template=fields.pop("chat_template", True))
     device = fields.pop("device", "cuda:0")
     shard = ScriptedShard(folder, lambda submit: Script([5] * submit.max_new_tokens), device=device)
@@ -121,6 +145,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             **fields,
         }
     )
+    loader = ScriptedLoader(folder)
     tokenizer = Tokenizer.load(config)
     metrics = Metrics(config.max_input_length, config.max_total_tokens)
     dispatcher = Dispatcher(config, tokenizer, metrics)
@@ -129,7 +154,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
         uvicorn.Config(app, port=0, http="httptools", ws="none", log_config=None, access_log=False, lifespan="off")
     )
     backend = tokenizers.Tokenizer.from_file(str(model_folder / "tokenizer.json"))
-    async with shard:
+    async with shard, loader:
         if connected:
             await dispatcher.start()
         running = asyncio.create_task(server._serve())
@@ -138,7 +163,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             port = server.servers[0].sockets[0].getsockname()[1]
             url = f"http://127.0.0.1:{port}"
             async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-                yield Serving(client, url, shard, dispatcher, metrics, backend)
+                yield Serving(client, url, shard, dispatcher, metrics, backend, loader, folder / "roots")
         finally:
             server.should_exit = True
             server.force_exit = True

@@ -29,6 +29,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = FairQueue(max_waiting=6, quantum=QUANTUM)
+        self.weights: dict[str, float] = {}
         self.waiting: dict[str, list[int]] = defaultdict(list)
         self.next_id = 0
 
@@ -39,7 +40,7 @@ class QueueMachine(RuleBasedStateMachine):
             with pytest.raises(QueueFull):
                 self.queue.push(key, self.next_id, tokens)
             return
-        self.queue.push(key, self.next_id, tokens)
+        self.queue.push(key, self.next_id, tokens, self.weights.get(key, 1.0))
         self.waiting[key].append(self.next_id)
 
     @rule()
@@ -77,7 +78,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), weight=st.sampled_from([0.5, 1.0, 3.0]))
     def weigh(self, key: str, weight: float) -> None:
-        self.queue.set_weight(key, weight)
+        self.weights[key] = weight
 
     @rule()
     def forget(self) -> None:
@@ -109,16 +110,17 @@ def test_shares_follow_the_weights_whenever_one_looks(data: st.DataObject, weigh
     queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
     keys = [f"key {index}" for index in range(len(weights))]
     key_of, cost_of, spent = {}, {}, dict.fromkeys(keys, 0)
+    weight_of: dict[str, float] = {}
     next_id = 0
 
     def push(key: str) -> None:
         nonlocal next_id
         next_id += 1
         key_of[next_id], cost_of[next_id] = key, data.draw(st.integers(1, most))
-        queue.push(key, next_id, cost_of[next_id])
+        queue.push(key, next_id, cost_of[next_id], weight_of[key])
 
     for key, weight in zip(keys, weights, strict=True):
-        queue.set_weight(key, weight)
+        weight_of[key] = weight
         push(key)
         push(key)
     lightest = min(weights)
@@ -194,4 +196,4 @@ def test_forgotten_keys_leave_no_trace() -> None:
 
 def test_a_weight_is_positive() -> None:
     with pytest.raises(ValueError, match="positive"):
-        FairQueue(10).set_weight("a", 0)
+        FairQueue(10).push("a", 1, 1, weight=0)

@@ -237,7 +237,7 @@ BAD_SUBMITS = {
     "the KV memory holds 400": make_submit(1, [1], 500),
     "max_new_tokens leaves nothing": make_submit(1, [1, 2, 3], 1, num_emitted=1),
     "no token of the prompt": make_submit(1, [1, 2], 5, num_emitted=2),
-    "adapters are not supported": make_submit(1, [1], adapter=pb.AdapterPin(digest="d")),
+    "this shard serves no adapters": make_submit(1, [1], adapter=pb.AdapterPin(digest="d" * 64)),
     "speculation is not supported": make_submit(1, [1], speculation=pb.Speculation(method="lookup")),
     "grammars are not supported": make_submit(1, [1], grammar="root ::= [a]"),
     "alternatives can be given": make_submit(1, [1], logprobs=pb.Logprobs(alternatives=VOCAB_SIZE + 1)),
@@ -264,13 +264,15 @@ def test_what_cannot_run_is_refused_with_a_sentence(make_shard: Make, connect: C
     assert stream.credit.acknowledged == len(submits) + 1
 
 
-def test_an_adapter_that_is_asked_for_is_told_to_have_failed(make_shard: Make, connect: Connect) -> None:
+def test_an_adapter_asked_of_a_shard_without_any_has_failed(make_shard: Make, connect: Connect) -> None:
     stream = connect(make_shard())
-    stream.send(prefetches=[pb.AdapterPin(digest="d1")])
+    digest = "d1" * 32
+    stream.send(prefetches=[pb.AdapterPin(digest=digest)])
     states: list[pb.AdapterState] = []
     while not states:
         states = list(stream.read().adapters)
-    assert (states[0].digest, states[0].residency) == ("d1", pb.AdapterState.FAILED)
+    assert (states[0].digest, states[0].residency) == (digest, pb.AdapterState.FAILED)
+    assert states[0].reason == "this shard serves no adapters"
 
 
 def test_a_shard_that_ends_finishes_and_says_the_rest(tmp_path: Path, connect: Connect) -> None:

@@ -31,7 +31,7 @@ def make_output(request_id: int, num_tokens: int, num_scores: int, width: int) -
 def test_large_mail_is_cut_and_complete() -> None:
     outputs = [make_output(1, 5000, 100_000, 5), make_output(2, 10, 0, 0), make_output(3, 40_000, 0, 20)]
     whole = {output.key[1]: output for output in outputs}
-    mail = Mail(outputs, Status(step=7, credit_requests=4), num_preempted=2, acknowledged=9, failed_adapters=[])
+    mail = Mail(outputs, Status(step=7, credit_requests=4), num_preempted=2, acknowledged=9, adapters={})
     messages = list(write_mail(mail, pb.Heartbeat()))
     assert len(messages) > 3
     assert sum(message.load.num_preempted for message in messages) == 2

@@ -1,0 +1,37 @@
+"""`python -m adapters LOADER.json`: the process that loads adapters for one host. Imports no torch.
+
+Exit code 0 after a clean end, else 1.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import structlog
+
+from adapters.loader import logs, process, server
+from adapters.loader.config import LoaderConfig
+
+log = structlog.get_logger()
+
+
+def main() -> int:
+    """Run the process; every failure is one line of log that says what is wrong."""
+    try:
+        path = Path(sys.argv[1])
+        config = LoaderConfig.read(path)
+        logs.configure(config.json_output, config.log_level)
+    except (ValueError, OSError, IndexError) as error:
+        print(f"adapters: {error}", file=sys.stderr)
+        return 1
+    process.end_with_parent(config.parent_pid) if config.parent_pid is not None else None
+    try:
+        asyncio.run(server.run(config, path))
+    except (ValueError, OSError) as error:
+        log.error("cannot load adapters", reason=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""The operator's list of adapters: a YAML file of aliases, read into entries or into what is wrong with each.
+
+    support:
+      source: hub
+      id: owner/support-lora
+      revision: v7
+      weight: 3
+    triage:
+      revisions: {owner/triage@v7: 0.9, owner/triage@v8: 0.1}
+
+Knows the file's words only; whether an adapter exists and can be served is for others to say. Imports no torch.
+"""
+
+import hashlib
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from adapters import refs
+from adapters.refs import Ref, Source
+
+MAX_FILE_BYTES = 64 << 20
+LONGEST_ALIAS = 256
+SOURCES = (Source.HUB, Source.LOCAL, Source.S3)
+_NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_INTEGERS = ("top_k", "max_new_tokens", "seed", "truncate")
+_SWITCHES = ("do_sample", "ignore_eos_token", "return_full_text")
+_FIELDS = ("source", "id", "revision", "revisions", "weight", "pin", "parameters", "chat_template", "keys")
+
+
+class CatalogueError(ValueError):
+    """The file as a whole cannot be used. The message is one sentence for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One of the adapters that answer for an alias."""
+
+    ref: Ref
+    share: float
+    """Of the alias's requests; all shares together are 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One alias."""
+
+    alias: str
+    versions: tuple[Version, ...]
+    weight: float = 1.0
+    """Its share of the queue, relative to others."""
+    pin: bool = False
+    """Whether it is loaded at start and stays."""
+    parameters: tuple[tuple[str, Any], ...] = ()
+    """Defaults of requests, in the words of LoRAX's `parameters`."""
+    chat_template: str | None = None
+    keys: frozenset[str] | None = None
+    """Names of the API keys that may use it; None is everyone."""
+
+    def choose(self, who: str) -> Version:
+        """The version for `who`: always the same one for the same text, by the shares over many."""
+        if len(self.versions) == 1:
+            return self.versions[0]
+        digest = hashlib.sha256(f"{self.alias}\0{who}".encode(errors="surrogatepass")).digest()
+        point = int.from_bytes(digest[:8], "big") / 2**64
+        for version in self.versions:
+            point -= version.share
+            if point < 0:
+                return version
+        return self.versions[-1]
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What one file says: entries by alias, and by alias why others are none."""
+
+    entries: dict[str, Entry]
+    problems: dict[str, str]
+
+
+def read(path: str | Path, default_source: Source = Source.HUB) -> Catalogue:
+    """Read the file. Raises CatalogueError where it is no catalogue at all."""
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise CatalogueError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise CatalogueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+    try:
+        return parse(content, default_source, Path(path).parent)
+    except CatalogueError as error:
+        raise CatalogueError(f"{path}: {error}") from None
+
+
+def parse(content: bytes | str, default_source: Source = Source.HUB, folder: Path | None = None) -> Catalogue:
+    """Read the text of a file whose relative paths begin in `folder`. Raises CatalogueError."""
+    values = load_yaml(content)
+    if isinstance(values, dict) and list(values) == ["adapters"] and _is_listing(values["adapters"]):
+        values = values["adapters"]
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise CatalogueError("it must be a mapping of aliases")
+    entries: dict[str, Entry] = {}
+    problems: dict[str, str] = {}
+    for alias, fields in values.items():
+        name = str(alias)[:LONGEST_ALIAS]
+        try:
+            entries[name] = _entry(alias, fields, default_source, folder)
+        except ValueError as error:
+            problems[name] = str(error)
+    return Catalogue(entries, problems)
+
+
+def load_yaml(content: bytes | str) -> Any:
+    """Plain values, no key twice. Raises CatalogueError with the place of the fault."""
+    try:
+        return yaml.load(content, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = "" if mark is None else f" in line {mark.line + 1}"
+        raise CatalogueError(f"it is not YAML: {error.problem or error.context}{where}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise CatalogueError(f"it is not YAML: {type(error).__name__}") from None
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Refuses a key that is given twice, where YAML's last word would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            value = key.value if isinstance(key, yaml.ScalarNode) else None
+            if value in seen and value != "<<":
+                raise yaml.constructor.ConstructorError(None, None, f"{value!r} is given twice", key.start_mark)
+            seen.add(value)
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def _is_listing(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
+
+
+def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None) -> Entry:
+    """Raises ValueError with a sentence."""
+    if not isinstance(alias, str) or not alias or len(alias) > LONGEST_ALIAS or not alias.isprintable():
+        raise ValueError(f"an alias is a text of 1 to {LONGEST_ALIAS} printable characters")
+    if not isinstance(fields, dict):
+        raise ValueError("it must be a mapping with an `id` or `revisions`")
+    unknown = sorted(str(name) for name in set(fields) - set(_FIELDS))
+    if unknown:
+        raise ValueError(f"it has unknown fields: {', '.join(unknown)} (known: {', '.join(_FIELDS)})")
+    weight = fields.get("weight", 1.0)
+    if not _is_number(weight) or not 0 < weight <= 1e6:
+        raise ValueError(f"`weight` must be a number above 0, not {weight!r}")
+    pin = fields.get("pin", False)
+    if not isinstance(pin, bool):
+        raise ValueError(f"`pin` must be true or false, not {pin!r}")
+    return Entry(
+        alias=alias,
+        versions=tuple(_versions(fields, _source(fields, default_source))),
+        weight=float(weight),
+        pin=pin,
+        parameters=tuple(_parameters(fields.get("parameters"))),
+        chat_template=_template(fields.get("chat_template"), folder),
+        keys=_keys(fields.get("keys")),
+    )
+
+
+def _source(fields: dict[str, Any], default: Source) -> Source:
+    given = fields.get("source", default.value)
+    if given not in [source.value for source in SOURCES]:
+        raise ValueError(f"`source` must be one of {', '.join(SOURCES)}, not {given!r}")
+    return Source(given)
+
+
+def _versions(fields: dict[str, Any], source: Source) -> Iterator[Version]:
+    if "revisions" in fields:
+        if "id" in fields or "revision" in fields:
+            raise ValueError("`revisions` takes the place of `id` and `revision`")
+        shares = fields["revisions"]
+        if not isinstance(shares, dict) or not shares:
+            raise ValueError("`revisions` must map names such as `owner/name@v7` to shares")
+        if not all(_is_number(share) and share > 0 for share in shares.values()):
+            raise ValueError("shares in `revisions` must be numbers above 0")
+        total = math.fsum(shares.values())
+        if not math.isclose(total, 1.0, abs_tol=1e-6):
+            raise ValueError(f"shares in `revisions` must add up to 1, not {total:g}")
+        for name, share in shares.items():
+            yield Version(_ref(name, None, source), share / total)
+        return
+    if "id" not in fields:
+        raise ValueError("it has neither `id` nor `revisions`")
+    yield Version(_ref(fields["id"], fields.get("revision"), source), 1.0)
+
+
+def _ref(name: Any, revision: Any, source: Source) -> Ref:
+    if not isinstance(name, str):
+        raise ValueError(f"an id is a text, not {name!r}")
+    ref = refs.parse(name, source)
+    if revision is None:
+        return ref
+    if source is not Source.HUB:
+        raise ValueError(f"`revision` is a word of the hub: an adapter of the source {source.value} has none")
+    if ref.revision is not None:
+        raise ValueError(f"{name} and `revision` name two revisions")
+    return refs.parse(f"{name}@{revision}", source)
+
+
+def _parameters(values: Any) -> Iterator[tuple[str, Any]]:
+    if values is None:
+        return
+    if not isinstance(values, dict):
+        raise ValueError("`parameters` must be a mapping")
+    for name, value in values.items():
+        if name == "max_tokens":  # OpenAI's word
+            name = "max_new_tokens"
+        if name in _NUMBERS:
+            fits = _is_number(value)
+        elif name in _INTEGERS:
+            fits = isinstance(value, int) and not isinstance(value, bool)
+        elif name in _SWITCHES:
+            fits = isinstance(value, bool)
+        elif name == "stop":
+            value = [value] if isinstance(value, str) else value
+            fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        else:
+            raise ValueError(f"`parameters` knows no {name!r}")
+        if not fits:
+            raise ValueError(f"`{name}` of `parameters` cannot be {value!r}")
+        yield name, value
+
+
+def _template(value: Any, folder: Path | None) -> str | None:
+    """The template itself where it looks like one, else the file of that name."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise ValueError("`chat_template` must be a template or the name of a file")
+    if "{{" in value or "{%" in value:
+        return value
+    try:
+        return ((folder or Path()) / value).read_text()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"the chat template {value} cannot be read: {reason}") from None
+
+
+def _keys(value: Any) -> frozenset[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
+        raise ValueError("`keys` must be a list of names of API keys")
+    return frozenset(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,77 @@
+"""What an adapter is called below the router: a hash of its content, or of what it is merged from. Imports no torch."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Self
+
+from adapters.errors import AdapterInvalid
+from adapters.pin import Pin
+
+STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties", "cat")
+SIGN_METHODS = ("total", "frequency")
+MOST_MERGED = 32
+
+
+def of_adapter(configuration: bytes, files: bytes) -> str:
+    """`configuration` in its canonical form, `files` a hash over the bytes of the weight files."""
+    return hashlib.sha256(configuration + b"\0" + files).hexdigest()
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Several adapters as one, in the words of PEFT's `add_weighted_adapter`."""
+
+    pins: tuple[Pin, ...]
+    weights: tuple[float, ...]
+    strategy: str
+    density: float
+    """The share of values that stays (ties and dare)."""
+    majority_sign_method: str
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Raises AdapterInvalid with a sentence for the user, or ValueError where a pin is none."""
+        pins = tuple(Pin.from_dict(pin) for pin in values.get("pins", ()))
+        weights = values.get("weights")
+        weights = [1.0] * len(pins) if weights is None else weights
+        strategy = values.get("strategy", "linear")
+        density: Any = values.get("density")
+        method = values.get("majority_sign_method") or "total"
+        if not 1 <= len(pins) <= MOST_MERGED:
+            raise AdapterInvalid(f"{len(pins)} adapters cannot be merged, only 1 to {MOST_MERGED}")
+        if not isinstance(weights, list) or len(weights) != len(pins) or not all(map(_is_weight, weights)):
+            raise AdapterInvalid(f"merging {len(pins)} adapters takes as many weights, each a number")
+        if strategy not in STRATEGIES:
+            raise AdapterInvalid(f"the strategy {str(strategy)[:40]!r} is none of {', '.join(STRATEGIES)}")
+        if method not in SIGN_METHODS:
+            raise AdapterInvalid(f"the sign method {str(method)[:40]!r} is none of {', '.join(SIGN_METHODS)}")
+        if strategy in ("linear", "cat"):
+            density = 1.0
+        elif not _is_number(density) or not 0 < density <= 1:
+            raise AdapterInvalid(f"merging by {strategy} takes a density above 0 and up to 1")
+        return cls(pins, tuple(map(float, weights)), strategy, float(density), method)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `from_dict` reads it."""
+        return {
+            "pins": [pin.as_dict() for pin in self.pins],
+            "weights": list(self.weights),
+            "strategy": self.strategy,
+            "density": self.density,
+            "majority_sign_method": self.majority_sign_method,
+        }
+
+    def digest(self, parts: list[str]) -> str:
+        """Of the result, by the digests of what is merged. What a strategy does not look at does not count."""
+        method = self.majority_sign_method if self.strategy.endswith("ties") else None
+        words = ["merge", parts, self.weights, self.strategy, self.density, method]
+        return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+
+def _is_weight(value: Any) -> bool:
+    return _is_number(value) and abs(value) < 1e6
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and value == value

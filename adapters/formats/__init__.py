@@ -1,0 +1,1 @@
+"""From an adapter's own files to checked tensors in the layout that shards serve from."""

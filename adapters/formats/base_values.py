@@ -1,0 +1,71 @@
+"""Values of the base's own parameters, for adapters that bring theirs again: what is added is the difference.
+
+Knows the checkpoint's files and how transformers renames what is in them. Opened only when an adapter needs it.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from adapters.errors import NotServed
+from adapters.formats.skeleton import Skeleton
+
+
+class BaseValues:
+    """The checkpoint that the skeleton was made from."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self._skeleton = skeleton
+        self._places: Mapping[str, tuple[Path, str]] | None = None
+
+    def __getitem__(self, parameter: str) -> torch.Tensor:
+        """A parameter by its name in the network. Raises NotServed where the checkpoint holds it in another form."""
+        if self._places is None:
+            self._places = self._find()
+        place = self._places.get(parameter)
+        if place is None:
+            raise NotServed(f"the base's own {parameter} is needed, and its checkpoint does not hold it as such")
+        path, key = place
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(key)
+        found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return found[key]
+
+    def _find(self) -> dict[str, tuple[Path, str]]:
+        with self._skeleton.lent() as network:
+            mapping = get_model_conversion_mapping(network)
+            own = dict(network.state_dict())
+            prefix = network.base_model_prefix
+        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        places: dict[str, tuple[Path, str]] = {}
+        for path, key in self._keys():
+            name, converted = rename_source_key(key, renamings, converters, prefix, own)
+            if converted is None and name in own:
+                places[name] = (path, key)
+        return places
+
+    def _keys(self) -> list[tuple[Path, str]]:
+        folder = self._skeleton.model_path
+        for whole in ("model.safetensors", "pytorch_model.bin"):
+            index = folder / f"{whole}.index.json"
+            if index.is_file():
+                parts: dict[str, Any] = json.loads(index.read_text())["weight_map"]
+                return [(folder / part, key) for key, part in parts.items()]
+            if (folder / whole).is_file():
+                return [(folder / whole, key) for key in _keys_of(folder / whole)]
+        return []
+
+
+def _keys_of(path: Path) -> list[str]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    return list(torch.load(path, map_location="meta", weights_only=True))

@@ -1,0 +1,200 @@
+"""An adapter's `adapter_config.json`: whether it can be believed, and whether what it asks for is served.
+
+Knows PEFT's fields and their bounds. What they mean for a base is PEFT's to say (`reading`). Imports no torch.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from adapters.errors import AdapterInvalid, NotServed
+from adapters.sources.base import CONFIG, MAX_CONFIG_BYTES
+
+MOST_RANK = 512
+_MOST_NAMES = 20_000
+_LONGEST_NAME = 512
+_LONGEST_PATTERN = 8192
+_DEEPEST = 8
+
+_OTHER_KINDS = {
+    "PREFIX_TUNING": "prefix tuning",
+    "PROMPT_TUNING": "prompt tuning",
+    "MULTITASK_PROMPT_TUNING": "multitask prompt tuning",
+    "P_TUNING": "p-tuning",
+    "IA3": "IA³",
+    "LOHA": "LoHa",
+    "LOKR": "LoKr",
+    "ADALORA": "AdaLoRA",
+    "ADAPTION_PROMPT": "LLaMA-Adapter",
+}
+_CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+_UNSERVED = {
+    "layer_replication": "replicated layers",
+    "trainable_token_indices": "single trained tokens",
+    "alora_invocation_tokens": "activation by invocation tokens (aLoRA)",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
+    "megatron_config": "Megatron layers",
+}
+"""Fields that make PEFT compute something else than LoRA or DoRA."""
+_ONLY_TRAINING = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "revision", "peft_type", "task_type", "inference_mode",
+        "peft_version", "lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config",
+        "lora_ga_config", "megatron_core", "qalora_group_size", "runtime_config", "unsloth_fixed",
+    }
+)  # fmt: skip
+"""Fields that say nothing about what a trained adapter computes, once `init_lora_weights` has been judged."""
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MOST_RANK
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) <= 1e9
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= _MOST_NAMES and all(map(_is_name, value))
+
+
+def _are_targets(value: Any) -> bool:
+    return _are_names(value) or (isinstance(value, str) and len(value) <= _LONGEST_PATTERN)
+
+
+def _is_index(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 20
+
+
+def _are_layers(value: Any) -> bool:
+    return _is_index(value) or (isinstance(value, list) and len(value) <= _MOST_NAMES and all(map(_is_index, value)))
+
+
+def _pattern(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        return (
+            isinstance(value, dict)
+            and len(value) <= _MOST_NAMES
+            and all(len(key) <= _LONGEST_PATTERN and of(each) for key, each in value.items())
+        )
+
+    return check
+
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, f"a whole number from 1 to {MOST_RANK}"),
+    "lora_alpha": (_is_number, "a number"),
+    "target_modules": (_are_targets, "a list of names or a pattern"),
+    "exclude_modules": (_are_targets, "a list of names or a pattern"),
+    "target_parameters": (_are_names, "a list of names"),
+    "modules_to_save": (_are_names, "a list of names"),
+    "layers_to_transform": (_are_layers, "layer numbers"),
+    "layers_pattern": (_are_targets, "names of layer lists"),
+    "rank_pattern": (_pattern(_is_rank), f"ranks from 1 to {MOST_RANK} by pattern"),
+    "alpha_pattern": (_pattern(_is_number), "numbers by pattern"),
+    "use_rslora": (_is_flag, "true or false"),
+    "use_dora": (_is_flag, "true or false"),
+    "fan_in_fan_out": (_is_flag, "true or false"),
+    "lora_bias": (_is_flag, "true or false"),
+    "ensure_weight_tying": (_is_flag, "true or false"),
+    "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
+}
+"""What PEFT computes by, and what each value must be. None stands for PEFT's default."""
+
+
+def parse(content: bytes) -> dict[str, Any]:
+    """The object in the file, unjudged. Raises AdapterInvalid."""
+    if len(content) > MAX_CONFIG_BYTES:
+        raise AdapterInvalid(f"{CONFIG} has {len(content)} bytes, the most is {MAX_CONFIG_BYTES}")
+    try:
+        values = json.loads(content, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise AdapterInvalid(f"{CONFIG} is not JSON") from None
+    if not isinstance(values, dict):
+        raise AdapterInvalid(f"{CONFIG} is not a JSON object")
+    if _depth(values) > _DEEPEST:
+        raise AdapterInvalid(f"{CONFIG} is nested deeper than {_DEEPEST} levels")
+    return values
+
+
+def canonical(values: dict[str, Any]) -> bytes:
+    """The same bytes for the same configuration, however it was written down."""
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def served(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields that decide what is computed, each of a sound type and size. Raises NotServed or AdapterInvalid."""
+    _check_kind(values)
+    for field, meaning in _UNSERVED.items():
+        if values.get(field):
+            raise NotServed(f"{meaning} (`{field}`) is not served")
+    unknown = sorted(
+        field
+        for field, value in values.items()
+        if value and field not in _FIELDS and field not in _UNSERVED and field not in _ONLY_TRAINING
+    )
+    if unknown:
+        raise NotServed(f"the setting `{unknown[0][:60]}` of {CONFIG} is not known, so it cannot be served as meant")
+    _check_start(values.get("init_lora_weights"))
+    chosen = {field: values[field] for field in _FIELDS if values.get(field) is not None}
+    for field, value in chosen.items():
+        check, meaning = _FIELDS[field]
+        if not check(value):
+            raise AdapterInvalid(f"`{field}` of {CONFIG} is {_short(value)}; it must be {meaning}")
+    return chosen
+
+
+def _check_kind(values: dict[str, Any]) -> None:
+    kind = values.get("peft_type")
+    if not isinstance(kind, str):
+        raise AdapterInvalid(f"{CONFIG} does not say what kind of adapter it is (`peft_type`)")
+    if kind.upper() != "LORA":
+        raise NotServed(f"{_OTHER_KINDS.get(kind.upper(), kind[:40])} is not served, only LoRA and DoRA")
+    task = values.get("task_type")
+    if task is not None and task != "CAUSAL_LM":
+        raise NotServed(f"an adapter for the task {_short(task)} is not served, only CAUSAL_LM")
+
+
+def _check_start(start: Any) -> None:
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise NotServed(
+            f"`init_lora_weights` is {_short(start)}, which changes the base's own weights: convert the adapter with "
+            "PEFT's `path_initial_model_for_weight_conversion`"
+        )
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _depth(value: Any) -> int:
+    """How deep objects and lists are nested, counted without recursion."""
+    deepest, waiting = 0, [(value, 1)]
+    while waiting:
+        current, depth = waiting.pop()
+        deepest = max(deepest, depth)
+        if depth > _DEEPEST:
+            break
+        if isinstance(current, dict | list):
+            inner = current.values() if isinstance(current, dict) else current
+            waiting.extend((each, depth + 1) for each in inner if isinstance(each, dict | list))
+    return deepest
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

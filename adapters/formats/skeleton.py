@@ -1,0 +1,87 @@
+"""The base's network without weights: its modules, by which adapters name their targets, on the meta device.
+
+PEFT changes a network when it reads an adapter; the skeleton is put back afterwards, so it is built once per process.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHT_ENDINGS = (".safetensors", ".bin")
+
+
+class Skeleton:
+    """The base that adapters are read for."""
+
+    def __init__(self, model_path: str | Path, trust_remote_code: bool = False) -> None:
+        """Raises ValueError or OSError where the folder holds no model."""
+        self.model_path = Path(model_path)
+        self.config = AutoConfig.from_pretrained(
+            self.model_path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        with torch.device("meta"):
+            network: nn.Module = AutoModelForCausalLM.from_config(self.config, trust_remote_code=trust_remote_code)
+        network.requires_grad_(False)
+        network.eval()
+        self._network = network
+        self._modules = [(module, dict(module._modules)) for module in network.modules()]
+        self._parameters = [(module, dict(module._parameters)) for module in network.modules()]
+        self._attributes = set(vars(network))
+
+    @contextmanager
+    def lent(self) -> Iterator[Any]:
+        """The network, to be changed at will inside."""
+        try:
+            yield self._network
+        finally:
+            for module, children in self._modules:
+                module._modules.clear()
+                module._modules.update(children)
+            for module, parameters in self._parameters:
+                module._parameters.clear()
+                module._parameters.update(parameters)
+            for name in set(vars(self._network)) - self._attributes:
+                delattr(self._network, name)
+
+    def parameter_ids(self) -> set[int]:
+        """Identities of the base's own parameters: any other in the network was put there by an adapter."""
+        return {
+            id(parameter)
+            for _, parameters in self._parameters
+            for parameter in parameters.values()
+            if parameter is not None
+        }
+
+
+def base_hash(model_path: str | Path) -> str:
+    """Names the base by its configuration file."""
+    return hashlib.sha256((Path(model_path) / "config.json").read_bytes()).hexdigest()
+
+
+def weights_hash(model_path: str | Path) -> str:
+    """Names the base's weights by what the folder's listing says of them."""
+    listing = [
+        [path.name, path.stat().st_size, path.stat().st_mtime_ns]
+        for path in sorted(Path(model_path).iterdir())
+        if path.suffix in WEIGHT_ENDINGS
+    ]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+
+
+def choose_dtype(name: str | None, config: Any, device: str) -> torch.dtype:
+    """The dtype that shards serve the base in: as asked for, else the checkpoint's (float32 for float16 on CPU)."""
+    if name is not None:
+        if name not in DTYPES:
+            raise ValueError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+        return DTYPES[name]
+    dtype = getattr(config, "dtype", None) or torch.float32
+    dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[str(dtype)]
+    return torch.float32 if dtype == torch.float16 and device == "cpu" else dtype

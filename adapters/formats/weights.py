@@ -1,0 +1,186 @@
+"""An adapter's weight files as named tensors: safetensors mapped in place, or a `.bin` read without running its code.
+
+Knows files only. Which module a tensor belongs to is for `formats/reading.py` to find.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters.errors import AdapterInvalid, AdapterTooLarge
+from adapters.formats import header
+from adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MAX_INDEX = 8 << 20
+
+
+@dataclass
+class Weights:
+    """What an adapter's weight files hold."""
+
+    tensors: dict[str, torch.Tensor]
+    hash: Any
+    """SHA-256 over the bytes of the files, to be added to."""
+    num_bytes: int
+    are_apart: bool
+    """No two tensors share memory, so that a tensor is known by its place."""
+    _files: list[tuple[Path, int, os.stat_result]] = field(default_factory=list)
+
+    def check_unchanged(self) -> None:
+        """Raises AdapterInvalid if a file is no longer what was read."""
+        for path, descriptor, before in self._files:
+            now = os.fstat(descriptor)
+            if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != (
+                before.st_size,
+                before.st_mtime_ns,
+                before.st_ctime_ns,
+            ):
+                raise AdapterInvalid(f"{path.name} changed while it was read")
+
+
+@contextmanager
+def opened(folder: Path, limit: int) -> Iterator[Weights]:
+    """The weights in `folder`, of at most `limit` bytes. Tensors are valid inside only.
+
+    Raises AdapterInvalid or AdapterTooLarge with a sentence that names the file at fault.
+    """
+    names = weight_files(folder)
+    weights = Weights({}, hashlib.sha256(), 0, names[0].endswith(".safetensors"))
+    try:
+        for name in names:
+            path = folder / name
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except OSError as error:
+                raise AdapterInvalid(f"cannot read {name}: {error.strerror}") from None
+            weights._files.append((path, descriptor, os.fstat(descriptor)))
+            _add(weights, name, descriptor, limit)
+        yield weights
+    finally:
+        weights.tensors.clear()
+        for _, descriptor, _ in weights._files:
+            os.close(descriptor)
+
+
+def read_small(path: Path) -> bytes:
+    """An adapter's configuration, no more of it than is believed."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise AdapterInvalid(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the weight files: one, or the parts that an index names."""
+    for whole in WEIGHTS:
+        if (folder / whole).is_file():
+            return [whole]
+        index = folder / f"{whole}.index.json"
+        if index.is_file():
+            return _parts(index, whole)
+    raise AdapterInvalid(f"there is no {' and no '.join(WEIGHTS)}")
+
+
+def _parts(index: Path, whole: str) -> list[str]:
+    stem, dot, ending = whole.rpartition(".")
+    try:
+        if index.stat().st_size > MAX_INDEX:
+            raise AdapterTooLarge(f"{index.name} is larger than {MAX_INDEX} bytes")
+        parts = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise AdapterInvalid(f"{index.name} is not an index of weight files") from None
+    if not parts or not all(isinstance(part, str) and part.endswith(dot + ending) for part in parts):
+        raise AdapterInvalid(f"{index.name} names no {ending} files")
+    for part in parts:
+        if "/" in part or not part.startswith(f"{stem}-") or not (index.parent / part).is_file():
+            raise AdapterInvalid(f"{index.name} names {part[:80]!r}, which is no part of this adapter")
+    return parts
+
+
+def _add(weights: Weights, name: str, descriptor: int, limit: int) -> None:
+    size = os.fstat(descriptor).st_size
+    weights.num_bytes += size
+    if weights.num_bytes > limit:
+        raise AdapterTooLarge(f"the weights have more than {limit} bytes")
+    if size == 0:
+        raise AdapterInvalid(f"{name} is empty")
+    try:
+        # a private copy-on-write mapping: torch wants memory that it could write to
+        memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError):
+        raise AdapterInvalid(f"{name} is not a file that can be read") from None
+    if name.endswith(".safetensors"):
+        found = _mapped(memory, size, name)
+    else:
+        found = _unpickled(Path(f"/proc/self/fd/{descriptor}"), size, name)
+    weights.hash.update(memory)
+    twice = weights.tensors.keys() & found.keys()
+    if twice:
+        raise AdapterInvalid(f"{name} holds {min(twice)!r}, which another part holds too")
+    weights.tensors.update(found)
+
+
+def _mapped(memory: mmap.mmap, size: int, name: str) -> dict[str, torch.Tensor]:
+    length = header.header_len(memory[: header.PREFIX], size, name)
+    infos = header.parse(memory[: header.PREFIX + length], size, name)
+    return {key: _view(memory, info) for key, info in infos.items()}
+
+
+def _view(memory: mmap.mmap, info: header.TensorInfo) -> torch.Tensor:
+    dtype, count = DTYPES[info.dtype], math.prod(info.shape)
+    if count == 0:
+        return torch.empty(info.shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=info.start).view(info.shape)
+
+
+def _unpickled(path: Path, size: int, name: str) -> dict[str, torch.Tensor]:
+    _check_archive(path, size, name)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise AdapterInvalid(
+            f"{name} is broken or holds more than tensors; code in it was not run and never is: "
+            "convert it to safetensors"
+        ) from None
+    except Exception as error:
+        raise AdapterInvalid(f"{name} cannot be read: {_first_line(error)}") from None
+    if not isinstance(found, dict) or not found:
+        raise AdapterInvalid(f"{name} holds no dictionary of tensors")
+    for key, tensor in found.items():
+        if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
+            raise AdapterInvalid(f"{name} holds something beside named tensors: {str(key)[:60]!r}")
+        if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values() or tensor.device.type != "cpu":
+            raise AdapterInvalid(f"{key[:80]!r} of {name} is not a plain tensor of floating point numbers")
+    return {key: tensor.detach() for key, tensor in found.items()}
+
+
+def _check_archive(path: Path, size: int, name: str) -> None:
+    """Only archives without compression: what is inside cannot be larger than the file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        raise AdapterInvalid(
+            f"{name} is broken or in the format of old versions of torch: convert it to safetensors"
+        ) from None
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise AdapterInvalid(f"{name} is compressed, which torch never does")
+    if sum(entry.file_size for entry in entries) > size:
+        raise AdapterInvalid(f"{name} claims to hold more bytes than it has")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,143 @@
+"""A reader: one process that does one job at a time, fetches files or turns them into the served layout.
+
+Whatever an adapter's files do to it stays in it. Reads a JSON object per line from its socket and answers each.
+"""
+
+import json
+import resource
+import signal
+import socket
+import sys
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from adapters import digests
+from adapters.errors import AdapterError, LoaderFailed
+from adapters.formats import configuration, tokenizer, weights
+from adapters.formats.base_values import BaseValues
+from adapters.formats.layout import Base, Layout, lay_out, settled, write
+from adapters.formats.reader import Reader
+from adapters.formats.reading import Found
+from adapters.formats.skeleton import Skeleton, base_hash, choose_dtype, weights_hash
+from adapters.loader.config import LoaderConfig
+from adapters.merging import merge
+from adapters.pin import Pin
+from adapters.sources.base import CONFIG
+from adapters.sources.registry import Sources
+from adapters.store import Store
+
+_BYTES_PER_CPU_S = 20 << 20
+
+
+class Work:
+    """What jobs need, made once: the base's skeleton and facts about it."""
+
+    def __init__(self, config: LoaderConfig) -> None:
+        """Raises ValueError or OSError where the base cannot be read."""
+        self.config = config
+        skeleton = Skeleton(config.model_path, config.trust_remote_code)
+        self.base = Base(
+            hash=base_hash(config.model_path),
+            weights_hash=weights_hash(config.model_path),
+            dtype=choose_dtype(config.dtype, skeleton.config, config.device),
+            kinds=frozenset(config.kinds),
+            values=BaseValues(skeleton),
+        )
+        self.reader = Reader(skeleton)
+        self.tokenizers = tokenizer.Tokenizers(skeleton.model_path)
+
+    def facts(self) -> tuple[str, str, str]:
+        """By which the store tells files of this base from others."""
+        return self.base.hash, self.base.weights_hash, str(self.base.dtype).removeprefix("torch.")
+
+
+class Jobs:
+    """The jobs of one reader."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._store = Store(work.config.adapter_store, work.config.store_bytes, work.facts())
+        self._sources = Sources(work.config.sources)
+
+    def fetch(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Bring a pin's files here."""
+        pin = Pin.from_dict(job["pin"])
+        folder = self._sources[pin.source].fetch(pin, job.get("token"), Path(job["folder"]))
+        return {"folder": str(folder)}
+
+    def convert(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Have the store hold the served layout of the files in a folder."""
+        folder, limit = Path(job["folder"]), self._work.config.sources.max_adapter_bytes
+        values = configuration.parse(weights.read_small(folder / CONFIG))
+        with weights.opened(folder, limit) as opened:
+            digest = digests.of_adapter(configuration.canonical(values), opened.hash.digest())
+            if not self._store.touch(digest):
+                self._allow(opened.num_bytes)
+                self._work.tokenizers.check(folder)
+                layout = lay_out(self._work.reader.read(values, opened), self._work.base)
+                opened.check_unchanged()
+                self._put(digest, layout)
+        return {"entry": self._store.entry(digest).as_dict()}
+
+    def merge(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The same for several adapters as one."""
+        limit = self._work.config.sources.max_adapter_bytes
+        wanted = digests.Merge.from_dict(job["merge"])
+        parts: list[list[Found]] = []
+        names: list[str] = []
+        with ExitStack() as held:
+            for folder in map(Path, job["folders"]):
+                values = configuration.parse(weights.read_small(folder / CONFIG))
+                opened = held.enter_context(weights.opened(folder, limit))
+                names.append(digests.of_adapter(configuration.canonical(values), opened.hash.digest()))
+                self._allow(opened.num_bytes)
+                self._work.tokenizers.check(folder)
+                parts.append(list(settled(self._work.reader.read(values, opened), self._work.base)))
+                opened.check_unchanged()
+            digest = wanted.digest(names)
+            if not self._store.touch(digest):
+                self._allow(sum(len(part) for part in parts) << 20)
+                self._put(digest, lay_out(merge(parts, wanted, digest), self._work.base))
+        return {"entry": self._store.entry(digest).as_dict()}
+
+    def _allow(self, num_bytes: int) -> None:
+        """Let the next part take so much processor time; then the system ends this process, whatever it is in."""
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, self._work.config.reading_cpu_s + num_bytes / _BYTES_PER_CPU_S)
+
+    def _put(self, digest: str, layout: Layout) -> None:
+        self._store.add(digest, lambda path: write(layout, path, digest, self._work.base))
+
+
+def serve(work: Work, connection: socket.socket) -> None:
+    """Do jobs until the other end closes."""
+    jobs = Jobs(work)
+    known = {"fetch": jobs.fetch, "convert": jobs.convert, "merge": jobs.merge}
+    with connection.makefile("rwb") as stream:
+        for line in stream:
+            job = json.loads(line)
+            stream.write(json.dumps(_done(known[job["do"]], job)).encode() + b"\n")
+            stream.flush()
+
+
+def _done(do: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """The answer, or the fault of this adapter alone, in a sentence that names it."""
+    name = str(job.get("name", "the adapter"))
+    try:
+        answer: dict[str, Any] = do(job)
+        return answer
+    except AdapterError as error:
+        values = error.as_dict()
+        if name not in values["message"]:
+            values["message"] = f"the adapter {name} cannot be served: {values['message']}"
+        return {"error": values}
+    except MemoryError:
+        return {"error": LoaderFailed(f"there is not enough memory to read {name}", status=503).as_dict()}
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        return {"error": LoaderFailed(f"the loader failed on {name}: {type(error).__name__}").as_dict()}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,0 +1,171 @@
+"""The loader as the router meets it: a private Unix socket, one JSON object per line each way, answers in any order.
+
+Knows calls and connections. Tokens pass through to jobs and are never written anywhere.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from adapters.digests import Merge
+from adapters.errors import AdapterError, LoaderFailed
+from adapters.loader.config import LoaderConfig
+from adapters.loader.jobs import Job, Jobs
+from adapters.loader.readers import LONGEST_LINE, Nursery
+from adapters.pin import Pin
+from adapters.store import Store
+
+log = structlog.get_logger()
+
+MOST_OUTSTANDING = 65_536
+
+
+class Cancelled(LoaderFailed):
+    """The caller took its call back."""
+
+    status = 499
+
+
+class Connection:
+    """One caller."""
+
+    def __init__(self, jobs: Jobs, store: Store, writer: asyncio.StreamWriter) -> None:
+        self._jobs = jobs
+        self._store = store
+        self._writer = writer
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, Job] = {}
+        self._urgent: set[int] = set()
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Until the caller hangs up; then what nobody else waits for is stopped."""
+        try:
+            while line := await reader.readline():
+                await self._receive(line)
+        except (OSError, ValueError):
+            log.warning("a caller of the loader was not understood")
+        finally:
+            for task in self._calls.values():
+                task.cancel()
+            self._writer.close()
+
+    async def _receive(self, line: bytes) -> None:
+        try:
+            body = json.loads(line)
+            number = body["call"]
+            if type(number) is not int:
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            await self._send({"call": None, "error": LoaderFailed("that was no call", status=400).as_dict()})
+            return
+        if "urgent" in body:
+            self._hasten(body["urgent"])
+            await self._send({"call": number})
+        elif "cancel" in body:
+            task = self._calls.get(body["cancel"]) if type(body["cancel"]) is int else None
+            if task is not None:
+                task.cancel()
+            await self._send({"call": number, "cancelled": task is not None})
+        elif number in self._calls or len(self._calls) >= MOST_OUTSTANDING:
+            await self._send({"call": number, "error": LoaderFailed("too many calls at once", status=503).as_dict()})
+        else:
+            self._calls[number] = asyncio.create_task(self._call(number, body))
+
+    async def _call(self, number: int, body: dict[str, Any]) -> None:
+        try:
+            answer = await self._answer(number, body)
+        except AdapterError as error:
+            answer = {"error": error.as_dict()}
+        except ValueError as error:
+            answer = {"error": LoaderFailed(f"that was no call: {error}", status=400).as_dict()}
+        except asyncio.CancelledError:
+            answer = {"error": Cancelled("nobody waits for it any more").as_dict()}
+        except Exception as error:
+            log.exception("a call failed")
+            answer = {"error": LoaderFailed(f"the loader failed: {type(error).__name__}").as_dict()}
+        finally:
+            del self._calls[number]
+            self._running.pop(number, None)
+            self._urgent.discard(number)
+        await self._send({"call": number, **answer})
+
+    async def _answer(self, number: int, body: dict[str, Any]) -> dict[str, Any]:
+        token = body.get("token")
+
+        def on_job(job: Job) -> None:
+            self._running[number] = job
+            if number in self._urgent:
+                self._jobs.hasten(job)
+
+        if "fetch" in body:
+            entry, tier = await self._jobs.fetch(Pin.from_dict(body["fetch"]), token, on_job)
+            return {**entry.as_dict(), "tier": tier}
+        if "merge" in body:
+            entry, tier = await self._jobs.merge(Merge.from_dict(body["merge"]), token, on_job)
+            return {**entry.as_dict(), "tier": tier}
+        if "forget" in body:
+            return {"forgotten": await asyncio.to_thread(self._store.remove, str(body["forget"]))}
+        if "hold" in body:
+            return {"held": self._store.hold(str(body["hold"]))}
+        if "release" in body:
+            self._store.release(str(body["release"]))
+            return {}
+        if "stats" in body:
+            return {"stats": self._jobs.stats()}
+        raise ValueError(f"none of {', '.join(sorted(body))[:80]} is known")
+
+    def _hasten(self, number: Any) -> None:
+        if number in self._calls:
+            self._urgent.add(number)
+        if number in self._running:
+            self._jobs.hasten(self._running[number])
+
+    async def _send(self, answer: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            self._writer.write(json.dumps(answer).encode() + b"\n")
+            await self._writer.drain()
+
+
+async def run(config: LoaderConfig, config_path: Path) -> None:
+    """Serve until SIGTERM. Raises ValueError or OSError where that cannot begin."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    # a parent decides when its processes end: an interrupt at the terminal reaches all of them
+    loop.add_signal_handler(signal.SIGINT, ended.set if config.parent_pid is None else lambda: None)
+    nursery = Nursery(config_path)
+    try:
+        store = Store(config.adapter_store, config.store_bytes, await nursery.start())
+        await asyncio.to_thread(store.sweep)
+        jobs = Jobs(store, nursery, config.max_fetches, config.max_conversions)
+        server = await _listen(config, jobs, store)
+        log.info("adapters are loaded here", store=config.adapter_store)
+        watch = asyncio.create_task(nursery.ended())
+        stop = asyncio.create_task(ended.wait())
+        await asyncio.wait({watch, stop}, return_when=asyncio.FIRST_COMPLETED)
+        server.close()
+        await jobs.end()
+        if not ended.is_set():
+            raise ValueError(f"the process that reads adapters ended with {watch.result()}")
+        watch.cancel()
+    finally:
+        nursery.end()
+
+
+async def _listen(config: LoaderConfig, jobs: Jobs, store: Store) -> asyncio.Server:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.CancelledError):  # the loader ends
+            await Connection(jobs, store, writer).serve(reader)
+
+    before = os.umask(0o177)
+    try:
+        # takes the place of a socket that an earlier process left
+        return await asyncio.start_unix_server(accept, config.socket, limit=LONGEST_LINE)
+    finally:
+        os.umask(before)

@@ -1,0 +1,89 @@
+"""The shape of a source, which files of a listing make an adapter, and how large they may be. Imports no torch.
+
+The router calls `resolve` and `small_files` for a caller, with the caller's token; the loader's process calls `fetch`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from adapters.errors import AdapterInvalid, AdapterTooLarge
+from adapters.pin import Pin
+from adapters.refs import Ref
+
+CONFIG = "adapter_config.json"
+SMALL_NAMES = frozenset(
+    {CONFIG, "config.json", "tokenizer_config.json", "chat_template.jinja", "added_tokens.json", "tokenizer.json"}
+)
+"""Files that are read beside the weights, where they are there."""
+MAX_SMALL_BYTES = 32 << 20
+"""Of one small file: the largest tokenizers have about 20 MiB."""
+MAX_CONFIG_BYTES = 1 << 20
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+"""By preference."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a source says of a name, for one caller."""
+
+    pin: Pin
+    is_public: bool
+    """Whether anyone may use it, without any token."""
+
+
+class AdapterSource(Protocol):
+    """One kind of place. Every method raises leaves of AdapterError and nothing else."""
+
+    async def resolve(self, ref: Ref, token: str | None) -> Resolved:
+        """Settle a name on a version. That it succeeds is the caller's right to use it."""
+
+    async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
+        """Those of `names` that are there, each of bounded size."""
+
+    def fetch(self, pin: Pin, token: str | None, folder: Path) -> Path:
+        """Bring the files to this machine; the path of a folder with CONFIG and one of WEIGHTS (or an index and parts).
+
+        `folder` belongs to this pin alone; it may hold what an earlier attempt left, to be resumed. A source whose
+        files lie here already answers with their own folder. Sizes are checked against the limit before a byte of
+        weights moves. Blocks: called in a thread.
+        """
+
+    async def close(self) -> None:
+        """Let connections go."""
+
+
+def choose(sizes: Mapping[str, int | None], name: str, limit: int) -> list[str]:
+    """Names to fetch out of a listing (name → bytes, None where unknown).
+
+    Raises AdapterInvalid where no adapter is there and AdapterTooLarge above `limit` bytes in all. `name` is for the
+    message. Weights in parts (`adapter_model-00001-of-…`) come with their index.
+    """
+    if CONFIG not in sizes:
+        raise AdapterInvalid(f"{name} holds no {CONFIG}, so it is not an adapter")
+    weights = _weights(sizes)
+    if not weights:
+        raise AdapterInvalid(f"{name} holds no {' and no '.join(WEIGHTS)}")
+    chosen = [*sorted(SMALL_NAMES & set(sizes)), *weights]
+    for each in chosen:
+        size = sizes[each] or 0
+        most = MAX_CONFIG_BYTES if each == CONFIG else MAX_SMALL_BYTES
+        if each in SMALL_NAMES and size > most:
+            raise AdapterTooLarge(f"{each} of {name} has {size} bytes, the most is {most}")
+    total = sum(sizes[each] or 0 for each in weights)
+    if total > limit:
+        raise AdapterTooLarge(f"the weights of {name} have {total} bytes, this server takes {limit}")
+    return chosen
+
+
+def _weights(sizes: Mapping[str, int | None]) -> list[str]:
+    for whole in WEIGHTS:
+        if whole in sizes:
+            return [whole]
+        stem, dot, ending = whole.rpartition(".")
+        index = f"{whole}.index.json"
+        parts = sorted(each for each in sizes if each.startswith(f"{stem}-") and each.endswith(dot + ending))
+        if index in sizes and parts and not any("/" in part for part in parts):
+            return [index, *parts]
+    return []

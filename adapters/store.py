@@ -1,0 +1,252 @@
+"""The disk tier: served layouts by digest in one folder, bounded in bytes, shared by processes. Imports no torch.
+
+A file appears whole, by a rename under a lock, and is never changed afterwards. The least recently asked for is removed
+first, but none that a process holds or asked for in the last minutes; who has mapped a file keeps what is mapped.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from adapters.errors import AdapterError, LoaderFailed
+from adapters.formats import header
+from adapters.pin import Pin
+
+RECENT_S = 180.0
+"""A file that was asked for so recently is not removed: a shard may be about to map it."""
+_LEFT_S = 86_400.0
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ENDING = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One adapter in the store."""
+
+    digest: str
+    num_bytes: int
+    rank: int
+    """The largest of its modules."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `from_dict` reads it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Raises ValueError."""
+        digest, num_bytes, rank = values.get("digest"), values.get("num_bytes"), values.get("rank")
+        if not isinstance(digest, str) or not isinstance(num_bytes, int) or not isinstance(rank, int):
+            raise ValueError("no entry of the store")
+        return cls(digest, num_bytes, rank)
+
+
+class Store:
+    """The folder at `root`, of at most `capacity` bytes, for the base that `base` names: its configuration's hash, its
+    weights' hash, and the dtype.
+    """
+
+    def __init__(self, root: str | Path, capacity: int, base: tuple[str, str, str]) -> None:
+        self.root = Path(root)
+        self._capacity = capacity
+        self._base = base
+        self._held: dict[str, int] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Files found to be sound, by what they were then."""
+        self.num_evicted = 0
+        for folder in (self.root, self.root / "pins", self.root / "work"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.lock = self.root / ".lock"
+
+    def path(self, digest: str) -> Path:
+        """Where the file of a digest is, or would be."""
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"{digest[:80]!r} is not a digest")
+        return self.root / f"{digest}{_ENDING}"
+
+    def work(self, name: str) -> Path:
+        """A private folder for files on their way, the same for the same name: an earlier attempt may be resumed."""
+        folder = self.root / "work" / hashlib.sha256(name.encode()).hexdigest()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+    def of_pin(self, pin: Pin) -> Entry | None:
+        """What a pin was found to hold, if that is still here."""
+        try:
+            entry = Entry.from_dict(json.loads(self._note(pin).read_bytes()))
+        except (OSError, ValueError, AttributeError):
+            return None
+        return entry if self.touch(entry.digest) else None
+
+    def note(self, pin: Pin, entry: Entry) -> None:
+        """Remember what a pin holds."""
+        note = self._note(pin)
+        draft = note.with_suffix(f".{os.getpid()}.draft")
+        draft.write_text(json.dumps(entry.as_dict()))
+        draft.replace(note)
+
+    def touch(self, digest: str) -> bool:
+        """Mark as asked for just now; whether it is here, sound, and for this base."""
+        path = self.path(digest)
+        try:
+            status = path.stat()
+            if self._seen.get(digest) != _identity(status):
+                if not self._is_sound(path):
+                    return False
+                self._seen[digest] = _identity(status)
+            os.utime(path)
+        except OSError:
+            return False
+        return True
+
+    def entry(self, digest: str) -> Entry:
+        """What is here under a digest. Raises LoaderFailed where that is gone again."""
+        path = self.path(digest)
+        try:
+            metadata, size = _metadata(path)
+            return Entry(digest, size, int(metadata["rank"]))
+        except (OSError, ValueError, KeyError, AdapterError):
+            raise LoaderFailed("the adapter was removed from the store as soon as it was there", status=503) from None
+
+    def add(self, digest: str, write: Callable[[Path], None]) -> int:
+        """Have `write` fill a file and put it in place; its size. Raises LoaderFailed where the disk is full."""
+        draft = self.root / "work" / f"{digest}.{os.getpid()}.draft"
+        try:
+            write(draft)
+            num_bytes = draft.stat().st_size
+            os.chmod(draft, 0o600)
+            with self._locked():
+                self._make_room(num_bytes)
+                draft.replace(self.path(digest))
+        except OSError as error:
+            raise LoaderFailed(f"the adapter cannot be stored: {error.strerror}", status=503, retry_after=5.0) from None
+        finally:
+            draft.unlink(missing_ok=True)
+        self._seen.pop(digest, None)
+        return num_bytes
+
+    def hold(self, digest: str) -> bool:
+        """Keep a file from being removed while this process lives; whether it is here."""
+        if digest in self._held:
+            return True
+        try:
+            descriptor = os.open(self.path(digest), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        self._held[digest] = descriptor
+        return True
+
+    def release(self, digest: str) -> None:
+        """It may be removed again, as far as this process is concerned."""
+        descriptor = self._held.pop(digest, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def remove(self, digest: str) -> bool:
+        """Forget a file now, unless a process holds it; whether it is gone."""
+        self.release(digest)
+        with self._locked():
+            path = self.path(digest)
+            if path.exists() and _is_held(path):
+                return False
+            path.unlink(missing_ok=True)
+        self._seen.pop(digest, None)
+        return True
+
+    def sweep(self) -> None:
+        """Take away what earlier processes left: files on their way, and notes of what is not here any more."""
+        old = time.time() - _LEFT_S
+        for path in (self.root / "work").iterdir():
+            if path.stat().st_mtime < old:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        for note in (self.root / "pins").iterdir():
+            try:
+                is_kept = self.path(Entry.from_dict(json.loads(note.read_bytes())).digest).exists()
+            except (OSError, ValueError, AttributeError):
+                is_kept = False
+            if not is_kept:
+                note.unlink(missing_ok=True)
+
+    def usage(self) -> tuple[int, int]:
+        """How many files, and their bytes."""
+        sizes = [status.st_size for _, status in self._files()]
+        return len(sizes), sum(sizes)
+
+    def _note(self, pin: Pin) -> Path:
+        name = json.dumps([pin.as_dict(), self._base], sort_keys=True)
+        return self.root / "pins" / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
+
+    def _is_sound(self, path: Path) -> bool:
+        """Whole, as far as its header says, and made for this base."""
+        try:
+            metadata, _ = _metadata(path)
+        except (OSError, ValueError, AdapterError):
+            return False
+        return (metadata.get("base"), metadata.get("weights"), metadata.get("dtype")) == self._base
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        with os.scandir(self.root) as entries:
+            for entry in entries:
+                if entry.name.endswith(_ENDING):
+                    try:
+                        yield Path(entry.path), entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+
+    def _make_room(self, num_bytes: int) -> None:
+        files = sorted(self._files(), key=lambda item: item[1].st_mtime)
+        excess = sum(status.st_size for _, status in files) + num_bytes - self._capacity
+        now = time.time()
+        for path, status in files:
+            if excess <= 0 or now - status.st_mtime < RECENT_S:
+                return
+            if _is_held(path):
+                continue
+            path.unlink(missing_ok=True)
+            self._seen.pop(path.stem, None)
+            self.num_evicted += 1
+            excess -= status.st_size
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self.lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _metadata(path: Path) -> tuple[dict[str, str], int]:
+    """What a whole file says of itself, and its size. Raises OSError, ValueError or AdapterError."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(header.PREFIX)
+        head = file.read(header.header_len(prefix, size, path.name))
+    header.parse(prefix + head, size, path.name)
+    metadata = json.loads(head).get("__metadata__")
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{path.name} is not in the served layout")
+    return metadata, size
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_size

@@ -1,0 +1,175 @@
+"""Requests that wait for their adapter's content: one call to the loader per content, whoever waits for it.
+
+Knows the loader and generations; neither queues nor shards. What is known stays known for a minute, then the loader
+is asked again: it keeps the file from eviction for whoever asks, and brings it back where it is gone.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound
+from router.adapter import Adapter
+from router.inflight import Generation
+from router.loader_client import Call, Loaded, LoaderClient, LoaderLost, loaded
+
+log = structlog.get_logger()
+
+FRESH_SECONDS = 60.0
+URGENT_SECONDS = 2.0
+MOST_KNOWN = 16_384
+
+
+@dataclass
+class _Load:
+    """One content under way and the requests that wait for it, by number."""
+
+    adapter: Adapter
+    """With the token of the request it is fetched for."""
+    began_at: float
+    waiting: dict[int, Generation] = field(default_factory=dict)
+    call: Call | None = None
+    timer: asyncio.TimerHandle | None = None
+    was_lost: bool = False
+
+
+class Loading:
+    """What contents are known, and which are under way. Lives in one event loop."""
+
+    def __init__(
+        self,
+        loader: LoaderClient,
+        on_ready: Callable[[Generation], None],
+        on_failed: Callable[[Generation, AdapterError], None],
+        on_loaded: Callable[[Adapter, Loaded, float], None],
+    ) -> None:
+        self._loader = loader
+        self._on_ready = on_ready
+        self._on_failed = on_failed
+        self._on_loaded = on_loaded
+        self._known: OrderedDict[str, tuple[Loaded, float]] = OrderedDict()
+        """By content, with when the loader said so; least recently used first."""
+        self._loads: dict[str, _Load] = {}
+        self._num_waiting: dict[str, int] = {}
+        """By lane."""
+
+    def known(self, adapter: Adapter) -> Loaded | None:
+        """What the loader said of this content lately."""
+        found = self._known.get(adapter.content)
+        if found is None or time.monotonic() - found[1] > FRESH_SECONDS:
+            return None
+        self._known.move_to_end(adapter.content)
+        return found[0]
+
+    def num_waiting(self, lane: str) -> int:
+        return self._num_waiting.get(lane, 0)
+
+    def wait(self, adapter: Adapter, generation: Generation) -> None:
+        """`on_ready` or `on_failed` will be called for `generation`, unless it leaves before."""
+        load = self._loads.get(adapter.content)
+        if load is None:
+            load = self._loads[adapter.content] = _Load(adapter, time.monotonic())
+            load.waiting[generation.number] = generation
+            self._ask(load)
+        else:
+            load.waiting[generation.number] = generation
+        self._num_waiting[adapter.lane] = self.num_waiting(adapter.lane) + 1
+
+    def leave(self, adapter: Adapter, generation: Generation) -> None:
+        """It ended while it waited. The last one that leaves ends the load."""
+        load = self._loads.get(adapter.content)
+        if load is None or load.waiting.pop(generation.number, None) is None:
+            return
+        self._left(adapter.lane)
+        if not load.waiting:
+            del self._loads[adapter.content]
+            self._stop(load)
+
+    def forget(self, digest: str) -> None:
+        """The file seems to be gone: ask the loader before the next use."""
+        for content in [content for content, (each, _) in self._known.items() if each.digest == digest]:
+            del self._known[content]
+
+    def _ask(self, load: _Load) -> None:
+        loop = asyncio.get_running_loop()
+        call = load.call = self._loader.ask({**load.adapter.call, "token": load.adapter.token})
+        call.answer.add_done_callback(lambda answer: self._answered(load, call, answer))
+        waited = time.monotonic() - load.began_at
+        load.timer = loop.call_later(max(0.0, URGENT_SECONDS - waited), self._loader.urgent, call)
+
+    def _stop(self, load: _Load) -> None:
+        if load.timer is not None:
+            load.timer.cancel()
+        if load.call is not None:
+            self._loader.cancel(load.call)
+
+    def _answered(self, load: _Load, call: Call, answer: "asyncio.Future[dict[str, object]]") -> None:
+        if answer.cancelled() or load.call is not call:
+            return
+        if load.timer is not None:
+            load.timer.cancel()
+        try:
+            self._succeeded(load, loaded(answer.result()))
+        except AdapterError as error:
+            self._failed(load, error)
+
+    def _succeeded(self, load: _Load, content: Loaded) -> None:
+        now = time.monotonic()
+        self._known[load.adapter.content] = (content, now)
+        self._known.move_to_end(load.adapter.content)
+        while len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+        self._on_loaded(load.adapter, content, now - load.began_at)
+        del self._loads[load.adapter.content]
+        for generation in self._take(load):
+            generation.digest = content.digest
+            self._on_ready(generation)
+
+    def _failed(self, load: _Load, error: AdapterError) -> None:
+        if isinstance(error, LoaderLost) and not load.was_lost:
+            load.was_lost = True
+            self._ask(load)
+            return
+        log.info("adapter_failed", adapter=load.adapter.name[:256], kind=type(error).__name__, reason=str(error)[:512])
+        spared = self._spared(load, error)
+        for generation in self._take(load, but=spared):
+            self._on_failed(generation, error)
+        if spared:
+            adapter = next(iter(spared.values())).request.adapter
+            assert adapter is not None
+            load.adapter = adapter
+            self._ask(load)
+        else:
+            del self._loads[load.adapter.content]
+
+    def _spared(self, load: _Load, error: AdapterError) -> dict[int, Generation]:
+        """Requests that came with another token than the one that was refused."""
+        if not isinstance(error, AdapterNotAllowed | AdapterNotFound):
+            return {}
+        refused = load.adapter.token
+        return {
+            number: generation
+            for number, generation in load.waiting.items()
+            if generation.request.adapter is not None and generation.request.adapter.token != refused
+        }
+
+    def _take(self, load: _Load, but: dict[int, Generation] | None = None) -> list[Generation]:
+        """All that wait, in the order of their arrival, without `but`."""
+        kept = but or {}
+        taken = [generation for number, generation in load.waiting.items() if number not in kept]
+        load.waiting = dict(kept)
+        for generation in taken:
+            assert generation.request.adapter is not None
+            self._left(generation.request.adapter.lane)
+        return taken
+
+    def _left(self, lane: str) -> None:
+        left = self._num_waiting[lane] - 1
+        if left:
+            self._num_waiting[lane] = left
+        else:
+            del self._num_waiting[lane]

@@ -1,0 +1,221 @@
+// What low-rank adapters add to a product, for many adapters in one step: y = scale (W x + B A x) + bias, where W x + bias
+// is there already. A row's result is one sequence of operations whatever other rows, adapters or threads there are.
+//
+// Factors lie in the order in which they are read, zeros wherever a count is no multiple: A as [rank / 8, in / STEP, 8, STEP],
+// B, with the scaling inside, as [out / 64, rank, 64]; of embeddings A lies as [in, rank]. Built once per element type.
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define MOST_RANK 512
+#define MOST_ROWS 16     // of a task
+#define WIDTH 64         // outputs that one pass over B sums up
+#define ALONE (1 << 16)  // so few multiplications are not worth a second thread
+
+#ifdef ELEMENT_BF16
+#define STEP 32  // terms of one instruction
+typedef uint16_t element;
+static inline float widen(element x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static inline element narrow(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (element)((bits >> 16) | 0x40);  // not a number stays one
+    return (element)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+#else
+#define STEP 16
+typedef float element;
+static inline float widen(element x) { return x; }
+static inline element narrow(float x) { return x; }
+#endif
+
+// One adapter's share of one module; rank, a multiple of 8, is 0 and pointers are NULL where it has none.
+typedef struct {
+    int64_t rank;
+    const element *a, *b;
+    const float *scale, *bias;  // [out] or NULL
+} Weights;
+
+// Rows `first` ... `first + count - 1` of the step belong to `slot`; count is at most MOST_ROWS.
+typedef struct {
+    int32_t slot, first, count;
+} Task;
+
+// One module of the base: its input and its output. `base_bias` [out] or NULL is what y holds beside W x.
+typedef struct {
+    const Weights *slots;
+    const element *x;
+    int64_t x_stride, num_in;
+    element *y;
+    int64_t y_stride, num_out;
+    const float *base_bias;
+} Part;
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && (!defined(ELEMENT_BF16) || defined(__AVX512BF16__))
+// Each sum below takes its terms in order, whatever the number of rows or factors that one pass works on.
+#ifdef ELEMENT_BF16
+typedef __m512bh terms;
+static inline terms load_terms(const element *p, int64_t n) {
+    return (terms)(n >= STEP ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << n) - 1, p));
+}
+static inline __m512 add_terms(__m512 sum, terms x, terms a) { return _mm512_dpbf16_ps(sum, x, a); }
+static inline __m512 load16(const element *p, __mmask16 mask) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
+}
+static inline void store16(element *p, __mmask16 mask, __m512 x) {
+    _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x));
+}
+#else
+typedef __m512 terms;
+static inline terms load_terms(const element *p, int64_t n) {
+    return n >= STEP ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+}
+static inline __m512 add_terms(__m512 sum, terms x, terms a) { return _mm512_fmadd_ps(x, a, sum); }
+static inline __m512 load16(const element *p, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, p); }
+static inline void store16(element *p, __mmask16 mask, __m512 x) { _mm512_mask_storeu_ps(p, mask, x); }
+#endif
+
+static inline __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
+
+// u[r, j] = x[r] . a[j] for ROWS rows and eight rows of A
+#define DEFINE_DOTS(ROWS)                                                                                     \
+    static inline void dots##ROWS(const element *x, int64_t x_stride, const element *a, int64_t n, float *u,  \
+                                  int64_t rank) {                                                             \
+        __m512 sums[ROWS][8];                                                                                 \
+        for (int r = 0; r < ROWS; r++)                                                                        \
+            for (int j = 0; j < 8; j++) sums[r][j] = _mm512_setzero_ps();                                     \
+        for (int64_t k = 0; k < n; k += STEP, a += 8 * STEP) {                                                \
+            terms rows[ROWS];                                                                                 \
+            for (int r = 0; r < ROWS; r++) rows[r] = load_terms(x + r * x_stride + k, n - k);                 \
+            _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) {                                             \
+                terms factor = load_terms(a + j * STEP, STEP);                                                \
+                for (int r = 0; r < ROWS; r++) sums[r][j] = add_terms(sums[r][j], rows[r], factor);           \
+            }                                                                                                 \
+        }                                                                                                     \
+        for (int r = 0; r < ROWS; r++)                                                                        \
+            for (int j = 0; j < 8; j++) u[r * rank + j] = _mm512_reduce_add_ps(sums[r][j]);                   \
+    }
+DEFINE_DOTS(1) DEFINE_DOTS(2)
+
+// u = A x for `count` rows
+static void shrink(const Weights *w, const element *x, int64_t x_stride, int64_t count, int64_t n, float *u) {
+    const int64_t rank = w->rank, wide = (n + STEP - 1) / STEP * STEP;
+    for (int64_t j = 0; j < rank; j += 8) {
+        int64_t r = 0;
+        for (; r + 2 <= count; r += 2) dots2(x + r * x_stride, x_stride, w->a + j * wide, n, u + r * rank + j, rank);
+        for (; r < count; r++) dots1(x + r * x_stride, 0, w->a + j * wide, n, u + r * rank + j, rank);
+    }
+}
+
+// What y [16] becomes with `delta` added
+static inline __m512 changed(const Weights *w, __m512 y, __m512 delta, const float *base_bias, int64_t at, __mmask16 mask) {
+    if (w->scale) {
+        __m512 base = base_bias ? _mm512_maskz_loadu_ps(mask, base_bias + at) : _mm512_setzero_ps();
+        __m512 bare = _mm512_add_ps(_mm512_sub_ps(y, base), delta);
+        y = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, w->scale + at), bare, base);
+    } else {
+        y = _mm512_add_ps(y, delta);
+    }
+    return w->bias ? _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, w->bias + at)) : y;
+}
+
+// y[r, at .. at + width) for ROWS rows; width is at most WIDTH
+#define VECTORS (WIDTH / 16)
+#define DEFINE_EXPAND(ROWS)                                                                                     \
+    static inline void expand##ROWS(const Weights *w, const float *u, int64_t at, int64_t width, element *y,    \
+                                    int64_t y_stride, const float *base_bias) {                                 \
+        const element *b = w->b + at * w->rank;                                                                 \
+        __m512 sums[ROWS][VECTORS];                                                                             \
+        for (int r = 0; r < ROWS; r++)                                                                          \
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_setzero_ps();                                 \
+        for (int64_t j = 0; j < w->rank; j++, b += WIDTH) {                                                     \
+            __m512 row[VECTORS];                                                                                \
+            for (int v = 0; v < VECTORS; v++) row[v] = load16(b + 16 * v, 0xffff);                              \
+            for (int r = 0; r < ROWS; r++) {                                                                    \
+                __m512 factor = _mm512_set1_ps(u[r * w->rank + j]);                                             \
+                for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_fmadd_ps(factor, row[v], sums[r][v]);     \
+            }                                                                                                   \
+        }                                                                                                       \
+        for (int r = 0; r < ROWS; r++)                                                                          \
+            for (int v = 0; v < VECTORS && 16 * v < width; v++) {                                               \
+                __mmask16 mask = first(width - 16 * v);                                                         \
+                element *p = y + r * y_stride + at + 16 * v;                                                    \
+                store16(p, mask, changed(w, load16(p, mask), sums[r][v], base_bias, at + 16 * v, mask));        \
+            }                                                                                                   \
+    }
+DEFINE_EXPAND(1) DEFINE_EXPAND(4)
+
+static void expand(const Weights *w, const float *u, int64_t count, int64_t out, element *y, int64_t y_stride,
+                   const float *base_bias) {
+    for (int64_t at = 0; at < out; at += WIDTH) {
+        int64_t width = out - at > WIDTH ? WIDTH : out - at, r = 0;
+        for (; r + 4 <= count; r += 4) expand4(w, u + r * w->rank, at, width, y + r * y_stride, y_stride, base_bias);
+        for (; r < count; r++) expand1(w, u + r * w->rank, at, width, y + r * y_stride, y_stride, base_bias);
+    }
+}
+#else
+static void shrink(const Weights *w, const element *x, int64_t x_stride, int64_t count, int64_t n, float *u) {
+    const int64_t wide = (n + STEP - 1) / STEP * STEP;
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t j = 0; j < w->rank; j++) {
+            const element *a = w->a + j / 8 * 8 * wide + j % 8 * STEP;
+            float sum = 0;
+            for (int64_t k = 0; k < n; k++) sum += widen(x[r * x_stride + k]) * widen(a[k / STEP * 8 * STEP + k % STEP]);
+            u[r * w->rank + j] = sum;
+        }
+}
+
+static void expand(const Weights *w, const float *u, int64_t count, int64_t out, element *y, int64_t y_stride,
+                   const float *base_bias) {
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t c = 0; c < out; c++) {
+            const element *b = w->b + c / WIDTH * WIDTH * w->rank + c % WIDTH;
+            float sum = 0, value = widen(y[r * y_stride + c]), base = base_bias ? base_bias[c] : 0;
+            for (int64_t j = 0; j < w->rank; j++) sum += u[r * w->rank + j] * widen(b[j * WIDTH]);
+            value = w->scale ? w->scale[c] * (value - base + sum) + base : value + sum;
+            y[r * y_stride + c] = narrow(w->bias ? value + w->bias[c] : value);
+        }
+}
+#endif
+
+static int is_empty(const Weights *w) { return !w->rank && !w->scale && !w->bias; }
+
+// Every task on every part.
+void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, int threads) {
+    int64_t work = 0;
+    for (int i = 0; i < num_parts * num_tasks; i++) {
+        const Part *part = parts + i % num_parts;
+        const Task *task = tasks + i / num_parts;
+        work += part->slots[task->slot].rank * task->count * (part->num_in + part->num_out);
+    }
+#pragma omp parallel for num_threads(work < ALONE ? 1 : threads) schedule(dynamic)
+    for (int i = 0; i < num_parts * num_tasks; i++) {
+        const Part *part = parts + i % num_parts;
+        const Task *task = tasks + i / num_parts;
+        const Weights *w = part->slots + task->slot;
+        float u[MOST_ROWS * MOST_RANK];
+        if (is_empty(w)) continue;
+        shrink(w, part->x + task->first * part->x_stride, part->x_stride, task->count, part->num_in, u);
+        expand(w, u, task->count, part->num_out, part->y + task->first * part->y_stride, part->y_stride, part->base_bias);
+    }
+}
+
+// Token embeddings: A x is a row of A as it lies, [num_in, rank], chosen by the token's id.
+void adapt_embedding(const Part *part, const int64_t *ids, const Task *tasks, int num_tasks) {
+    for (int i = 0; i < num_tasks; i++) {
+        const Weights *w = part->slots + tasks[i].slot;
+        float u[MOST_ROWS * MOST_RANK];
+        if (is_empty(w)) continue;
+        for (int64_t r = 0; r < tasks[i].count; r++)
+            for (int64_t j = 0; j < w->rank; j++) u[r * w->rank + j] = widen(w->a[ids[tasks[i].first + r] * w->rank + j]);
+        expand(w, u, tasks[i].count, part->num_out, part->y + tasks[i].first * part->y_stride, part->y_stride, part->base_bias);
+    }
+}

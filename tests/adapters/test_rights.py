@@ -1,0 +1,222 @@
+"""What is remembered about rights: for whom, for how long, and what holds while a source gives no answer."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
+from adapters.pin import Pin
+from adapters.refs import Ref, Source
+from adapters.rights import Rights
+from adapters.sources.base import SMALL_NAMES, Resolved
+
+pytestmark = pytest.mark.anyio
+
+PRIVATE = Ref(Source.HUB, "a/private")
+PUBLIC = Ref(Source.HUB, "a/public")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass
+class Hub:
+    """A source whose rules the test sets; it is its own registry."""
+
+    owners: set[str] = field(default_factory=lambda: {"right"})
+    is_up: bool = True
+    commit: str = "1"
+    num_asked: int = 0
+    gate: asyncio.Event | None = None
+
+    def __getitem__(self, source: Source) -> "Hub":
+        return self
+
+    async def resolve(self, ref: Ref, token: str | None) -> Resolved:
+        self.num_asked += 1
+        if self.gate is not None:
+            await self.gate.wait()
+        if not self.is_up:
+            raise SourceUnreachable("no answer")
+        if ref == PUBLIC:
+            return Resolved(Pin(Source.HUB, ref.id, self.commit), is_public=True)
+        if token in self.owners:
+            return Resolved(Pin(Source.HUB, ref.id, self.commit), is_public=False)
+        raise AdapterNotAllowed("no right", status=401) if token is None else AdapterNotFound("not found")
+
+    async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
+        return {}
+
+    def fetch(self, pin: Pin, token: str | None, folder: Path) -> Path:
+        return folder
+
+    async def close(self) -> None:
+        pass
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Case:
+    hub: Hub
+    clock: Clock
+    rights: Rights
+
+
+@pytest.fixture
+def case() -> Case:
+    source, clock = Hub(), Clock()
+    registry: Any = source
+    return Case(source, clock, Rights(registry, ttl_s=60, stale_s=900, clock=clock))
+
+
+async def test_an_answer_is_good_for_a_minute(case: Case) -> None:
+    for seconds, num_asked in ((0, 1), (59, 1), (61, 2)):
+        case.clock.now = seconds
+        assert (await case.rights.resolve(PRIVATE, "right")).pin.revision == "1"
+        assert case.hub.num_asked == num_asked
+
+
+async def test_a_refusal_too(case: Case) -> None:
+    for seconds, num_asked in ((0, 1), (59, 1), (61, 2)):
+        case.clock.now = seconds
+        with pytest.raises(AdapterNotFound):
+            await case.rights.resolve(PRIVATE, "wrong")
+        assert case.hub.num_asked == num_asked
+    with pytest.raises(AdapterNotAllowed) as caught:
+        await case.rights.resolve(PRIVATE, None)
+    assert caught.value.status == 401
+    with pytest.raises(AdapterNotAllowed) as caught:
+        await case.rights.resolve(PRIVATE, None)
+    assert caught.value.status == 401
+
+
+async def test_one_caller_s_right_is_not_another_s(case: Case) -> None:
+    await case.rights.resolve(PRIVATE, "right")
+    for token in ("wrong", None, ""):
+        with pytest.raises(AdapterError):
+            await case.rights.resolve(PRIVATE, token)
+    case.hub.is_up = False
+    case.clock.now = 100
+    assert await case.rights.resolve(PRIVATE, "right")
+    for token in ("wrong", None, "third"):
+        with pytest.raises((SourceUnreachable, AdapterNotFound, AdapterNotAllowed)):
+            await case.rights.resolve(PRIVATE, token)
+
+
+async def test_what_is_public_is_asked_once_for_all(case: Case) -> None:
+    for token in (None, "a", "b"):
+        await case.rights.resolve(PUBLIC, token)
+    assert case.hub.num_asked == 1
+
+
+async def test_without_the_source(case: Case) -> None:
+    await case.rights.resolve(PUBLIC, None)
+    await case.rights.resolve(PRIVATE, "right")
+    case.hub.is_up = False
+    case.clock.now = 900
+    assert await case.rights.resolve(PRIVATE, "right")
+    case.clock.now = 901
+    with pytest.raises(SourceUnreachable) as caught:
+        await case.rights.resolve(PRIVATE, "right")
+    assert (caught.value.status, caught.value.retry_after) == (503, 5.0)
+    case.clock.now = 1e6
+    assert await case.rights.resolve(PUBLIC, "anyone")
+
+
+async def test_a_right_that_was_taken_does_not_come_back_with_an_outage(case: Case) -> None:
+    await case.rights.resolve(PRIVATE, "right")
+    case.hub.owners.clear()
+    case.clock.now = 61
+    with pytest.raises(AdapterNotFound):
+        await case.rights.resolve(PRIVATE, "right")
+    case.hub.is_up = False
+    case.clock.now = 200
+    with pytest.raises(SourceUnreachable):
+        await case.rights.resolve(PRIVATE, "right")
+
+
+async def test_many_callers_are_one_question_and_one_of_them_may_leave(case: Case) -> None:
+    case.hub.gate = asyncio.Event()
+    tasks = [asyncio.create_task(case.rights.resolve(PRIVATE, "right")) for _ in range(5)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    await asyncio.sleep(0)
+    case.hub.gate.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert case.hub.num_asked == 1
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert all(isinstance(result, Resolved) for result in results[1:])
+
+
+async def test_a_refresh_forgets(case: Case) -> None:
+    await case.rights.resolve(PUBLIC, None)
+    case.hub.commit = "2"
+    case.rights.forget(PUBLIC)
+    assert (await case.rights.resolve(PUBLIC, None)).pin.revision == "2"
+
+
+async def test_tokens_are_not_kept(case: Case) -> None:
+    await case.rights.resolve(PRIVATE, "right")
+    assert "right" not in str(case.rights._said)
+
+
+class RightsMachine(RuleBasedStateMachine):
+    """Callers, a hub that comes and goes, rights that are given and taken: nobody has what was never theirs lately."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hub, self.clock = Hub(), Clock()
+        registry: Any = self.hub
+        self.rights = Rights(registry, ttl_s=60, stale_s=900, clock=self.clock)
+        self.loop = asyncio.new_event_loop()
+        self.proved: dict[str | None, float] = {}
+
+    @rule(seconds=st.sampled_from([1, 30, 61, 500, 901]))
+    def wait(self, seconds: int) -> None:
+        self.clock.now += seconds
+
+    @rule(is_up=st.booleans())
+    def switch(self, is_up: bool) -> None:
+        self.hub.is_up = is_up
+
+    @rule(token=st.sampled_from(["a", "b"]), has=st.booleans())
+    def entitle(self, token: str, has: bool) -> None:
+        (self.hub.owners.add if has else self.hub.owners.discard)(token)
+
+    @rule(token=st.sampled_from(["a", "b", None]))
+    def ask(self, token: str | None) -> None:
+        before = self.hub.num_asked
+        try:
+            self.loop.run_until_complete(self.rights.resolve(PRIVATE, token))
+        except (AdapterNotAllowed, AdapterNotFound):
+            self.proved.pop(token, None)
+        except SourceUnreachable:
+            assert not self.hub.is_up
+            assert self.clock.now - self.proved.get(token, -1e9) > 900
+        else:
+            if self.hub.num_asked > before and self.hub.is_up:
+                assert token in self.hub.owners
+                self.proved[token] = self.clock.now
+            assert token is not None
+            assert self.clock.now - self.proved[token] <= 900
+
+    def teardown(self) -> None:
+        self.loop.close()
+
+
+def test_random_lives_of_rights() -> None:
+    run_state_machine_as_test(RightsMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))

@@ -1,0 +1,204 @@
+"""Adapters from a hub on the loopback: rights, revisions, sizes, the cache, what is resumed and what stays private."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from adapters.errors import AdapterInvalid, AdapterNotAllowed, AdapterNotFound, AdapterTooLarge, SourceUnreachable
+from adapters.refs import Ref, Source, parse
+from adapters.sources.hub import HubSource
+from tests.hub_server import HubServer, Repository, commit_of, hub
+
+pytestmark = pytest.mark.anyio
+
+FILES = {
+    "adapter_config.json": json.dumps({"r": 8}).encode(),
+    "adapter_model.safetensors": b"weights" * 100,
+    "adapter_model.bin": b"never",
+    "chat_template.jinja": b"{{ messages }}",
+    "README.md": b"words",
+    "checkpoint-1/adapter_model.safetensors": b"never",
+    "training_args.bin": b"never",
+}
+OLD = {**FILES, "adapter_model.safetensors": b"old"}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def server() -> Iterator[HubServer]:
+    repositories = {
+        "a/public": Repository(dict(FILES), branches={"v1": OLD}),
+        "a/private": Repository(dict(FILES), token="hf_right"),
+        "a/gated": Repository(dict(FILES), token="hf_right", gated=True),
+        "a/data": Repository({"data.csv": b""}),
+    }
+    with hub(repositories) as running:
+        yield running
+
+
+def source(server: HubServer, tmp_path: Path, limit: int = 10_000) -> HubSource:
+    return HubSource(str(tmp_path / "cache"), limit, str(tmp_path / "notes"), server.url)
+
+
+async def test_a_public_adapter(server: HubServer, tmp_path: Path) -> None:
+    here = source(server, tmp_path)
+    found = await here.resolve(parse("a/public"), None)
+    assert found.is_public and found.pin.revision == commit_of(FILES)
+    folder = here.fetch(found.pin, None, tmp_path / "own")
+    assert {file.name for file in folder.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "chat_template.jinja",
+    }
+    assert folder.is_relative_to(tmp_path / "cache")
+    asked = len(server.requests)
+    assert here.fetch(found.pin, None, tmp_path / "own") == folder
+    assert len(server.requests) == asked, "what the cache holds whole needs no hub"
+    assert (await here.small_files(found.pin, None))["chat_template.jinja"] == b"{{ messages }}"
+
+
+async def test_a_revision_is_a_version(server: HubServer, tmp_path: Path) -> None:
+    here = source(server, tmp_path)
+    found = await here.resolve(parse("a/public@v1"), None)
+    assert found.pin.revision == commit_of(OLD)
+    folder = here.fetch(found.pin, None, tmp_path)
+    assert (folder / "adapter_model.safetensors").read_bytes() == b"old"
+    with pytest.raises(AdapterNotFound, match="has no revision v2"):
+        await here.resolve(parse("a/public@v2"), None)
+
+
+async def test_a_private_adapter_is_for_holders_of_its_token(server: HubServer, tmp_path: Path) -> None:
+    here = source(server, tmp_path)
+    found = await here.resolve(parse("a/private"), "hf_right")
+    assert not found.is_public
+    (tmp_path / "own").mkdir()
+    folder = here.fetch(found.pin, "hf_right", tmp_path / "own")
+    assert folder == tmp_path / "own"
+    assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+    assert await here.small_files(found.pin, "hf_right", frozenset({"chat_template.jinja"})) == {
+        "chat_template.jinja": b"{{ messages }}"
+    }
+    for token in ("hf_wrong", None):
+        with pytest.raises(AdapterNotFound, match="has no right to it"):
+            await here.resolve(parse("a/private"), token)
+        with pytest.raises(AdapterNotFound):
+            here.fetch(found.pin, token, tmp_path / "other")
+        with pytest.raises(AdapterNotFound):
+            await here.small_files(found.pin, token)
+    kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] if (tmp_path / "cache").exists() else []
+    assert not any(b"weights" in path.read_bytes() for path in kept), "the shared cache never holds what is private"
+
+
+async def test_a_gated_adapter_says_so(server: HubServer, tmp_path: Path) -> None:
+    here = source(server, tmp_path)
+    for token, status in ((None, 401), ("hf_wrong", 403)):
+        with pytest.raises(AdapterNotAllowed, match="is gated") as caught:
+            await here.resolve(parse("a/gated"), token)
+        assert caught.value.status == status
+    found = await here.resolve(parse("a/gated"), "hf_right")
+    assert not found.is_public
+
+
+async def test_the_machine_s_own_token_is_never_shown(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    here = source(server, tmp_path)
+    with pytest.raises(AdapterNotFound):
+        await here.resolve(parse("a/private"), None)
+    here.fetch((await here.resolve(parse("a/public"), None)).pin, None, tmp_path)
+    assert set(server.tokens) == {""}
+
+
+async def test_what_is_no_adapter(server: HubServer, tmp_path: Path) -> None:
+    here = source(server, tmp_path)
+    pin = (await here.resolve(parse("a/data"), None)).pin
+    with pytest.raises(AdapterInvalid, match=r"holds no adapter_config\.json"):
+        here.fetch(pin, None, tmp_path)
+    with pytest.raises(AdapterNotFound, match="was not found at the hub"):
+        await here.resolve(parse("a/none"), None)
+
+
+async def test_sizes_are_judged_before_weights_move(server: HubServer, tmp_path: Path) -> None:
+    here = source(server, tmp_path, limit=699)
+    pin = (await here.resolve(parse("a/public"), None)).pin
+    with pytest.raises(AdapterTooLarge, match="have 700 bytes, this server takes 699"):
+        here.fetch(pin, None, tmp_path)
+    assert not any("resolve" in request for request in server.requests)
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 429])
+async def test_a_hub_out_of_order(server: HubServer, tmp_path: Path, status: int) -> None:
+    here = source(server, tmp_path)
+    server.status = status
+    with pytest.raises(SourceUnreachable) as caught:
+        await here.resolve(parse("a/private"), "hf_right")
+    assert caught.value.status == 503 and caught.value.retry_after
+    assert "hf_right" not in str(caught.value)
+
+
+async def test_public_names_go_on_without_the_hub_even_after_a_restart(server: HubServer, tmp_path: Path) -> None:
+    here = source(server, tmp_path)
+    pin = (await here.resolve(parse("a/public"), None)).pin
+    here.fetch(pin, None, tmp_path)
+    await here.resolve(parse("a/private"), "hf_right")
+    server.status = 503
+    later = source(server, tmp_path)
+    assert (await later.resolve(parse("a/public"), "whatever")).pin == pin
+    assert later.fetch(pin, None, tmp_path).name == pin.revision
+    with pytest.raises(SourceUnreachable):
+        await later.resolve(parse("a/private"), "hf_right")
+    with pytest.raises(SourceUnreachable):
+        await later.resolve(parse("a/public@v1"), None)
+
+
+async def test_a_name_that_became_private_is_forgotten(server: HubServer, tmp_path: Path) -> None:
+    here = source(server, tmp_path)
+    await here.resolve(parse("a/public"), None)
+    server.repositories["a/public"].token = "hf_right"
+    await here.resolve(parse("a/public"), "hf_right")
+    server.status = 503
+    with pytest.raises(SourceUnreachable):
+        await here.resolve(parse("a/public"), None)
+
+
+async def test_offline_the_cache_is_the_hub(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = source(server, tmp_path)
+    pin = (await here.resolve(parse("a/public"), None)).pin
+    here.fetch(pin, None, tmp_path)
+    # As the library writes it for whoever downloads by branch.
+    refs = tmp_path / "cache" / "models--a--public" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(pin.revision)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    server.requests.clear()
+    assert (await here.resolve(parse("a/public"), None)).pin == pin
+    assert (await here.resolve(Ref(Source.HUB, "a/public", pin.revision), None)).pin == pin
+    assert here.fetch(pin, None, tmp_path).name == pin.revision
+    with pytest.raises(AdapterNotFound, match="HF_HUB_OFFLINE"):
+        await here.resolve(parse("a/private"), "hf_right")
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("id", ["a/public", "a/private"])
+async def test_a_download_goes_on_where_it_ended(server: HubServer, tmp_path: Path, id: str) -> None:
+    weights = bytes(range(256)) * (24 << 12)  # the library keeps what came in pieces of 10 MiB
+    server.repositories[id].files["adapter_model.safetensors"] = weights
+    here = source(server, tmp_path, limit=100_000_000)
+    pin = (await here.resolve(parse(id), "hf_right")).pin
+    (tmp_path / "own").mkdir()
+    server.cut_after = len(weights) // 2
+    try:
+        folder = here.fetch(pin, "hf_right", tmp_path / "own")
+    except SourceUnreachable:
+        server.cut_after = None
+        folder = here.fetch(pin, "hf_right", tmp_path / "own")
+    assert (folder / "adapter_model.safetensors").read_bytes() == weights
+    assert any(not asked.startswith("bytes=0-") for asked in server.ranges)

@@ -1,0 +1,118 @@
+"""Adapters through the whole server: launcher, loader, router and shard as real processes, against PEFT alone."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import tiny
+from tests.adapters.making import make_adapter
+from tests.e2e.launched import Launched
+
+PROMPTS = ("the quick brown fox", "def main() -> None:", "a parrot repeats what")
+NUM_TOKENS = 12
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CONFIGS = {
+    "small": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "wide": {"r": 16, "lora_alpha": 16, "target_modules": LINEARS, "use_rslora": True},
+    "head": {"r": 8, "lora_alpha": 16, "target_modules": ["lm_head", "o_proj"]},
+}
+
+
+@dataclass
+class Scene:
+    """A running server over one tiny model and its adapters."""
+
+    launched: Launched
+    base: Path
+    roots: Path
+
+    def post(self, path: str, body: dict[str, Any], token: str | None = None) -> tuple[int, dict[str, str], Any]:
+        headers = {"content-type": "application/json"}
+        if token is not None:
+            headers["authorization"] = f"Bearer {token}"
+        request = urllib.request.Request(self.launched.url + path, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return response.status, dict(response.headers), json.loads(response.read() or b"null")
+        except urllib.error.HTTPError as error:
+            return error.code, dict(error.headers), json.loads(error.read() or b"null")
+
+    def ids(self, prompt: str, adapter: str | None, **parameters: Any) -> list[int]:
+        """The greedy tokens that the server gives."""
+        wanted = {"max_new_tokens": NUM_TOKENS, "adapter_id": adapter, "details": True, **parameters}
+        status, _, answer = self.post("/generate", {"inputs": prompt, "parameters": wanted})
+        assert status == 200, answer
+        return [token["id"] for token in answer["details"]["tokens"]]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("adapters")
+    base = tiny.make("llama", folder / "base", tokenizer=True)
+    roots = folder / "roots"
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        make_adapter(base, roots / name, peft.LoraConfig(task_type="CAUSAL_LM", **config), seed=seed)
+    arguments = ["--model-id", str(base), "--dtype", "float32", "--threads", "1", "--adapter-source", "local"]
+    arguments += ["--local-adapter-root", str(roots), "--adapter-store", str(folder / "store")]
+    with Launched(*arguments) as launched:
+        launched.wait_until_ready()
+        yield Scene(launched, base, roots)
+
+
+def oracle(scene: Scene, prompt: str, name: str | None) -> list[int]:
+    """What PEFT gives for the prompt alone."""
+    tokenizer = AutoTokenizer.from_pretrained(scene.base)
+    model: Any = AutoModelForCausalLM.from_pretrained(scene.base, attn_implementation="eager", dtype=torch.float32)
+    if name is not None:
+        model = peft.PeftModel.from_pretrained(model, scene.roots / name)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    with torch.no_grad():
+        whole = model.eval().generate(input_ids=ids, do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None)
+    return [int(token) for token in whole[0, ids.shape[1] :]]
+
+
+def test_everybody_gets_what_peft_gives_alone(scene: Scene) -> None:
+    wanted = [(prompt, name) for prompt in PROMPTS for name in (None, *CONFIGS)]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        given = list(pool.map(lambda pair: scene.ids(*pair, ignore_eos_token=True), wanted))
+    expected = [oracle(scene, *pair) for pair in wanted]
+    assert given == expected
+    plain = {prompt: ids for (prompt, name), ids in zip(wanted, expected, strict=True) if name is None}
+    changed = [ids != plain[prompt] for (prompt, name), ids in zip(wanted, expected, strict=True) if name]
+    assert sum(changed) >= 0.9 * len(changed)
+
+
+def test_the_answer_names_its_adapter(scene: Scene) -> None:
+    _, headers, _ = scene.post("/generate", {"inputs": "x", "parameters": {"adapter_id": "wide", "max_new_tokens": 1}})
+    assert (headers["x-adapter-id"], headers["x-adapter-source"]) == ("wide", "local")
+    assert len(headers["x-adapter-digest"]) == len(headers["x-adapter-revision"]) == 64
+
+
+def test_what_cannot_be_served_fails_alone(scene: Scene) -> None:
+    broken = scene.roots / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text("{}")
+    (broken / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
+    before = scene.ids(PROMPTS[0], "small", ignore_eos_token=True)
+    for name, status in (("broken", 422), ("absent", 404), ("../base", 404)):
+        code, _, answer = scene.post("/generate", {"inputs": "x", "parameters": {"adapter_id": name}})
+        assert (code, answer["error_type"]) == (status, "generation"), answer
+        code, _, answer = scene.post("/v1/completions", {"model": name, "prompt": "x"})
+        assert code == status and set(answer["error"]) == {"message", "type", "param", "code"}
+    assert scene.ids(PROMPTS[0], "small", ignore_eos_token=True) == before
+
+
+def test_several_adapters_as_one(scene: Scene) -> None:
+    merged = {"ids": ["small", "wide"], "weights": [0.5, 0.5], "merge_strategy": "cat"}
+    ids = scene.ids(PROMPTS[0], None, merged_adapters=merged, ignore_eos_token=True)
+    assert ids not in [scene.ids(PROMPTS[0], name, ignore_eos_token=True) for name in (None, "small", "wide")]

@@ -1,0 +1,179 @@
+"""Slots of adapters: any sequence of wishes, loads and ends keeps the limits, and nobody loses a slot in use."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shard.slots import AdapterSlots, Content, Residency, SlotLimits
+
+DIGESTS = [f"{index:064x}" for index in range(8)]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A content of some size."""
+
+    digest: str
+    num_bytes: int
+
+
+class Device:
+    """Remembers what each slot means."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Content] = {}
+
+    def put(self, slot: int, content: Content) -> None:
+        assert slot not in self.slots, "a slot is overwritten"
+        self.slots[slot] = content
+
+    def clear(self, slot: int) -> None:
+        del self.slots[slot]
+
+
+class SlotsMachine(RuleBasedStateMachine):
+    """Requests come and go, files arrive or do not."""
+
+    @initialize(num_slots=st.integers(1, 4), slot_bytes=st.integers(10, 40), host_bytes=st.integers(10, 60))
+    def begin(self, num_slots: int, slot_bytes: int, host_bytes: int) -> None:
+        self.limits = SlotLimits(num_slots, slot_bytes, host_bytes, cycle_seconds=2.0)
+        self.device = Device()
+        self.asked: list[str] = []
+        self.slots = AdapterSlots(self.limits, self.device, self.asked.append)
+        self.running: list[tuple[str, int]] = []
+        self.pinned: set[str] = set()
+
+    @rule(digest=st.sampled_from(DIGESTS))
+    def want(self, digest: str) -> None:
+        slot = self.slots.acquire(digest)
+        if slot is not None:
+            content = self.device.slots[slot]
+            assert isinstance(content, Weights) and content.digest == digest
+            self.running.append((digest, slot))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        digest, slot = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        content = self.device.slots[slot]
+        assert isinstance(content, Weights) and content.digest == digest, "a slot in use changed"
+        self.slots.release(digest)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), num_bytes=st.integers(1, 20), fails=st.booleans())
+    def arrive(self, data: st.DataObject, num_bytes: int, fails: bool) -> None:
+        digest = self.asked.pop(data.draw(st.integers(0, len(self.asked) - 1)))
+        if fails:
+            self.slots.failed(digest, "broken")
+        else:
+            self.slots.loaded(digest, Weights(digest, num_bytes))
+
+    @rule(digest=st.sampled_from(DIGESTS), pinned=st.booleans())
+    def pin(self, digest: str, pinned: bool) -> None:
+        self.slots.pin(digest, pinned)
+
+    @rule(digest=st.sampled_from(DIGESTS))
+    def unload(self, digest: str) -> None:
+        self.slots.unload(digest)
+
+    @rule(digest=st.sampled_from(DIGESTS))
+    def prefetch(self, digest: str) -> None:
+        self.slots.prefetch(digest)
+
+    @rule(seconds=st.floats(0, 3))
+    def time_passes(self, seconds: float) -> None:
+        self.slots.now += seconds
+
+    @invariant()
+    def limits_hold(self) -> None:
+        if not hasattr(self, "slots"):
+            return
+        self.slots.check(digest for digest, _ in self.running)
+        assert len(self.device.slots) <= self.limits.num_slots
+        assert sum(content.num_bytes for content in self.device.slots.values()) <= self.limits.slot_bytes
+        assert len(set(self.asked)) == len(self.asked), "an adapter is read twice at once"
+        for digest, slot in self.running:
+            content = self.device.slots[slot]
+            assert isinstance(content, Weights) and content.digest == digest
+
+
+SlotsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSlots = SlotsMachine.TestCase
+
+
+def make(num_slots: int = 2, cycle_seconds: float = 2.0) -> tuple[AdapterSlots, list[str]]:
+    asked: list[str] = []
+    return AdapterSlots(SlotLimits(num_slots, 100, 100, cycle_seconds), Device(), asked.append), asked
+
+
+def load(slots: AdapterSlots, *digests: str) -> None:
+    for digest in digests:
+        slots.prefetch(digest)
+        slots.loaded(digest, Weights(digest, 10))
+
+
+def test_an_absent_adapter_is_asked_for_once_and_then_runs() -> None:
+    slots, asked = make()
+    assert slots.acquire("a") is None and slots.acquire("a") is None
+    assert asked == ["a"]
+    assert slots.take_changes().states == {"a": (Residency.LOADING, "")}
+    slots.loaded("a", Weights("a", 10))
+    assert slots.acquire("a") is not None
+    assert slots.take_changes().states == {"a": (Residency.RESIDENT, "")}
+
+
+def test_the_least_recently_used_makes_room_but_never_one_in_use_or_pinned() -> None:
+    slots, _ = make(num_slots=3)
+    load(slots, "a", "b", "c")
+    assert slots.acquire("a") is not None
+    slots.pin("b", True)
+    load(slots, "d")
+    assert slots.is_resident("a") and slots.is_resident("b") and slots.is_resident("d")
+    assert not slots.is_resident("c")
+
+
+def test_whoever_waits_long_enough_gets_a_slot_although_another_is_always_in_use() -> None:
+    slots, _ = make(num_slots=1)
+    load(slots, "busy")
+    assert slots.acquire("busy") is not None
+    load(slots, "patient")
+    assert slots.acquire("patient") is None
+    slots.now += 1
+    assert slots.acquire("patient") is None and slots.acquire("busy") is not None
+    slots.now += 1.5
+    assert slots.acquire("patient") is None
+    assert slots.acquire("busy") is None, "it must give way now"
+    slots.release("busy")
+    assert slots.acquire("patient") is None
+    slots.release("busy")
+    assert slots.acquire("patient") is not None
+
+
+def test_unloading_waits_for_running_requests_and_says_whose_kv_may_go() -> None:
+    slots, asked = make()
+    load(slots, "a")
+    assert slots.acquire("a") is not None
+    slots.unload("a")
+    assert slots.acquire("a") is None and not slots.take_changes().unloaded
+    slots.release("a")
+    changes = slots.take_changes()
+    assert changes.unloaded == ["a"] and changes.states["a"] == (Residency.ABSENT, "")
+    assert slots.acquire("a") is None and asked == ["a", "a"]
+
+
+def test_what_is_larger_than_all_slots_fails() -> None:
+    slots, _ = make()
+    slots.prefetch("a")
+    slots.loaded("a", Weights("a", 101))
+    assert slots.take_changes().states["a"][0] is Residency.FAILED
+
+
+def test_a_lost_user_is_noticed() -> None:
+    slots, _ = make()
+    load(slots, "a")
+    slots.acquire("a")
+    with pytest.raises(RuntimeError, match="users"):
+        slots.check([])
