@@ -279,13 +279,15 @@ class Dispatcher:
         self._wire_ids = itertools.count(1)
         self._last_step = 0
         if self.admission is not None:
-            self.admission.residency.clear()
+            self.admission.shard_up()
         self.metrics.shard_is(info)
         log.info("shard_connected", address=self._shard.address, model=info.model_id, num_pages=info.num_pages)
 
     def shard_down(self, reason: str) -> None:
         self._credit = CreditAccount()
         self.metrics.gauges["lorikeet_shard_ready"] = 0
+        if self.admission is not None:
+            self.admission.shard_down()
         self.shard_quiet()
         lost = list(self._running.values())
         self._running.clear()
