@@ -11,6 +11,7 @@ import structlog
 from adapters.errors import AdapterError
 from proto import shard_pb2 as pb
 from router.adapter import Adapter
+from router.adapter_metrics import AdapterMetrics
 from router.errors import RouterError, adapter_problem
 from router.inflight import Generation
 from router.loader_client import Loaded, LoaderClient
@@ -30,7 +31,9 @@ class Admission:
         enqueue: Callable[[Generation, str, float], None],
         fail: Callable[[Generation, RouterError], None],
         tell: Callable[[pb.Command], None],
+        metrics: AdapterMetrics,
     ) -> None:
+        self._metrics = metrics
         self.residency = Residency()
         self.loading = Loading(loader, self._ready, self._failed, self._loaded)
         self._enqueue = enqueue
@@ -119,10 +122,25 @@ class Admission:
             if not future.done():
                 future.set_result(None)
 
+    def sent(self, adapter: Adapter, generation: Generation) -> None:
+        """A request left for the shard."""
+        was_resident = self.residency.is_resident(generation.digest)
+        self._metrics.sent(adapter, generation.digest, len(generation.request.prompt_ids), was_resident)
+
+    def note_gauges(self) -> None:
+        """Before somebody looks at them."""
+        self._metrics.gauges |= {
+            "resident": self.residency.num_resident,
+            "known": self.loading.num_known,
+            "loading": self.loading.num_loading,
+            "pinned": len(self._pins),
+        }
+
     def moved(self, states: Iterable[pb.AdapterState]) -> None:
         """What the shard says of adapters."""
         for state in states:
-            self.residency.moved(state)
+            if self.residency.moved(state):
+                self._metrics.evictions.add(1, "slot")
             if state.residency == pb.AdapterState.ABSENT and state.digest in self._leaving:
                 self._gone(state.digest)
             if state.residency == pb.AdapterState.FAILED:
@@ -142,9 +160,12 @@ class Admission:
         generation.wake()
 
     def _failed(self, generation: Generation, error: AdapterError) -> None:
+        if generation.request.adapter is not None:
+            self._metrics.failed(generation.request.adapter, generation.digest)
         self._fail(generation, adapter_problem(error))
 
     def _loaded(self, adapter: Adapter, content: Loaded, seconds: float) -> None:
+        self._metrics.loaded(content.tier, seconds)
         log.info(
             "adapter_loaded",
             adapter=adapter.name[:256],

@@ -66,6 +66,14 @@ class Loading:
         self._known.move_to_end(adapter.content)
         return found[0]
 
+    @property
+    def num_known(self) -> int:
+        return len(self._known)
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loads)
+
     def num_waiting(self, lane: str) -> int:
         return self._num_waiting.get(lane, 0)
 
