@@ -22,6 +22,7 @@ class AdapterPlan:
     """Of served adapters, for this base in this number format alone."""
     roots: tuple[str, ...]
     hub_token: str | None = field(default=None, repr=False)
+    admin_key_sha256: str | None = None
     warning: str = ""
     """What the operator should know."""
 
@@ -45,7 +46,8 @@ def plan(settings: Settings, environment: Mapping[str, str], model: Path, folder
             _refuse(f"{settings.given['local-adapter-root']} {root} is no folder")
     store, warning = _store(settings, cache, model, folder)
     token = next((environment[name] for name in TOKEN_VARIABLES if environment.get(name)), None)
-    return AdapterPlan(cache, store, tuple(roots) or (str(cache),), token, warning)
+    admin = _admin_key(settings, environment)
+    return AdapterPlan(cache, store, tuple(roots) or (str(cache),), token, admin, warning)
 
 
 def hub_cache(settings: Settings, environment: Mapping[str, str]) -> Path:
@@ -57,6 +59,20 @@ def hub_cache(settings: Settings, environment: Mapping[str, str]) -> Path:
     if not home:
         home = os.path.join(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return Path(home).expanduser().absolute() / "hub"
+
+
+def _admin_key(settings: Settings, environment: Mapping[str, str]) -> str | None:
+    """The hash of the administrator's key: nobody else needs the key itself."""
+    key, path = environment.get("ADMIN_KEY", ""), settings["admin-key-file"]
+    if path is not None:
+        try:
+            key = Path(path).read_text().strip()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            _refuse(f"{settings.given['admin-key-file']} {path} cannot be read: {reason}")
+        if not key:
+            _refuse(f"{settings.given['admin-key-file']} {path} is empty")
+    return hashlib.sha256(key.encode()).hexdigest() if key else None
 
 
 def _store(settings: Settings, cache: Path, model: Path, folder: Path) -> tuple[Path, str]:

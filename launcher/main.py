@@ -21,7 +21,7 @@ from launcher.supervisor import Address, Processes, Signals, Supervisor
 from proto.version import version
 
 _LONGEST_SOCKET_PATH = 103
-_SECRETS = (*fetch.TOKEN_VARIABLES, "PREDIBASE_API_TOKEN", "NGROK_AUTHTOKEN")
+_SECRETS = (*fetch.TOKEN_VARIABLES, "ADMIN_KEY", "PREDIBASE_API_TOKEN", "NGROK_AUTHTOKEN")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,6 +141,7 @@ def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
         plan.settings["drain-timeout-s"],
         log,
     )
+    signals.reloads = plan.settings["adapters"] is not None or plan.settings["api-keys"] is not None
     return supervisor.run(signals, when_ready)
 
 

@@ -61,6 +61,11 @@ class Child:
         if self.exit_code is None:
             self._process.send_signal(signal.SIGTERM)
 
+    def hang_up(self) -> None:
+        """Ask it to read its files again."""
+        if self.exit_code is None:
+            self._process.send_signal(signal.SIGHUP)
+
     def kill(self) -> None:
         """End it, and whatever it started in its group, even where it has ended itself."""
         try:

@@ -26,7 +26,8 @@ _TAIL = """
 | variable | meaning |
 |---|---|
 | `HF_TOKEN`, `HUGGING_FACE_HUB_TOKEN`, `HF_API_TOKEN` | token for private and gated models; the first that is set |
-| `HF_HUB_OFFLINE` | `1` takes models from the cache alone |
+| `HF_HUB_OFFLINE` | `1` takes models and adapters from the cache alone, adapters for every caller |
+| `ADMIN_KEY` | the administrator's key, in place of `--admin-key-file` |
 | `HF_ENDPOINT` | another hub |
 | `HF_HOME` | where the cache is without `--huggingface-hub-cache` |
 | `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION` | credentials of the source `s3` |

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from adapters import refs
 from launcher.exits import Exit, LauncherError
 from launcher.flags import FLAGS
 from launcher.settings import Settings
@@ -14,6 +15,7 @@ def check(settings: Settings) -> None:
         if flag.refused and name in settings.given and settings[name] not in flag.harmless:
             _refuse(f"{settings.given[name]} {_shown(settings, name)} is refused: {flag.refused}")
     _check_pairs(settings)
+    _check_adapters(settings)
     _check_files(settings)
 
 
@@ -43,6 +45,20 @@ def without_effect(settings: Settings, device: str) -> list[str]:
     return sentences
 
 
+def _check_adapters(settings: Settings) -> None:
+    for name in ("adapter-source", "default-adapter-source", "preloaded-adapter-source"):
+        if settings[name] == "pbase":
+            _refuse(f"{settings.given[name]} pbase is refused: Predibase's service is closed to other servers")
+    preloaded = settings["preloaded-adapter-source"] or settings["adapter-source"]
+    names = [("adapter-id", name, settings["adapter-source"]) for name in filter(None, [settings["adapter-id"]])]
+    names += [("preloaded-adapter-ids", name, preloaded) for name in settings["preloaded-adapter-ids"]]
+    for flag, name, source in names:
+        try:
+            refs.parse(name, refs.Source(source))
+        except ValueError as error:
+            _refuse(f"{settings.given[flag]}: {error}")
+
+
 def _check_pairs(settings: Settings) -> None:
     model = settings["model-id"]
     if settings["compile"] and settings["eager"]:
@@ -68,7 +84,9 @@ def _check_pairs(settings: Settings) -> None:
 
 
 def _check_files(settings: Settings) -> None:
-    for name, is_there in (("tokenizer-config-path", Path.is_file), ("weights-cache-override", Path.is_dir)):
+    named = {"tokenizer-config-path": Path.is_file, "weights-cache-override": Path.is_dir}
+    named |= {"adapters": Path.is_file, "api-keys": Path.is_file}
+    for name, is_there in named.items():
         path = settings[name]
         if path is not None and not is_there(Path(path)):
             _refuse(f"{settings.given[name]} {path} does not exist")

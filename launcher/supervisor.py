@@ -55,6 +55,14 @@ class Signals:
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._counted_at = -math.inf
+        self.reloads = False
+        """SIGHUP asks for the operator's files to be read again, not for an end."""
+        self._hangups = 0
+
+    def take_hangups(self) -> int:
+        """How many SIGHUPs came that ask for a reload, since last asked."""
+        taken, self._hangups = self._hangups, 0
+        return taken
 
     @contextmanager
     def caught(self) -> Iterator["Signals"]:
@@ -77,6 +85,9 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        if number == signal.SIGHUP and self.reloads:
+            self._hangups += 1
+            return
         if now - self._counted_at >= SAME_REQUEST_S:
             self._counted_at = now
             self._arrived.put(number)
@@ -145,6 +156,9 @@ class Supervisor:
         name = signals.wait(_POLL_S)
         if name is not None:
             raise Stop(name)
+        if signals.take_hangups() and self._router is not None:
+            self._log.info("SIGHUP: the router reads its files again")
+            self._router.hang_up()
         for child in [*self._shards, *filter(None, [self._router])]:
             if child.exit_code is not None:
                 raise LauncherError(router if child is self._router else shard, f"{child.ending} {moment}")

@@ -36,6 +36,8 @@ class Adapter:
     """Empty for an adapter that the catalogue does not list."""
     weight: float = 1.0
     """Its share of the queue."""
+    chat_template: str | None = field(default=None, repr=False, compare=False)
+    """The operator's, which goes before the adapter's own."""
 
     @cached_property
     def content(self) -> str:

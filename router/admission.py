@@ -3,6 +3,7 @@
 Knows the loader, through `loading`, and where adapters are; the queue and the shards are the dispatcher's.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable
 
 import structlog
@@ -10,6 +11,7 @@ import structlog
 from adapters.errors import AdapterError
 from proto import shard_pb2 as pb
 from router.adapter import Adapter
+from router.adapter_metrics import AdapterMetrics
 from router.errors import RouterError, adapter_problem
 from router.inflight import Generation
 from router.loader_client import Loaded, LoaderClient
@@ -29,12 +31,18 @@ class Admission:
         enqueue: Callable[[Generation, str, float], None],
         fail: Callable[[Generation, RouterError], None],
         tell: Callable[[pb.Command], None],
+        metrics: AdapterMetrics,
     ) -> None:
+        self._metrics = metrics
         self.residency = Residency()
         self.loading = Loading(loader, self._ready, self._failed, self._loaded)
         self._enqueue = enqueue
         self._fail = fail
         self._tell = tell
+        self._loader = loader
+        self._pins: dict[str, pb.AdapterPin] = {}
+        """What shall stay, by digest."""
+        self._leaving: dict[str, list[asyncio.Future[None]]] = {}
 
     def admit(self, generation: Generation, adapter: Adapter) -> None:
         """Queue it where its adapter's content is known, or let it wait for that. May raise what `enqueue` raises."""
@@ -45,22 +53,102 @@ class Admission:
         generation.digest = known.digest
         self._queue(generation, adapter)
 
+    @property
+    def pinned(self) -> frozenset[str]:
+        return frozenset(self._pins)
+
     def leave(self, generation: Generation) -> None:
         """It ended while it waited for its content, or elsewhere."""
         if generation.request.adapter is not None:
             self.loading.leave(generation.request.adapter, generation)
 
+    async def content(self, adapter: Adapter) -> Loaded:
+        """What an adapter's content is, loaded where it was not. Raises AdapterError."""
+        return await self.loading.content(adapter)
+
+    async def check(self, adapter: Adapter) -> None:
+        """Look at the adapter's configuration and headers alone. Raises AdapterError for one that is not served."""
+        await self._loader.ask({"check": adapter.pins[0].as_dict(), "token": adapter.token}).answer
+
+    def prefetch(self, digest: str, adapter: Adapter) -> None:
+        """Have the shard bring it near."""
+        if self.residency.prefetch(digest):
+            self._tell(pb.Command(prefetches=[adapter_pin(adapter, digest)]))
+
+    def forget(self, digest: str, disk: bool) -> None:
+        """Ask the loader at the next use; with `disk` the file in the store goes too."""
+        self.loading.forget(digest)
+        if disk:
+            self._loader.say({"forget": digest})
+
+    def pin(self, digest: str, adapter: Adapter) -> None:
+        """Have a content stay, on disk and in the shard, now and after the shard was replaced."""
+        if digest not in self._pins:
+            self._loader.say({"hold": digest})
+        self._pins[digest] = adapter_pin(adapter, digest)
+        self._tell(pb.Command(pins=[pb.Pin(digest=digest, pinned=True)], prefetches=[self._pins[digest]]))
+
+    def unpin(self, digest: str) -> None:
+        """Let it go when room is needed."""
+        if self._pins.pop(digest, None) is not None:
+            self._loader.say({"release": digest})
+            self._tell(pb.Command(pins=[pb.Pin(digest=digest, pinned=False)]))
+
+    async def unload(self, digest: str) -> None:
+        """Returns once nothing is left of it in the shard: requests in flight are waited for."""
+        self.unpin(digest)
+        gone = asyncio.get_running_loop().create_future()
+        self._leaving.setdefault(digest, []).append(gone)
+        self._tell(pb.Command(unload_digests=[digest]))
+        await gone
+
+    def shard_up(self) -> None:
+        """A new stream: the shard knows nothing of what was said on another."""
+        self._all_gone()
+        self.residency.clear()
+        if self._pins:
+            pins = [pb.Pin(digest=digest, pinned=True) for digest in self._pins]
+            self._tell(pb.Command(pins=pins, prefetches=self._pins.values()))
+
+    def shard_down(self) -> None:
+        self._all_gone()
+
+    def _all_gone(self) -> None:
+        for digest in list(self._leaving):
+            self._gone(digest)
+
+    def _gone(self, digest: str) -> None:
+        for future in self._leaving.pop(digest, ()):
+            if not future.done():
+                future.set_result(None)
+
+    def sent(self, adapter: Adapter, generation: Generation) -> None:
+        """A request left for the shard."""
+        was_resident = self.residency.is_resident(generation.digest)
+        self._metrics.sent(adapter, generation.digest, len(generation.request.prompt_ids), was_resident)
+
+    def note_gauges(self) -> None:
+        """Before somebody looks at them."""
+        self._metrics.gauges |= {
+            "resident": self.residency.num_resident,
+            "known": self.loading.num_known,
+            "loading": self.loading.num_loading,
+            "pinned": len(self._pins),
+        }
+
     def moved(self, states: Iterable[pb.AdapterState]) -> None:
         """What the shard says of adapters."""
         for state in states:
-            self.residency.moved(state)
+            if self.residency.moved(state):
+                self._metrics.evictions.add(1, "slot")
+            if state.residency == pb.AdapterState.ABSENT and state.digest in self._leaving:
+                self._gone(state.digest)
             if state.residency == pb.AdapterState.FAILED:
                 log.warning("adapter_failed_in_shard", digest=state.digest[:16], reason=state.reason[:512])
                 self.loading.forget(state.digest)
 
     def _queue(self, generation: Generation, adapter: Adapter) -> None:
-        if self.residency.prefetch(generation.digest):
-            self._tell(pb.Command(prefetches=[adapter_pin(adapter, generation.digest)]))
+        self.prefetch(generation.digest, adapter)
         self._enqueue(generation, adapter.lane, adapter.weight)
 
     def _ready(self, generation: Generation) -> None:
@@ -72,9 +160,12 @@ class Admission:
         generation.wake()
 
     def _failed(self, generation: Generation, error: AdapterError) -> None:
+        if generation.request.adapter is not None:
+            self._metrics.failed(generation.request.adapter, generation.digest)
         self._fail(generation, adapter_problem(error))
 
     def _loaded(self, adapter: Adapter, content: Loaded, seconds: float) -> None:
+        self._metrics.loaded(content.tier, seconds)
         log.info(
             "adapter_loaded",
             adapter=adapter.name[:256],

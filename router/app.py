@@ -14,12 +14,13 @@ from router.dispatch import Dispatcher
 from router.entrance import Entrance, Handle, failure_response
 from router.errors import InternalError, RouterError, UnknownMethod, UnknownRoute
 from router.metrics import Metrics
+from router.routes.admin import AdminRoutes
 from router.routes.chat import ChatRoute
 from router.routes.completions import CompletionsRoute
 from router.routes.information import InformationRoutes
 from router.routes.native import NativeRoutes
 from router.routes.probes import ProbeRoutes
-from router.service import Service, select_from
+from router.service import Service, make_service
 from router.text.tokenizer import Tokenizer
 
 _CORS_HEADERS = ("content-type", "authorization", "x-request-id")
@@ -27,8 +28,9 @@ _CORS_HEADERS = ("content-type", "authorization", "x-request-id")
 
 def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> FastAPI:
     """All routes over one dispatcher. The dispatcher is started and stopped by the caller."""
-    service = Service(dispatcher, tokenizer, config, metrics, select_from(config))
+    service = make_service(dispatcher, tokenizer, config, metrics)
     app = FastAPI(title="Lorikeet", docs_url="/docs", redoc_url=None)
+    app.state.service = service
     app.openapi = functools.cache(openapi.document)  # type: ignore[method-assign]
     generating = _generating(service)
     for path, handle in generating.items():
@@ -79,6 +81,19 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     get("/api-doc/openapi.json", _show_document)
     get("/v1/models", information.models)
     get("/v1/models/{model_id:path}", information.model)
+    admin = AdminRoutes(service)
+    get("/admin/adapters", admin.listing)
+    for path, handle in {
+        "/admin/adapters/load": admin.load,
+        "/admin/adapters/pin": admin.pin,
+        "/admin/adapters/unpin": admin.unpin,
+        "/admin/adapters/unload": admin.unload,
+        "/admin/adapters/refresh": admin.refresh,
+        "/admin/catalogue/reload": admin.reload,
+        "/v1/load_lora_adapter": admin.load_lora_adapter,
+        "/v1/unload_lora_adapter": admin.unload_lora_adapter,
+    }.items():
+        app.router.add_route(path, handle, methods=["POST"])
     app.router.add_route("/tokenize", information.tokenize, methods=["POST"])
     for later in ("/embed", "/classify", "/classify_batch", "/v1/embeddings"):
         app.router.add_route(later, information.not_served, methods=["POST"])

@@ -45,6 +45,13 @@ class RouterConfig:
     """Where adapters of requests come from that name no source; None is `adapter_source`."""
     preloaded_adapter_ids: tuple[str, ...] = ()
     preloaded_adapter_source: str | None = None
+    catalogue_path: str | None = None
+    """YAML file of adapters by alias."""
+    strict_adapters: bool = False
+    """A named adapter that cannot be served ends the router."""
+    keys_path: str | None = None
+    """YAML file of the server's own API keys."""
+    admin_key_sha256: str | None = None
     max_queued_per_adapter: int | None = None
     """Requests that wait for one adapter; above it 429. None is `max_concurrent_requests`."""
     auth_cache_ttl_s: float = 60.0

@@ -77,7 +77,7 @@ class Dispatcher:
         self.admission = None
         """Of requests with adapters; None where the base model is served alone."""
         if self._loader is not None:
-            self.admission = Admission(self._loader, self._enqueue, self._fail, self._shard.tell)
+            self.admission = Admission(self._loader, self._enqueue, self._fail, self._shard.tell, self.metrics.adapters)
         self._tasks: list[asyncio.Task[None]] = []
 
     # Life
@@ -267,6 +267,8 @@ class Dispatcher:
         waited = now - generation.queued_at
         self._queue_seconds += 0.1 * (waited - self._queue_seconds)
         self.metrics.request_sent(waited, len(request.prompt_ids))
+        if request.adapter is not None and self.admission is not None:
+            self.admission.sent(request.adapter, generation)
         deadline_ms = 0 if generation.deadline is None else max(1, round(1000 * (generation.deadline - now)))
         return submit_message(generation.wire_id, request, self._tokenizer.eos_ids, deadline_ms, generation.digest)
 
@@ -279,13 +281,15 @@ class Dispatcher:
         self._wire_ids = itertools.count(1)
         self._last_step = 0
         if self.admission is not None:
-            self.admission.residency.clear()
+            self.admission.shard_up()
         self.metrics.shard_is(info)
         log.info("shard_connected", address=self._shard.address, model=info.model_id, num_pages=info.num_pages)
 
     def shard_down(self, reason: str) -> None:
         self._credit = CreditAccount()
         self.metrics.gauges["lorikeet_shard_ready"] = 0
+        if self.admission is not None:
+            self.admission.shard_down()
         self.shard_quiet()
         lost = list(self._running.values())
         self._running.clear()
@@ -314,6 +318,7 @@ class Dispatcher:
                 if generation.digest and num_fed:
                     num_adapted += num_fed
                     self._queue.charge(generation.lane, num_fed)
+                    self._received(generation, num_fed)
         if num_tokens > num_adapted:
             self._queue.charge(BASE_KEY, num_tokens - num_adapted)
         if output.adapters and self.admission is not None:
@@ -331,6 +336,10 @@ class Dispatcher:
         if self._queued:
             self._pump_later()
         return len(self._untold)
+
+    def _received(self, generation: Generation, num_tokens: int) -> None:
+        if generation.request.adapter is not None:
+            self.metrics.adapters.received(generation.request.adapter, generation.digest, num_tokens)
 
     def shard_quiet(self) -> None:
         """Nothing more is at hand: let readers see what their requests got."""

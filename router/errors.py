@@ -8,6 +8,7 @@ RouterError
 │   │   └── UnsupportedField
 │   ├── AdapterProblem          the adapter is absent, forbidden, broken, or out of reach
 │   │   └── one leaf per status
+│   ├── AdminOnly, AlreadyLoaded, ReloadRefused
 │   └── ChatTemplateError, NoFastTokenizer, ModelNotFound, UnknownRoute, UnknownMethod
 ├── Refused                     the server can't take it now
 │   └── Overloaded, QueueTimeout, ShuttingDown, NoShard, Unhealthy, NotServed
@@ -157,6 +158,24 @@ def adapter_problem(error: AdapterError) -> AdapterProblem:
     return _BY_STATUS.get(error.status, AdapterBroke)(str(error), error.retry_after)
 
 
+class AdminOnly(InvalidRequest):
+    """An administrator's route, and the caller is none."""
+
+
+class AlreadyLoaded(InvalidRequest):
+    """vLLM's word for a name that is taken."""
+
+    template = (
+        "The lora adapter '{}' has already been loaded. If you want to load the adapter in place, "
+        "set 'load_inplace' to True."
+    )
+    param = "lora_name"
+
+
+class ReloadRefused(InvalidRequest):
+    """The operator's files are not taken, and all is as before."""
+
+
 class Refused(RouterError):
     """The server can't take it now."""
 
@@ -251,6 +270,9 @@ ANSWERS: dict[type[RouterError], Answer] = {
         503, "generation", "download_adapter", 503, "server_error", "adapter_source_unavailable"
     ),
     AdapterBroke: Answer(500, "generation", "load_adapter", 500, "server_error", "adapter_load_failed"),
+    AdminOnly: Answer(403, "forbidden", "bad_request", 403, "permission_error", "admin_only"),
+    AlreadyLoaded: Answer(400, "validation", "validation", 400),
+    ReloadRefused: Answer(409, "validation", "validation", 409),
     Overloaded: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
     QueueTimeout: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
     ShuttingDown: Answer(503, "shutting_down", "shutting_down", 503, "server_error", "shutting_down"),

@@ -7,12 +7,13 @@ is asked again: it keeps the file from eviction for whoever asks, and brings it 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
 
 from adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound
+from adapters.refs import Ref
 from router.adapter import Adapter
 from router.inflight import Generation
 from router.loader_client import Call, Loaded, LoaderClient, LoaderLost, loaded
@@ -65,6 +66,14 @@ class Loading:
         self._known.move_to_end(adapter.content)
         return found[0]
 
+    @property
+    def num_known(self) -> int:
+        return len(self._known)
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loads)
+
     def num_waiting(self, lane: str) -> int:
         return self._num_waiting.get(lane, 0)
 
@@ -79,6 +88,17 @@ class Loading:
             load.waiting[generation.number] = generation
         self._num_waiting[adapter.lane] = self.num_waiting(adapter.lane) + 1
 
+    async def content(self, adapter: Adapter) -> Loaded:
+        """The same without a request: an operator's wish. Raises AdapterError."""
+        known = self.known(adapter)
+        if known is not None:
+            return known
+        began = time.monotonic()
+        content = loaded(await self._loader.ask({**adapter.call, "token": adapter.token}).answer)
+        self._remember(adapter, content)
+        self._on_loaded(adapter, content, time.monotonic() - began)
+        return content
+
     def leave(self, adapter: Adapter, generation: Generation) -> None:
         """It ended while it waited. The last one that leaves ends the load."""
         load = self._loads.get(adapter.content)
@@ -88,6 +108,15 @@ class Loading:
         if not load.waiting:
             del self._loads[adapter.content]
             self._stop(load)
+
+    def contents(self) -> list[tuple[str, Loaded]]:
+        """All that is known, by content."""
+        return [(content, each) for content, (each, _) in self._known.items()]
+
+    def digests(self, wanted: Iterable[Ref]) -> set[str]:
+        """What is known of the named adapters, of whatever version."""
+        names = tuple(f"{ref.source.value}:{ref.id}@" for ref in wanted)
+        return {each.digest for content, (each, _) in self._known.items() if content.startswith(names)}
 
     def forget(self, digest: str) -> None:
         """The file seems to be gone: ask the loader before the next use."""
@@ -118,16 +147,18 @@ class Loading:
             self._failed(load, error)
 
     def _succeeded(self, load: _Load, content: Loaded) -> None:
-        now = time.monotonic()
-        self._known[load.adapter.content] = (content, now)
-        self._known.move_to_end(load.adapter.content)
-        while len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
-        self._on_loaded(load.adapter, content, now - load.began_at)
+        self._remember(load.adapter, content)
+        self._on_loaded(load.adapter, content, time.monotonic() - load.began_at)
         del self._loads[load.adapter.content]
         for generation in self._take(load):
             generation.digest = content.digest
             self._on_ready(generation)
+
+    def _remember(self, adapter: Adapter, content: Loaded) -> None:
+        self._known[adapter.content] = (content, time.monotonic())
+        self._known.move_to_end(adapter.content)
+        while len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
 
     def _failed(self, load: _Load, error: AdapterError) -> None:
         if isinstance(error, LoaderLost) and not load.was_lost:

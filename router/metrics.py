@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Met
 from prometheus_client.utils import floatToGoString
 
 from proto import shard_pb2 as pb
+from router.adapter_metrics import AdapterMetrics
 from router.histogram import Counter, Histogram
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -78,6 +79,7 @@ class Metrics:
         self.aborts = Counter()
         self.shard_messages = Counter()
         self.shard_reconnects = Counter()
+        self.adapters = AdapterMetrics()
         self.gauges: dict[str, float] = {}
         """Gauges by full name; the dispatcher sets them as shards speak."""
         self._page_size = 0
@@ -188,6 +190,7 @@ class Metrics:
         yield from self._requests()
         yield from self._batches()
         yield from self._own()
+        yield from self.adapters.collect()
         for name, value in self.gauges.items():
             yield GaugeMetricFamily(name, _GAUGES.get(name, name), value=value)
 
@@ -278,7 +281,11 @@ def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
 
 
 def _labels(labels: dict[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}" if labels else ""
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}" if labels else ""
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _json_key(family: str, sample: str, labels: dict[str, str]) -> str:

@@ -20,12 +20,12 @@ class Residency:
         self._states[digest] = pb.AdapterState.LOADING
         return True
 
-    def moved(self, state: pb.AdapterState) -> None:
-        """What the shard says of one content."""
+    def moved(self, state: pb.AdapterState) -> bool:
+        """What the shard says of one content; whether it left its slot by that."""
         if state.residency in (pb.AdapterState.RESIDENT, pb.AdapterState.LOADING):
             self._states[state.digest] = state.residency
-        else:
-            self._states.pop(state.digest, None)
+            return False
+        return self._states.pop(state.digest, None) == pb.AdapterState.RESIDENT
 
     def is_resident(self, digest: str) -> bool:
         return self._states.get(digest) == pb.AdapterState.RESIDENT

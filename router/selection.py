@@ -6,48 +6,45 @@ Knows names and rights; what an adapter holds is for the loader to say.
 import asyncio
 
 from adapters import refs
-from adapters.errors import AdapterError, AdapterNotFound
+from adapters.catalogue import SOURCES, Entry
+from adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, NotServed
+from adapters.keys import Keys
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
 from adapters.rights import Rights
 from router.adapter import Adapter
+from router.caller import Caller
 from router.config import RouterConfig
+from router.directory import Directory
 from router.errors import ModelNotFound, UnsupportedField, ValidationError, adapter_problem
 from router.schemas.adapters import AdapterFields, MergeFields
 
 BASE_NAMES = ("__base_model__",)
-_SERVED = (Source.HUB, Source.LOCAL, Source.S3)
 _BASE_ONLY = "is not supported by this server, which serves its base model alone"
 
 
 class Selection:
-    """Of one router."""
+    """Of one router. Without `rights` the base model is served alone."""
 
-    def __init__(self, config: RouterConfig, rights: Rights | None) -> None:
-        """Without `rights` the base model is served alone."""
+    def __init__(self, config: RouterConfig, rights: Rights | None, directory: Directory, keys: Keys) -> None:
         self._config = config
-        self._rights = rights
-        self._operators: dict[Ref, None] = {}
-        """Adapters that the operator named: the operator's token opens them to every caller."""
-        if config.adapter_id is not None:
-            self._operators[refs.parse(config.adapter_id, Source(config.adapter_source))] = None
-        source = Source(config.preloaded_adapter_source or config.adapter_source)
-        for name in config.preloaded_adapter_ids:
-            self._operators[refs.parse(name, source)] = None
+        self.rights = rights
+        self.directory = directory
+        self.keys = keys
 
-    async def choose(self, fields: AdapterFields, bearer: str | None) -> Adapter | None:
+    async def choose(self, fields: AdapterFields, caller: Caller) -> Adapter | None:
         """None for the bare base model. Raises ModelNotFound, ValidationError or a leaf of AdapterProblem."""
-        if fields.merge is None and self._is_base(fields):
+        if fields.merge is None and self.is_base(fields.name):
             return None
-        if self._rights is None:
+        if self.rights is None:
             raise self._base_only(fields)
-        token = fields.token or bearer or (self._config.hub_token if self._config.use_hub_token_for_all else None)
         try:
             if fields.merge is not None:
-                return await self._merged(fields.merge, self._source(fields.source), token)
-            ref = self._ref(fields)
-            token = self._config.hub_token if ref in self._operators else token
-            return Adapter(str(ref), (await self._pin(ref, token),), token=token)
+                return await self._merged(fields, fields.merge, caller)
+            entry = self.entry(fields.name, fields.source)
+            if entry is not None:
+                return await self.named(entry, caller, fields.user or caller.request_id)
+            return await self._dynamic(fields, caller)
         except AdapterNotFound as error:
             if fields.is_model:
                 raise ModelNotFound((fields.name or "")[:256], str(error)) from None
@@ -55,23 +52,90 @@ class Selection:
         except AdapterError as error:
             raise adapter_problem(error) from None
 
-    def _is_base(self, fields: AdapterFields) -> bool:
-        if not fields.name:
-            return self._config.adapter_id is None
-        return fields.name == self._config.model_id or fields.name in BASE_NAMES
+    def is_base(self, name: str | None) -> bool:
+        """Whether the bare base model is meant."""
+        if not name:
+            return self.directory.default is None
+        return name == self._config.model_id or name in BASE_NAMES
 
-    def _base_only(self, fields: AdapterFields) -> Exception:
-        if fields.is_model:
-            return ModelNotFound((fields.name or "")[:256])
-        if fields.merge is not None:
-            return UnsupportedField("merged_adapters")
-        return UnsupportedField("adapter_id", _BASE_ONLY)
+    def entry(self, name: str | None, source: str | None = None) -> Entry | None:
+        """The operator's entry that is meant, if one is. A source that is named must be the entry's own."""
+        entry = self.directory.find(name or self.directory.default or "")
+        if entry is None or source is None or all(version.ref.source == source for version in entry.versions):
+            return entry
+        return None
 
-    def _ref(self, fields: AdapterFields) -> Ref:
-        if not fields.name:
-            assert self._config.adapter_id is not None
-            return refs.parse(self._config.adapter_id, Source(self._config.adapter_source))
-        return self._parsed(fields.name, self._source(fields.source), fields.is_model)
+    async def named(self, entry: Entry, caller: Caller, who: str) -> Adapter:
+        """The adapter of an alias, which the operator's own token opens. Raises AdapterError."""
+        self._check_key(entry, caller)
+        return await self.opened(entry, entry.choose(who).ref)
+
+    async def opened(self, entry: Entry, ref: Ref) -> Adapter:
+        """One version of an alias, whoever asks. Raises AdapterError."""
+        assert self.rights is not None
+        token = self.operators_token(ref)
+        share = next((version.share for version in entry.versions if version.ref == ref), 1.0)
+        pin = (await self.rights.resolve(ref, token)).pin
+        return Adapter(
+            entry.alias,
+            (pin,),
+            token=token,
+            alias=entry.alias,
+            weight=entry.weight * share,
+            chat_template=entry.chat_template,
+        )
+
+    def operators_token(self, ref: Ref) -> str | None:
+        return self._config.hub_token if ref.source is Source.HUB else None
+
+    def may_see(self, entry: Entry, caller: Caller) -> bool:
+        """Whether an alias is shown to the caller at all."""
+        return entry.keys is None or (caller.key is not None and (caller.key.admin or caller.key.name in entry.keys))
+
+    def source(self, given: str | None) -> Source:
+        """The source that a request means. Raises ValidationError by name."""
+        name = given or self._config.default_adapter_source or self._config.adapter_source
+        if name == Source.PBASE:
+            sentence = "`adapter_source` pbase is not served: Predibase's service is closed to it"
+            raise ValidationError(sentence, "adapter_source")
+        if name not in SOURCES:
+            raise ValidationError(f"`adapter_source` must be one of {', '.join(SOURCES)}", "adapter_source")
+        return Source(name)
+
+    def _check_key(self, entry: Entry, caller: Caller) -> None:
+        if self.may_see(entry, caller):
+            return
+        if caller.key is None:
+            raise AdapterNotAllowed(f"{entry.alias} is for holders of certain API keys", status=401)
+        raise AdapterNotAllowed(f"the API key {caller.key.name} may not use {entry.alias}", status=403)
+
+    async def _dynamic(self, fields: AdapterFields, caller: Caller) -> Adapter:
+        """An adapter that the operator did not name: the caller's own token decides."""
+        ref = self._parsed(fields.name or "", self.source(fields.source), fields.is_model)
+        unread = self.directory.problem(ref.id)
+        if unread and fields.source is None:
+            raise NotServed(f"{ref.id} is not served: {unread}")
+        token = self._token(fields, caller)
+        return Adapter(str(ref), (await self._pin(ref, token),), token=token)
+
+    def _token(self, fields: AdapterFields, caller: Caller) -> str | None:
+        """What is shown to a source: never one of the server's own keys."""
+        given = None if self.keys.find(fields.token) is not None else fields.token
+        return given or caller.token or (self._config.hub_token if self._config.use_hub_token_for_all else None)
+
+    async def _merged(self, fields: AdapterFields, merge: MergeFields, caller: Caller) -> Adapter:
+        """All parts must be open to the caller; aliases may be among them."""
+        if any(not name or self.is_base(name) for name in merge.ids):
+            raise ValidationError("Base model adapter cannot be merged.", "merged_adapters")
+        token = self._token(fields, caller)
+        parts = await asyncio.gather(*(self._part(name, fields, caller, token) for name in merge.ids))
+        return Adapter(",".join(merge.ids), tuple(parts), merge.merging, token)
+
+    async def _part(self, name: str, fields: AdapterFields, caller: Caller, token: str | None) -> Pin:
+        entry = self.entry(name, fields.source)
+        if entry is not None:
+            return (await self.named(entry, caller, fields.user or caller.request_id)).pins[0]
+        return await self._pin(self._parsed(name, self.source(fields.source), is_model=False), token)
 
     def _parsed(self, name: str, source: Source, is_model: bool) -> Ref:
         try:
@@ -81,26 +145,13 @@ class Selection:
                 raise ModelNotFound(name[:256], str(error)) from None
             raise ValidationError(str(error), "adapter_id") from None
 
-    def _source(self, given: str | None) -> Source:
-        """Raises ValidationError by name."""
-        name = given or self._config.default_adapter_source or self._config.adapter_source
-        if name == Source.PBASE:
-            raise ValidationError(
-                "`adapter_source` pbase is not served: Predibase's service is closed to it", "adapter_source"
-            )
-        if name not in _SERVED:
-            shown = ", ".join(source.value for source in _SERVED)
-            raise ValidationError(f"`adapter_source` must be one of {shown}", "adapter_source")
-        return Source(name)
-
-    async def _merged(self, merge: MergeFields, source: Source, token: str | None) -> Adapter:
-        for name in merge.ids:
-            if not name or name == self._config.model_id or name in BASE_NAMES:
-                raise ValidationError("Base model adapter cannot be merged.", "merged_adapters")
-        wanted = [self._parsed(name, source, is_model=False) for name in merge.ids]
-        pins = await asyncio.gather(*(self._pin(ref, token) for ref in wanted))
-        return Adapter(",".join(map(str, wanted)), tuple(pins), merge.merging, token)
-
     async def _pin(self, ref: Ref, token: str | None) -> Pin:
-        assert self._rights is not None
-        return (await self._rights.resolve(ref, token)).pin
+        assert self.rights is not None
+        return (await self.rights.resolve(ref, token)).pin
+
+    def _base_only(self, fields: AdapterFields) -> Exception:
+        if fields.is_model:
+            return ModelNotFound((fields.name or "")[:256])
+        if fields.merge is not None:
+            return UnsupportedField("merged_adapters")
+        return UnsupportedField("adapter_id", _BASE_ONLY)

@@ -22,7 +22,9 @@ import uvloop
 from router.app import create_app
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.errors import RouterError
 from router.metrics import Metrics
+from router.service import Service
 from router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
@@ -52,6 +54,9 @@ class RouterServer:
         self._ending = asyncio.Event()
         self._signalled_at: float | None = None
         self._server: _Uvicorn | None = None
+        self._problem: str | None = None
+        """Why it ends by itself."""
+        self._reloads: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
         """Serve; the exit code."""
@@ -72,30 +77,62 @@ class RouterServer:
             )
         )
         listener = _listen(config.hostname, config.port)
-        self._handle_signals()
+        service: Service = app.state.service
+        self._handle_signals(service)
         await dispatcher.start()
         # What exists now lives as long as the process: the collector need not walk it again and again.
         gc.collect()
         gc.freeze()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         watching = asyncio.create_task(self._watch_parent())
+        keeping = asyncio.create_task(self._keep(service))
         log.info("router_listening", hostname=config.hostname, port=listener.getsockname()[1])
         ending = asyncio.create_task(self._ending.wait())
-        await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([serving, ending, keeping], return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             log.info("router_draining", num_active=dispatcher.num_active, timeout_s=config.drain_timeout_s)
             whole = await dispatcher.drain(config.drain_timeout_s)
             log.info("router_drained", whole=whole)
         server.should_exit = True
         await serving
-        watching.cancel()
-        ending.cancel()
+        for task in (watching, ending, keeping):
+            task.cancel()
+        await service.templates.close()
         await dispatcher.stop()
         self._tokenizer.close()
-        return 0
+        return 0 if self._problem is None else 1
 
-    def _handle_signals(self) -> None:
+    async def _keep(self, service: Service) -> None:
+        """Look after the operator's adapters. Ends where one is broken and that is meant to end everything."""
+        if service.keeper is None:
+            await asyncio.Event().wait()
+            return
+        running = asyncio.create_task(service.keeper.run())
+        try:
+            await service.keeper.settled.wait()
+            problems = [line for line in service.selection.directory.listed() if line.problem]
+            if problems and self._config.strict_adapters:
+                self._problem = f"{len(problems)} adapters cannot be served, first {problems[0].alias[:256]}"
+                log.error("router_cannot_serve", reason=self._problem)
+                return
+            await running
+        finally:
+            running.cancel()
+
+    def _reload(self, service: Service) -> None:
+        async def reload() -> None:
+            try:
+                await service.reloading.reload()
+            except RouterError as error:
+                log.error("catalogue_not_reloaded", reason=str(error)[:4096])
+
+        self._reloads.add(task := asyncio.create_task(reload()))
+        task.add_done_callback(self._reloads.discard)
+
+    def _handle_signals(self, service: Service) -> None:
         loop = asyncio.get_running_loop()
+        if self._config.catalogue_path is not None or self._config.keys_path is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._reload, service)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
 

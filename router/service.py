@@ -9,13 +9,19 @@ from starlette.requests import Request
 from adapters.rights import Rights
 from adapters.sources.registry import Sources
 from router.adapter import Adapter
+from router.admission import Admission
+from router.caller import Caller, caller
 from router.config import RouterConfig
+from router.directory import Directory
 from router.dispatch import Dispatcher
 from router.generation import FinishReason, GenerationRequest
 from router.inflight import Generation
+from router.keeper import Keeper
 from router.metrics import Metrics
+from router.reload import Reloading, read_catalogue, read_keys
 from router.schemas.adapters import AdapterFields
 from router.selection import Selection
+from router.templates import Templates
 from router.text.tokenizer import Tokenizer
 
 
@@ -36,10 +42,35 @@ class Service:
     config: RouterConfig
     metrics: Metrics
     selection: Selection
+    templates: Templates
+    keeper: Keeper | None
+    """None where the base model is served alone."""
+    reloading: Reloading
 
-    async def adapter(self, request: Request, fields: AdapterFields) -> Adapter | None:
-        """The adapter that the request asks for; None is the bare base model. Raises RouterError."""
-        return await self.selection.choose(fields, bearer(request))
+    @property
+    def admission(self) -> Admission:
+        """Of requests with adapters, where those are served."""
+        assert self.dispatcher.admission is not None
+        return self.dispatcher.admission
+
+    @property
+    def rights(self) -> Rights:
+        """Of callers to adapters, where those are served."""
+        assert self.selection.rights is not None
+        return self.selection.rights
+
+    @property
+    def settled(self) -> bool:
+        """Whether the operator's adapters were looked at."""
+        return self.keeper is None or self.keeper.settled.is_set()
+
+    def caller(self, request: Request) -> Caller:
+        """Who sent `request`."""
+        return caller(request, self.selection.keys)
+
+    async def adapter(self, caller: Caller, fields: AdapterFields) -> Adapter | None:
+        """The adapter that the caller asks for; None is the bare base model. Raises RouterError."""
+        return await self.selection.choose(fields, caller)
 
     def validated(self, timing: Timing) -> None:
         """The request is checked and tokenized."""
@@ -66,17 +97,23 @@ class Service:
         return generation
 
 
-def select_from(config: RouterConfig) -> Selection:
-    """How this server chooses adapters."""
-    if config.loader_address is None:
-        return Selection(config, None)
-    return Selection(config, Rights(Sources(config.sources), config.auth_cache_ttl_s, config.auth_stale_s))
-
-
-def bearer(request: Request) -> str | None:
-    """The token of the Authorization header."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() or None if scheme.lower() == "bearer" else None
+def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> Service:
+    """All parts over one dispatcher. Raises CatalogueError where an operator's file cannot be used."""
+    sources = None if config.loader_address is None else Sources(config.sources)
+    rights = None if sources is None else Rights(sources, config.auth_cache_ttl_s, config.auth_stale_s)
+    directory = Directory(config, read_catalogue(config))
+    selection = Selection(config, rights, directory, read_keys(config))
+    keeper = None if dispatcher.admission is None else Keeper(selection, dispatcher.admission)
+    return Service(
+        dispatcher,
+        tokenizer,
+        config,
+        metrics,
+        selection,
+        Templates(tokenizer, sources),
+        keeper,
+        Reloading(config, selection, keeper),
+    )
 
 
 async def named(generations: list[Generation]) -> None:

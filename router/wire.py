@@ -9,7 +9,12 @@ from router.generation import GenerationRequest
 
 def adapter_pin(adapter: Adapter, digest: str) -> pb.AdapterPin:
     """Names are for logs; what the shard goes by is the digest."""
-    return pb.AdapterPin(source=adapter.source, id=adapter.name, revision=adapter.revision, digest=digest)
+    return pb.AdapterPin(
+        source=adapter.source,
+        id=",".join(pin.id for pin in adapter.pins),
+        revision=adapter.revision,
+        digest=digest,
+    )
 
 
 def submit_message(

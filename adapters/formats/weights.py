@@ -10,7 +10,7 @@ import mmap
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,12 @@ import torch
 
 from adapters.errors import AdapterInvalid, AdapterTooLarge
 from adapters.formats import header
-from adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS
+from adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS, FileHead
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_INDEX = 8 << 20
+_MAP_NORESERVE = 0x4000
+"""Linux's; Python has no name for it before 3.13."""
 
 
 @dataclass
@@ -81,6 +83,22 @@ def read_small(path: Path) -> bytes:
             return file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise AdapterInvalid(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def hollow(heads: Mapping[str, FileHead]) -> Weights:
+    """Tensors of the shapes that headers tell, without values: only names, shapes and places may be looked at.
+
+    Raises AdapterInvalid. Files without a header (`.bin`) are left aside.
+    """
+    found = Weights({}, hashlib.sha256(), sum(head.size for head in heads.values()), True)
+    for name, head in heads.items():
+        if not name.endswith(".safetensors"):
+            continue
+        infos = header.parse(head.content, head.size, name)
+        # address space that nobody backs: nothing is read from it
+        memory = mmap.mmap(-1, max(1, head.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        found.tensors.update({key: _view(memory, info) for key, info in infos.items()})
+    return found
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
+from adapters.formats.configuration import SERVED_KINDS
 from adapters.sources.settings import SourceSettings
 
 DEFAULT_STORE_BYTES = 64 << 30
@@ -31,7 +32,7 @@ class LoaderConfig:
     dtype: str | None = None
     """Of the shards: `float32`, `bfloat16` or `float16`; None takes the checkpoint's (float32 for float16 on CPU)."""
     trust_remote_code: bool = False
-    kinds: tuple[str, ...] = ("linear", "embedding", "experts")
+    kinds: tuple[str, ...] = SERVED_KINDS
     """Kinds of change that the shards compute; an adapter with another is refused."""
     max_fetches: int = 16
     """Adapters that are brought from their sources at once."""

@@ -3,7 +3,7 @@
 The router calls `resolve` and `small_files` for a caller, with the caller's token; the loader's process calls `fetch`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,15 @@ MAX_SMALL_BYTES = 32 << 20
 MAX_CONFIG_BYTES = 1 << 20
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 """By preference."""
+
+
+@dataclass(frozen=True)
+class FileHead:
+    """The beginning of one file."""
+
+    content: bytes
+    size: int
+    """Of the whole file."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,16 @@ class AdapterSource(Protocol):
         weights moves. Blocks: called in a thread.
         """
 
+    def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
+        """The first bytes of each weight file, so many at most. Blocks: called in a thread."""
+
     async def close(self) -> None:
         """Let connections go."""
+
+
+def parts(chosen: Iterable[str]) -> list[str]:
+    """Those of the files that `choose` chose that hold weights."""
+    return [name for name in chosen if name not in SMALL_NAMES and not name.endswith(".index.json")]
 
 
 def choose(sizes: Mapping[str, int | None], name: str, limit: int) -> list[str]:

@@ -24,7 +24,7 @@ from adapters.errors import (
 )
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
-from adapters.sources.base import CONFIG, MAX_SMALL_BYTES, SMALL_NAMES, WEIGHTS, Resolved, choose
+from adapters.sources.base import CONFIG, MAX_SMALL_BYTES, SMALL_NAMES, WEIGHTS, FileHead, Resolved, choose, parts
 
 T = TypeVar("T")
 
@@ -63,6 +63,17 @@ class HubSource:
         where: dict[str, Any] = {"local_dir": folder} if _needs_token(info) else {"cache_dir": self._cache}
         paths = [self._download(pin, name, token, where) for name in wanted]
         return paths[0].parent
+
+    def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
+        """Out of the cache where that holds it whole, else by ranges."""
+        cached = self._snapshot(pin.id, pin.revision)
+        if cached is not None and _is_whole(cached):
+            names = parts(choose(_sizes(cached), pin.id, self._max_bytes))
+            return {name: _head(cached / name, num_bytes) for name in names}
+        info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, sizes=True)
+        sizes = {file.rfilename: file.size for file in info.siblings or [] if "/" not in file.rfilename}
+        names = parts(choose(sizes, pin.id, self._max_bytes))
+        return {name: FileHead(self._range(pin, name, token, num_bytes), sizes[name] or 0) for name in names}
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -132,6 +143,27 @@ class HubSource:
         )
         return Path(str(path))
 
+    def _range(self, pin: Pin, name: str, token: str | None, num_bytes: int) -> bytes:
+        """The first bytes of a file, and no more of it."""
+        import huggingface_hub
+
+        utils: Any = huggingface_hub.utils
+        url = huggingface_hub.hf_hub_url(pin.id, name, revision=pin.revision)
+        headers = {**utils.build_hf_headers(token=token or False), "Range": f"bytes=0-{num_bytes - 1}"}
+
+        def read() -> bytes:
+            session = huggingface_hub.get_session()
+            with session.stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT_S) as response:
+                utils.hf_raise_for_status(response)
+                content = b""
+                for chunk in response.iter_bytes():
+                    content += chunk
+                    if len(content) >= num_bytes:
+                        break
+                return content[:num_bytes]
+
+        return _told(read, Ref(Source.HUB, pin.id, pin.revision), token)
+
     def _snapshot(self, id: str, revision: str | None) -> Path | None:
         """The folder in the cache, if there is one."""
         import huggingface_hub
@@ -179,6 +211,11 @@ def _needs_token(info: Any) -> bool:
 
 def _sizes(folder: Path) -> dict[str, int | None]:
     return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+
+
+def _head(path: Path, num_bytes: int) -> FileHead:
+    with path.open("rb") as file:
+        return FileHead(file.read(num_bytes), path.stat().st_size)
 
 
 def _is_whole(folder: Path) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from adapters.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
-from adapters.sources.base import MAX_SMALL_BYTES, SMALL_NAMES, Resolved, choose
+from adapters.sources.base import MAX_SMALL_BYTES, SMALL_NAMES, FileHead, Resolved, choose, parts
 
 _HUB_CACHE_FOLDERS = ("models--", "datasets--", "spaces--")
 _MOST_FILES = 10_000
@@ -46,6 +46,19 @@ class LocalSource:
         for name in wanted:
             (folder / name).symlink_to(files[name][0])
         return folder
+
+    def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
+        _, files = self._listed(pin.id)
+        sizes: dict[str, int | None] = {name: status.st_size for name, (_, status) in files.items()}
+        found = {}
+        for name in parts(choose(sizes, pin.id, self._max_bytes)):
+            path, status = files[name]
+            try:
+                with path.open("rb") as file:
+                    found[name] = FileHead(file.read(num_bytes), status.st_size)
+            except OSError as error:
+                raise AdapterNotFound(f"{name} of {pin.id} cannot be read: {_reason(error)}") from None
+        return found
 
     async def close(self) -> None:
         """Nothing is held open."""

@@ -5,6 +5,7 @@ this server may have what its credentials open.
 """
 
 import asyncio
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from adapters.errors import (
 )
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
-from adapters.sources.base import MAX_SMALL_BYTES, SMALL_NAMES, Resolved, choose
+from adapters.sources.base import MAX_SMALL_BYTES, SMALL_NAMES, FileHead, Resolved, choose, parts
 
 T = TypeVar("T")
 
@@ -55,6 +56,15 @@ class S3Source:
             self._download(pin.id, objects[name], folder / name)
         return folder
 
+    def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
+        objects = self._listed(pin.id)
+        found = {}
+        for name in parts(choose({name: meta["size"] for name, meta in objects.items()}, pin.id, self._max_bytes)):
+            meta = objects[name]
+            read = functools.partial(_first, self._store(pin.id), meta["path"], min(num_bytes, meta["size"]))
+            found[name] = FileHead(_told(read, pin.id), meta["size"])
+        return found
+
     async def close(self) -> None:
         """Connections go with the process."""
 
@@ -62,15 +72,13 @@ class S3Source:
         return Resolved(Pin(Source.S3, ref.id, _revision(self._listed(ref.id))), is_public=True)
 
     def _small_files(self, pin: Pin, names: frozenset[str]) -> dict[str, bytes]:
-        import obstore
-
         objects, contents = self._listed(pin.id), {}
         store = self._store(pin.id)
         for name in sorted(names & set(objects)):
             if objects[name]["size"] > MAX_SMALL_BYTES:
                 raise AdapterTooLarge(f"{name} of {pin.id} has more than {MAX_SMALL_BYTES} bytes")
-            path = objects[name]["path"]
-            contents[name] = bytes(_told(lambda path=path: obstore.get(store, path).bytes(), pin.id))
+            read: Callable[[], bytes] = functools.partial(_whole, store, objects[name]["path"])
+            contents[name] = _told(read, pin.id)
         return contents
 
     def _listed(self, id: str) -> dict[str, Any]:
@@ -102,7 +110,7 @@ class S3Source:
         def copy() -> None:
             done = part.stat().st_size if part.exists() else 0
             if done < meta["size"]:
-                options: dict[str, Any] = {"range": {"offset": done}} if done else {}
+                options: Any = {"range": {"offset": done}} if done else {}
                 if meta["e_tag"]:
                     options["if_match"] = meta["e_tag"]
                 with part.open("ab") as file:
@@ -127,6 +135,18 @@ class S3Source:
             if len(self._stores) < 1024:  # names come from callers
                 self._stores[bucket] = store
         return store
+
+
+def _whole(store: Any, path: str) -> bytes:
+    import obstore
+
+    return bytes(obstore.get(store, path).bytes())
+
+
+def _first(store: Any, path: str, num_bytes: int) -> bytes:
+    import obstore
+
+    return bytes(obstore.get_range(store, path, start=0, length=num_bytes)) if num_bytes else b""
 
 
 def _parts(id: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from router.body import read_json
 from router.collect import Completed, collect_all, interleave
+from router.defaults import openai_defaults
 from router.disconnect import ClientWatch
 from router.errors import RouterError, openai_body
 from router.generation import Chunk
@@ -39,15 +40,17 @@ class ChatRoute:
     async def chat(self, request: Request) -> Response:
         service = self._service
         timing = Timing(now())
-        wanted = read_chat(await read_json(request, service.config.max_body_bytes), service.config)
+        body = openai_defaults(await read_json(request, service.config.max_body_bytes), service.selection)
+        wanted = read_chat(body, service.config)
         async with ClientWatch(request.receive):
-            prompt = await service.tokenizer.render_chat(wanted.messages)
-            adapter = await service.adapter(request, wanted.common.adapter)
+            caller = service.caller(request)
+            adapter = await service.adapter(caller, wanted.common.adapter)
+            prompt = await service.templates.render(adapter, wanted.messages)
             # The template writes every special token itself.
             prompt_ids = await service.tokenizer.encode(prompt, add_special_tokens=False)
             logprobs = LogprobsWanted(wanted.num_logprobs)
             num_choices = wanted.common.num_choices
-            group = Group(request.state.request_id, adapter)
+            group = Group(request.state.request_id, adapter, caller.cache_salt)
             requests = requests_for(service, wanted.common, prompt_ids, num_choices, logprobs, group)
             service.validated(timing)
             generations = service.submit(requests, timing.arrived_at)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from router.body import read_json
 from router.collect import Completed, collect_all, interleave
+from router.defaults import openai_defaults
 from router.disconnect import ClientWatch
 from router.errors import RouterError, ValidationError, openai_body
 from router.generation import Chunk, GenerationRequest
@@ -49,11 +50,14 @@ class CompletionsRoute:
     async def completions(self, request: Request) -> Response:
         service = self._service
         timing = Timing(now())
-        wanted = read_completion(await read_json(request, service.config.max_body_bytes), service.config)
+        body = openai_defaults(await read_json(request, service.config.max_body_bytes), service.selection)
+        wanted = read_completion(body, service.config)
         async with ClientWatch(request.receive):
             prompts = [await self._prompt(given, wanted.echo) for given in wanted.prompts]
-            adapter = await service.adapter(request, wanted.common.adapter)
-            requests = self._requests(wanted, prompts, Group(request.state.request_id, adapter))
+            caller = service.caller(request)
+            adapter = await service.adapter(caller, wanted.common.adapter)
+            group = Group(request.state.request_id, adapter, caller.cache_salt)
+            requests = self._requests(wanted, prompts, group)
             service.validated(timing)
             generations = service.submit(requests, timing.arrived_at)
             if not wanted.common.stream:

@@ -8,6 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.body import read_json
+from router.caller import Caller
+from router.directory import Listed
 from router.errors import ModelNotFound, NoFastTokenizer, NotServed
 from router.headers import ignored_fields
 from router.schemas.fields import Fields
@@ -59,6 +61,8 @@ class InformationRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus text, or LoRAX's JSON by the Accept header."""
+        if self._service.dispatcher.admission is not None:
+            self._service.dispatcher.admission.note_gauges()
         content, media_type = self._service.metrics.render(request.headers.get("accept", ""))
         return Response(content, media_type=media_type)
 
@@ -74,17 +78,43 @@ class InformationRoutes:
         return _json(content, ignored_fields(fields.ignored()))
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
+        """The base model, then every adapter that the operator named and the caller may see."""
+        caller = self._service.caller(request)
+        shown = [self._adapter(line) for line in self._service.selection.directory.listed() if self._sees(caller, line)]
+        return _json({"object": "list", "data": [self._model(), *shown]})
 
     async def model(self, request: Request) -> Response:
         wanted = request.path_params["model_id"]
-        if wanted != self._service.config.model_id:
-            raise ModelNotFound(wanted[:256])
-        return _json(self._model())
+        if wanted == self._service.config.model_id:
+            return _json(self._model())
+        caller = self._service.caller(request)
+        for line in self._service.selection.directory.listed():
+            if line.alias == wanted and self._sees(caller, line):
+                return _json(self._adapter(line))
+        raise ModelNotFound(wanted[:256])
 
     async def not_served(self, request: Request) -> Response:
         """Says so by name, so that nobody looks for a typing error."""
         raise NotServed(request.url.path)
+
+    def _sees(self, caller: Caller, line: Listed) -> bool:
+        return line.entry is None or self._service.selection.may_see(line.entry, caller)
+
+    def _adapter(self, line: Listed) -> dict[str, Any]:
+        """As vLLM has it, and why one that is listed is not served."""
+        entry = line.entry
+        refs = [] if entry is None else [version.ref for version in entry.versions]
+        return {
+            "id": line.alias,
+            "object": "model",
+            "created": line.created,
+            "owned_by": "lorikeet",
+            "max_model_len": self._service.config.max_total_tokens,
+            "root": str(refs[0]) if refs else None,
+            "parent": self._service.config.model_id,
+            "adapter_source": refs[0].source.value if refs else None,
+            "problem": line.problem or None,
+        }
 
     def _model(self) -> dict[str, Any]:
         return {

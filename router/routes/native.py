@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from router.body import read_json
 from router.collect import Completed, collect_all
+from router.defaults import native_defaults
 from router.disconnect import ClientWatch
 from router.errors import RouterError, lorax_body
 from router.generation import GenerationRequest, Token
@@ -34,21 +35,24 @@ class NativeRoutes:
     async def generate(self, request: Request) -> Response:
         arrived_at = now()
         body = await read_json(request, self._service.config.max_body_bytes)
-        return await self._answer(request, read_native(body, with_stream=False), arrived_at, as_list=False)
+        return await self._answer(request, self._read(body), arrived_at, as_list=False)
 
     async def generate_stream(self, request: Request) -> Response:
         arrived_at = now()
         body = await read_json(request, self._service.config.max_body_bytes)
-        return await self._stream(request, read_native(body, with_stream=False), arrived_at)
+        return await self._stream(request, self._read(body), arrived_at)
 
     async def compat(self, request: Request) -> Response:
         """`/` and `/invocations`: one route for both, and a list of one when not streaming."""
         arrived_at = now()
         body = await read_json(request, self._service.config.max_body_bytes)
-        native = read_native(body, with_stream=True)
+        native = self._read(body, with_stream=True)
         if native.stream:
             return await self._stream(request, native, arrived_at)
         return await self._answer(request, native, arrived_at, as_list=True)
+
+    def _read(self, body: dict[str, Any], with_stream: bool = False) -> NativeRequest:
+        return read_native(native_defaults(body, self._service.selection), with_stream=with_stream)
 
     async def _answer(self, request: Request, native: NativeRequest, arrived_at: float, *, as_list: bool) -> Response:
         parameters = native.parameters
@@ -128,6 +132,7 @@ class NativeRoutes:
     async def _prepare(self, request: Request, native: NativeRequest, *, streaming: bool) -> GenerationRequest:
         """Check, tokenize, check lengths, settle the adapter. Raises ValidationError or AdapterProblem."""
         config, request_id = self._service.config, request.state.request_id
+        caller = self._service.caller(request)
         fields = check_rules(native, config, streaming=streaming)
         parameters = native.parameters
         prompt_ids = await self._service.tokenizer.encode(native.inputs)
@@ -137,7 +142,8 @@ class NativeRoutes:
         return GenerationRequest(
             prompt_ids=prompt_ids,
             max_new_tokens=max_new_tokens,
-            adapter=await self._service.adapter(request, fields),
+            adapter=await self._service.adapter(caller, fields),
+            cache_salt=caller.cache_salt,
             seed=random_seed() if parameters.seed is None else parameters.seed,
             sampling=parameters.sampling(),
             stop_strings=parameters.stop,

@@ -30,6 +30,7 @@ class Group:
 
     id: str
     adapter: Adapter | None
+    cache_salt: str = ""
 
 
 def requests_for(
@@ -59,6 +60,7 @@ def requests_for(
         group_id=group.id if num_sequences > 1 else "",
         request_id=group.id,
         adapter=group.adapter,
+        cache_salt=group.cache_salt,
     )
     seeds = [random_seed() if common.seed is None else (common.seed + index) % 2**64 for index in range(num_sequences)]
     return [replace(first, seed=seed) for seed in seeds]

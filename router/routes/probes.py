@@ -46,7 +46,7 @@ class ProbeRoutes:
     def _check(self) -> None:
         if self._service.dispatcher.draining:
             raise ShuttingDown()
-        if not self._service.dispatcher.ready:
+        if not self._service.dispatcher.ready or not self._service.settled:
             raise Unhealthy()
 
 

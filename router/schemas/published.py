@@ -11,11 +11,23 @@ from pydantic import BaseModel, Field
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
 
+class MergedAdapters(BaseModel):
+    """Several adapters as one, in the words of PEFT's `add_weighted_adapter`."""
+
+    ids: list[str] = Field(min_length=1, max_length=32)
+    weights: list[float]
+    merge_strategy: Literal["linear", "ties", "dare_linear", "dare_ties", "cat"] | None = "linear"
+    density: float | None = Field(None, description="Above 0 and at most 1; for ties, dare_linear and dare_ties")
+    majority_sign_method: Literal["total", "frequency"] | None = "total"
+
+
 class GenerateParameters(BaseModel):
-    adapter_id: str | None = Field(None, description="Empty or the base model's name; no other adapter is served")
-    adapter_source: str | None = None
-    api_token: str | None = None
-    merged_adapters: dict[str, Any] | None = Field(None, description="Refused by name")
+    adapter_id: str | None = Field(
+        None, description="An alias, or `id` or `id@revision` within the source; empty: the default adapter, if any"
+    )
+    adapter_source: Literal["hub", "local", "s3"] | None = Field(None, description="Default: the server's")
+    api_token: str | None = Field(None, description="The source's token; default: that of the Authorization header")
+    merged_adapters: MergedAdapters | None = None
     best_of: int | None = Field(None, description="Generates so many texts and returns the likeliest; needs sampling")
     temperature: float | None = Field(None, description="0 is greedy; 0 or 1 alone do not sample")
     repetition_penalty: float | None = Field(None, gt=0)
@@ -139,7 +151,7 @@ class StreamOptions(BaseModel):
 
 
 class _OpenAIRequest(BaseModel):
-    model: str
+    model: str = Field(description="The base model, an adapter's id or an alias")
     temperature: float | None = Field(1.0, ge=0, le=2, description="0 is greedy")
     top_p: float | None = Field(1.0, ge=0, le=1)
     top_k: int | None = None
@@ -157,7 +169,7 @@ class _OpenAIRequest(BaseModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
     ignore_eos_token: bool | None = False
-    adapter_source: str | None = None
+    adapter_source: Literal["hub", "local", "s3"] | None = None
     api_token: str | None = None
 
 
@@ -233,6 +245,44 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    root: str | None = Field(None, description="Of an adapter: its id at its source")
+    parent: str | None = Field(None, description="Of an adapter: the base model")
+    adapter_source: str | None = None
+    problem: str | None = Field(None, description="Why an adapter that is listed is not served")
+
+
+class AdapterName(BaseModel):
+    adapter_id: str
+    adapter_source: Literal["hub", "local", "s3"] | None = None
+
+
+class AdapterUnload(AdapterName):
+    disk: bool | None = Field(False, description="Its file in the store goes too")
+
+
+class AdapterRefresh(BaseModel):
+    adapter_id: str | None = Field(None, description="Without it: all")
+    adapter_source: Literal["hub", "local", "s3"] | None = None
+
+
+class LoadLora(BaseModel):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = False
+
+
+class UnloadLora(BaseModel):
+    lora_name: str
+
+
+class AdapterList(BaseModel):
+    named: list[dict[str, Any]]
+    loaded: list[dict[str, Any]]
+
+
+class Reloaded(BaseModel):
+    num_entries: int
+    num_changed: int
 
 
 class ModelList(BaseModel):

@@ -70,12 +70,17 @@ class ChatTemplate:
 
 def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
     """The source of the default chat template: its own file first, then the tokenizer's configuration."""
-    own_file = folder / "chat_template.jinja"
+    own_file, single = folder / "chat_template.jinja", folder / "chat_template.json"
     if own_file.is_file():
         return own_file.read_text()
+    return template_of(tokenizer_config, json.loads(single.read_text()) if single.is_file() else {})
+
+
+def template_of(tokenizer_config: dict[str, Any], single: dict[str, Any]) -> str | None:
+    """The default template in the tokenizer's configuration, or in chat_template.json beside it."""
     found: Any = tokenizer_config.get("chat_template")
-    if found is None and (folder / "chat_template.json").is_file():
-        found = json.loads((folder / "chat_template.json").read_text()).get("chat_template")
+    if found is None:
+        found = single.get("chat_template")
     if isinstance(found, list):
         by_name = {entry["name"]: entry["template"] for entry in found}
         found = by_name.get("default") or (next(iter(by_name.values())) if len(by_name) == 1 else None)

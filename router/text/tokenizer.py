@@ -22,6 +22,7 @@ from router.text.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
+_MOST_TEMPLATES = 256
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -44,11 +45,17 @@ class Tokenizer:
         *,
         eos_ids: frozenset[int] = frozenset(),
         special_ids: frozenset[int] = frozenset(),
-        template: ChatTemplate | None = None,
+        template_source: str | None = None,
+        named_tokens: dict[str, str] | None = None,
         num_workers: int = 1,
     ) -> None:
         self._backend = backend
-        self._template = template
+        self.template_source = template_source
+        """The model's own chat template."""
+        self.named_tokens = named_tokens or {}
+        """Special tokens by the names that templates know."""
+        self._templates: dict[str, ChatTemplate] = {}
+        """Compiled, by source: the model's own and those that the operator wrote."""
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize")
         self.vocabulary = Vocabulary(backend, special_ids)
         self.special_ids = self.vocabulary.special_ids
@@ -75,13 +82,14 @@ class Tokenizer:
             backend,
             eos_ids=_eos_ids(folder, ids.get("eos_token")),
             special_ids=frozenset(token_id for token_id in ids.values() if token_id is not None),
-            template=ChatTemplate(source, named_tokens) if source else None,
+            template_source=source or None,
+            named_tokens=named_tokens,
             num_workers=config.validation_workers,
         )
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self.template_source is not None
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`."""
@@ -102,12 +110,23 @@ class Tokenizer:
 
         return await self._in_pool(work)
 
-    async def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        """The prompt for `messages`. Raises ChatTemplateError, also when the model has no template."""
-        template = self._template
-        if template is None:
+    async def render_chat(self, messages: list[dict[str, Any]], *, source: str | None = None) -> str:
+        """The prompt for `messages`, with the model's own template or the operator's at `source`.
+
+        Raises ChatTemplateError, also when there is no template.
+        """
+        source = source or self.template_source
+        if source is None:
             raise ChatTemplateError("the model has no chat template")
-        return await self._in_pool(lambda: template.render(messages, **variables))
+        return await self._in_pool(lambda: self._compiled(source).render(messages))
+
+    def _compiled(self, source: str) -> ChatTemplate:
+        template = self._templates.get(source)
+        if template is None:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            template = self._templates[source] = ChatTemplate(source, self.named_tokens)
+        return template
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself."""

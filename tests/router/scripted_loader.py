@@ -15,7 +15,7 @@ Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 def digest_of(call: dict[str, Any]) -> str:
     """What this loader says an adapter's content is, for a call of `fetch` or `merge`."""
-    asked = call.get("fetch") or call.get("merge")
+    asked = call.get("fetch") or call.get("merge") or call.get("check")
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
@@ -29,6 +29,8 @@ class ScriptedLoader:
 
     folder: Path
     answer: Answer = finds_all
+    check: Answer = finds_all
+    """What it says of an adapter that it only looks at."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared, everything that is asked waits."""
@@ -67,7 +69,7 @@ class ScriptedLoader:
             while line := await reader.readline():
                 call = json.loads(line)
                 self.calls.append(call)
-                if "fetch" in call or "merge" in call:
+                if "fetch" in call or "merge" in call or "check" in call:
                     task = asyncio.create_task(self._reply(call, writer))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
@@ -80,7 +82,7 @@ class ScriptedLoader:
     async def _reply(self, call: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await self.may_answer.wait()
         try:
-            answer = await self.answer(call)
+            answer = await (self.check if "check" in call else self.answer)(call)
         except AdapterError as error:
             answer = {"error": error.as_dict()}
         if not writer.is_closing():

@@ -49,6 +49,7 @@ class ScriptedShard:
     commands: list[shard_pb2.Command] = field(default_factory=list)
     abort_ids: list[int] = field(default_factory=list)
     finished_ids: list[int] = field(default_factory=list)
+    streams: "list[_Stream]" = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -67,6 +68,11 @@ class ScriptedShard:
 
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop(grace=0)
+
+    def tell(self, *states: shard_pb2.AdapterState) -> None:
+        """Say where adapters are, on every stream."""
+        for stream in self.streams:
+            stream.tell(states)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds; fails after a minute."""
@@ -106,12 +112,14 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
         self, commands: AsyncIterator[shard_pb2.Command], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[shard_pb2.StepOutput]:
         stream = _Stream(self._shard)
+        self._shard.streams.append(stream)
         reader = asyncio.create_task(stream.read(commands))
         try:
             while True:
                 yield await stream.outputs.get()
         finally:
             reader.cancel()
+            self._shard.streams.remove(stream)
             for task in stream.tasks.values():
                 task.cancel()
 
@@ -164,6 +172,9 @@ class _Stream:
         if script.error:
             output.finish_reason = shard_pb2.FINISH_ERROR
             output.error = script.error
+
+    def tell(self, states: Sequence[shard_pb2.AdapterState]) -> None:
+        self.outputs.put_nowait(shard_pb2.StepOutput(adapters=states))
 
     def _send(self, *outputs: shard_pb2.RequestOutput) -> None:
         self._step += 1

@@ -22,8 +22,9 @@ from router.app import create_app
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.metrics import Metrics
+from router.service import Service
 from router.text.tokenizer import Tokenizer
-from tests.router.scripted_loader import ScriptedLoader
+from tests.router.scripted_loader import ScriptedLoader, finds_all
 from tests.router.scripted_shard import Script, ScriptedShard
 
 MODEL_ID = "test/model"
@@ -70,6 +71,7 @@ class Serving:
     loader: ScriptedLoader
     roots: Path
     """Where local adapters lie."""
+    service: Service
 
     def ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -124,6 +126,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
 
     `adapters=True` serves adapters too, through a scripted loader, from local folders.
     """
+    loader = ScriptedLoader(folder, check=fields.pop("loader_check", finds_all))
     if fields.pop("adapters", False):
         (folder / "roots").mkdir(exist_ok=True)
         fields = {
@@ -145,7 +148,6 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             **fields,
         }
     )
-    loader = ScriptedLoader(folder)
     tokenizer = Tokenizer.load(config)
     metrics = Metrics(config.max_input_length, config.max_total_tokens)
     dispatcher = Dispatcher(config, tokenizer, metrics)
@@ -158,15 +160,21 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
         if connected:
             await dispatcher.start()
         running = asyncio.create_task(server._serve())
+        keeper = app.state.service.keeper
+        keeping = asyncio.create_task(keeper.run() if keeper is not None else asyncio.sleep(0))
         try:
             await shard.until(lambda: server.started and (dispatcher.ready or not connected))
             port = server.servers[0].sockets[0].getsockname()[1]
             url = f"http://127.0.0.1:{port}"
             async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-                yield Serving(client, url, shard, dispatcher, metrics, backend, loader, folder / "roots")
+                yield Serving(
+                    client, url, shard, dispatcher, metrics, backend, loader, folder / "roots", app.state.service
+                )
         finally:
             server.should_exit = True
             server.force_exit = True
             await running
+            keeping.cancel()
+            await app.state.service.templates.close()
             await dispatcher.stop()
             tokenizer.close()

@@ -289,8 +289,10 @@ async def test_a_flood_for_one_adapter_is_turned_away_alone(tmp_path: Path) -> N
 
 
 async def test_the_default_adapter_answers_those_who_name_none(tmp_path: Path) -> None:
+    (tmp_path / "roots" / "one").mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "roots" / "one" / name).write_text("{}")
     async with serving(tmp_path, adapters=True, adapter_id="one") as server:
-        server.adapter("one")
         for path, name in (("/generate", None), ("/generate", ""), ("/v1/completions", "")):
             response = await server.client.post(path, json=body(path, name))
             assert response.headers["x-adapter-id"] == "one", response.text

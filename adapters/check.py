@@ -1,0 +1,195 @@
+"""`lorikeet-adapters check FILE --model-id M`: which adapters of a catalogue would be served, and why not others.
+
+Reads configurations, tokenizers and the headers of weight files, never the weights: what only their values tell (NaN,
+whether a saved bias is the base's own) is found when an adapter is loaded.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from adapters import catalogue, refs
+from adapters.errors import AdapterError
+from adapters.formats.header import MAX_HEADER, PREFIX, header_len
+from adapters.judging import Judge, Seen
+from adapters.pin import Pin
+from adapters.refs import Ref, Source
+from adapters.sources.base import SMALL_NAMES, AdapterSource, FileHead
+from adapters.sources.registry import Sources
+from adapters.sources.settings import DEFAULT_MAX_ADAPTER_BYTES, SourceSettings
+
+_FIRST_BYTES = 256 << 10
+_AT_ONCE = 16
+_LARGE = frozenset({"tokenizer.json"})
+"""Not brought over a network: what is added to the base's tokenizer stands in smaller files."""
+_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE_HUB_API_TOKEN")
+
+
+@dataclass
+class Row:
+    """One adapter of the catalogue."""
+
+    alias: str
+    id: str
+    state: str
+    """served, refused, or unseen: weights without a header are looked into when they are loaded."""
+    reason: str = ""
+    rank: int | None = None
+    modules: int | None = None
+    num_bytes: int | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where every adapter would be served, 1 where one would not, 2 where nothing could be checked."""
+    options = _parser().parse_args(arguments)
+    try:
+        rows = asyncio.run(_check(options))
+    except (catalogue.CatalogueError, AdapterError, ValueError, OSError) as error:
+        print(f"lorikeet-adapters: {error}", file=sys.stderr)
+        return 2
+    print(_json(rows) if options.json else _table(rows))
+    return 1 if any(row.state == "refused" for row in rows) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lorikeet-adapters", description="Look at adapters before a server does.")
+    check = parser.add_subparsers(dest="verb", required=True).add_parser(
+        "check", help="which adapters of a catalogue would be served, and why not others"
+    )
+    check.add_argument("file", help="the catalogue: a YAML file of aliases")
+    check.add_argument("--model-id", required=True, help="the base: a folder, or an id at the hub")
+    check.add_argument("--revision", help="of the base at the hub")
+    check.add_argument("--default-adapter-source", default="hub", choices=[each.value for each in catalogue.SOURCES])
+    check.add_argument("--local-adapter-root", action="append", help="where local adapters lie; repeatable")
+    check.add_argument("--huggingface-hub-cache", help="folder of the hub's library")
+    check.add_argument("--max-adapter-size", type=int, default=DEFAULT_MAX_ADAPTER_BYTES, help="bytes of weights")
+    check.add_argument("--trust-remote-code", action="store_true", help="run the base's own code")
+    check.add_argument("--json", action="store_true", help="one JSON object per adapter")
+    return parser
+
+
+async def _check(options: argparse.Namespace) -> list[Row]:
+    listed = catalogue.read(options.file, Source(options.default_adapter_source))
+    sources = Sources(_settings(options))
+    token = next((os.environ[name] for name in _TOKENS if os.environ.get(name)), None)
+    gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def see(row: Row, ref: Ref) -> tuple[Row, Seen | None]:
+        async with gate:
+            try:
+                return row, await _see(sources[ref.source], ref, token)
+            except AdapterError as error:
+                return _refused(row, error), None
+
+    wanted = [(Row(alias, str(version.ref), "served"), version.ref) for alias, version in _versions(listed)]
+    # while sources answer, the libraries load and the base's skeleton is made
+    judge = asyncio.create_task(asyncio.to_thread(_judge, options, token))
+    try:
+        seen = await asyncio.gather(*(see(row, ref) for row, ref in wanted))
+        ready = await judge
+        rows = [_judged(ready, row, each) for row, each in seen]
+    finally:
+        await sources.close()
+    return [*rows, *(Row(alias, "", "refused", reason) for alias, reason in listed.problems.items())]
+
+
+def _versions(listed: catalogue.Catalogue) -> list[tuple[str, catalogue.Version]]:
+    return [(alias, version) for alias, entry in listed.entries.items() for version in entry.versions]
+
+
+def _settings(options: argparse.Namespace) -> SourceSettings:
+    named = options.local_adapter_root or [root for root in os.environ.get("LOCAL_ADAPTER_ROOT", "").split(":") if root]
+    cache = options.huggingface_hub_cache or os.environ.get("HF_HUB_CACHE")
+    return SourceSettings(local_roots=tuple(named), hub_cache=cache, max_adapter_bytes=options.max_adapter_size)
+
+
+def _judge(options: argparse.Namespace, token: str | None) -> Judge:
+    return Judge(_base(options, token), options.trust_remote_code)
+
+
+def _base(options: argparse.Namespace, token: str | None) -> Path:
+    """A folder with the base's configuration and tokenizer; its weights are not needed."""
+    if Path(options.model_id).is_dir():
+        return Path(options.model_id)
+    ref = refs.parse(options.model_id)
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.snapshot_download(
+            ref.id,
+            revision=ref.revision or options.revision,
+            allow_patterns=["*.json", "*.model", "*.py", "*.txt"],
+            ignore_patterns=["*.index.json"],
+            cache_dir=options.huggingface_hub_cache,
+            token=token or False,
+        )
+    except Exception as error:  # of whichever HTTP client the library is built on
+        raise ValueError(f"the base {options.model_id} cannot be had: {type(error).__name__}") from None
+    return Path(found)
+
+
+async def _see(source: AdapterSource, ref: Ref, token: str | None) -> Seen:
+    """What can be known of an adapter without its weights. Raises AdapterError."""
+    pin = (await source.resolve(ref, token)).pin
+    names = SMALL_NAMES if ref.source is Source.LOCAL else SMALL_NAMES - _LARGE
+    small = await source.small_files(pin, token, names)
+    return Seen(small, await asyncio.to_thread(_heads, source, pin, token))
+
+
+def _heads(source: AdapterSource, pin: Pin, token: str | None) -> dict[str, FileHead]:
+    heads = source.heads(pin, token, _FIRST_BYTES)
+    longest = max((_needed(name, head) for name, head in heads.items()), default=0)
+    return heads if longest <= _FIRST_BYTES else source.heads(pin, token, min(longest, PREFIX + MAX_HEADER))
+
+
+def _needed(name: str, head: FileHead) -> int:
+    if not name.endswith(".safetensors"):
+        return 0
+    try:
+        return PREFIX + header_len(head.content, head.size, name)
+    except AdapterError:
+        return 0  # judged later
+
+
+def _judged(judge: Judge, row: Row, seen: Seen | None) -> Row:
+    if seen is None:
+        return row
+    try:
+        verdict = judge.judge(seen)
+    except AdapterError as error:
+        return _refused(row, error)
+    row.rank, row.modules, row.num_bytes = verdict.rank, verdict.num_modules, verdict.num_bytes
+    if not verdict.is_whole:
+        row.state, row.reason = "unseen", "a .bin file is looked into when it is loaded"
+    return row
+
+
+def _refused(row: Row, error: AdapterError) -> Row:
+    row.state = "refused"
+    row.reason = str(error)
+    return row
+
+
+def _json(rows: Sequence[Row]) -> str:
+    return "\n".join(json.dumps(asdict(row)) for row in rows)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [("ALIAS", "STATE", "RANK", "MODULES", "BYTES", "ADAPTER", "REASON")]
+    for row in rows:
+        numbers = ("" if number is None else str(number) for number in (row.rank, row.modules, row.num_bytes))
+        rank, modules, num_bytes = numbers
+        lines.append((row.alias, row.state, rank, modules, num_bytes, row.id, row.reason))
+    widths = [max(len(line[column]) for line in lines) for column in range(6)]
+    table = ["  ".join([*map(str.ljust, line[:6], widths), line[6]]).rstrip() for line in lines]
+    num_refused = sum(row.state == "refused" for row in rows)
+    return "\n".join([*table, "", f"{len(rows) - num_refused} of {len(rows)} adapters would be served"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
