@@ -6,6 +6,7 @@ saves the adapters, the loader's own code lays them out, and the oracle is `Peft
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import warnings
@@ -161,7 +162,12 @@ def oracle(base: Path, adapters: Mapping[str, Path], chosen: Sequence[str], prom
 def lay_out(base: Path, store: Path, adapters: Mapping[str, Path]) -> dict[str, str]:
     """Have the loader's code bring the adapters into the served layout; their digests."""
     jobs = Jobs(Work(LoaderConfig(socket="", model_path=str(base), adapter_store=str(store), dtype="float32")))
-    return {name: str(jobs.convert({"folder": str(folder)})["entry"]["digest"]) for name, folder in adapters.items()}
+    try:
+        return {
+            name: str(jobs.convert({"folder": str(folder)})["entry"]["digest"]) for name, folder in adapters.items()
+        }
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)  # a reader limits the processor time that is left to its process
 
 
 def through_engine(config: ShardConfig, prompts: list[list[int]], digests: list[str]) -> list[list[int]]:
