@@ -21,6 +21,7 @@ def main() -> int:
         path = Path(sys.argv[1])
         config = LoaderConfig.read(path)
         logs.configure(config.json_output, config.log_level)
+        logs.adopt_libraries()
     except (ValueError, OSError, IndexError) as error:
         print(f"adapters: {error}", file=sys.stderr)
         return 1

@@ -13,7 +13,7 @@ import sys
 import warnings
 from typing import Any
 
-from adapters.loader import process
+from adapters.loader import logs, process
 from adapters.loader.config import LoaderConfig
 
 
@@ -26,13 +26,17 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     warnings.simplefilter("ignore")
     try:
+        config = LoaderConfig.read(sys.argv[2])
+        logs.configure(config.json_output, config.log_level)
         # after the parent's end is watched for: these take seconds
         import torch
 
         from adapters.loader import reader
 
         torch.set_num_threads(1)
-        work = reader.Work(LoaderConfig.read(sys.argv[2]))
+        logs.adopt_libraries()
+        work = reader.Work(config)
+        logs.adopt_libraries()  # of those that the base's code needed
     except (ValueError, OSError, KeyError, ImportError) as error:
         _tell(control, {"failed": " ".join(str(error).split())[:500]})
         return

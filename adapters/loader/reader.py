@@ -7,11 +7,11 @@ import json
 import resource
 import signal
 import socket
-import sys
-import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from adapters import digests
 from adapters.errors import AdapterError, LoaderFailed
@@ -27,6 +27,8 @@ from adapters.pin import Pin
 from adapters.sources.base import CONFIG
 from adapters.sources.registry import Sources
 from adapters.store import Store
+
+log = structlog.get_logger()
 
 _BYTES_PER_CPU_S = 20 << 20
 
@@ -137,7 +139,7 @@ def _done(do: Any, job: dict[str, Any]) -> dict[str, Any]:
     except MemoryError:
         return {"error": LoaderFailed(f"there is not enough memory to read {name}", status=503).as_dict()}
     except Exception as error:
-        traceback.print_exc(file=sys.stderr)
+        log.exception("adapter not read", adapter=name)
         return {"error": LoaderFailed(f"the loader failed on {name}: {type(error).__name__}").as_dict()}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
