@@ -46,6 +46,7 @@ class Work:
             values=BaseValues(skeleton),
         )
         self.reader = Reader(skeleton)
+        self.reader.warm()
         self.tokenizers = tokenizer.Tokenizers(skeleton.model_path)
 
     def facts(self) -> tuple[str, str, str]:
