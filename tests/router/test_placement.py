@@ -145,6 +145,8 @@ async def test_a_shard_that_goes_takes_only_what_runs_on_it(tmp_path: Path) -> N
         )
         assert Counter(type(result) for result in results) == {GenerationFailed: 2, TimeoutError: 2}
         here.shards[1].answer = lambda submit: Script([7] * submit.max_new_tokens)
+        for generation in running:
+            generation.cancel()
         await asyncio.gather(*(here.run(f"adapter {number}") for number in range(8)))
 
 
