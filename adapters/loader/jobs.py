@@ -99,6 +99,16 @@ class Jobs:
         entry = await self._shared(key, pin.id, token, on_job, lambda job: self._fetch(job, pin))
         return entry, "source"
 
+    async def check(self, pin: Pin, token: str | None) -> dict[str, Any]:
+        """What can be said of a pin without its weights. Raises AdapterError where it would not be served."""
+        entry = self._store.of_pin(pin)
+        if entry is not None:
+            return {"rank": entry.rank, "modules": None, "num_bytes": entry.num_bytes}
+        job = Job(pin.id, token)
+        question = {"do": "check", "pin": pin.as_dict(), "token": token}
+        verdict: dict[str, Any] = (await self._done(job, self._fetching, job.fetching, question, "check"))["verdict"]
+        return verdict
+
     async def merge(self, wanted: Merge, token: str | None, on_job: Callable[[Job], None]) -> tuple[Entry, str]:
         """The same for several as one."""
         known = [self._store.of_pin(pin) for pin in wanted.pins]

@@ -110,6 +110,8 @@ class Connection:
         if "merge" in body:
             entry, tier = await self._jobs.merge(Merge.from_dict(body["merge"]), token, on_job)
             return {**entry.as_dict(), "tier": tier}
+        if "check" in body:
+            return await self._jobs.check(Pin.from_dict(body["check"]), token)
         if "forget" in body:
             return {"forgotten": await asyncio.to_thread(self._store.remove, str(body["forget"]))}
         if "hold" in body:
