@@ -15,18 +15,13 @@ from pathlib import Path
 
 from adapters import catalogue, refs
 from adapters.errors import AdapterError
-from adapters.formats.header import MAX_HEADER, PREFIX, header_len
-from adapters.judging import Judge, Seen
-from adapters.pin import Pin
+from adapters.judging import Judge, Seen, look
 from adapters.refs import Ref, Source
-from adapters.sources.base import SMALL_NAMES, AdapterSource, FileHead
+from adapters.sources.base import AdapterSource
 from adapters.sources.registry import Sources
 from adapters.sources.settings import DEFAULT_MAX_ADAPTER_BYTES, SourceSettings
 
-_FIRST_BYTES = 256 << 10
 _AT_ONCE = 16
-_LARGE = frozenset({"tokenizer.json"})
-"""Not brought over a network: what is added to the base's tokenizer stands in smaller files."""
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE_HUB_API_TOKEN")
 
 
@@ -135,25 +130,7 @@ def _base(options: argparse.Namespace, token: str | None) -> Path:
 
 async def _see(source: AdapterSource, ref: Ref, token: str | None) -> Seen:
     """What can be known of an adapter without its weights. Raises AdapterError."""
-    pin = (await source.resolve(ref, token)).pin
-    names = SMALL_NAMES if ref.source is Source.LOCAL else SMALL_NAMES - _LARGE
-    small = await source.small_files(pin, token, names)
-    return Seen(small, await asyncio.to_thread(_heads, source, pin, token))
-
-
-def _heads(source: AdapterSource, pin: Pin, token: str | None) -> dict[str, FileHead]:
-    heads = source.heads(pin, token, _FIRST_BYTES)
-    longest = max((_needed(name, head) for name, head in heads.items()), default=0)
-    return heads if longest <= _FIRST_BYTES else source.heads(pin, token, min(longest, PREFIX + MAX_HEADER))
-
-
-def _needed(name: str, head: FileHead) -> int:
-    if not name.endswith(".safetensors"):
-        return 0
-    try:
-        return PREFIX + header_len(head.content, head.size, name)
-    except AdapterError:
-        return 0  # judged later
+    return await look(source, (await source.resolve(ref, token)).pin, token)
 
 
 def _judged(judge: Judge, row: Row, seen: Seen | None) -> Row:

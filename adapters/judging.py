@@ -3,18 +3,27 @@
 Knows one base. The libraries that this takes are loaded with the first judge.
 """
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from adapters.errors import AdapterInvalid, NotServed
+from adapters.errors import AdapterError, AdapterInvalid, NotServed
 from adapters.formats import configuration
+from adapters.formats.header import MAX_HEADER, PREFIX, header_len
 from adapters.formats.tokenizer import Tokenizers
-from adapters.sources.base import CONFIG, FileHead
+from adapters.pin import Pin
+from adapters.refs import Source
+from adapters.sources.base import CONFIG, SMALL_NAMES, AdapterSource, FileHead
 
 if TYPE_CHECKING:
+    from adapters.formats.reader import Reader
     from adapters.formats.reading import Found
+
+_FIRST_BYTES = 256 << 10
+_LARGE = frozenset({"tokenizer.json"})
+"""Not brought over a network: what is added to the base's tokenizer stands in smaller files."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,13 @@ class Judge:
         self._reader = Reader(Skeleton(model_path, trust_remote_code))
         self._tokenizers = Tokenizers(model_path)
 
+    @classmethod
+    def over(cls, reader: "Reader", tokenizers: Tokenizers) -> Self:
+        """With what another has loaded already."""
+        judge = cls.__new__(cls)
+        judge._reader, judge._tokenizers = reader, tokenizers
+        return judge
+
     def judge(self, seen: Seen) -> Verdict:
         """Raises AdapterInvalid or NotServed with the reason."""
         from adapters.formats import weights
@@ -64,6 +80,28 @@ class Judge:
             return Verdict(max(_ranks(settings)), None, num_bytes, is_whole=False)
         found = [each for each in self._reader.read(values, weights.hollow(seen.heads)) if _is_served(each, settings)]
         return Verdict(max((each.rank for each in found), default=0), len(found), num_bytes, is_whole=True)
+
+
+async def look(source: AdapterSource, pin: Pin, token: str | None) -> Seen:
+    """What can be known of an adapter without its weights. Raises AdapterError."""
+    names = SMALL_NAMES if pin.source is Source.LOCAL else SMALL_NAMES - _LARGE
+    small = await source.small_files(pin, token, names)
+    return Seen(small, await asyncio.to_thread(_heads, source, pin, token))
+
+
+def _heads(source: AdapterSource, pin: Pin, token: str | None) -> dict[str, FileHead]:
+    heads = source.heads(pin, token, _FIRST_BYTES)
+    longest = max((_needed(name, head) for name, head in heads.items()), default=0)
+    return heads if longest <= _FIRST_BYTES else source.heads(pin, token, min(longest, PREFIX + MAX_HEADER))
+
+
+def _needed(name: str, head: FileHead) -> int:
+    if not name.endswith(".safetensors"):
+        return 0
+    try:
+        return PREFIX + header_len(head.content, head.size, name)
+    except AdapterError:
+        return 0  # judged later
 
 
 def _ranks(settings: Mapping[str, Any]) -> list[int]:

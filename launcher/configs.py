@@ -37,10 +37,19 @@ class Plan:
         return {**self.adapters.sources, "max_adapter_bytes": self.settings["max-adapter-size"]}
 
     @property
-    def shard_address(self) -> str:
-        """Where the shard listens, as gRPC writes it."""
+    def num_replicas(self) -> int:
+        """Shards that each hold the whole model."""
+        return int(self.settings["replicas"])
+
+    def shard_address(self, index: int = 0) -> str:
+        """Where a shard listens, as gRPC writes it."""
         address: str | None = self.settings["shard-address"]
-        return address or f"unix:{self.folder / 'shard-0.sock'}"
+        return address or f"unix:{self.folder / f'shard-{index}.sock'}"
+
+    def shard_device(self, index: int = 0) -> str:
+        """What a shard computes on: CUDA devices are dealt out from the chosen one on."""
+        kind, colon, number = self.device.partition(":")
+        return f"{kind}:{int(number) + index}" if colon else self.device
 
 
 def effective(plan: Plan) -> dict[str, Any]:
@@ -54,14 +63,15 @@ def effective(plan: Plan) -> dict[str, Any]:
     }
 
 
-def shard_fields(plan: Plan) -> dict[str, Any]:
-    """The fields of a shard's configuration."""
+def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
+    """The fields of a shard's configuration. Replicas on a CPU share its memory and cores."""
     settings = plan.settings
+    num_sharing = plan.num_replicas if plan.device == "cpu" else 1
     return {
         "model_id": plan.model.id,
         "model_path": str(plan.model.path),
-        "listen": plan.shard_address,
-        "device": plan.device,
+        "listen": plan.shard_address(index),
+        "device": plan.shard_device(index),
         "dtype": settings["dtype"],
         "trust_remote_code": settings["trust-remote-code"],
         "max_total_tokens": settings["max-total-tokens"],
@@ -71,8 +81,8 @@ def shard_fields(plan: Plan) -> dict[str, Any]:
         "prefix_caching": settings["prefix-caching"],
         "cpu_memory": settings["cpu-memory"],
         "cuda_memory_fraction": settings["cuda-memory-fraction"],
-        "memory_wiggle_room": settings["memory-wiggle-room"],
-        "threads": settings["threads"],
+        "memory_wiggle_room": settings["memory-wiggle-room"] / num_sharing,
+        "threads": settings["threads"] or _threads(num_sharing),
         "adapter_store": str(plan.adapters.store),
         "max_active_adapters": settings["max-active-adapters"],
         "adapter_memory_fraction": settings["adapter-memory-fraction"],
@@ -84,6 +94,14 @@ def shard_fields(plan: Plan) -> dict[str, Any]:
         "log_level": settings["log-level"],
         "parent_pid": os.getpid(),
     }
+
+
+def _threads(num_sharing: int) -> int | None:
+    """Of one of several shards on a CPU; None is all cores."""
+    if num_sharing == 1:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // num_sharing)
 
 
 def loader_fields(plan: Plan) -> dict[str, Any]:
@@ -111,7 +129,7 @@ def router_fields(plan: Plan) -> dict[str, Any]:
         "model_id": plan.model.id,
         "model_path": str(plan.model.path),
         "model_sha": plan.model.sha,
-        "shard_addresses": [plan.shard_address],
+        "shard_addresses": [plan.shard_address(index) for index in range(plan.num_replicas)],
         "loader_address": plan.loader_address,
         "sources": plan.sources,
         "adapter_id": settings["adapter-id"],

@@ -22,6 +22,14 @@ def choose(wanted: str) -> str:
     return f"cuda:{number}"
 
 
+def check_replicas(device: str, num_replicas: int) -> None:
+    """Raise LauncherError where replicas from `device` on are more than there are CUDA devices."""
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and int(number) + num_replicas > (count := count_cuda()):
+        sentence = f"--replicas {num_replicas} from {device} on: {count} CUDA devices are there"
+        raise LauncherError(Exit.NOT_ENOUGH_CUDA_DEVICES, sentence)
+
+
 def count_cuda() -> int:
     """CUDA devices that this process may use (the driver follows CUDA_VISIBLE_DEVICES)."""
     try:

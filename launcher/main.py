@@ -1,6 +1,7 @@
 """`lorikeet-launcher`: reads the settings, gets the model, has a supervisor serve it: the order of events."""
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -51,6 +52,7 @@ def _run(read: Settings) -> int:
     if read["env"]:
         log.info("%s", runtime.description())
     device = devices.choose(read["device"])
+    devices.check_replicas(device, read["replicas"])
     for sentence in rules.without_effect(read, device):
         log.warning("%s", sentence)
     with Signals().caught() as signals, _private_folder(read) as folder:
@@ -118,7 +120,10 @@ def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
     environment = _environment({name: text for name, text in os.environ.items() if name not in _SECRETS})
     if plan.settings["json-output"] or not sys.stderr.isatty():
         environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars are for people, not for log files
-    shard = configs.write(plan.folder / "shard-0.json", configs.shard_fields(plan))
+    shards = [
+        configs.write(plan.folder / f"shard-{index}.json", configs.shard_fields(plan, index))
+        for index in range(plan.num_replicas)
+    ]
     router = configs.write(plan.folder / "router.json", configs.router_fields(plan))
     loader = configs.write(plan.folder / "loader.json", configs.loader_fields(plan))
     if plan.adapters.warning:
@@ -131,7 +136,10 @@ def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
             print(_try_it(address), flush=True)
 
     processes = Processes(
-        shards=[lambda: Child("shard 0", "shard", shard, environment)],
+        shards=[
+            functools.partial(Child, f"shard {index}", "shard", shard, environment)
+            for index, shard in enumerate(shards)
+        ],
         router=lambda: Child("the router", "router", router, environment),
         loader=lambda: Child("the adapter loader", "adapters", loader, environment),
     )
@@ -162,7 +170,7 @@ def _private_folder(read: Settings) -> Iterator[Path]:
             Exit.ARGUMENT_VALIDATION, f"no private folder can be made at --shard-uds-path {wanted}: {error.strerror}"
         ) from None
     try:
-        if len(os.fsencode(folder / "shard-0.sock")) > _LONGEST_SOCKET_PATH:
+        if len(os.fsencode(folder / "shard-63.sock")) > _LONGEST_SOCKET_PATH:
             raise LauncherError(
                 Exit.ARGUMENT_VALIDATION, f"{folder} is too long a path for a Unix socket: give --shard-uds-path"
             )

@@ -77,6 +77,8 @@ def _check_pairs(settings: Settings) -> None:
         host, colon, port = address.rpartition(":")
         if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
             _refuse(f"--shard-address must look like 127.0.0.1:50051, not {address!r}")
+        if settings["replicas"] > 1:
+            _refuse("--shard-address is the address of one shard, and --replicas asks for several")
     device = settings["device"]
     kind, _, number = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (":" in device and not (kind == "cuda" and number.isdecimal())):

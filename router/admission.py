@@ -4,7 +4,7 @@ Knows the loader, through `loading`, and where adapters are; the queue and the s
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
@@ -16,33 +16,36 @@ from router.errors import RouterError, adapter_problem
 from router.inflight import Generation
 from router.loader_client import Loaded, LoaderClient
 from router.loading import Loading
-from router.residency import Residency
+from router.placement import Placement
+from router.shard_link import ShardLink
 from router.wire import adapter_pin
 
 log = structlog.get_logger()
 
 
 class Admission:
-    """Of one dispatcher. `enqueue` takes a request whose content is known, `tell` reaches the shard."""
+    """Of one dispatcher, whose `enqueue` takes a request whose content is known, and whose `fail` ends one."""
 
     def __init__(
         self,
         loader: LoaderClient,
+        links: Sequence[ShardLink],
+        placement: Placement,
         enqueue: Callable[[Generation, str, float], None],
         fail: Callable[[Generation, RouterError], None],
-        tell: Callable[[pb.Command], None],
         metrics: AdapterMetrics,
     ) -> None:
+        self._links = links
+        self._placement = placement
         self._metrics = metrics
-        self.residency = Residency()
         self.loading = Loading(loader, self._ready, self._failed, self._loaded)
         self._enqueue = enqueue
         self._fail = fail
-        self._tell = tell
         self._loader = loader
         self._pins: dict[str, pb.AdapterPin] = {}
         """What shall stay, by digest."""
-        self._leaving: dict[str, list[asyncio.Future[None]]] = {}
+        self._leaving: dict[tuple[int, str], list[asyncio.Future[None]]] = {}
+        """Who waits for a content to be gone from a shard, by the shard's index and the digest."""
 
     def admit(self, generation: Generation, adapter: Adapter) -> None:
         """Queue it where its adapter's content is known, or let it wait for that. May raise what `enqueue` raises."""
@@ -71,9 +74,10 @@ class Admission:
         await self._loader.ask({"check": adapter.pins[0].as_dict(), "token": adapter.token}).answer
 
     def prefetch(self, digest: str, adapter: Adapter) -> None:
-        """Have the shard bring it near."""
-        if self.residency.prefetch(digest):
-            self._tell(pb.Command(prefetches=[adapter_pin(adapter, digest)]))
+        """Have the shard that it belongs to bring it near."""
+        link = self._placement.home(digest)
+        if link.residency.prefetch(digest):
+            link.client.tell(pb.Command(prefetches=[adapter_pin(adapter, digest)]))
 
     def forget(self, digest: str, disk: bool) -> None:
         """Ask the loader at the next use; with `disk` the file in the store goes too."""
@@ -82,67 +86,73 @@ class Admission:
             self._loader.say({"forget": digest})
 
     def pin(self, digest: str, adapter: Adapter) -> None:
-        """Have a content stay, on disk and in the shard, now and after the shard was replaced."""
+        """Have a content stay, on disk and in its shard, now and after the shard was replaced."""
         if digest not in self._pins:
             self._loader.say({"hold": digest})
         self._pins[digest] = adapter_pin(adapter, digest)
-        self._tell(pb.Command(pins=[pb.Pin(digest=digest, pinned=True)], prefetches=[self._pins[digest]]))
+        command = pb.Command(pins=[pb.Pin(digest=digest, pinned=True)], prefetches=[self._pins[digest]])
+        self._placement.owner(digest).client.tell(command)
 
     def unpin(self, digest: str) -> None:
         """Let it go when room is needed."""
         if self._pins.pop(digest, None) is not None:
             self._loader.say({"release": digest})
-            self._tell(pb.Command(pins=[pb.Pin(digest=digest, pinned=False)]))
+            for link in self._links:
+                link.client.tell(pb.Command(pins=[pb.Pin(digest=digest, pinned=False)]))
 
     async def unload(self, digest: str) -> None:
-        """Returns once nothing is left of it in the shard: requests in flight are waited for."""
+        """Returns once nothing is left of it in any shard: requests in flight are waited for."""
         self.unpin(digest)
-        gone = asyncio.get_running_loop().create_future()
-        self._leaving.setdefault(digest, []).append(gone)
-        self._tell(pb.Command(unload_digests=[digest]))
-        await gone
+        waits = []
+        for link in self._links:
+            if link.client.connected:
+                gone = asyncio.get_running_loop().create_future()
+                self._leaving.setdefault((link.index, digest), []).append(gone)
+                link.client.tell(pb.Command(unload_digests=[digest]))
+                waits.append(gone)
+        await asyncio.gather(*waits)
 
-    def shard_up(self) -> None:
+    def is_resident(self, digest: str) -> bool:
+        """Whether any shard has it in a slot."""
+        return any(link.residency.is_resident(digest) for link in self._links)
+
+    def link_up(self, link: ShardLink) -> None:
         """A new stream: the shard knows nothing of what was said on another."""
-        self._all_gone()
-        self.residency.clear()
-        if self._pins:
-            pins = [pb.Pin(digest=digest, pinned=True) for digest in self._pins]
-            self._tell(pb.Command(pins=pins, prefetches=self._pins.values()))
+        for digest, pin in self._pins.items():
+            if self._placement.owner(digest) is link:
+                link.client.tell(pb.Command(pins=[pb.Pin(digest=digest, pinned=True)], prefetches=[pin]))
 
-    def shard_down(self) -> None:
-        self._all_gone()
+    def link_down(self, link: ShardLink) -> None:
+        """Whatever was there is gone with the stream."""
+        for index, digest in [key for key in self._leaving if key[0] == link.index]:
+            self._gone(index, digest)
 
-    def _all_gone(self) -> None:
-        for digest in list(self._leaving):
-            self._gone(digest)
-
-    def _gone(self, digest: str) -> None:
-        for future in self._leaving.pop(digest, ()):
+    def _gone(self, index: int, digest: str) -> None:
+        for future in self._leaving.pop((index, digest), ()):
             if not future.done():
                 future.set_result(None)
 
-    def sent(self, adapter: Adapter, generation: Generation) -> None:
-        """A request left for the shard."""
-        was_resident = self.residency.is_resident(generation.digest)
+    def sent(self, adapter: Adapter, generation: Generation, link: ShardLink) -> None:
+        """A request left for a shard."""
+        was_resident = link.residency.is_resident(generation.digest)
         self._metrics.sent(adapter, generation.digest, len(generation.request.prompt_ids), was_resident)
 
     def note_gauges(self) -> None:
         """Before somebody looks at them."""
         self._metrics.gauges |= {
-            "resident": self.residency.num_resident,
+            "resident": sum(link.residency.num_resident for link in self._links),
             "known": self.loading.num_known,
             "loading": self.loading.num_loading,
             "pinned": len(self._pins),
         }
 
-    def moved(self, states: Iterable[pb.AdapterState]) -> None:
-        """What the shard says of adapters."""
+    def moved(self, link: ShardLink, states: Iterable[pb.AdapterState]) -> None:
+        """What a shard says of adapters."""
         for state in states:
-            if self.residency.moved(state):
+            if link.residency.moved(state):
                 self._metrics.evictions.add(1, "slot")
-            if state.residency == pb.AdapterState.ABSENT and state.digest in self._leaving:
-                self._gone(state.digest)
+            if state.residency == pb.AdapterState.ABSENT:
+                self._gone(link.index, state.digest)
             if state.residency == pb.AdapterState.FAILED:
                 log.warning("adapter_failed_in_shard", digest=state.digest[:16], reason=state.reason[:512])
                 self.loading.forget(state.digest)

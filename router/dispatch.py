@@ -17,7 +17,6 @@ from proto import shard_pb2 as pb
 from router.adapter import Adapter
 from router.admission import Admission
 from router.config import RouterConfig
-from router.credit import CreditAccount
 from router.errors import (
     DeadlineExceeded,
     GenerationFailed,
@@ -31,9 +30,9 @@ from router.generation import GenerationRequest
 from router.inflight import Generation, State
 from router.loader_client import LoaderClient
 from router.metrics import Metrics
-from router.pacing import Pacing
+from router.placement import Placement
 from router.queue import FairQueue, QueueFull
-from router.shard_client import ShardClient
+from router.shard_link import ShardLink
 from router.text.tokenizer import Tokenizer
 from router.wire import submit_message
 
@@ -44,27 +43,24 @@ BASE_KEY = ""
 
 
 class Dispatcher:
-    """All generations of one router process and the shard they go to."""
+    """All generations of one router process and the shards they go to."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, metrics: Metrics | None = None) -> None:
-        if len(config.shard_addresses) != 1:
-            raise ValueError(f"one shard address is needed, got {len(config.shard_addresses)}")
+        if not config.shard_addresses:
+            raise ValueError("no shard address is given")
         self.metrics = metrics or Metrics(config.max_input_length, config.max_total_tokens)
-        self.info: pb.ShardInfo | None = None
-        """What the shard said about itself; None before the first connection."""
         self.draining = False
         self._config = config
         self._tokenizer = tokenizer
-        self._shard = ShardClient(config.shard_addresses[0], self)
-        self._credit = CreditAccount()
-        self._pacing = Pacing()
+        self.links = [ShardLink(index, address, self) for index, address in enumerate(config.shard_addresses)]
+        self._placement = Placement(self.links)
+        self._chosen = self.links[0]
+        """By `_fits`, for the request that is about to leave."""
+        self._open: set[ShardLink] = set()
+        """Shards that may be sent requests in this turn."""
         self._queue = FairQueue(max_waiting=config.max_concurrent_requests)
         self._numbers = itertools.count(1)
-        self._wire_ids = itertools.count(1)
         self._queued: dict[int, Generation] = {}
-        self._running: dict[int, Generation] = {}
-        """By the id on the wire."""
-        self._last_step = 0
         self._untold: list[Generation] = []
         """Requests with news that their readers don't know of."""
         self._pump_soon = False
@@ -77,14 +73,17 @@ class Dispatcher:
         self.admission = None
         """Of requests with adapters; None where the base model is served alone."""
         if self._loader is not None:
-            self.admission = Admission(self._loader, self._enqueue, self._fail, self._shard.tell, self.metrics.adapters)
+            self.admission = Admission(
+                self._loader, self.links, self._placement, self._enqueue, self._fail, self.metrics.adapters
+            )
         self._tasks: list[asyncio.Task[None]] = []
 
     # Life
 
     async def start(self) -> None:
         """Begin to connect; returns at once."""
-        self._tasks.append(asyncio.create_task(self._shard.run(), name="shard"))
+        for link in self.links:
+            self._tasks.append(asyncio.create_task(link.client.run(), name=f"shard {link.index}"))
         if self._loader is not None:
             self._tasks.append(asyncio.create_task(self._loader.run(), name="loader"))
 
@@ -109,12 +108,17 @@ class Dispatcher:
     @property
     def ready(self) -> bool:
         """Whether a request could be sent."""
-        return self._shard.connected and self._shard.serving and self._credit.known
+        return any(link.ready for link in self.links)
 
     @property
     def healthy(self) -> bool:
-        """Whether the shard is there and, while it owes answers, was heard lately (it has a heartbeat)."""
-        return self.ready and (not self._running or time.monotonic() - self._shard.last_heard < 5.0)
+        """Whether a shard is there and, while it owes answers, was heard lately."""
+        return any(link.healthy for link in self.links)
+
+    @property
+    def info(self) -> pb.ShardInfo | None:
+        """What the first shard that was ever there said about itself."""
+        return next((link.info for link in self.links if link.info is not None), None)
 
     @property
     def queue_length(self) -> int:
@@ -123,7 +127,7 @@ class Dispatcher:
     @property
     def num_active(self) -> int:
         """Requests inside the router, queued or running."""
-        return len(self._queued) + len(self._running)
+        return len(self._queued) + sum(len(link.running) for link in self.links)
 
     # Requests
 
@@ -148,7 +152,8 @@ class Dispatcher:
 
     def _enqueue(self, generation: Generation, key: str, weight: float = 1.0) -> None:
         """From here on it may be sent."""
-        self._pacing.arrived(time.monotonic(), is_first=not len(self._queue))
+        for link in self.links:
+            link.pacing.arrived(time.monotonic(), is_first=not len(self._queue))
         try:
             self._queue.push(key, generation.number, len(generation.request.prompt_ids), weight)
         except QueueFull:
@@ -191,11 +196,8 @@ class Dispatcher:
         if self._queued.pop(generation.number, None) is not None:
             if not self._queue.remove(generation.number) and self.admission is not None:
                 self.admission.leave(generation)
-        elif self._running.pop(generation.wire_id, None) is not None:
-            self._shard.abort(generation.wire_id)
+        elif generation.link is not None and generation.link.abort(generation, time.monotonic()):
             self.metrics.aborts.add()
-        if not self._running:
-            self._pacing.became_idle(time.monotonic())
         self._note_active()
 
     def _retry_after(self) -> float:
@@ -203,14 +205,15 @@ class Dispatcher:
         return min(60.0, max(1.0, self._queue_seconds))
 
     def _fail_all(self, error: Callable[[], RouterError]) -> None:
-        for generation in [*self._queued.values(), *self._running.values()]:
+        running = [generation for link in self.links for generation in link.running.values()]
+        for generation in [*self._queued.values(), *running]:
             self._fail(generation, error())
 
     def _note_active(self) -> None:
         gauges = self.metrics.gauges
         gauges["lorax_queue_length"] = len(self._queued)
         gauges["lorikeet_active_requests"] = self.num_active
-        if not self._queued and not self._running:
+        if not self.num_active:
             self._queue.forget_idle()
             self._empty.set()
 
@@ -224,92 +227,85 @@ class Dispatcher:
 
     def _pump(self) -> None:
         self._pump_soon = False
-        if not self._queued:
+        if not len(self._queue):
             return
         now = time.monotonic()
-        at = self._pacing.send_at(now, shard_idle=not self._running)
-        if at <= now:
-            self._send(now)
-        elif at < math.inf and self._pump_timer is None:
-            self._pump_timer = asyncio.get_running_loop().call_later(at - now, self._pump_on_time)
+        times = {link: link.pacing.send_at(now, shard_idle=not link.running) for link in self.links}
+        self._send(now, {link for link, at in times.items() if at <= now})
+        later = min((at for at in times.values() if now < at), default=math.inf)
+        if later < math.inf and len(self._queue) and self._pump_timer is None:
+            self._pump_timer = asyncio.get_running_loop().call_later(later - now, self._pump_on_time)
 
     def _pump_on_time(self) -> None:
         self._pump_timer = None
         self._pump()
 
-    def _send(self, now: float) -> None:
-        """One batch, as large as the credit allows."""
-        if not self.ready:
-            return
-        batch: list[pb.Submit] = []
+    def _send(self, now: float, open_links: set[ShardLink]) -> None:
+        """One batch for each of the shards, as large as its credit allows."""
+        self._open = open_links
+        batches: dict[ShardLink, list[pb.Submit]] = {}
         while (number := self._queue.pop(self._fits)) is not None:
-            batch.append(self._dispatch(self._queued.pop(number), now))
-        if not batch:
-            return
-        self._pacing.sent()
-        self._shard.submit(batch)
-        self.metrics.batch_left(len(batch))
-        self._note_active()
-        self._note_credit()
+            submit = self._dispatch(self._queued.pop(number), self._chosen, now)
+            batches.setdefault(self._chosen, []).append(submit)
+        for link, batch in batches.items():
+            link.pacing.sent()
+            link.client.submit(batch)
+            self.metrics.batch_left(len(batch))
+        if batches:
+            self._note_active()
+            self._note_credit()
 
     def _fits(self, number: int) -> bool:
-        """An idle shard gets the request whatever it says: it either runs it or says why it can't."""
-        num_tokens = len(self._queued[number].request.prompt_ids)
-        return self._credit.covers(num_tokens) or (not self._running and self._credit.num_unseen == 0)
+        """Whether there is a shard for the request now. One whose turn has yet to come is waited for."""
+        generation = self._queued[number]
+        link = self._placement.choose(generation.digest, len(generation.request.prompt_ids))
+        if link is None or link not in self._open:
+            return False
+        self._chosen = link
+        return True
 
-    def _dispatch(self, generation: Generation, now: float) -> pb.Submit:
+    def _dispatch(self, generation: Generation, link: ShardLink, now: float) -> pb.Submit:
         request = generation.request
-        generation.wire_id = next(self._wire_ids)
-        generation.state = State.RUNNING
-        generation.sent_at = now
-        self._running[generation.wire_id] = generation
-        self._credit.sent(len(request.prompt_ids))
+        link.take(generation, now)
         waited = now - generation.queued_at
         self._queue_seconds += 0.1 * (waited - self._queue_seconds)
         self.metrics.request_sent(waited, len(request.prompt_ids))
         if request.adapter is not None and self.admission is not None:
-            self.admission.sent(request.adapter, generation)
+            self.admission.sent(request.adapter, generation, link)
         deadline_ms = 0 if generation.deadline is None else max(1, round(1000 * (generation.deadline - now)))
         return submit_message(generation.wire_id, request, self._tokenizer.eos_ids, deadline_ms, generation.digest)
 
-    # What the shard says (ShardListener)
+    # What shards say (LinkOwner)
 
-    def shard_up(self, info: pb.ShardInfo) -> None:
-        self.info = info
-        self._credit = CreditAccount()
-        self._pacing = Pacing()
-        self._wire_ids = itertools.count(1)
-        self._last_step = 0
+    def link_up(self, link: ShardLink) -> None:
+        assert link.info is not None
         if self.admission is not None:
-            self.admission.shard_up()
-        self.metrics.shard_is(info)
-        log.info("shard_connected", address=self._shard.address, model=info.model_id, num_pages=info.num_pages)
+            self.admission.link_up(link)
+        self.metrics.shard_is(link.info, link.index)
+        log.info("shard_connected", address=link.address, model=link.info.model_id, num_pages=link.info.num_pages)
 
-    def shard_down(self, reason: str) -> None:
-        self._credit = CreditAccount()
-        self.metrics.gauges["lorikeet_shard_ready"] = 0
+    def link_down(self, link: ShardLink, lost: list[Generation], reason: str) -> None:
         if self.admission is not None:
-            self.admission.shard_down()
-        self.shard_quiet()
-        lost = list(self._running.values())
-        self._running.clear()
+            self.admission.link_down(link)
         for generation in lost:
             generation.fail(GenerationFailed(f"the connection to the shard was lost ({reason})"))
-        for generation in list(self._queued.values()):
-            self._fail(generation, NoShard())
+        if not self.ready:
+            for generation in list(self._queued.values()):
+                self._fail(generation, NoShard())
         self._note_active()
+        self._note_credit()
         if reason:
             self.metrics.shard_reconnects.add()
-            log.warning("shard_lost", address=self._shard.address, reason=reason, num_requests=len(lost))
+            log.warning("shard_lost", address=link.address, reason=reason, num_requests=len(lost))
 
-    def shard_output(self, output: pb.StepOutput) -> int:
+    def link_output(self, link: ShardLink, output: pb.StepOutput) -> int:
         """Give every request its tokens, then use the room that this step made.
 
-        Returns the number of requests whose readers wait for `shard_quiet` to be told.
+        Returns the number of requests whose readers wait for `link_quiet` to be told.
         """
         now = time.monotonic()
         num_tokens = num_adapted = 0
-        running = self._running
+        running = link.running
         for part in output.outputs:
             generation = running.get(part.id)
             if generation is not None:
@@ -322,18 +318,14 @@ class Dispatcher:
         if num_tokens > num_adapted:
             self._queue.charge(BASE_KEY, num_tokens - num_adapted)
         if output.adapters and self.admission is not None:
-            self.admission.moved(output.adapters)
+            self.admission.moved(link, output.adapters)
+        has_stepped = link.stepped(output, now)
         if output.HasField("credit"):
-            credit = output.credit
-            self._credit.update(credit.num_requests, credit.num_kv_tokens, credit.acknowledged)
             self._note_credit()
-        self.metrics.shard_spoke(output, num_tokens)
-        if output.step > self._last_step:
-            self._last_step = output.step
-            self._pacing.step_began(now, output.load.step_ms / 1000)
-            if self._queued:
-                self._send(now)
-        if self._queued:
+        self.metrics.shard_spoke(output, num_tokens, link.index)
+        if len(self._queue):
+            if has_stepped:
+                self._send(now, {link})
             self._pump_later()
         return len(self._untold)
 
@@ -341,7 +333,7 @@ class Dispatcher:
         if generation.request.adapter is not None:
             self.metrics.adapters.received(generation.request.adapter, generation.digest, num_tokens)
 
-    def shard_quiet(self) -> None:
+    def link_quiet(self) -> None:
         """Nothing more is at hand: let readers see what their requests got."""
         untold, self._untold = self._untold, []
         for generation in untold:
@@ -370,11 +362,11 @@ class Dispatcher:
         return num_tokens
 
     def _end(self, generation: Generation, part: pb.RequestOutput, now: float) -> None:
-        del self._running[part.id]
-        if not self._running:
-            self._pacing.became_idle(now)
-        if not part.finish_reason:  # complete at a stop string: the shard does not know
-            self._shard.abort(part.id)
+        link = generation.link
+        assert link is not None
+        if part.finish_reason:
+            link.ended(part.id, now)
+        elif link.abort(generation, now):  # complete at a stop string: the shard does not know
             self.metrics.aborts.add()
         self._note_active()
         if generation.num_generated and generation.sent_at is not None:
@@ -389,6 +381,6 @@ class Dispatcher:
 
     def _note_credit(self) -> None:
         gauges = self.metrics.gauges
-        gauges["lorikeet_credit_requests"] = self._credit.num_requests
-        gauges["lorikeet_credit_kv_tokens"] = self._credit.num_kv_tokens
+        gauges["lorikeet_credit_requests"] = sum(link.credit.num_requests for link in self.links)
+        gauges["lorikeet_credit_kv_tokens"] = sum(link.credit.num_kv_tokens for link in self.links)
         gauges["lorikeet_shard_ready"] = float(self.ready)

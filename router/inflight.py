@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from proto import shard_pb2 as pb
 from router.errors import DeadlineExceeded, GenerationFailed, RouterError
 from router.generation import Chunk, FinishReason, GenerationRequest, Token
 from router.text.stop import StopMatcher
 from router.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from router.shard_link import ShardLink
 
 _FINISH = {pb.FINISH_LENGTH: FinishReason.LENGTH, pb.FINISH_EOS: FinishReason.EOS_TOKEN}
 
@@ -50,6 +53,8 @@ class Generation:
         self.deadline: float | None = None
         """time.monotonic() at which it ends with an error."""
         self.wire_id = -1
+        self.link: ShardLink | None = None
+        """The shard that it runs on."""
         self.digest = ""
         """Of the adapter's content, once it is known; empty for the base model."""
         self.lane = "" if request.adapter is None else request.adapter.lane

@@ -83,6 +83,9 @@ class Metrics:
         self.gauges: dict[str, float] = {}
         """Gauges by full name; the dispatcher sets them as shards speak."""
         self._page_size = 0
+        self._num_pages: dict[int, int] = {}
+        self._loads: dict[int, pb.Load] = {}
+        """What each shard said last."""
 
     # What routes report
 
@@ -103,22 +106,20 @@ class Metrics:
 
     # What the dispatcher reports
 
-    def shard_is(self, info: pb.ShardInfo) -> None:
+    def shard_is(self, info: pb.ShardInfo, index: int = 0) -> None:
+        """What shard `index` says of itself."""
         self._page_size = info.page_size
-        self.gauges["lorikeet_kv_pages"] = info.num_pages
+        self._num_pages[index] = info.num_pages
+        self.gauges["lorikeet_kv_pages"] = sum(self._num_pages.values())
 
-    def shard_spoke(self, output: pb.StepOutput, num_tokens: int) -> None:
-        """One message of the shard, with `num_tokens` tokens in it."""
+    def shard_spoke(self, output: pb.StepOutput, num_tokens: int, index: int = 0) -> None:
+        """One message of shard `index`, with `num_tokens` tokens in it."""
         self.shard_messages.add()
         self.generated_tokens.add(num_tokens)
         if not output.HasField("load"):
             return
-        load, gauges = output.load, self.gauges
-        gauges["lorax_batch_current_size"] = gauges["lorikeet_running_requests"] = load.num_running
-        gauges["lorax_batch_current_max_tokens"] = load.used_pages * self._page_size
-        gauges["lorikeet_shard_waiting_requests"] = load.num_waiting
-        gauges["lorikeet_kv_pages_used"] = load.used_pages
-        gauges["lorikeet_kv_pages_cached"] = load.cached_pages
+        load = output.load
+        self._loads[index] = load
         if load.num_preempted:
             self.preemptions.add(load.num_preempted)
         if load.step_tokens:
@@ -191,8 +192,22 @@ class Metrics:
         yield from self._batches()
         yield from self._own()
         yield from self.adapters.collect()
+        self._note_loads()
         for name, value in self.gauges.items():
             yield GaugeMetricFamily(name, _GAUGES.get(name, name), value=value)
+
+    def _note_loads(self) -> None:
+        """Gauges are of all shards together."""
+        if not self._loads:
+            return
+        loads, gauges = self._loads.values(), self.gauges
+        used = sum(load.used_pages for load in loads)
+        gauges["lorikeet_running_requests"] = sum(load.num_running for load in loads)
+        gauges["lorax_batch_current_size"] = gauges["lorikeet_running_requests"]
+        gauges["lorax_batch_current_max_tokens"] = used * self._page_size
+        gauges["lorikeet_shard_waiting_requests"] = sum(load.num_waiting for load in loads)
+        gauges["lorikeet_kv_pages_used"] = used
+        gauges["lorikeet_kv_pages_cached"] = sum(load.cached_pages for load in loads)
 
     def _requests(self) -> Iterator[Metric]:
         yield _counter("lorax_request_count", "Requests that arrived", self.request_count)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from adapters.formats import configuration
 from adapters.formats.reading import TENSORS, Found, Tensors, read
 from adapters.formats.skeleton import Skeleton
@@ -33,6 +35,18 @@ class Reader:
     def __init__(self, skeleton: Skeleton) -> None:
         self.skeleton = skeleton
         self._plans: OrderedDict[bytes, list[_Step]] = OrderedDict()
+
+    def warm(self) -> None:
+        """Read a made-up adapter: what PEFT loads and looks up at first use is then there for all that follow."""
+        with self.skeleton.lent() as network:
+            linears = ((name, each) for name, each in network.named_modules() if isinstance(each, torch.nn.Linear))
+            name, linear = next(linears, (None, None))
+        if name is None or linear is None:
+            return
+        num_out, num_in = linear.weight.shape
+        key = f"base_model.model.{name}"
+        tensors = {f"{key}.lora_A.weight": torch.zeros(1, num_in), f"{key}.lora_B.weight": torch.zeros(num_out, 1)}
+        read(self.skeleton, {"r": 1, "target_modules": [name]}, tensors)
 
     def read(self, values: dict[str, Any], weights: Weights) -> list[Found]:
         """What the adapter does to each module. `values` is its configuration, as `configuration.parse` gave it."""

@@ -36,8 +36,8 @@ class LoaderConfig:
     """Kinds of change that the shards compute; an adapter with another is refused."""
     max_fetches: int = 16
     """Adapters that are brought from their sources at once."""
-    max_conversions: int = 2
-    """Adapters that are read and laid out at once; one that is urgent goes beside them."""
+    max_conversions: int | None = None
+    """Adapters that are read and laid out at once, one that is urgent beside them; None is one per core, up to 4."""
     reading_cpu_s: float = 20.0
     """Processor time that understanding one adapter may take, beside its bytes: patterns can take forever."""
     json_output: bool = False

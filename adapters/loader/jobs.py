@@ -28,6 +28,8 @@ from adapters.errors import (
 from adapters.loader.gate import Gate, Ticket
 from adapters.loader.readers import Nursery, Reader, ReaderEnded
 from adapters.pin import Pin
+from adapters.refs import Source
+from adapters.sources.registry import Sources
 from adapters.store import Entry, Store
 
 log = structlog.get_logger()
@@ -55,18 +57,32 @@ class Job:
     parts: "list[Job]" = field(default_factory=list)
     """Of a merge: the jobs that fetch what is merged."""
 
+    def __post_init__(self) -> None:
+        self.fetching.on_fast = self.converting.on_fast = self._hasten
+
     @property
     def is_urgent(self) -> bool:
         return self.fetching.is_urgent
+
+    def _hasten(self) -> None:
+        """What is under way goes on at normal priority, where the system allows that; else it begins again."""
+        if self.reader is not None and not self.reader.hasten():
+            self.begins_again = True
+            self.reader.kill()
 
 
 class Jobs:
     """All jobs of one loader."""
 
-    def __init__(self, store: Store, nursery: Nursery, max_fetches: int, max_conversions: int) -> None:
+    def __init__(
+        self, store: Store, nursery: Nursery, sources: Sources, max_fetches: int, max_conversions: int
+    ) -> None:
         self._store = store
         self._nursery = nursery
-        self._fetching, self._converting = Gate(max_fetches), Gate(max_conversions)
+        self._sources = sources
+        self._fetching = Gate(max_fetches, num_fast=max_fetches)
+        # one at normal priority is fast enough for all, and no more than one is felt by who computes
+        self._converting = Gate(max_conversions, num_fast=1)
         self._jobs: dict[str, Job] = {}
         self._resting: list[Reader] = []
         self._refused: OrderedDict[str, tuple[AdapterError, float]] = OrderedDict()
@@ -83,6 +99,16 @@ class Jobs:
         entry = await self._shared(key, pin.id, token, on_job, lambda job: self._fetch(job, pin))
         return entry, "source"
 
+    async def check(self, pin: Pin, token: str | None) -> dict[str, Any]:
+        """What can be said of a pin without its weights. Raises AdapterError where it would not be served."""
+        entry = self._store.of_pin(pin)
+        if entry is not None:
+            return {"rank": entry.rank, "modules": None, "num_bytes": entry.num_bytes}
+        job = Job(pin.id, token)
+        question = {"do": "check", "pin": pin.as_dict(), "token": token}
+        verdict: dict[str, Any] = (await self._done(job, self._fetching, job.fetching, question, "check"))["verdict"]
+        return verdict
+
     async def merge(self, wanted: Merge, token: str | None, on_job: Callable[[Job], None]) -> tuple[Entry, str]:
         """The same for several as one."""
         known = [self._store.of_pin(pin) for pin in wanted.pins]
@@ -98,15 +124,10 @@ class Jobs:
 
     def hasten(self, job: Job) -> None:
         """Someone has waited long: before the others now, and at normal priority."""
-        if job.is_urgent:
-            return
         self._fetching.hasten(job.fetching)
         self._converting.hasten(job.converting)
         for part in job.parts:
             self.hasten(part)
-        if job.reader is not None and not job.reader.hasten():
-            job.begins_again = True
-            job.reader.kill()
 
     def stats(self) -> dict[str, Any]:
         """Numbers for whoever watches."""
@@ -215,6 +236,8 @@ class Jobs:
 
     async def _bring(self, job: Job, pin: Pin, work: Path) -> str:
         """The folder on this machine that holds the pin's files."""
+        if pin.source is Source.LOCAL:  # found, not moved: no work for a process of its own
+            return str(await asyncio.to_thread(self._sources[pin.source].fetch, pin, job.token, work))
         question = {"do": "fetch", "pin": pin.as_dict(), "token": job.token, "folder": str(work)}
         return str((await self._done(job, self._fetching, job.fetching, question, "fetch"))["folder"])
 
@@ -228,7 +251,10 @@ class Jobs:
         try:
             while True:
                 job.begins_again = False
-                job.reader = await self._take(job.is_urgent)
+                job.reader = await self._take(ticket.is_fast)
+                if ticket.is_fast and not job.reader.hasten():
+                    await self._give_back(job)
+                    continue
                 try:
                     return await job.reader.ask({**question, "name": job.name})
                 except ReaderEnded as ended:
@@ -240,12 +266,12 @@ class Jobs:
             gate.leave(ticket)
             self._seconds[what] += time.monotonic() - began
 
-    async def _take(self, is_urgent: bool) -> Reader:
+    async def _take(self, is_fast: bool) -> Reader:
         for reader in self._resting:
-            if not is_urgent or reader.hasten():
+            if not is_fast or reader.hasten():
                 self._resting.remove(reader)
                 return reader
-        return await self._nursery.reader(steps_back=not is_urgent)
+        return await self._nursery.reader(steps_back=not is_fast)
 
     async def _give_back(self, job: Job) -> None:
         reader, job.reader = job.reader, None

@@ -16,6 +16,8 @@ from typing import Any
 from adapters.loader import logs, process
 from adapters.loader.config import LoaderConfig
 
+_MOST_STATUSES = 1024
+
 
 def main() -> None:
     """Serve the parent until it closes."""
@@ -43,13 +45,15 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     _tell(control, {"base": work.facts()})
+    statuses: dict[int, int] = {}
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
         if not message:
             return
+        _reap(statuses)
         asked = json.loads(message)
         if "wait" in asked:
-            _tell(control, {"status": _status(asked["wait"])})
+            _tell(control, {"status": _status(asked["wait"], statuses)})
             continue
         connection = socket.socket(fileno=descriptors[0])
         pid = os.fork()
@@ -74,8 +78,24 @@ def _become_reader(work: Any, connection: socket.socket, steps_back: bool) -> No
         os._exit(code)
 
 
-def _status(pid: int) -> int:
+def _reap(statuses: dict[int, int]) -> None:
+    """Note how readers ended that nobody has asked for yet, or never will."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        statuses[pid] = os.waitstatus_to_exitcode(status)
+        if len(statuses) > _MOST_STATUSES:
+            del statuses[next(iter(statuses))]
+
+
+def _status(pid: int, statuses: dict[int, int]) -> int:
     """Exit code of a reader, negative for the signal that ended it."""
+    if pid in statuses:
+        return statuses.pop(pid)
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:

@@ -3,6 +3,7 @@
 Whatever an adapter's files do to it stays in it. Reads a JSON object per line from its socket and answers each.
 """
 
+import asyncio
 import json
 import resource
 import signal
@@ -21,6 +22,7 @@ from adapters.formats.layout import Base, Layout, lay_out, settled, write
 from adapters.formats.reader import Reader
 from adapters.formats.reading import Found
 from adapters.formats.skeleton import Skeleton, base_hash, choose_dtype, weights_hash
+from adapters.judging import Judge, look
 from adapters.loader.config import LoaderConfig
 from adapters.merging import merge
 from adapters.pin import Pin
@@ -48,6 +50,7 @@ class Work:
             values=BaseValues(skeleton),
         )
         self.reader = Reader(skeleton)
+        self.reader.warm()
         self.tokenizers = tokenizer.Tokenizers(skeleton.model_path)
 
     def facts(self) -> tuple[str, str, str]:
@@ -68,6 +71,14 @@ class Jobs:
         pin = Pin.from_dict(job["pin"])
         folder = self._sources[pin.source].fetch(pin, job.get("token"), Path(job["folder"]))
         return {"folder": str(folder)}
+
+    def check(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Judge a pin by its configuration and the headers of its weights. Nothing is kept."""
+        pin = Pin.from_dict(job["pin"])
+        seen = asyncio.run(look(self._sources[pin.source], pin, job.get("token")))
+        self._allow(0)
+        verdict = Judge.over(self._work.reader, self._work.tokenizers).judge(seen)
+        return {"verdict": {"rank": verdict.rank, "modules": verdict.num_modules, "num_bytes": verdict.num_bytes}}
 
     def convert(self, job: dict[str, Any]) -> dict[str, Any]:
         """Have the store hold the served layout of the files in a folder."""
@@ -117,7 +128,7 @@ class Jobs:
 def serve(work: Work, connection: socket.socket) -> None:
     """Do jobs until the other end closes."""
     jobs = Jobs(work)
-    known = {"fetch": jobs.fetch, "convert": jobs.convert, "merge": jobs.merge}
+    known = {"fetch": jobs.fetch, "check": jobs.check, "convert": jobs.convert, "merge": jobs.merge}
     with connection.makefile("rwb") as stream:
         for line in stream:
             job = json.loads(line)

@@ -165,11 +165,15 @@ class Nursery:
         self._control = ours
 
     async def _ask(self, message: dict[str, Any], *descriptors: int) -> dict[str, Any]:
-        async with self._lock:
-            answer = await asyncio.to_thread(self._exchange, message, descriptors)
+        # a caller that is cancelled must not leave the answer to the next one
+        answer = await asyncio.shield(asyncio.create_task(self._in_turn(message, descriptors)))
         if not answer:
             raise LoaderFailed("the process that reads adapters is gone", status=503, retry_after=5.0)
         return answer
+
+    async def _in_turn(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> dict[str, Any]:
+        async with self._lock:
+            return await asyncio.to_thread(self._exchange, message, descriptors)
 
     def _exchange(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> dict[str, Any]:
         assert self._control is not None

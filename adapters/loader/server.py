@@ -19,6 +19,7 @@ from adapters.loader.config import LoaderConfig
 from adapters.loader.jobs import Job, Jobs
 from adapters.loader.readers import LONGEST_LINE, Nursery
 from adapters.pin import Pin
+from adapters.sources.registry import Sources
 from adapters.store import Store
 
 log = structlog.get_logger()
@@ -109,6 +110,8 @@ class Connection:
         if "merge" in body:
             entry, tier = await self._jobs.merge(Merge.from_dict(body["merge"]), token, on_job)
             return {**entry.as_dict(), "tier": tier}
+        if "check" in body:
+            return await self._jobs.check(Pin.from_dict(body["check"]), token)
         if "forget" in body:
             return {"forgotten": await asyncio.to_thread(self._store.remove, str(body["forget"]))}
         if "hold" in body:
@@ -143,7 +146,8 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
     try:
         store = Store(config.adapter_store, config.store_bytes, await nursery.start())
         await asyncio.to_thread(store.sweep)
-        jobs = Jobs(store, nursery, config.max_fetches, config.max_conversions)
+        sources = Sources(config.sources)
+        jobs = Jobs(store, nursery, sources, config.max_fetches, config.max_conversions or usable_cores())
         server = await _listen(config, jobs, store)
         log.info("adapters are loaded here", store=config.adapter_store)
         watch = asyncio.create_task(nursery.ended())
@@ -151,11 +155,18 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
         await asyncio.wait({watch, stop}, return_when=asyncio.FIRST_COMPLETED)
         server.close()
         await jobs.end()
+        await sources.close()
         if not ended.is_set():
             raise ValueError(f"the process that reads adapters ended with {watch.result()}")
         watch.cancel()
     finally:
         nursery.end()
+
+
+def usable_cores() -> int:
+    """Up to four: adapters are small, and others have work to do."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, cores))
 
 
 async def _listen(config: LoaderConfig, jobs: Jobs, store: Store) -> asyncio.Server:

@@ -100,6 +100,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             lorax=False,
         ),
         Flag(
+            "replicas",
+            Kind.INTEGER,
+            1,
+            "whole copies of the model behind the one router; on CUDA each has a device of its own",
+            least=1,
+            most=64,
+            lorax=False,
+        ),
+        Flag(
             "sharded", Kind.BOOLEAN, None, "split the model over several devices", refused=_ONE_SHARD, harmless=(False,)
         ),
         Flag(

@@ -58,7 +58,7 @@ class AdminRoutes:
                 "digest": each.digest,
                 "num_bytes": each.num_bytes,
                 "rank": each.rank,
-                "resident": admission.residency.is_resident(each.digest),
+                "resident": admission.is_resident(each.digest),
                 "pinned": each.digest in admission.pinned,
             }
             for content, each in admission.loading.contents()

@@ -54,7 +54,7 @@ class InformationRoutes:
             "docker_label": None,
             "request_logger_url": None,
             "max_body_bytes": config.max_body_bytes,
-            "shards": [] if shard is None else [_shard(shard)],
+            "shards": [_shard(link.info) for link in self._service.dispatcher.links if link.info is not None],
             "effective_configuration": effective,
         }
         return _json(content)

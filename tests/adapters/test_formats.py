@@ -102,6 +102,13 @@ def test_a_setting_computes_what_peft_computes(name: str, setting: str, bases: A
     base.check(making.make_adapter(base.folder, tmp_path / "adapter", config))
 
 
+@pytest.mark.parametrize("rank", [1, 512])
+def test_the_least_and_the_largest_rank(rank: int, bases: Any, tmp_path: Path) -> None:
+    base = bases("llama")
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=["q_proj", "down_proj"])
+    base.check(making.make_adapter(base.folder, tmp_path / "adapter", config))
+
+
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 @pytest.mark.parametrize("name", WITH_BIASES)
 def test_trained_biases_are_added(name: str, bias: Any, bases: Any, tmp_path: Path) -> None:

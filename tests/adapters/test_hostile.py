@@ -155,6 +155,7 @@ CASES: dict[str, tuple[Change, type[AdapterError], str]] = {
     "no rank": (config(r=0), AdapterInvalid, "`r`"),
     "a negative rank": (config(r=-4), AdapterInvalid, "`r`"),
     "a huge rank": (config(r=1 << 40), AdapterInvalid, "`r`"),
+    "a rank above the most": (config(r=513), AdapterInvalid, "from 1 to 512"),
     "a rank of text": (config(r="8"), AdapterInvalid, "`r`"),
     "a rank of truth": (config(r=True), AdapterInvalid, "`r`"),
     "another rank": (config(r=16), AdapterInvalid, r"shape \[4, 64\], here it must have \[16, 64\]"),

@@ -1,6 +1,7 @@
 """Adapters through the whole server: launcher, loader, router and shard as real processes, against PEFT alone."""
 
 import json
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -116,3 +117,43 @@ def test_several_adapters_as_one(scene: Scene) -> None:
     merged = {"ids": ["small", "wide"], "weights": [0.5, 0.5], "merge_strategy": "cat"}
     ids = scene.ids(PROMPTS[0], None, merged_adapters=merged, ignore_eos_token=True)
     assert ids not in [scene.ids(PROMPTS[0], name, ignore_eos_token=True) for name in (None, "small", "wide")]
+
+
+def test_a_catalogue_over_two_shards_is_read_again_at_a_signal(scene: Scene, tmp_path: Path) -> None:
+    path = tmp_path / "catalogue.yaml"
+    path.write_text("support: {id: small, pin: true}\nbroken: {id: nowhere}\n")
+    arguments = ["--model-id", str(scene.base), "--dtype", "float32", "--adapter-source", "local"]
+    arguments += ["--local-adapter-root", str(scene.roots), "--adapter-store", str(scene.roots.parent / "store")]
+    arguments += ["--replicas", "2", "--adapters", str(path), "--cpu-memory", "256MiB"]
+    with Launched(*arguments, ADMIN_KEY="secret") as launched:
+        launched.wait_for("is ready at")
+        other = Scene(launched, scene.base, scene.roots)
+        models = json.loads(urllib.request.urlopen(f"{launched.url}/v1/models").read())["data"]
+        assert {model["id"]: bool(model.get("problem")) for model in models[1:]} == {"support": False, "broken": True}
+        expected = {name: oracle(scene, PROMPTS[0], name) for name in (None, *CONFIGS)}
+        assert other.ids(PROMPTS[0], "support", ignore_eos_token=True) == expected["small"]
+        with ThreadPoolExecutor(8) as pool:
+            names = [None, *CONFIGS] * 6
+            given = list(pool.map(lambda name: other.ids(PROMPTS[0], name, ignore_eos_token=True), names))
+        assert given == [expected[name] for name in names]
+        path.write_text("support: {id: wide}\n")
+        launched.signal(signal.SIGHUP)
+        launched.wait_for("catalogue_reloaded")
+        assert other.ids(PROMPTS[0], "support", ignore_eos_token=True) == expected["wide"]
+        path.write_text("support: [")
+        launched.signal(signal.SIGHUP)
+        launched.wait_for("catalogue_not_reloaded")
+        assert other.ids(PROMPTS[0], "support", ignore_eos_token=True) == expected["wide"]
+        status, _, answer = other.post("/admin/adapters/unload", {"adapter_id": "wide"}, token="secret")
+        assert status == 200 and len(answer["unloaded"]) == 1
+        assert other.ids(PROMPTS[0], "wide", ignore_eos_token=True) == expected["wide"]
+        launched.signal(signal.SIGTERM)
+        assert launched.wait() == 0
+
+
+def test_a_named_adapter_that_is_broken_stops_a_strict_server(scene: Scene, tmp_path: Path) -> None:
+    arguments = ["--model-id", str(scene.base), "--adapter-source", "local", "--adapter-id", "nowhere"]
+    arguments += ["--local-adapter-root", str(scene.roots), "--strict-adapters", "--threads", "1"]
+    with Launched(*arguments) as launched:
+        assert launched.wait(180) != 0
+        assert "1 adapters cannot be served, first nowhere" in launched.output

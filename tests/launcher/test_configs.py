@@ -1,5 +1,6 @@
 """What the launcher tells its processes against what they read."""
 
+import dataclasses
 from dataclasses import fields
 from pathlib import Path
 
@@ -49,6 +50,22 @@ def test_a_loader_reads_what_is_written(tmp_path: Path) -> None:
     assert Path(loader.adapter_store).is_relative_to(loader.sources.hidden[0])
     shard = ShardConfig.read(configs.write(tmp_path / "shard.json", configs.shard_fields(given)))
     assert shard.adapter_store == loader.adapter_store
+
+
+def test_replicas_share_the_machine(tmp_path: Path) -> None:
+    given = plan(tmp_path, "--replicas", "2")
+    shards = [
+        ShardConfig.read(configs.write(tmp_path / f"shard-{index}.json", configs.shard_fields(given, index)))
+        for index in range(2)
+    ]
+    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
+    assert router.shard_addresses == tuple(shard.listen for shard in shards)
+    assert len(set(router.shard_addresses)) == 2
+    alone = ShardConfig.read(configs.write(tmp_path / "alone.json", configs.shard_fields(plan(tmp_path))))
+    assert all(shard.memory_wiggle_room == alone.memory_wiggle_room / 2 for shard in shards)
+    assert alone.threads is None and all(shard.threads for shard in shards)
+    cuda = dataclasses.replace(given, device="cuda:1")
+    assert [configs.shard_fields(cuda, index)["device"] for index in range(2)] == ["cuda:1", "cuda:2"]
 
 
 def test_the_operator_s_token_reaches_the_router_alone(tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ async def test_output_that_makes_no_sense_fails_one_request(tmp_path: Path) -> N
         broken, sound = (here.dispatcher.submit(request(20, num_alternatives=1)) for _ in range(2))
         await sound.next()
         nonsense = pb.RequestOutput(id=broken.wire_id, token_ids=[200], alternative_ids=[1, 2], logprobs=[-1.0])
-        here.dispatcher.shard_output(pb.StepOutput(outputs=[nonsense]))
+        here.dispatcher.links[0].shard_output(pb.StepOutput(outputs=[nonsense]))
         with pytest.raises(GenerationFailed, match="could not read"):
             await ids_of(broken)
         await ids_of(sound)
@@ -336,6 +336,6 @@ async def test_a_slow_reader_gets_everything_that_was_joined(tmp_path: Path) -> 
 
 async def test_one_address_is_needed(tmp_path: Path) -> None:
     tokenizer = Tokenizer(byte_level())
-    with pytest.raises(ValueError, match="one shard address"):
+    with pytest.raises(ValueError, match="no shard address"):
         Dispatcher(RouterConfig("model", "", ()), tokenizer)
     tokenizer.close()
