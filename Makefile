@@ -51,8 +51,9 @@ setup: $(VENV)/.installed-dev
 serve: $(VENV)/.installed
 	@exec $(VENV)/bin/lorikeet-launcher --port $(PORT) $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
+# A test at a time on each core, and one thread for each: models of tests are far too small to share.
 test: $(VENV)/.installed-dev
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

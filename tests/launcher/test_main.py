@@ -2,6 +2,8 @@
 
 import json
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,12 +48,19 @@ def test_impossible_lengths_end_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-input-length 100 must be less than --max-total-tokens 100" in capsys.readouterr().err
 
 
-def test_the_private_folder_is_made_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--print-config", "--shard-uds-path", str(tmp_path / "lorax-server")]) == Exit.OK
-    assert list(tmp_path.iterdir()) == []  # and it is gone again
-    assert main(["--shard-uds-path", str(tmp_path / "none" / "server")]) == Exit.ARGUMENT_VALIDATION
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for Unix sockets, whose paths have at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="lk") as folder:
+        yield Path(folder)
+
+
+def test_the_private_folder_is_made_where_it_is_asked_for(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-config", "--shard-uds-path", str(short_path / "lorax-server")]) == Exit.OK
+    assert list(short_path.iterdir()) == []  # and it is gone again
+    assert main(["--shard-uds-path", str(short_path / "none" / "server")]) == Exit.ARGUMENT_VALIDATION
     assert "no private folder can be made" in capsys.readouterr().err
-    assert main(["--shard-uds-path", str(tmp_path / ("x" * 120))]) == Exit.ARGUMENT_VALIDATION
+    assert main(["--shard-uds-path", str(short_path / ("x" * 120))]) == Exit.ARGUMENT_VALIDATION
     assert "too long a path for a Unix socket" in capsys.readouterr().err
 
 
