@@ -5,8 +5,6 @@ Knows the options and the order of things; corpus, tokenizer, mixture and traine
 
 import argparse
 import json
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo import corpus, mixture, model, tokenizer
-from demo.trainer import Progress, Recipe, Trainer, digest
+from demo.loop import run_until
+from demo.trainer import Recipe, Trainer, digest
 
 DEFAULT_WORK_FOLDER = Path(".demo-train/base")
 
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         trainer.resume(checkpoint)
         print(f"resuming after step {trainer.step}", flush=True)
     stop = min(recipe.num_steps, options.stop_after or recipe.num_steps)
-    _run(trainer, stop, checkpoint, options.checkpoint_minutes * 60)
+    run_until(stop, trainer, checkpoint, options.checkpoint_minutes * 60)
     if stop < recipe.num_steps:
         print(f"stopped after step {stop}; the same command without --stop-after continues", flush=True)
         return
@@ -75,27 +74,3 @@ def _prepare(seed: int) -> tuple[PreTrainedTokenizerFast, mixture.TokenStream]:
         flush=True,
     )
     return text_tokenizer, stream
-
-
-def _run(trainer: Trainer, stop: int, checkpoint: Path, save_every: float) -> None:
-    saved = printed = time.monotonic()
-    recent: list[Progress] = []
-    while trainer.step < stop:
-        recent.append(trainer.run_step())
-        now = time.monotonic()
-        if now - printed > 10 or trainer.step == stop:
-            print(_progress_line(recent, stop, trainer.recipe), flush=True)
-            recent, printed = [], now
-        if now - saved > save_every or trainer.step == stop:
-            trainer.save(checkpoint)
-            saved = now
-
-
-def _progress_line(recent: Sequence[Progress], stop: int, recipe: Recipe) -> str:
-    loss = sum(progress.loss for progress in recent) / len(recent)
-    seconds = sum(progress.seconds for progress in recent) / len(recent)
-    remaining = (stop - recent[-1].step) * seconds / 60
-    return (
-        f"step {recent[-1].step:5d}/{stop}  loss {loss:.4f} nats/token  "
-        f"{recipe.tokens_per_step / seconds:,.0f} tokens/s  {remaining:.1f} min left"
-    )
