@@ -6,6 +6,7 @@ from demo.commands import dispatch
 
 COMMANDS = {
     "base": "demo.train_base",
+    "adapters": "demo.train_adapters",
 }
 
 
