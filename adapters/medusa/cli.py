@@ -89,7 +89,9 @@ def _add_asked(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=_positive, default=256, help="tokens of one text (default 256)")
     parser.add_argument("--batch-size", type=_positive, default=32, help="texts written at a time (default 32)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="(default: bfloat16 on cuda)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the model (default: bfloat16 on cuda)"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -138,6 +140,7 @@ def _train(options: argparse.Namespace) -> int:
         rows_per_step=options.rows_per_step,
         lr=options.lr,
         seed=options.seed,
+        bf16=options.dtype != "float32",
     )
     found, digest = run.train(
         run.TrainOptions(

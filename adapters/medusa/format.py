@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,8 @@ class HeadsFile:
 
     shape: HeadsShape
     tensors: dict[str, Tensor]
-    """`{head}.{block}.linear.weight` [H, H], `{head}.{block}.linear.bias` [H]; version 1: `{head}.{blocks}.weight` [V, H]
-    too."""
+    """`{head}.{block}.linear.weight` [H, H], `{head}.{block}.linear.bias` [H], and in version 1
+    `{head}.{blocks}.weight` [V, H]."""
     base_name: str | None = None
     """The base model that the configuration names."""
 
@@ -82,8 +83,8 @@ def holds_heads(folder: Path) -> bool:
 
 def shape_of(tensors: dict[str, Tensor], where: str) -> HeadsShape:
     """Count heads and blocks. Raises HeadsError where a head differs from the others or a tensor is missing."""
-    blocks = {match[1, 2] for name in tensors if (match := _BLOCK.fullmatch(name))}
-    matrices = {match[1, 2] for name in tensors if (match := _MATRIX.fullmatch(name))}
+    blocks = {match.group(1, 2) for name in tensors if (match := _BLOCK.fullmatch(name))}
+    matrices = {match.group(1, 2) for name in tensors if (match := _MATRIX.fullmatch(name))}
     if not blocks and not matrices:
         raise HeadsError(f"{where} holds no Medusa heads: no tensor is named like 0.0.linear.weight or 0.0.weight")
     num_heads = 1 + max(int(head) for head, _ in blocks | matrices)
@@ -163,7 +164,9 @@ def _names_heads(path: Path) -> bool:
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     """Tensors alone: a pickle that wants to run code is refused."""
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # doubts about what it refuses anyway
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise HeadsError(
             f"{path} is refused, a pickle may hold tensors and nothing else: {first_line(error)}"

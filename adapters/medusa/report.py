@@ -16,7 +16,7 @@ from adapters.medusa.model import MedusaHeads
 from adapters.medusa.target import Target
 from adapters.medusa.texts import Text
 
-LOGITS_AT_ONCE = 2**24
+LOGITS_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def replay(output_ids: Sequence[int], proposals: Sequence[Sequence[int]]) -> Rep
     return Replay(max(0, len(output_ids) - 1), steps)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(target: Target, heads: MedusaHeads, texts: Sequence[Text]) -> Report:
     """Compute every row once, ask every head at every row, and replay. Raises HeadsError where nothing can be told."""
     num_heads = heads.shape.num_heads

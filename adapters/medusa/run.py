@@ -5,7 +5,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from adapters.medusa import format as files
 from adapters.medusa import prompts, remote, report, sources, texts
-from adapters.medusa.errors import HeadsError
+from adapters.medusa.errors import HeadsError, first_line
 from adapters.medusa.format import HeadsFile
 from adapters.medusa.hidden import HiddenFiles
 from adapters.medusa.model import MedusaHeads
@@ -74,18 +74,15 @@ class Progress:
 
     def __init__(self, what: str, unit: str) -> None:
         self._what, self._unit = what, unit
-        self._started = self._printed = time.monotonic()
-        self._first: int | None = None
+        self._printed, self._before = time.monotonic(), 0
 
     def __call__(self, done: int, of: int, note: str = "") -> None:
         now = time.monotonic()
-        self._first = done if self._first is None else self._first
-        if now - self._printed < PROGRESS_S and done < of:
+        if (now - self._printed < PROGRESS_S and done < of) or done == self._before:
             return
-        self._printed = now
-        speed = (done - self._first) / max(1e-9, now - self._started)
-        left = f", {(of - done) / speed / 60:.1f} min left" if done < of and speed else ""
-        say(f"{self._what}: {done:,} of {of:,} {self._unit}{left}{note}")
+        left = (of - done) * (now - self._printed) / (done - self._before) / 60
+        self._printed, self._before = now, done
+        say(f"{self._what}: {done:,} of {of:,} {self._unit}{f', {left:.1f} min left' if done < of else ''}{note}")
 
 
 def say(line: str) -> None:
@@ -113,9 +110,12 @@ def evaluate(options: EvalOptions) -> Report:
     """Any heads, on what the target writes to these prompts."""
     folder = sources.heads_folder(options.heads)
     heads_file = files.read(folder, say)
-    target = _target(options.asked)
+    asked = options.asked
+    if asked.adapter_id is None and (folder / files.ADAPTER_FILES[0]).is_file():
+        asked = replace(asked, adapter_id=options.heads)  # joined: one name for both
+    target = _target(asked)
     check_fit(heads_file, target, options)
-    written, _ = _texts(target, options.asked, options.work)
+    written, _ = _texts(target, asked, options.work)
     return report.measure(target, MedusaHeads.of(heads_file).to(target.place.device), written)
 
 
@@ -153,9 +153,12 @@ def digest(heads: HeadsFile) -> str:
 
 
 def _target(asked: Asked) -> Target:
-    if asked.device.startswith("cuda") and not torch.cuda.is_available():
-        raise HeadsError(f"the device {asked.device} is not there: torch sees no CUDA device")
-    return Target(asked.model_id, asked.adapter_id, Place(torch.device(asked.device), getattr(torch, asked.dtype)))
+    try:
+        device = torch.device(asked.device)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise HeadsError(f"the device {asked.device} is not there: {first_line(error)}") from None
+    return Target(asked.model_id, asked.adapter_id, Place(device, getattr(torch, asked.dtype)))
 
 
 def _texts(target: Target, asked: Asked, work: Path | None) -> tuple[list[Text], dict[str, Any]]:
@@ -188,7 +191,7 @@ def _train(target: Target, kept: Sequence[Text], options: TrainOptions, settings
     rows_depend_on = settings | {"seed": options.asked.seed, "held_out": options.held_out, "dtype": options.asked.dtype}
     rows = HiddenFiles(options.work / "rows", kept, target.hidden_size, options.asked.seed)
     rows.compute(target, rows_depend_on, Progress("hidden rows", "rows"))
-    vocabulary = Vocabulary(target.vocab_size, target.hidden_size, target.place.device, target.place.dtype)
+    vocabulary = Vocabulary(target.vocab_size, target.hidden_size, target.place.device)
     trainer = HeadsTrainer(options.recipe, rows, target.logits, vocabulary)
     checkpoint = options.work / "checkpoint.pt"
     if checkpoint.exists() and trainer.resume(checkpoint, rows_depend_on):

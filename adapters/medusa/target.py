@@ -5,6 +5,7 @@ Knows nothing of heads, files of texts or training.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -80,7 +82,7 @@ class Target:
             return []
         return [int(i) for i in ids] if isinstance(ids, list | tuple) else [int(ids)]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def write(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float = 0.0) -> list[list[int]]:
         """What the target writes after each prompt, in one batch, the token that ended a text included."""
         ends = self.eos_ids
@@ -97,8 +99,8 @@ class Target:
         )
         return [_until_end(row, set(ends)) for row in written[:, longest:].tolist()]
 
-    @torch.inference_mode()
-    def rows(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    @torch.no_grad()
+    def rows(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Per text the hidden row of each of its tokens, [tokens, H]; all in one forward pass."""
         longest = max(len(text) for text in texts)
         ids = torch.tensor([list(text) + [0] * (longest - len(text)) for text in texts], device=self.place.device)
@@ -112,14 +114,13 @@ class Target:
             raise HeadsError("the model does not take its logits from its output head")
         finally:
             hook.remove()
-        for row, text in zip(rows, texts, strict=True):
-            yield row[: len(text)]
+        return [row[: len(text)] for row, text in zip(rows, texts, strict=True)]
 
     def logits(self, rows: Tensor) -> Tensor:
         """Hidden rows [S, H] → logits [S, V], adapter and what follows the output head included."""
         return self._after(self._head(rows.to(self.place.dtype)))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _find_transform(self, base: str) -> Callable[[Tensor], Tensor]:
         """What the model does to its logits after the output head, found by what reproduces them.
 
@@ -192,17 +193,34 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
 
 
+def _deepest_layer(folder: Path) -> int:
+    """The highest number of a layer in the adapter's names. PEFT passes over what the base has no place for."""
+    try:
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            numbers = [re.search(r"\.(\d+)\.", name) for name in file.keys()]  # noqa: SIM118
+    except SafetensorError as error:
+        raise HeadsError(f"the adapter in {folder} is not a whole safetensors file: {first_line(error)}") from None
+    return max((int(number[1]) for number in numbers if number), default=-1)
+
+
 def _adapted(model: Any, folder: Path, name: str, base: str) -> Any:
     """The model with the adapter in it, merged where that changes nothing above float32's own noise."""
     from peft import PeftModel
 
+    if (deepest := _deepest_layer(folder)) >= (layers := model.config.get_text_config().num_hidden_layers):
+        raise HeadsError(
+            f"the adapter {name} does not fit the base {base}: it has weights for layer {deepest} of {layers}"
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
+            # what PEFT asks of transformers, and its doubts about merging, which is not done where they hold
+            warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer")
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError, KeyError, TypeError, UserWarning) as error:
         raise HeadsError(f"the adapter {name} does not fit the base {base}: {first_line(error)}") from None
-    # the two ends may share one weight, which an adapter of one of them must not reach at the other
+    # embedding and output head may share one weight: an adapter of the one must not reach the other
     plain = type(adapted.get_output_embeddings()) is nn.Linear and type(adapted.get_input_embeddings()) is nn.Embedding
     mergeable = model.dtype == torch.float32 and plain
     return adapted.merge_and_unload() if mergeable else adapted

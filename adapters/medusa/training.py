@@ -19,8 +19,8 @@ from adapters.medusa.format import HeadsShape
 from adapters.medusa.hidden import NOTHING, HiddenFiles, Shard
 from adapters.medusa.model import MedusaHeads, OutputHead
 
-LOGITS_AT_ONCE = 2**24
-"""Elements of logits that exist at a time, whatever the step's size."""
+LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
+"""Elements of logits that exist at a time, whatever the step's size: what a cache holds, what keeps a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Recipe:
     warmup: float = 0.1
     """Share of the steps during which the learning rate rises; after it falls along a cosine to zero."""
     seed: int = 0
+    bf16: bool = True
+    """In matrix products."""
 
     def lr_at(self, step: int, num_steps: int) -> float:
         rising = max(1, int(self.warmup * num_steps))
@@ -50,15 +52,16 @@ class _FrozenHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, labels: Tensor, output_head: OutputHead, vocab_size: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, labels: Tensor, output_head: OutputHead, vocab_size: int, bf16: bool) -> Tensor:
         """`rows` [S, H], `labels` [S]."""
         gradient = torch.empty_like(rows)
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
-        for start in range(0, len(rows), piece := max(1, LOGITS_AT_ONCE // vocab_size)):
+        for start in range(0, len(rows), piece := max(1, LOGITS_AT_ONCE.get(rows.device.type, 2**24) // vocab_size)):
             chosen = slice(start, start + piece)
             with torch.enable_grad():
                 part = rows[chosen].detach().requires_grad_()
-                logits = output_head(part).float()
+                with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
+                    logits = output_head(part).float()
                 loss = cross_entropy(logits, labels[chosen], ignore_index=NOTHING, reduction="sum")
             (gradient[chosen],) = torch.autograd.grad(loss, part)
             total += loss.detach()
@@ -66,9 +69,9 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0], None, None, None
+        return gradient * upstream[0], None, None, None, None
 
 
 class HeadsTrainer:
@@ -100,11 +103,10 @@ class HeadsTrainer:
 
     def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
         """Mean over rows of the sum over heads, divided by heads; `rows` [S, H], `labels` [S, heads]."""
-        lean = self._vocabulary.dtype != torch.float32
-        with torch.autocast(rows.device.type, torch.bfloat16, enabled=lean):
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.recipe.bf16):
             ahead = self.heads(rows.float()).flatten(0, 1)
-        arguments = (labels.flatten(), self._output_head, self._vocabulary.size)
-        total: Tensor = _FrozenHeadLoss.apply(ahead.to(self._vocabulary.dtype), *arguments)
+        arguments = (labels.flatten(), self._output_head, self._vocabulary.size, self.recipe.bf16)
+        total: Tensor = _FrozenHeadLoss.apply(ahead.float(), *arguments)
         return total / max(1, int((labels != NOTHING).sum()))
 
     def _batches(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -157,7 +159,6 @@ class Vocabulary:
     size: int
     hidden_size: int
     device: torch.device
-    dtype: torch.dtype
 
 
 def _shuffled(count: int, seed: int, epoch: int, what: str) -> Tensor:
