@@ -6,6 +6,7 @@ from demo.commands import dispatch
 
 COMMANDS = {
     "base": "demo.evaluate_base",
+    "draft": "demo.evaluate_draft",
     "adapters": "demo.evaluate_adapters",
 }
 

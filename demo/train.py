@@ -6,6 +6,7 @@ from demo.commands import dispatch
 
 COMMANDS = {
     "base": "demo.train_base",
+    "draft": "demo.train_draft",
     "adapters": "demo.train_adapters",
 }
 

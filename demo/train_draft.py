@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=DraftRecipe.cycles[0])
     parser.add_argument("--stop-after", type=int, help="stop at this step, leaving a checkpoint to resume from")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="through torch.compile; needs a C++ compiler")
     parser.add_argument("--checkpoint-minutes", type=float, default=4.0)
 
 
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     draft = LlamaForCausalLM(draft_config())
     start = initial_embedding(base.float(), rows[:NUM_ROWS_FOR_EMBEDDING], draft.config.hidden_size)
     draft.get_input_embeddings().weight.data.copy_(start)
-    distiller = Distiller(draft.to(options.device), rows, laws, recipe, options.seed, options.compile)
+    distiller = Distiller(draft.to(options.device), rows, laws, recipe, options.seed)
     checkpoint = options.work / "checkpoint.pt"
     if checkpoint.exists():
         distiller.resume(checkpoint)

@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from demo import distill, teacher
-from demo.distill import Distiller, DraftRecipe, divergence_and_overlap, draft_config, initial_embedding
+from demo.distill import INITIAL_SCALE, Distiller, DraftRecipe, EmbeddingLoss, draft_config, initial_embedding
+from demo.evaluate_draft import agreement
 from demo.mixture import Tokens
 from demo.model import base_config
 from demo.teacher import SketchFile, sketch
@@ -56,32 +57,43 @@ def test_the_draft_has_at_most_a_tenth_of_the_parameters() -> None:
     assert draft.config.vocab_size == base.config.vocab_size
 
 
-def test_divergence_and_overlap_are_those_of_the_whole_laws() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_loss_and_its_gradients_are_those_of_the_whole_laws(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against autograd on whole laws, so estimates of sketches are averaged over many copies of two positions."""
+    monkeypatch.setattr(distill, "PIECE_LEN", 3000)
     generator = torch.Generator().manual_seed(0)
-    p, q = (2 * torch.randn(1, VOCABULARY, generator=generator) for _ in range(2))
-    found = sketch(p.expand(4000, -1), generator)
-    divergence, overlap = divergence_and_overlap(q.expand(4000, -1), found)
-    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-    assert divergence.item() == pytest.approx((log_p.exp() * (log_p - log_q)).sum().item(), rel=0.02)
-    assert overlap.item() == pytest.approx(torch.minimum(log_p, log_q).exp().sum().item(), rel=0.02)
+    logits, hidden, table = (
+        2 * torch.randn(shape, generator=generator) for shape in ((2, VOCABULARY), (2, 8), (96, 8))
+    )
+    hidden.requires_grad_()
+    table.requires_grad_()
+    copies = 8000
+    laws = sketch(logits.repeat(copies, 1), generator)
+    found = EmbeddingLoss.apply(hidden.repeat(copies, 1), table, laws, share, 3.0, torch.float32)
+    found_gradients = torch.autograd.grad(found, (hidden, table))
+    log_p, log_q = logits.log_softmax(-1), (hidden @ table.T).log_softmax(-1)
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    expected = (1 - share) * divergence + 3 * share * (1 - torch.minimum(log_p, log_q).exp().sum(-1).mean())
+    assert found.item() == pytest.approx(expected.item(), rel=0.02)
+    for gradient, wanted in zip(found_gradients, torch.autograd.grad(expected, (hidden, table)), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
 
 
-def test_a_law_overlaps_itself_whole_and_diverges_by_nothing() -> None:
-    logits = torch.randn(50, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    divergence, overlap = divergence_and_overlap(logits, sketch(logits, torch.Generator().manual_seed(1)))
-    assert divergence.item() == pytest.approx(0, abs=1e-5)
-    assert overlap.item() == pytest.approx(1, abs=1e-5)
+def test_a_law_costs_nothing_where_the_draft_has_it_too() -> None:
+    hidden, table = torch.randn(50, 8), torch.randn(VOCABULARY, 8)
+    laws = sketch(hidden @ table.T, torch.Generator().manual_seed(1))
+    for share in (0.0, 1.0):
+        loss = EmbeddingLoss.apply(hidden, table, laws, share, 3.0, torch.float32)
+        assert loss.item() == pytest.approx(0, abs=1e-5)
 
 
-def test_distilling_raises_the_overlap(rows: Tokens, laws: SketchFile) -> None:
+def test_distilling_raises_the_overlap(base: LlamaForCausalLM, rows: Tokens, laws: SketchFile) -> None:
     distiller = toy_distiller(rows, laws, replace(RECIPE, cycles=(100,), matrix_lr=0.02, other_lr=0.02))
-    spans = [(row, 0, ROW_LEN) for row in range(NUM_ROWS)]
-    sketches = laws.read(spans, torch.device("cpu"))
     token_ids = torch.from_numpy(rows.astype(np.int64))
 
     def overlap() -> float:
         with torch.inference_mode():
-            return divergence_and_overlap(distiller.model(token_ids).logits.flatten(0, 1), sketches)[1].item()
+            return agreement(base(token_ids).logits, distiller.model(token_ids).logits).overlap.mean().item()
 
     before = overlap()
     for _ in range(100):
@@ -128,7 +140,7 @@ def test_the_loss_passes_from_divergence_to_overlap() -> None:
 
 def test_the_initial_embedding_of_full_width_gives_the_laws_of_the_base(base: LlamaForCausalLM, rows: Tokens) -> None:
     """In the span of the hidden states it is a change of basis: the Gram matrix of centred logits stays what it was."""
-    table = initial_embedding(base, rows, 32)
+    table = initial_embedding(base, rows, 32) / INITIAL_SCALE
     with torch.inference_mode():
         hidden = base.model(torch.from_numpy(rows.astype(np.int64))).last_hidden_state.flatten(0, 1)
         logits = hidden @ base.lm_head.weight.T
