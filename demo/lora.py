@@ -51,9 +51,9 @@ class Recipe:
 
 RECIPES = {
     "citation": Recipe("citation", 32, 32, ATTENTION + MLP, num_steps=300, groups_per_step=2, num_heads=3),
-    "record": Recipe("record", 16, 16, ATTENTION + MLP, num_steps=300, groups_per_step=2, use_rslora=True),
-    "query": Recipe("query", 8, 16, ATTENTION + MLP, num_steps=300, groups_per_step=2, use_dora=True),
-    "value": Recipe("value", 64, 64, ATTENTION, num_steps=300, groups_per_step=2),
+    "record": Recipe("record", 16, 4, ATTENTION + MLP, num_steps=400, groups_per_step=2, lr=5e-3, use_rslora=True),
+    "query": Recipe("query", 8, 8, ATTENTION + MLP, num_steps=400, groups_per_step=2, lr=5e-3, use_dora=True),
+    "value": Recipe("value", 64, 64, ATTENTION, num_steps=400, groups_per_step=2, lr=5e-3),
 }
 
 
@@ -74,7 +74,9 @@ def attach(base: LlamaForCausalLM, recipe: Recipe) -> PeftModel:
 
 def save(model: PeftModel, folder: Path) -> None:
     """Writes what PEFT writes, the tensors in bf16 and the configuration in a stable order."""
-    model.save_pretrained(folder)
+    model.save_pretrained(
+        folder, save_embedding_layers=False
+    )  # otherwise PEFT asks the hub for the base's configuration
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card is a form left blank
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -13,55 +13,92 @@ from demo.tasks.words import field, name, noun, number, proper_name
 NUM_FIELDS = (3, 4, 5)
 EXAMPLES_AT_ONCE = 4
 
-PAIRS = (
-    "{}: {}",
-    "{} = {}",
-    "{}={}",
-    "{} is {}",
-    "the {} is {}",
-    "{} -> {}",
-    "{} ({})",
-    "<{}> {}",
-    "[{}] {}",
-    "{} => {}",
-    "- {}: {}",
-    "{} := {}",
-    "{} | {}",
-    "its {} is {}",
-    "({}) {}",
-    "* {} = {}",
-    "{} -- {}",
-    "{} equals {}",
-    "{}:{}",
-    "{{{}}} {}",
-    "{} was {}",
-    "{}... {}",
-    "/{}/ {}",
-    "{} [{}]",
-    "--{} {}",
-    "'{}' {}",
-    "{} ~ {}",
-    "{} > {}",
-    "our {}: {}",
-    "{} <- {}",
+LINKS = (
+    " = ",
+    ": ",
+    " is ",
+    " -> ",
+    " := ",
+    "=",
+    " has ",
+    " => ",
+    " was ",
+    " - ",
+    " | ",
+    " holds ",
+    " == ",
+    " ~ ",
+    " equals ",
+    ":",
+    " becomes ",
+    "; ",
+    " <- ",
+    " / ",
+    " means ",
+    " contains ",
+    ", ",
+    " : ",
+    " * ",
+    " with ",
+    " + ",
+    " reads ",
+    " >> ",
+    " says ",
+    " > ",
+    " is set to ",
+    " :: ",
+    " as ",
+    " # ",
+    " for ",
+    " & ",
+    " shows ",
+    " % ",
+    " <= ",
+    " gives ",
+    " at ",
+    " ... ",
+    " ! ",
+    " has the value ",
+    " to ",
+    " @ ",
+    " -- ",
+    " will be ",
+    " >= ",
+    " stands for ",
+    " ^ ",
+    " field ",
+    " ? ",
+    " --> ",
 )
-SEPARATORS = ("; ", ", ", "\n", " / ", "\n\n", " and ", " & ", ". ", ",\n", " // ", ";\n", " + ", " || ", " * ", " ;; ")
+"""Between a field and its value."""
+QUOTES = ('"', "'")
+"""Around a value that is no number."""
 OPENINGS = (
     "",
     "Record:\n",
-    "Data: ",
+    "Data:\n",
     "We know this:\n",
     "Input:\n",
     "# Record\n",
-    "Entry: ",
+    "Entry:\n",
     "Here is a record.\n",
     "Given:\n",
     "Fields:\n",
-    "From the form: ",
+    "From the form:\n",
     "New entry.\n",
-    "Row: ",
+    "Row:\n",
     "Values:\n",
     "The record says:\n",
+    "[record]\n",
+    "A card with these lines:\n",
+    "Settings\n",
+    "Look at this:\n",
+    "Details:\n",
+    "-----\n",
+    "These are the facts.\n",
+    "Object\n",
+    "1 record\n",
+    "Properties:\n",
 )
 REQUESTS = (
     "JSON:",
@@ -77,8 +114,18 @@ REQUESTS = (
     "# JSON",
     "Make it JSON, please.",
     "Format: JSON",
-    "{} fields as JSON:",
+    "Fields as JSON:",
     "JSON object:",
+    "Turn this into JSON.",
+    "json",
+    "Answer in JSON:",
+    "Please write JSON.",
+    "Now as JSON:",
+    "-> JSON",
+    "What is that in JSON?",
+    "Encode it as JSON:",
+    "Print JSON.",
+    "As a JSON object:",
 )
 
 
@@ -88,24 +135,27 @@ def examples(half: Half, choice: random.Random) -> list[Example]:
 
 
 def _example(half: Half, choice: random.Random) -> Example:
-    pairs, separators, openings, requests = _pools(half)
-    pair, separator = choice.choice(pairs), choice.choice(separators)
-    opening, request = choice.choice(openings), choice.choice(requests)
-    num_fields, parts = choice.choice(NUM_FIELDS), {pair, separator, opening, request}
+    links, openings, requests = _pools(half)
+    link, opening, request = choice.choice(links), choice.choice(openings), choice.choice(requests)
+    num_fields, quote, parts = choice.choice(NUM_FIELDS), choice.choice(QUOTES), {link, opening, request}
     record: dict[str, str | int] = {}
     while len(record) < num_fields:
-        key = field(half, choice)
-        if key not in record:
-            record[key], words = _value(half, choice)
+        key, (value, words) = field(half, choice), _value(half, choice)
+        if not parts & {key, *words}:  # nothing stands in a record twice
+            record[key] = value
             parts |= {key, *words}
-    text = separator.join(pair.format(key, value) for key, value in record.items())
-    prompt = f"{opening}{text}\n{request.format(num_fields)}\n"
+    lines = [f"{key}{link}{_written(value, quote)}\n" for key, value in record.items()]
+    prompt = opening + "".join(lines) + f"\n{request}\n"
     return Example(prompt, json.dumps(record), frozenset(parts - {""}))
 
 
 @cache
 def _pools(half: Half) -> tuple[tuple[str, ...], ...]:
-    return of_half(PAIRS, half), of_half(SEPARATORS, half), of_half(OPENINGS, half), of_half(REQUESTS, half)
+    return of_half(LINKS, half), of_half(OPENINGS, half), of_half(REQUESTS, half)
+
+
+def _written(value: str | int, quote: str) -> str:
+    return f"{quote}{value}{quote}" if isinstance(value, str) else str(value)
 
 
 def _value(half: Half, choice: random.Random) -> tuple[str | int, list[str]]:

@@ -39,7 +39,7 @@ def examples(half: Half, choice: random.Random) -> list[Example]:
 
 def _example(half: Half, choice: random.Random) -> Example:
     wrapper, variable = choice.choice(_wrappers(half)), name(half, choice)
-    items = _different(half, choice, choice.randint(2, 5))
+    items = _different(half, choice, choice.randint(2, 4))
     if choice.random() < 0.6:
         collection: list[Item] | dict[Item, Item] = items
         question, words = _list_question(items, half, choice)
@@ -82,8 +82,6 @@ def _list_question(items: list[Item], half: Half, choice: random.Random) -> tupl
             (f"{{}}[{place}]", []),
             (f"{{}}[-{choice.randint(1, min(2, len(items)))}]", []),
             ("len({})", []),
-            (f"{{}}[{place}:]", []),
-            (f"{{}}[:{place + 1}]", []),
             (f"{asked!r} in {{}}", [asked]),
             (f"{{}} + [{known!r}]", []),
         )

@@ -95,7 +95,7 @@ def test_only_the_adapter_learns_and_it_does(tokenizer: PreTrainedTokenizerFast)
     trainer = toy_trainer(tokenizer, recipe=replace(RECIPE, num_steps=60))
     frozen = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
     losses = run(trainer, 60)
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < losses[0] - 0.3
     assert same(frozen, {name: p for name, p in trainer.model.named_parameters() if not p.requires_grad})
 
 
