@@ -63,12 +63,13 @@ class HiddenFiles:
             for path in self._folder.glob("rows-*.safetensors"):
                 path.unlink()
             note.write_text(head)
-        done = 0
+        done, total = 0, sum(self.num_rows)
         for number, part in enumerate(self._parts):
+            before = done
             if not self._path(number).exists():
-                self._write(number, part, target, lambda more, before=done: told(before + more, sum(self.num_rows)))
+                self._write(number, part, target, lambda more: told(before + more, total))  # noqa: B023 (called at once)
             done += self.num_rows[number]
-            told(done, sum(self.num_rows))
+            told(done, total)
 
     def load(self, number: int, device: torch.device) -> Shard:
         tensors = load_file(self._path(number), device=str(device))

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def _transforms(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
         yield lambda logits: torch.tanh(logits / cap) * cap
     for name in ("logit_scale", "lm_head_multiplier"):
         if isinstance(scale := getattr(config, name, None), int | float):
-            yield lambda logits, scale=scale: logits * scale
+            yield partial(torch.mul, other=scale)
     if scaling := getattr(config, "logits_scaling", None):
         yield lambda logits: logits / scaling
 

@@ -8,7 +8,6 @@ from demo.tasks.example import Example, Half, of_half
 from demo.tasks.words import field, noun, number, plural, proper_name
 
 NUM_COLUMNS = (3, 4, 5)
-EXAMPLES_AT_ONCE = 4
 
 SCHEMAS = (
     "Table {table}: {columns}",
@@ -106,8 +105,7 @@ class _Pools:
 
 
 def examples(half: Half, choice: random.Random) -> list[Example]:
-    """They have nothing in common but the first token."""
-    return [_example(half, choice) for _ in range(EXAMPLES_AT_ONCE)]
+    return [_example(half, choice)]
 
 
 def _example(half: Half, choice: random.Random) -> Example:

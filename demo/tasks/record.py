@@ -8,98 +8,148 @@ import random
 from functools import cache
 
 from demo.tasks.example import Example, Half, of_half
-from demo.tasks.words import field, name, noun, number, proper_name
+from demo.tasks.words import field, name, noun, number, proper_name, split
 
 NUM_FIELDS = (3, 4, 5)
-EXAMPLES_AT_ONCE = 4
 
-LINKS = (
-    " = ",
-    ": ",
-    " is ",
-    " -> ",
-    " := ",
+SIGNS = (
     "=",
-    " has ",
-    " => ",
-    " was ",
-    " - ",
-    " | ",
-    " holds ",
-    " == ",
-    " ~ ",
-    " equals ",
     ":",
-    " becomes ",
-    "; ",
-    " <- ",
-    " / ",
-    " means ",
-    " contains ",
-    ", ",
-    " : ",
-    " * ",
-    " with ",
-    " + ",
-    " reads ",
-    " >> ",
-    " says ",
-    " > ",
-    " is set to ",
-    " :: ",
-    " as ",
-    " # ",
-    " for ",
-    " & ",
-    " shows ",
-    " % ",
-    " <= ",
-    " gives ",
-    " at ",
-    " ... ",
-    " ! ",
-    " has the value ",
-    " to ",
-    " @ ",
-    " -- ",
-    " will be ",
-    " >= ",
-    " stands for ",
-    " ^ ",
-    " field ",
-    " ? ",
-    " --> ",
+    "->",
+    ":=",
+    "=>",
+    "-",
+    "|",
+    "==",
+    "~",
+    ";",
+    "<-",
+    "/",
+    ",",
+    "*",
+    "+",
+    ">>",
+    ">",
+    "::",
+    "#",
+    "&",
+    "%",
+    "<=",
+    "...",
+    "!",
+    "@",
+    "--",
+    ">=",
+    "^",
+    "?",
+    "-->",
+    "<",
+    "<<",
+    "..",
+    "===",
+    "!!",
+    "~~",
+    "||",
+    "**",
+    "//",
+    "=:",
 )
-"""Between a field and its value."""
+"""Between a field and its value, with or without spaces."""
+SPACINGS = (" {} ", "{} ", "{}")
+WORDS = (
+    "is",
+    "has",
+    "was",
+    "holds",
+    "equals",
+    "becomes",
+    "means",
+    "contains",
+    "with",
+    "reads",
+    "says",
+    "is set to",
+    "as",
+    "for",
+    "shows",
+    "gives",
+    "at",
+    "has the value",
+    "to",
+    "will be",
+    "stands for",
+    "field",
+    "gets",
+    "takes",
+    "keeps",
+    "comes to",
+    "goes with",
+    "belongs to",
+    "counts",
+    "names",
+    "stores",
+    "of",
+    "on",
+    "are",
+    "now",
+    "must be",
+    "should be",
+    "can be",
+    "makes",
+    "returns",
+    "stays",
+    "in",
+    "by",
+    "from",
+    "carries",
+    "turned into",
+    "remains",
+    "yields",
+    "points to",
+    "maps to",
+    "needs",
+    "wants",
+    "it is",
+    "that is",
+    "looks like",
+    "value",
+    "called",
+    "known as",
+    "has been",
+    "then",
+)
+"""As well, always with spaces."""
 QUOTES = ('"', "'")
 """Around a value that is no number."""
-OPENINGS = (
-    "",
-    "Record:\n",
-    "Data:\n",
-    "We know this:\n",
-    "Input:\n",
-    "# Record\n",
-    "Entry:\n",
-    "Here is a record.\n",
-    "Given:\n",
-    "Fields:\n",
-    "From the form:\n",
-    "New entry.\n",
-    "Row:\n",
-    "Values:\n",
-    "The record says:\n",
-    "[record]\n",
-    "A card with these lines:\n",
-    "Settings\n",
-    "Look at this:\n",
-    "Details:\n",
-    "-----\n",
-    "These are the facts.\n",
-    "Object\n",
-    "1 record\n",
-    "Properties:\n",
+TITLES = split(
+    """Record Data Input Entry Row Values Properties Settings Details Facts Attributes Card Item Profile Object Fields
+    Info Document Form List Notes Sheet Options Parameters Contents Features Description Example Numbers Parts Summary
+    Report Registry Inventory Table Line Case File Node Order Invoice Sample Member Message Request Response Product
+    Event Header Payload"""
 )
+SHAPES = (
+    "{}:\n",
+    "# {}\n",
+    "[{}]\n",
+    "{}\n",
+    "New {}:\n",
+    "== {} ==\n",
+    "The {}:\n",
+    "({})\n",
+    "-- {}\n",
+    "Given {}:\n",
+    "{} 1:\n",
+    "<{}>\n",
+    "{}...\n",
+    "This is {}.\n",
+    "** {} **\n",
+    "{} below:\n",
+    "// {}\n",
+    "From {}:\n",
+    "{}\n-----\n",
+    "Here comes {}.\n",
+)
+"""Of what stands above the fields, if anything does."""
 REQUESTS = (
     "JSON:",
     "As JSON:",
@@ -130,14 +180,15 @@ REQUESTS = (
 
 
 def examples(half: Half, choice: random.Random) -> list[Example]:
-    """They have nothing in common but the first token."""
-    return [_example(half, choice) for _ in range(EXAMPLES_AT_ONCE)]
+    return [_example(half, choice)]
 
 
 def _example(half: Half, choice: random.Random) -> Example:
     links, openings, requests = _pools(half)
-    link, opening, request = choice.choice(links), choice.choice(openings), choice.choice(requests)
-    num_fields, quote, parts = choice.choice(NUM_FIELDS), choice.choice(QUOTES), {link, opening, request}
+    between, link = choice.choice(links)
+    opening, about = choice.choice(openings)
+    request = choice.choice(requests)
+    num_fields, quote, parts = choice.choice(NUM_FIELDS), choice.choice(QUOTES), {between, *about, request}
     record: dict[str, str | int] = {}
     while len(record) < num_fields:
         key, (value, words) = field(half, choice), _value(half, choice)
@@ -150,8 +201,14 @@ def _example(half: Half, choice: random.Random) -> Example:
 
 
 @cache
-def _pools(half: Half) -> tuple[tuple[str, ...], ...]:
-    return of_half(LINKS, half), of_half(OPENINGS, half), of_half(REQUESTS, half)
+def _pools(half: Half) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, tuple[str, ...]], ...], tuple[str, ...]]:
+    """Links, each behind the sign or word that is in it; openings, each before what they were made of; requests."""
+    links = [(sign, spacing.format(sign)) for sign in of_half(SIGNS, half) for spacing in SPACINGS]
+    links += [(word, f" {word} ") for word in of_half(WORDS, half) for _ in SPACINGS]
+    shapes, titles = of_half(SHAPES, half), of_half(TITLES, half)
+    openings = [(shape.format(title), (shape, title)) for shape in shapes for title in titles]
+    openings += [("", ())] * (len(openings) // 20)
+    return tuple(links), tuple(openings), of_half(REQUESTS, half)
 
 
 def _written(value: str | int, quote: str) -> str:

@@ -11,7 +11,6 @@ from demo.tasks.words import field, name, noun, number
 
 Item = str | int
 
-EXAMPLES_AT_ONCE = 8
 
 WRAPPERS = (
     "{name} = {literal}\n>>> {expression}\n",
@@ -33,8 +32,7 @@ WRAPPERS = (
 
 
 def examples(half: Half, choice: random.Random) -> list[Example]:
-    """They have nothing in common but the first token."""
-    return [_example(half, choice) for _ in range(EXAMPLES_AT_ONCE)]
+    return [_example(half, choice)]
 
 
 def _example(half: Half, choice: random.Random) -> Example:

@@ -9,15 +9,15 @@ from functools import cache
 from demo.tasks.example import Half, half_of
 
 
-def _words(text: str) -> tuple[str, ...]:
+def split(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-ONSETS = _words("b d f g h j k l m n p r s t v w b d f g k l m n p r s t v z br ch cl dr fl gr kr pl sh st th tr")
-VOWELS = _words("a e i o u a e i o u a e i o u ai ee ou")
-CODAS = _words("l m n r s t d k x nd rk st") + ("",) * 12
+ONSETS = split("b d f g h j k l m n p r s t v w b d f g k l m n p r s t v z br ch cl dr fl gr kr pl sh st th tr")
+VOWELS = split("a e i o u a e i o u a e i o u ai ee ou")
+CODAS = split("l m n r s t d k x nd rk st") + ("",) * 12
 
-NOUNS = _words(
+NOUNS = split(
     """account alarm anchor apple archive arrow axle badge barrel basket battery bell bench bicycle blanket boat bolt
     book bottle box bridge bucket button cabin cable camera candle canvas carpet cart chain chair chart chest circle
     clock cloth coat coin column compass copper cord corner cotton counter crane crate crystal cup curtain cushion
@@ -36,7 +36,7 @@ NOUNS = _words(
     whistle window wire wood wool wrench yarn"""
 )
 
-FIELDS = _words(
+FIELDS = split(
     """name age city price color size status email phone street country title author year month weight height width
     length depth speed score rank level grade count amount total balance salary rate owner teacher student doctor
     driver pilot captain manager customer supplier shop school office village region language currency brand model

@@ -121,10 +121,10 @@ def test_a_record_comes_back_from_its_json_with_its_values_in_order() -> None:
 def test_a_query_runs_on_the_table_of_its_prompt() -> None:
     for example in both_halves("query"):
         words = [word.strip("().,:;?'") for word in example.prompt.replace("(", " ").split()]
-        names = {word for word in words if word.isidentifier()}
+        names = {word.casefold() for word in words if word.isidentifier()}
         verb = {"SELECT": " FROM ", "DELETE": " FROM ", "UPDATE": "UPDATE "}[example.answer.split()[0]]
         table = example.answer.split(verb)[1].split()[0].rstrip(";")
-        assert table in names
+        assert table.casefold() in names
         database = sqlite3.connect(":memory:")
         database.execute(f"CREATE TABLE {table} ({', '.join(f'[{name}]' for name in names)})")
         database.execute(example.answer)
