@@ -206,7 +206,9 @@ def _pools(half: Half) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, tu
     links = [(sign, spacing.format(sign)) for sign in of_half(SIGNS, half) for spacing in SPACINGS]
     links += [(word, f" {word} ") for word in of_half(WORDS, half) for _ in SPACINGS]
     shapes, titles = of_half(SHAPES, half), of_half(TITLES, half)
-    openings = [(shape.format(title), (shape, title)) for shape in shapes for title in titles]
+    openings: list[tuple[str, tuple[str, ...]]] = [
+        (shape.format(title), (shape, title)) for shape in shapes for title in titles
+    ]
     openings += [("", ())] * (len(openings) // 20)
     return tuple(links), tuple(openings), of_half(REQUESTS, half)
 
