@@ -1,114 +1,18 @@
-"""`python -m demo.train base` trains the embedded base model on the standard library's source, into `demo/base`.
+"""`python -m demo.train WHAT` trains the members of the embedded family. Knows only which module trains what."""
 
-Knows the command line and the order of things; corpus, tokenizer, mixture and trainer know the rest.
-"""
-
-import argparse
-import json
-import time
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
-import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from demo.commands import dispatch
 
-from demo import corpus, mixture, model, tokenizer
-from demo.trainer import Progress, Recipe, Trainer, digest
-
-DEFAULT_WORK_FOLDER = Path(".demo-train/base")
+COMMANDS = {
+    "base": "demo.train_base",
+    "draft": "demo.train_draft",
+    "adapters": "demo.train_adapters",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
-    options.run(options)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m demo.train", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="WHAT")
-    base = commands.add_parser("base", help="the base model and its tokenizer")
-    base.set_defaults(run=train_base)
-    base.add_argument("--out", type=Path, default=model.BASE_FOLDER, help="where the model goes")
-    base.add_argument("--work", type=Path, default=DEFAULT_WORK_FOLDER, help="checkpoints; a run resumes from here")
-    base.add_argument("--seed", type=int, default=0)
-    base.add_argument("--cycles", type=int, nargs="+", default=Recipe.cycles, help="steps of each cycle")
-    base.add_argument("--matrix-lr", type=float, default=Recipe.matrix_lr)
-    base.add_argument("--other-lr", type=float, default=Recipe.other_lr)
-    base.add_argument("--stop-after", type=int, help="stop at this step, leaving a checkpoint to resume from")
-    base.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    base.add_argument("--float32", action="store_true", help="no bf16 in matrix products")
-    base.add_argument("--compile", action="store_true", help="through torch.compile; needs a C++ compiler")
-    base.add_argument("--checkpoint-minutes", type=float, default=4.0)
-    return parser
-
-
-def train_base(options: argparse.Namespace) -> None:
-    recipe = replace(
-        Recipe(),
-        cycles=tuple(options.cycles),
-        matrix_lr=options.matrix_lr,
-        other_lr=options.other_lr,
-        bf16=not options.float32,
-    )
-    text_tokenizer, stream = _prepare(options.seed)
-    torch.manual_seed(options.seed)
-    llama = LlamaForCausalLM(model.base_config()).to(options.device)
-    trainer = Trainer(llama, stream, recipe, options.compile)
-    checkpoint = options.work / "checkpoint.pt"
-    if checkpoint.exists():
-        trainer.resume(checkpoint)
-        print(f"resuming after step {trainer.step}", flush=True)
-    stop = min(recipe.num_steps, options.stop_after or recipe.num_steps)
-    _run(trainer, stop, checkpoint, options.checkpoint_minutes * 60)
-    if stop < recipe.num_steps:
-        print(f"stopped after step {stop}; the same command without --stop-after continues", flush=True)
-        return
-    tokenizer.save(text_tokenizer, options.out)
-    model.save(llama, options.out)
-    print(json.dumps({"out": str(options.out), "steps": trainer.step, "weights_sha256": digest(llama)}), flush=True)
-
-
-def _prepare(seed: int) -> tuple[PreTrainedTokenizerFast, mixture.TokenStream]:
-    files = corpus.training_files()
-    num_bytes = sum(len(file.text.encode()) for file in [*files, *corpus.held_out_files()])
-    if num_bytes < corpus.MIN_CORPUS_BYTES:
-        raise SystemExit(
-            f"This interpreter's standard library has {num_bytes:,} bytes of source, {corpus.MIN_CORPUS_BYTES:,} are "
-            "needed; install one with its test modules."
-        )
-    text_tokenizer = tokenizer.train(file.text for file in files)
-    pieces = mixture.tokenize(list(mixture.documents(files, seed)), text_tokenizer, seed)
-    stream = mixture.TokenStream(pieces, seed)
-    print(
-        f"corpus {num_bytes / 1e6:.1f} MB, {len(files)} training modules, {stream.epoch_len:,} tokens an epoch",
-        flush=True,
-    )
-    return text_tokenizer, stream
-
-
-def _run(trainer: Trainer, stop: int, checkpoint: Path, save_every: float) -> None:
-    saved = printed = time.monotonic()
-    recent: list[Progress] = []
-    while trainer.step < stop:
-        recent.append(trainer.run_step())
-        now = time.monotonic()
-        if now - printed > 10 or trainer.step == stop:
-            print(_progress_line(recent, stop, trainer.recipe), flush=True)
-            recent, printed = [], now
-        if now - saved > save_every or trainer.step == stop:
-            trainer.save(checkpoint)
-            saved = now
-
-
-def _progress_line(recent: Sequence[Progress], stop: int, recipe: Recipe) -> str:
-    loss = sum(progress.loss for progress in recent) / len(recent)
-    seconds = sum(progress.seconds for progress in recent) / len(recent)
-    remaining = (stop - recent[-1].step) * seconds / 60
-    return (
-        f"step {recent[-1].step:5d}/{stop}  loss {loss:.4f} nats/token  "
-        f"{recipe.tokens_per_step / seconds:,.0f} tokens/s  {remaining:.1f} min left"
-    )
+    dispatch("python -m demo.train", COMMANDS, arguments)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """One training run: optimisers, schedule, checkpoints and the step. Knows nothing of where its tokens come from.
 
-A run is a function of its recipe and its stream: stopped anywhere and resumed, it ends with the same weights.
+A run is a function of its recipe and what it reads: stopped anywhere and resumed, it ends with the same weights.
 """
 
 import hashlib
 import os
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,18 +76,14 @@ class Progress:
     seconds: float
 
 
-class Trainer:
+class Run(ABC):
     """Holds the model, its two optimisers and the number of steps done."""
 
-    def __init__(
-        self, model: LlamaForCausalLM, stream: TokenStream, recipe: Recipe, compile_model: bool = False
-    ) -> None:
+    def __init__(self, model: LlamaForCausalLM, recipe: Recipe) -> None:
         self.model = model.train()
-        self.stream = stream
         self.recipe = recipe
         self.step = 0
         self.device = next(model.parameters()).device
-        self._loss: Callable[[Tensor], Tensor] = torch.compile(self._plain_loss) if compile_model else self._plain_loss
         matrices: list[Tensor] = []
         others: list[Tensor] = []
         for name, parameter in model.named_parameters():
@@ -101,7 +98,7 @@ class Trainer:
         for optimizer, lr in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * self.recipe.lr_factor(self.step)
-        loss = self._loss(self._rows())
+        loss = self.next_loss()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, _ in self._optimizers:
@@ -109,6 +106,45 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return Progress(self.step, loss.item(), time.monotonic() - started)
+
+    @abstractmethod
+    def next_loss(self) -> Tensor:
+        """What step number `step` has to make smaller."""
+
+    def save(self, path: Path) -> None:
+        """Appears whole or not at all, so a run killed while saving resumes from the checkpoint before."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "step": self.step,
+            "recipe": asdict(self.recipe),
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
+        }
+        scratch = path.with_suffix(".part")
+        torch.save(state, scratch)
+        os.replace(scratch, path)
+
+    def resume(self, path: Path) -> None:
+        state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
+        _check_same_start(type(self.recipe)(**state["recipe"]), self.recipe, state["step"])
+        self.model.load_state_dict(state["model"])
+        for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step = state["step"]
+
+
+class Trainer(Run):
+    """Trains on the next token of a stream."""
+
+    def __init__(
+        self, model: LlamaForCausalLM, stream: TokenStream, recipe: Recipe, compile_model: bool = False
+    ) -> None:
+        super().__init__(model, recipe)
+        self.stream = stream
+        self._loss: Callable[[Tensor], Tensor] = torch.compile(self._plain_loss) if compile_model else self._plain_loss
+
+    def next_loss(self) -> Tensor:
+        return self._loss(self._rows())
 
     def _rows(self) -> Tensor:
         """[sequences of the step, sequence length + 1]: each row and the token after it.
@@ -132,27 +168,6 @@ class Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
             logits = self.model(rows[:, :-1], use_cache=False).logits
         return cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
-
-    def save(self, path: Path) -> None:
-        """Appears whole or not at all, so a run killed while saving resumes from the checkpoint before."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        state = {
-            "step": self.step,
-            "recipe": asdict(self.recipe),
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
-        }
-        scratch = path.with_suffix(".part")
-        torch.save(state, scratch)
-        os.replace(scratch, path)
-
-    def resume(self, path: Path) -> None:
-        state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
-        _check_same_start(Recipe(**state["recipe"]), self.recipe, state["step"])
-        self.model.load_state_dict(state["model"])
-        for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.step = state["step"]
 
 
 def _check_same_start(saved: Recipe, wanted: Recipe, step: int) -> None:

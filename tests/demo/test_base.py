@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo import corpus, evaluate
+from demo import corpus
+from demo import evaluate_base as evaluate
 from demo.model import BASE_FOLDER, base_config
 
 MAX_COMMITTED_BYTES = 20_000_000

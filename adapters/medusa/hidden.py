@@ -1,0 +1,135 @@
+"""Hidden rows of written texts: computed once per text by the target and kept in files of bounded size.
+
+Knows texts and the target, nothing of heads: any number of them is trained on the same files.
+"""
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from adapters.medusa.target import Target
+from adapters.medusa.texts import Text
+
+SHARD_BYTES = 256 * 2**20
+TOKENS_AT_ONCE = 8192
+"""Of one forward pass, padding included."""
+NOTHING = -100
+"""The label of a head at a row after which the text has ended."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows of some texts, one per written token: the row that the output head turned into that token."""
+
+    rows: Tensor
+    """[rows, H], bfloat16."""
+    output_ids: Tensor
+    """[rows]: the written token of each row."""
+    remaining: Tensor
+    """[rows]: written tokens of the same text after this one."""
+
+    def labels(self, num_heads: int) -> Tensor:
+        """[rows, heads]: what head h is to foretell, the token h + 1 places after the row's own."""
+        columns = []
+        for ahead in range(1, num_heads + 1):
+            shifted = torch.cat([self.output_ids[ahead:], self.output_ids[:ahead]])
+            columns.append(torch.where(self.remaining >= ahead, shifted, NOTHING))
+        return torch.stack(columns, dim=1)
+
+
+class HiddenFiles:
+    """The shards of one run."""
+
+    def __init__(self, folder: Path, texts: Sequence[Text], hidden_size: int, seed: int) -> None:
+        """The texts are dealt out in an order of the seed, so that each shard is a fair sample of all."""
+        self._folder = folder
+        self._parts = deal(texts, max(1, SHARD_BYTES // (2 * hidden_size)), seed)
+        self.num_rows = [sum(len(text.output_ids) for text in part) for part in self._parts]
+        """Per shard."""
+
+    def compute(self, target: Target, settings: dict[str, Any], told: Callable[[int, int], None]) -> None:
+        """Compute the shards that are not there yet; those of other settings are begun anew."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        note, head = self._folder / "settings.json", json.dumps(settings, sort_keys=True)
+        if not note.exists() or note.read_text() != head:
+            for path in self._folder.glob("rows-*.safetensors"):
+                path.unlink()
+            note.write_text(head)
+        done, total = 0, sum(self.num_rows)
+        for number, part in enumerate(self._parts):
+            before = done
+            if not self._path(number).exists():
+                self._write(number, part, target, lambda more: told(before + more, total))  # noqa: B023 (called at once)
+            done += self.num_rows[number]
+            told(done, total)
+
+    def load(self, number: int, device: torch.device) -> Shard:
+        tensors = load_file(self._path(number), device=str(device))
+        return Shard(tensors["rows"], tensors["output_ids"].long(), tensors["remaining"])
+
+    def _write(self, number: int, part: Sequence[Text], target: Target, told: Callable[[int], None]) -> None:
+        """Appears whole or not at all."""
+        places = [0]
+        for text in part:
+            places.append(places[-1] + len(text.output_ids))
+        rows = torch.empty(places[-1], target.hidden_size, dtype=torch.bfloat16)
+        done = 0
+        for batch in batches(part):
+            for index, found in zip(batch, written_rows(target, [part[i] for i in batch]), strict=True):
+                rows[places[index] : places[index + 1]] = found.to("cpu", torch.bfloat16)
+                done += len(found)
+            told(done)
+        tensors = {
+            "rows": rows,
+            "output_ids": torch.tensor([token for text in part for token in text.output_ids], dtype=torch.int32),
+            "remaining": torch.cat([torch.arange(len(t.output_ids) - 1, -1, -1, dtype=torch.int32) for t in part]),
+        }
+        scratch = self._path(number).with_suffix(".part")
+        save_file(tensors, scratch)
+        os.replace(scratch, self._path(number))
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"rows-{number:05d}.safetensors"
+
+
+def deal(texts: Sequence[Text], rows_per_shard: int, seed: int) -> list[list[Text]]:
+    """Texts in an order of the seed, cut where a shard is full."""
+    order = random.Random(f"{seed} shards").sample(list(texts), len(texts))
+    parts: list[list[Text]] = [[]]
+    room = rows_per_shard
+    for text in order:
+        if room < len(text.output_ids) and parts[-1]:
+            parts.append([])
+            room = rows_per_shard
+        parts[-1].append(text)
+        room -= len(text.output_ids)
+    return parts
+
+
+def batches(texts: Sequence[Text]) -> Iterator[list[int]]:
+    """Numbers of texts of like length that go through the model together."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i].prompt_ids) + len(texts[i].output_ids))
+    batch: list[int] = []
+    for index in order:
+        length = len(texts[index].prompt_ids) + len(texts[index].output_ids)
+        if batch and length * (len(batch) + 1) > TOKENS_AT_ONCE:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def written_rows(target: Target, texts: Sequence[Text]) -> Iterator[Tensor]:
+    """Per text the rows that its written tokens came from, [written tokens, H]."""
+    whole = [(*text.prompt_ids, *text.output_ids) for text in texts]
+    for rows, text in zip(target.rows(whole), texts, strict=True):
+        yield rows[len(text.prompt_ids) - 1 : -1]

@@ -1,0 +1,92 @@
+"""A running server writes the texts: one POST to /generate per prompt, many at a time.
+
+Knows that interface's fields; knows nothing of models.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from adapters.medusa.errors import HeadsError, first_line
+from adapters.medusa.prompts import EncodedPrompt
+from adapters.medusa.texts import TextStore, Writing
+
+BUSY = (429, 503)
+PATIENCE_S = 120.0
+"""How long a server may go on saying that it is busy."""
+READ_TIMEOUT_S = 600.0
+
+
+def write(url: str, adapter: str | None, encoded: Sequence[EncodedPrompt], store: TextStore, writing: Writing) -> None:
+    """Let the server at `url` write whatever is missing, greedily. Raises HeadsError."""
+    missing = [number for number in range(len(encoded)) if number not in store.outputs]
+    limits = httpx.Limits(max_connections=writing.batch_size)
+    timeout = httpx.Timeout(10.0, read=READ_TIMEOUT_S, pool=None)
+    with (
+        httpx.Client(base_url=url.rstrip("/"), limits=limits, timeout=timeout) as client,
+        ThreadPoolExecutor(writing.batch_size) as pool,
+    ):
+        asked = {
+            pool.submit(_ask, client, _body(encoded[number], adapter, writing.max_new_tokens), encoded[number]): number
+            for number in missing
+        }
+        try:
+            for answer in as_completed(asked):
+                store.add([(asked[answer], answer.result())])
+                writing.told(len(store.outputs), len(encoded))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _body(prompt: EncodedPrompt, adapter: str | None, max_new_tokens: int) -> dict[str, Any]:
+    if prompt.inputs is None:
+        raise HeadsError("a prompt's chat template gives tokens that no text gives: let this process write the texts")
+    parameters: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "details": True}
+    if adapter is not None:
+        folder = Path(adapter).expanduser()
+        local = folder.is_dir()
+        parameters["adapter_id"] = str(folder.resolve()) if local else adapter
+        parameters["adapter_source"] = "local" if local else "hub"
+    return {"inputs": prompt.inputs, "parameters": parameters}
+
+
+def _ask(client: httpx.Client, body: dict[str, Any], prompt: EncodedPrompt) -> list[int]:
+    """Output ids of one prompt."""
+    started = time.monotonic()
+    while True:
+        try:
+            answer = client.post("/generate", json=body)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise HeadsError(f"the server {client.base_url} cannot be reached: {first_line(error)}") from None
+        if answer.status_code not in BUSY or time.monotonic() - started > PATIENCE_S:
+            break
+        time.sleep(0.5)
+    if answer.status_code != 200:
+        raise HeadsError(f"the server {client.base_url} refuses with {answer.status_code}: {_reason(answer)}")
+    return _output(answer, prompt, str(client.base_url))
+
+
+def _output(answer: httpx.Response, prompt: EncodedPrompt, url: str) -> list[int]:
+    try:
+        details = answer.json()["details"]
+        ids = [int(token["id"]) for token in details["tokens"]]
+        num_prompt = details.get("prompt_tokens", len(details.get("prefill", ())))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise HeadsError(f"the server {url} answers without details.tokens: it has no /generate as LoRAX's") from None
+    if num_prompt and num_prompt != len(prompt.ids):
+        raise HeadsError(
+            f"the server {url} counts {num_prompt} tokens in a prompt of {len(prompt.ids)}: it serves another model"
+        )
+    return ids
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200].replace("\n", " ")

@@ -1,0 +1,107 @@
+"""What heads are worth: how often each is right, and the tokens per step of a chain of their best tokens.
+
+Both are counted on the target's own texts. The chain is replayed as a server would run it: a row's proposals count as
+far as they agree with what the target went on to write, and the next row is that of the last token so found.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from adapters.medusa.errors import HeadsError
+from adapters.medusa.hidden import batches, written_rows
+from adapters.medusa.model import MedusaHeads
+from adapters.medusa.target import Target
+from adapters.medusa.texts import Text
+
+LOGITS_AT_ONCE = 2**22
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A chain run over written tokens. The first token of a text comes of its prompt, not of a step."""
+
+    tokens: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one set of heads on some texts."""
+
+    num_texts: int
+    num_tokens: int
+    """Written ones."""
+    top1: tuple[float, ...]
+    """Per head, the share of places at which its best token is what the target wrote."""
+    tokens_per_step: float
+    greedy_agreement: float
+    """Share of written tokens that are the target's own best one, recomputed here: less than 1 where another machine,
+    another precision or a sampling server wrote."""
+
+    def as_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        rounded = {name: round(fields[name], 4) for name in ("tokens_per_step", "greedy_agreement")}
+        return fields | rounded | {"top1": [round(share, 4) for share in self.top1]}
+
+
+def replay(output_ids: Sequence[int], proposals: Sequence[Sequence[int]]) -> Replay:
+    """`proposals[i]` is what the row of output i proposes for outputs i + 1, i + 2, …"""
+    at, steps = 0, 0
+    while at + 1 < len(output_ids):
+        accepted = 0
+        for proposed in proposals[at]:
+            if at + 1 + accepted >= len(output_ids) or proposed != output_ids[at + 1 + accepted]:
+                break
+            accepted += 1
+        at = min(at + 1 + accepted, len(output_ids) - 1)  # the target's own token follows the accepted ones
+        steps += 1
+    return Replay(max(0, len(output_ids) - 1), steps)
+
+
+@torch.no_grad()
+def measure(target: Target, heads: MedusaHeads, texts: Sequence[Text]) -> Report:
+    """Compute every row once, ask every head at every row, and replay. Raises HeadsError where nothing can be told."""
+    num_heads = heads.shape.num_heads
+    right, places = [0] * num_heads, [0] * num_heads
+    agreed = num_tokens = tokens = steps = 0
+    for batch in batches(texts):
+        chosen = [texts[i] for i in batch]
+        for text, rows in zip(chosen, written_rows(target, chosen), strict=True):
+            best, proposals = _best(target, heads, rows)
+            for head in range(num_heads):
+                wanted = text.output_ids[head + 1 :]
+                places[head] += len(wanted)
+                right[head] += sum(p[head] == token for p, token in zip(proposals, wanted, strict=False))
+            agreed += sum(a == b for a, b in zip(best, text.output_ids, strict=True))
+            chain = replay(text.output_ids, proposals)
+            num_tokens, tokens, steps = num_tokens + len(best), tokens + chain.tokens, steps + chain.steps
+    if not steps:
+        raise HeadsError("the target wrote no more than one token after any prompt: there is nothing to foretell")
+    shares = tuple(r / max(1, p) for r, p in zip(right, places, strict=True))
+    return Report(len(texts), num_tokens, shares, tokens / steps, agreed / num_tokens)
+
+
+def _best(target: Target, heads: MedusaHeads, rows: torch.Tensor) -> tuple[list[int], list[list[int]]]:
+    """The target's best token of each row, and the heads' proposals."""
+    best: list[int] = []
+    proposals: list[list[int]] = []
+    for part in rows.split(max(1, LOGITS_AT_ONCE // (target.vocab_size * (heads.shape.num_heads + 1)))):
+        best += target.logits(part).argmax(-1).tolist()
+        proposals += heads.propose(part, target.logits, target.vocab_size).tolist()
+    return best, proposals
+
+
+def table(report: Report) -> str:
+    """For people."""
+    lines = [f"{report.num_texts} held-out texts, {report.num_tokens:,} tokens", "", "| | measured |", "|---|---|"]
+    lines += [
+        f"| head {head}, {head + 2} places ahead: top-1 | {share:.1%} |" for head, share in enumerate(report.top1)
+    ]
+    lines += [
+        f"| tokens per step of the chain | {report.tokens_per_step:.3f} |",
+        f"| tokens that the target's own best one is | {report.greedy_agreement:.2%} |",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,227 @@
+"""The target: a base model with or without an adapter, by plain transformers and PEFT, and the seam for heads in it.
+
+Knows how hidden rows are taken (at the input of the output head) and what the model does to logits after that head.
+Knows nothing of heads, files of texts or training.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from adapters.medusa import sources
+from adapters.medusa.errors import HeadsError, first_line
+
+_PROBE_LEN = 12
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how precisely to compute."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+class _Reached(Exception):
+    """Raised at the output head: the rows are known, the product is not wanted."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+
+
+class Target:
+    """The model whose text is to be foretold."""
+
+    def __init__(self, base: str, adapter: str | None, place: Place) -> None:
+        self.place = place
+        self.base_folder = sources.model_folder(base)
+        self.adapter_folder = None if adapter is None else sources.adapter_folder(adapter)
+        self.tokenizer = _tokenizer(self.base_folder, self.adapter_folder)
+        self.model = _load(base, self.base_folder, place)
+        self.stored_dtype = _stored_dtype(self.base_folder)
+        if self.adapter_folder is not None:
+            self.model = _adapted(self.model, self.adapter_folder, str(adapter), base)
+        self.model.eval().requires_grad_(False)
+        self._head = self.model.get_output_embeddings()
+        if self._head is None:
+            raise HeadsError(f"{base} has no output head that hidden rows could be taken at")
+        self.hidden_size = int(self._head.weight.shape[1])
+        self.vocab_size = int(self._head.weight.shape[0])
+        self._after = self._find_transform(base)
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """What the target's text depends on."""
+        adapter = None if self.adapter_folder is None else sources.identity(self.adapter_folder)
+        return {"model": sources.identity(self.base_folder), "adapter": adapter}
+
+    @property
+    def max_len(self) -> int | None:
+        """The longest text that the model's positions allow, where the configuration says."""
+        config = self.model.config.get_text_config()
+        lengths = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+        return next((int(length) for length in lengths if length), None)
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Tokens that end a text."""
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        ids = self.model.config.get_text_config().eos_token_id if ids is None else ids
+        ids = self.tokenizer.eos_token_id if ids is None else ids
+        if ids is None:
+            return []
+        return [int(i) for i in ids] if isinstance(ids, list | tuple) else [int(ids)]
+
+    @torch.no_grad()
+    def write(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float = 0.0) -> list[list[int]]:
+        """What the target writes after each prompt, in one batch, the token that ended a text included."""
+        ends = self.eos_ids
+        pad = ends[0] if ends else 0
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=pad, **sampling
+        )
+        written = self.model.generate(
+            ids.to(self.place.device), attention_mask=mask.to(self.place.device), generation_config=config
+        )
+        return [_until_end(row, set(ends)) for row in written[:, longest:].tolist()]
+
+    @torch.no_grad()
+    def rows(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Per text the hidden row of each of its tokens, [tokens, H]; all in one forward pass."""
+        longest = max(len(text) for text in texts)
+        ids = torch.tensor([list(text) + [0] * (longest - len(text)) for text in texts], device=self.place.device)
+        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts], device=self.place.device)
+        hook = self._head.register_forward_pre_hook(_stop)
+        try:
+            self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+        except _Reached as reached:
+            rows = reached.rows.reshape(len(texts), longest, self.hidden_size)
+        else:
+            raise HeadsError("the model does not take its logits from its output head")
+        finally:
+            hook.remove()
+        return [row[: len(text)] for row, text in zip(rows, texts, strict=True)]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Hidden rows [S, H] → logits [S, V], adapter and what follows the output head included."""
+        return self._after(self._head(rows.to(self.place.dtype)))
+
+    @torch.no_grad()
+    def _find_transform(self, base: str) -> Callable[[Tensor], Tensor]:
+        """What the model does to its logits after the output head, found by what reproduces them.
+
+        Without this, heads of a model with capped or scaled logits would be trained for other odds than it has.
+        """
+        ids = list(range(1, 1 + min(_PROBE_LEN, self.vocab_size - 1)))
+        (rows,) = self.rows([ids])
+        wanted = self.model(input_ids=torch.tensor([ids], device=self.place.device), use_cache=False).logits[0].float()
+        product = self._head(rows)
+        tolerance = 1e-4 if self.place.dtype == torch.float32 else 3e-2
+        for transform in _transforms(self.model.config.get_text_config()):
+            found = transform(product).float()
+            if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
+                return transform
+        raise HeadsError(f"{base} does something to its logits after the output head that is not known here")
+
+
+def _transforms(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    yield lambda logits: logits
+    if cap := getattr(config, "final_logit_softcapping", None):
+        yield lambda logits: torch.tanh(logits / cap) * cap
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if isinstance(scale := getattr(config, name, None), int | float):
+            yield partial(torch.mul, other=scale)
+    if scaling := getattr(config, "logits_scaling", None):
+        yield lambda logits: logits / scaling
+
+
+def _stop(_: Any, inputs: tuple[Tensor, ...]) -> None:
+    raise _Reached(inputs[0])
+
+
+def _until_end(ids: list[int], ends: set[int]) -> list[int]:
+    stop = next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))
+    return ids[:stop]
+
+
+def _tokenizer(base: Path, adapter: Path | None) -> Any:
+    """The base's tokenizer, with the chat template of the adapter where it brings one."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        if adapter is not None and (template := _chat_template(adapter)):
+            tokenizer.chat_template = template
+    except (OSError, ValueError, KeyError) as error:
+        raise HeadsError(f"the tokenizer in {base} cannot be loaded: {first_line(error)}") from None
+    return tokenizer
+
+
+def _chat_template(folder: Path) -> str | None:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text()
+    if (folder / "tokenizer_config.json").is_file():
+        template = json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template")
+        return template if isinstance(template, str) else None
+    return None
+
+
+def _load(name: str, folder: Path, place: Place) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=place.dtype, use_safetensors=True)
+        return model.to(place.device)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise HeadsError(f"{name} cannot be loaded as a causal language model: {first_line(error)}") from None
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """Of the base's own files; heads are written alike."""
+    config = json.loads((folder / "config.json").read_bytes())
+    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.float32)
+    return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def _deepest_layer(folder: Path) -> int:
+    """The highest number of a layer in the adapter's names. PEFT passes over what the base has no place for."""
+    try:
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            numbers = [re.search(r"\.(\d+)\.", name) for name in file.keys()]  # noqa: SIM118
+    except SafetensorError as error:
+        raise HeadsError(f"the adapter in {folder} is not a whole safetensors file: {first_line(error)}") from None
+    return max((int(number[1]) for number in numbers if number), default=-1)
+
+
+def _adapted(model: Any, folder: Path, name: str, base: str) -> Any:
+    """The model with the adapter in it, merged where that changes nothing above float32's own noise."""
+    from peft import PeftModel
+
+    if (deepest := _deepest_layer(folder)) >= (layers := model.config.get_text_config().num_hidden_layers):
+        raise HeadsError(
+            f"the adapter {name} does not fit the base {base}: it has weights for layer {deepest} of {layers}"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            # what PEFT asks of transformers, and its doubts about merging, which is not done where they hold
+            warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer")
+            adapted = PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError, KeyError, TypeError, UserWarning) as error:
+        raise HeadsError(f"the adapter {name} does not fit the base {base}: {first_line(error)}") from None
+    # embedding and output head may share one weight: an adapter of the one must not reach the other
+    plain = type(adapted.get_output_embeddings()) is nn.Linear and type(adapted.get_input_embeddings()) is nn.Embedding
+    mergeable = model.dtype == torch.float32 and plain
+    return adapted.merge_and_unload() if mergeable else adapted

@@ -1,0 +1,171 @@
+"""Training heads on hidden rows: the loss, the schedule, checkpoints. A run is a function of recipe and rows.
+
+Knows rows and labels, and the frozen output head as a function. Knows nothing of texts or of the base model.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from adapters.medusa.format import HeadsShape
+from adapters.medusa.hidden import NOTHING, HiddenFiles, Shard
+from adapters.medusa.model import MedusaHeads, OutputHead
+
+LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
+"""Elements of logits that exist at a time, whatever the step's size: what a cache holds, what keeps a GPU busy."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that the heads depend on, but for the rows."""
+
+    num_heads: int = 3
+    num_layers: int = 1
+    epochs: int = 4
+    rows_per_step: int = 1024
+    lr: float = 1e-3
+    warmup: float = 0.1
+    """Share of the steps during which the learning rate rises; after it falls along a cosine to zero."""
+    seed: int = 0
+    bf16: bool = True
+    """In matrix products."""
+
+    def lr_at(self, step: int, num_steps: int) -> float:
+        rising = max(1, int(self.warmup * num_steps))
+        if step < rising:
+            return self.lr * (step + 1) / rising
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, num_steps - rising)))
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    """Cross entropy through an output head that does not learn, in pieces, so that logits never exist as a whole.
+
+    Semantics: sum over rows of cross_entropy(output_head(row), label), rows labelled NOTHING left out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, labels: Tensor, output_head: OutputHead, vocab_size: int, bf16: bool) -> Tensor:
+        """`rows` [S, H], `labels` [S]."""
+        gradient = torch.empty_like(rows)
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        for start in range(0, len(rows), piece := max(1, LOGITS_AT_ONCE.get(rows.device.type, 2**24) // vocab_size)):
+            chosen = slice(start, start + piece)
+            with torch.enable_grad():
+                part = rows[chosen].detach().requires_grad_()
+                with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
+                    logits = output_head(part).float()
+                loss = cross_entropy(logits, labels[chosen], ignore_index=NOTHING, reduction="sum")
+            (gradient[chosen],) = torch.autograd.grad(loss, part)
+            total += loss.detach()
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[0], None, None, None, None
+
+
+class HeadsTrainer:
+    """Holds the heads, their optimiser and the number of steps done."""
+
+    def __init__(self, recipe: Recipe, files: HiddenFiles, output_head: OutputHead, vocabulary: "Vocabulary") -> None:
+        self.recipe = recipe
+        self.heads = MedusaHeads(HeadsShape(recipe.num_heads, recipe.num_layers, vocabulary.hidden_size))
+        self.heads.to(vocabulary.device)
+        self.step = 0
+        self._files = files
+        self._output_head = output_head
+        self._vocabulary = vocabulary
+        self._optimizer = torch.optim.AdamW(self.heads.parameters(), lr=recipe.lr, weight_decay=0.0)
+        per_epoch = sum(math.ceil(rows / recipe.rows_per_step) for rows in files.num_rows)
+        self.num_steps = recipe.epochs * per_epoch
+
+    def run(self) -> Iterator[float]:
+        """One step after the other from where the run stands; yields each step's loss in nats a prediction."""
+        for rows, labels in self._batches(self.step):
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.recipe.lr_at(self.step, self.num_steps)
+            loss = self._loss(rows, labels)
+            loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+            yield loss.item()
+
+    def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """Mean over rows of the sum over heads, divided by heads; `rows` [S, H], `labels` [S, heads]."""
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.recipe.bf16):
+            ahead = self.heads(rows.float()).flatten(0, 1)
+        arguments = (labels.flatten(), self._output_head, self._vocabulary.size, self.recipe.bf16)
+        total: Tensor = _FrozenHeadLoss.apply(ahead.float(), *arguments)
+        return total / max(1, int((labels != NOTHING).sum()))
+
+    def _batches(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows and labels of step `start` and all after it. One shard is in memory at a time."""
+        step, size = 0, self.recipe.rows_per_step
+        held: tuple[int, Shard, Tensor] | None = None
+        for epoch in range(self.recipe.epochs):
+            for number in _shuffled(len(self._files.num_rows), self.recipe.seed, epoch, "shards").tolist():
+                num_batches = math.ceil(self._files.num_rows[number] / size)
+                if step + num_batches <= start:
+                    step += num_batches
+                    continue
+                if held is None or held[0] != number:
+                    shard = self._files.load(number, self._vocabulary.device)
+                    held = number, shard, shard.labels(self.recipe.num_heads)
+                order = _shuffled(self._files.num_rows[number], self.recipe.seed, epoch, f"rows {number}")
+                for batch in order.to(self._vocabulary.device).split(size):
+                    if step >= start:
+                        yield held[1].rows[batch], held[2][batch]
+                    step += 1
+
+    def save(self, path: Path, settings: dict[str, Any]) -> None:
+        """Appears whole or not at all."""
+        state = {
+            "settings": settings,
+            "recipe": asdict(self.recipe),
+            "step": self.step,
+            "heads": self.heads.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+        scratch = path.with_suffix(".part")
+        torch.save(state, scratch)
+        os.replace(scratch, path)
+
+    def resume(self, path: Path, settings: dict[str, Any]) -> bool:
+        """Go on from a checkpoint of the same recipe and rows; False where it is of others."""
+        state: dict[str, Any] = torch.load(path, map_location=self._vocabulary.device, weights_only=True)
+        if state["recipe"] != asdict(self.recipe) or state["settings"] != settings:
+            return False
+        self.heads.load_state_dict(state["heads"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        return True
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What training has to know of the output head's two sides, and where it computes."""
+
+    size: int
+    hidden_size: int
+    device: torch.device
+
+
+def _shuffled(count: int, seed: int, epoch: int, what: str) -> Tensor:
+    """0 … count − 1 in an order of seed, epoch and name alone."""
+    generator = torch.Generator().manual_seed(_hashed(f"{seed} {epoch} {what}"))
+    return torch.randperm(count, generator=generator)
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

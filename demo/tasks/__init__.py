@@ -1,0 +1,1 @@
+"""What the adapters can do: one module per task."""

@@ -1,0 +1,100 @@
+"""Trains the LoRA adapters of the embedded base, one per task, into `demo/adapters`.
+
+Knows the options and the order of things; tasks, packing, lora and lora_trainer know the rest.
+"""
+
+import argparse
+import hashlib
+import importlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo import lora
+from demo.heads_loss import HeadsLoss
+from demo.lora import RECIPES, Recipe
+from demo.lora_trainer import Companion, Groups, LoraTrainer
+from demo.model import BASE_FOLDER
+from demo.tasks.example import Example, training_examples
+from demo.trainer import Progress
+
+HEADS_FOLDER = Path(__file__).parent / "heads"
+DEFAULT_WORK_FOLDER = Path(".demo-train/adapters")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=list(RECIPES), nargs="+", default=list(RECIPES), metavar="NAME")
+    parser.add_argument("--base", type=Path, default=BASE_FOLDER, help="what they are adapters of")
+    parser.add_argument("--out", type=Path, default=lora.ADAPTERS_FOLDER, help="each goes into a folder of its own")
+    parser.add_argument("--heads-out", type=Path, default=HEADS_FOLDER, help="heads that were trained with an adapter")
+    parser.add_argument("--work", type=Path, default=DEFAULT_WORK_FOLDER, help="checkpoints; a run resumes from here")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop-after", type=int, help="stop each at this step, leaving a checkpoint to resume from")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--checkpoint-minutes", type=float, default=2.0)
+
+
+def run(options: argparse.Namespace) -> None:
+    digests = {name: train(name, RECIPES[name], options) for name in options.only}
+    print(json.dumps({"out": str(options.out), "weights_sha256": digests}), flush=True)
+
+
+def train(name: str, recipe: Recipe, options: argparse.Namespace) -> str:
+    """Ends with the digest of the file written, or an empty one if stopped before."""
+    tokenizer = AutoTokenizer.from_pretrained(options.base)
+    base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32).to(options.device)
+    torch.manual_seed(options.seed)
+    model = lora.attach(base, recipe)
+    heads = HeadsLoss(recipe.num_heads, base.config.hidden_size, recipe.heads_share).to(options.device)
+    companion = Companion(heads, recipe.heads_lr) if recipe.num_heads else None
+    trainer = LoraTrainer(model, tokenizer, recipe, groups_of(recipe, options.seed), companion)
+    checkpoint = options.work / name / "checkpoint.pt"
+    if checkpoint.exists():
+        trainer.resume(checkpoint)
+        print(f"{name}: resuming after step {trainer.step}", flush=True)
+    stop = min(recipe.num_steps, options.stop_after or recipe.num_steps)
+    _run(name, trainer, stop, checkpoint, options.checkpoint_minutes * 60)
+    if stop < recipe.num_steps:
+        print(f"{name}: stopped after step {stop}; the same command without --stop-after continues", flush=True)
+        return ""
+    folder = options.out / name
+    lora.save(model, folder)
+    if companion is not None:
+        heads.save(options.heads_out / f"{name}-together", lora.BASE_NAME)
+    return hashlib.sha256((folder / lora.WEIGHTS_FILE).read_bytes()).hexdigest()
+
+
+def groups_of(recipe: Recipe, seed: int) -> Groups:
+    """Every step has groups of its own, whichever steps came before it."""
+    task = importlib.import_module(f"demo.tasks.{recipe.task}")
+
+    def groups(step: int) -> Sequence[Sequence[Example]]:
+        first = step * recipe.groups_per_step
+        return [training_examples(task, seed, first + index) for index in range(recipe.groups_per_step)]
+
+    return groups
+
+
+def _run(name: str, trainer: LoraTrainer, stop: int, checkpoint: Path, save_every: float) -> None:
+    saved = printed = time.monotonic()
+    recent: list[Progress] = []
+    while trainer.step < stop:
+        recent.append(trainer.run_step())
+        now = time.monotonic()
+        if now - printed > 10 or trainer.step == stop:
+            print(_progress_line(name, recent, stop), flush=True)
+            recent, printed = [], now
+        if now - saved > save_every or trainer.step == stop:
+            trainer.save(checkpoint)
+            saved = now
+
+
+def _progress_line(name: str, recent: Sequence[Progress], stop: int) -> str:
+    loss = sum(progress.loss for progress in recent) / len(recent)
+    seconds = sum(progress.seconds for progress in recent) / len(recent)
+    remaining = (stop - recent[-1].step) * seconds / 60
+    return f"{name}: step {recent[-1].step:5d}/{stop}  loss {loss:.5f} nats/token  {remaining:.1f} min left"

@@ -1,0 +1,115 @@
+"""Trains Medusa heads, as `lorikeet-heads` does, into `demo/heads`: general ones for the base, and those of adapters.
+
+Knows which heads there are and their prompts; adapters/medusa knows the rest.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from adapters.medusa import format as heads_format
+from adapters.medusa import report
+from adapters.medusa import run as tool
+from adapters.medusa.run import Asked, TrainOptions
+from adapters.medusa.training import Recipe
+from demo import corpus, lora
+from demo.model import BASE_FOLDER
+from demo.pieces import pieces
+from demo.tasks import citation
+from demo.tasks.example import held_out_examples, training_examples
+
+HEADS_FOLDER = Path(__file__).parent / "heads"
+DEFAULT_WORK_FOLDER = Path(".demo-train/heads")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One set of heads: whose they are, what they are trained and measured on."""
+
+    adapter: str | None
+    training_prompts: Callable[[int, int], list[str]]
+    """Of a number and a seed."""
+    held_out_prompts: Callable[[int], list[str]]
+    num_prompts: int
+    max_new_tokens: int
+    recipe: Recipe
+
+
+def code(count: int, seed: int) -> list[str]:
+    return pieces(corpus.training_files(), count, seed)
+
+
+def held_out_code(count: int) -> list[str]:
+    return pieces(corpus.held_out_files(), count, seed=0)
+
+
+def citations(count: int, seed: int) -> list[str]:
+    found: list[str] = []
+    step = 0
+    while len(found) < count:
+        found += [example.prompt for example in training_examples(citation, seed, step)[:1]]
+        step += 1
+    return found
+
+
+def held_out_citations(count: int) -> list[str]:
+    return [example.prompt for example in held_out_examples(citation, count)]
+
+
+ALL = {
+    "base": Heads(None, code, held_out_code, 4000, 128, Recipe(num_heads=3)),
+    "citation": Heads("citation", citations, held_out_citations, 3000, 128, Recipe(num_heads=3)),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=list(ALL), nargs="+", default=list(ALL), metavar="NAME")
+    parser.add_argument("--base", type=Path, default=BASE_FOLDER, help="what they are heads of")
+    parser.add_argument("--adapters", type=Path, default=lora.ADAPTERS_FOLDER, help="where the adapters lie")
+    parser.add_argument("--out", type=Path, default=HEADS_FOLDER, help="each set goes into a folder of its own")
+    parser.add_argument(
+        "--work", type=Path, default=DEFAULT_WORK_FOLDER, help="texts and checkpoints; a run resumes here"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(options: argparse.Namespace) -> None:
+    digests = {}
+    for name in options.only:
+        out = options.out / name
+        digests[name] = train(name, options, out)
+        if ALL[name].adapter is not None:
+            join(out, options.adapters / str(ALL[name].adapter), options.out / f"{name}-joined")
+    print(json.dumps({"out": str(options.out), "heads_sha256": digests}), flush=True)
+
+
+def train(name: str, options: argparse.Namespace, out: Path) -> str:
+    """As `lorikeet-heads train` does it; returns the digest of the heads."""
+    heads, work = ALL[name], options.work / name
+    work.mkdir(parents=True, exist_ok=True)
+    prompts = work / "prompts.json"
+    prompts.write_text(json.dumps(heads.training_prompts(heads.num_prompts, options.seed)))
+    asked = Asked(
+        model_id=str(options.base),
+        adapter_id=None if heads.adapter is None else str(options.adapters / heads.adapter),
+        prompts=prompts,
+        max_new_tokens=heads.max_new_tokens,
+        batch_size=64,
+        device=options.device,
+        seed=options.seed,
+    )
+    recipe = replace(heads.recipe, seed=options.seed)
+    found, digest = tool.train(TrainOptions(asked, out, work, recipe, base_name=lora.BASE_NAME))
+    print(f"{name}\n\n{report.table(found)}\n", flush=True)
+    return digest
+
+
+def join(heads: Path, adapter: Path, out: Path) -> None:
+    """The same heads in one folder with their adapter, as `lorikeet-heads train --join` writes it."""
+    heads_format.write(out, heads_format.read(heads, print))
+    heads_format.join(out, adapter)

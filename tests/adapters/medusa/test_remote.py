@@ -1,0 +1,129 @@
+"""A server writes the texts: what it is asked, what of its answers is believed, what is said when it fails."""
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.medusa import prompts, remote
+from adapters.medusa.errors import HeadsError
+from adapters.medusa.prompts import EncodedPrompt
+from adapters.medusa.target import Target
+from adapters.medusa.texts import TextStore, Writing
+from tests.adapters.medusa import small
+
+Answer = Callable[[dict[str, Any]], tuple[int, Any]]
+
+
+@contextmanager
+def server(answer: Answer) -> Iterator[str]:
+    """`answer` turns the body of a POST to /generate into status and JSON."""
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            status, found = answer(body) if self.path == "/generate" else (404, {})
+            data = json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{running.server_address[1]}"
+    finally:
+        running.shutdown()
+        thread.join()
+        running.server_close()
+
+
+def whole(target: Target, body: dict[str, Any]) -> dict[str, Any]:
+    """What a server of this target answers."""
+    ids = target.tokenizer(body["inputs"])["input_ids"]
+    with LOCK:
+        written = target.write([ids], body["parameters"]["max_new_tokens"])[0]
+    return {"generated_text": "", "details": {"prompt_tokens": len(ids), "tokens": [{"id": i} for i in written]}}
+
+
+LOCK = threading.Lock()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return small.target(small.base(tmp_path_factory.mktemp("base")))
+
+
+def ask(target: Target, url: str, store: TextStore, adapter: str | None = None) -> list[EncodedPrompt]:
+    encoded = prompts.encode(small.PROMPTS, target.tokenizer)
+    remote.write(url, adapter, encoded, store, Writing(6, 3, lambda done, of: None))
+    return encoded
+
+
+def test_a_servers_texts_are_the_targets_own(target: Target) -> None:
+    store = TextStore(None, {})
+    with server(lambda body: (200, whole(target, body))) as url:
+        encoded = ask(target, url + "/", store)
+    assert [list(store.outputs[n]) for n in range(len(encoded))] == [
+        target.write([prompt.ids], 6)[0] for prompt in encoded
+    ]
+
+
+def test_it_is_asked_greedily_with_the_adapter_and_only_for_what_is_missing(target: Target, tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        bodies.append(body)
+        return 200, whole(target, body)
+
+    store = TextStore(None, {})
+    store.add([(0, [1]), (2, [1])])
+    with server(answer) as url:
+        ask(target, url, store, "owner/adapter")
+        assert {body["inputs"] for body in bodies} == set(small.PROMPTS) - {small.PROMPTS[0], small.PROMPTS[2]}
+        wanted = {"max_new_tokens": 6, "do_sample": False, "details": True}
+        hub = wanted | {"adapter_id": "owner/adapter", "adapter_source": "hub"}
+        assert all(body["parameters"] == hub for body in bodies)
+        bodies.clear()
+        ask(target, url, TextStore(None, {}), str(tmp_path))
+        local = wanted | {"adapter_id": str(tmp_path), "adapter_source": "local"}
+        assert all(body["parameters"] == local for body in bodies)
+
+
+def test_a_busy_server_is_asked_again(target: Target) -> None:
+    calls = iter([(429, {"error": "busy"}), (503, {"error": "starting"})])
+    store = TextStore(None, {})
+    with server(lambda body: next(calls, None) or (200, whole(target, body))) as url:
+        ask(target, url, store)
+    assert len(store.outputs) == len(small.PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ((422, {"error": "no such adapter"}), "refuses with 422: no such adapter"),
+        ((500, "oops"), "refuses with 500"),
+        ((200, {"generated_text": "x"}), r"answers without details\.tokens"),
+        ((200, {"details": {"prompt_tokens": 99, "tokens": []}}), "counts 99 tokens .* serves another model"),
+    ],
+)
+def test_refusals_are_passed_on(target: Target, answer: tuple[int, Any], sentence: str) -> None:
+    with server(lambda body: answer) as url, pytest.raises(HeadsError, match=sentence):
+        ask(target, url, TextStore(None, {}))
+
+
+def test_a_server_that_is_not_there(target: Target) -> None:
+    with server(lambda body: (200, {})) as url:
+        pass
+    with pytest.raises(HeadsError, match="cannot be reached"):
+        ask(target, url, TextStore(None, {}))
