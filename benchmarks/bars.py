@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks import clients, closed_loop, exactness, leak, open_loop, start, whole
+from benchmarks import clients, closed_loop, exactness, family, leak, open_loop, start, whole
 from benchmarks.case import Bar, Over, Part
 
 CLOSED = (1, 8, 32)
@@ -26,7 +26,12 @@ PARTS: tuple[Part, ...] = (
     Part("clients", clients.measure, clients.SETTINGS),
     Part("leak", leak.measure, leak.SETTINGS),
     Part("start", start.measure, start.SETTINGS),
-    Part("demo", whole.demo),
+    Part("demo", family.base),
+    Part("demo-adapters", family.adapters),
+    Part("demo-draft", family.draft),
+    Part("demo-heads", family.heads),
+    Part("demo-tool", family.tool),
+    Part("demo-size", family.size),
     Part("clone", whole.clone),
 )
 
@@ -78,9 +83,28 @@ BARS: tuple[Bar, ...] = (
         over=Over.WORST),
     Bar("second start of the embedded model", "start", start.ROUNDS, partial(_raw, "ready_s"), 10.0, at_least=False,
         unit="s"),
-    Bar("embedded model's bits per byte over xz -9e", "demo", 1, whole.bits_over_xz, 1.0, at_least=False,
+    Bar("embedded model's bits per byte over xz -9e", "demo", 1, family.bits_over_xz, 1.0, at_least=False,
         over=Over.WORST),
-    Bar("held-out functions whose continuation compiles", "demo", 1, whole.compiled_share, 0.60, over=Over.WORST),
+    Bar("held-out functions whose continuation compiles", "demo", 1, family.compiled_share, 0.60, over=Over.WORST),
+    Bar("held-out examples of each embedded adapter", "demo-adapters", 4, family.examples, 500, over=Over.WORST),
+    Bar("exact answers of an embedded adapter", "demo-adapters", 4, family.exact, 0.95, over=Over.WORST),
+    Bar("exact answers of the bare base to the same", "demo-adapters", 4, family.base_exact, 0.05, at_least=False,
+        over=Over.WORST),
+    Bar("mean answer, values excepted", "demo-adapters", 4, family.mean_answer, 16, unit="tokens", over=Over.WORST),
+    Bar("shortest copied citation", "demo-adapters", 4, family.least_copied, 48, unit="tokens", over=Over.WORST),
+    Bar("draft model's overlap with the base, temperature 1", "demo-draft", 1, family.overlap, 0.7, over=Over.WORST),
+    Bar("draft model's share of the base's parameters", "demo-draft", 1, family.draft_share, 0.1, at_least=False,
+        over=Over.WORST),
+    Bar("tokens per step, heads of the base on held-out code", "demo-heads", 1, family.of_base, 1.5, over=Over.WORST),
+    Bar("tokens per step, heads of the citation adapter", "demo-heads", 1, family.of_citation, 2.2, over=Over.WORST),
+    Bar("tokens per step, the same joined with the adapter", "demo-heads", 1, family.of_citation_joined, 2.2,
+        over=Over.WORST),
+    Bar("tokens per step of heads by the tool, over the committed ones", "demo-tool", 1, family.tool_share, 0.95,
+        over=Over.WORST),
+    Bar("the tool's whole run on two cores", "demo-tool", 1, family.tool_minutes, 15, at_least=False, unit="min",
+        over=Over.WORST),
+    Bar("embedded family with its base", "demo-size", 1, family.megabytes, 25, at_least=False, unit="MB",
+        over=Over.WORST),
     Bar("make test in a fresh clone", "clone", 1, partial(_raw, "seconds"), 600.0, at_least=False, unit="s",
         over=Over.WORST),
 )  # fmt: skip

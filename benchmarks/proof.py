@@ -95,6 +95,11 @@ def _next(cases: Cases) -> Case | None:
         return Case("broken", {}, f"{type(failure).__name__}: {failure}"[:2000])
 
 
+def names(part: Part) -> set[str]:
+    """What a part is chosen by: its own name, and the word before the dash, which stands for all that begin so."""
+    return {part.name, part.name.partition("-")[0]}
+
+
 def bars_of(part: Part) -> list[Bar]:
     return [bar for bar in BARS if bar.part == part.name]
 
@@ -212,7 +217,7 @@ def _end(signum: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", choices=[part.name for part in PARTS])
+    parser.add_argument("--part", action="append", choices=sorted({name for part in PARTS for name in names(part)}))
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds after which a part stops to be resumed")
     parser.add_argument("--list", action="store_true", help="parts and bars")
     parser.add_argument("--check", action="store_true", help="which bars stand at HEAD")
@@ -220,7 +225,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _end)  # so that servers under measurement end with us
     if arguments.check:
         return check()
-    chosen = [part for part in PARTS if not arguments.part or part.name in arguments.part]
+    chosen = [part for part in PARTS if not arguments.part or not names(part).isdisjoint(arguments.part)]
     if arguments.list:
         for part in chosen:
             print(part.name, *(f"\n    {bar.name}: {bar.num_cases} cases" for bar in bars_of(part)))

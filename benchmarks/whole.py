@@ -1,4 +1,4 @@
-"""Proofs that take other programs whole: the router alone, the embedded model, a fresh clone, transformers' batching.
+"""Proofs that take other programs whole: the router alone, a fresh clone, transformers' batching.
 
 Knows how each is run and what it prints. Nothing is measured here that its own program does not measure.
 """
@@ -33,7 +33,7 @@ CLONE_TIMEOUT_S = 1_800
 
 def router(finished: frozenset[str] = frozenset()) -> Cases:
     """One case per round: tokens per second of 256 streams and what 64 clients wait longer for the first token."""
-    output = _lines([sys.executable, "-m", "benchmarks.router", "--rounds", str(ROUNDS)])
+    output = printed([sys.executable, "-m", "benchmarks.router", "--rounds", str(ROUNDS)])
     told = json.loads(output[-1])
     rounds = zip(told["tokens_per_second_rounds"], told["first_token_pairs_s"], strict=True)
     for number, (rate, (routed, straight)) in enumerate(rounds):
@@ -44,20 +44,6 @@ def router(finished: frozenset[str] = frozenset()) -> Cases:
 
 def added_first_token_ms(raw: Raw) -> float:
     return float(1000 * (raw["first_token_s"] - raw["first_token_without_router_s"]))
-
-
-def demo(finished: frozenset[str] = frozenset()) -> Cases:
-    """The embedded model on the modules that it never saw."""
-    if "held out" not in finished:
-        yield Case("held out", json.loads(_lines([sys.executable, "-m", "demo.evaluate", "base"])[-1]))
-
-
-def bits_over_xz(raw: Raw) -> float:
-    return float(raw["model_bits_per_byte"] / raw["xz_bits_per_byte"])
-
-
-def compiled_share(raw: Raw) -> float:
-    return float(raw["compiled"] / raw["continuations"])
 
 
 def clone(finished: frozenset[str] = frozenset()) -> Cases:
@@ -142,7 +128,8 @@ def _pipe(stream: IO[str] | None) -> IO[str]:
     return stream
 
 
-def _lines(command: list[str]) -> list[str]:
+def printed(command: list[str]) -> list[str]:
+    """The lines that a program of this repository prints. Raises RuntimeError where it fails."""
     done = subprocess.run(command, cwd=servers.REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[1:])} ended with {done.returncode}: {done.stderr[-1500:]}")

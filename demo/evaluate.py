@@ -8,6 +8,8 @@ COMMANDS = {
     "base": "demo.evaluate_base",
     "draft": "demo.evaluate_draft",
     "adapters": "demo.evaluate_adapters",
+    "heads": "demo.evaluate_heads",
+    "tool": "demo.evaluate_tool",
 }
 
 

@@ -23,7 +23,6 @@ from demo.model import BASE_FOLDER
 from demo.train_heads import ALL, HEADS_FOLDER
 
 NUM_TEXTS = 100
-WANTED = {"base": 1.5, "citation": 2.2}
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", type=Path, default=BASE_FOLDER)
     parser.add_argument("--adapters", type=Path, default=lora.ADAPTERS_FOLDER)
     parser.add_argument("--heads", type=Path, default=HEADS_FOLDER)
+    parser.add_argument("--only", choices=list(ALL), nargs="+", default=list(ALL), metavar="NAME")
     parser.add_argument("--texts", type=int, default=NUM_TEXTS, help="held-out texts of each kind")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run(options: argparse.Namespace) -> None:
-    rows = [row for kind in ALL for row in measure(kind, options)]
+    rows = [row for kind in options.only for row in measure(kind, options)]
     print("| heads | on | tokens per step | top-1 of each head |\n|---|---|---|---|")
     for row in rows:
         shares = " ".join(f"{share:.1%}" for share in row.report.top1)

@@ -8,6 +8,7 @@ COMMANDS = {
     "base": "demo.train_base",
     "draft": "demo.train_draft",
     "adapters": "demo.train_adapters",
+    "heads": "demo.train_heads",
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from adapters.medusa import format as heads_format
 from demo import lora
 from demo.heads_loss import HeadsLoss
 from demo.lora import RECIPES, Recipe
@@ -64,8 +65,15 @@ def train(name: str, recipe: Recipe, options: argparse.Namespace) -> str:
     folder = options.out / name
     lora.save(model, folder)
     if companion is not None:
-        heads.save(options.heads_out / f"{name}-together", lora.BASE_NAME)
+        save_heads(heads, name, options)
     return hashlib.sha256((folder / lora.WEIGHTS_FILE).read_bytes()).hexdigest()
+
+
+def save_heads(heads: HeadsLoss, name: str, options: argparse.Namespace) -> None:
+    """Alone, and once more in one folder with their adapter, as `lorikeet-heads train --join` writes them."""
+    for folder in (options.heads_out / name, options.heads_out / f"{name}-joined"):
+        heads.save(folder, lora.BASE_NAME)
+    heads_format.join(options.heads_out / f"{name}-joined", options.out / name)
 
 
 def groups_of(recipe: Recipe, seed: int) -> Groups:

@@ -1,6 +1,7 @@
-"""Trains Medusa heads, as `lorikeet-heads` does, into `demo/heads`: general ones for the base, and those of adapters.
+"""Trains Medusa heads as `lorikeet-heads` does: general ones for the base, into `demo/heads`, or those of an adapter.
 
-Knows which heads there are and their prompts; adapters/medusa knows the rest.
+Knows which heads there are and their prompts; adapters/medusa knows the rest. The committed heads of an adapter were
+trained together with it, by train_adapters.
 """
 
 import argparse
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from adapters.medusa import format as heads_format
 from adapters.medusa import report
 from adapters.medusa import run as tool
+from adapters.medusa.report import Report
 from adapters.medusa.run import Asked, TrainOptions
 from adapters.medusa.training import Recipe
 from demo import corpus, lora
@@ -67,7 +68,7 @@ ALL = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=list(ALL), nargs="+", default=list(ALL), metavar="NAME")
+    parser.add_argument("--only", choices=list(ALL), nargs="+", default=["base"], metavar="NAME")
     parser.add_argument("--base", type=Path, default=BASE_FOLDER, help="what they are heads of")
     parser.add_argument("--adapters", type=Path, default=lora.ADAPTERS_FOLDER, help="where the adapters lie")
     parser.add_argument("--out", type=Path, default=HEADS_FOLDER, help="each set goes into a folder of its own")
@@ -79,18 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    digests = {}
-    for name in options.only:
-        out = options.out / name
-        digests[name] = train(name, options, out)
-        if ALL[name].adapter is not None:
-            join(out, options.adapters / str(ALL[name].adapter), options.out / f"{name}-joined")
+    digests = {name: train(name, options, options.out / name, options.work / name)[1] for name in options.only}
     print(json.dumps({"out": str(options.out), "heads_sha256": digests}), flush=True)
 
 
-def train(name: str, options: argparse.Namespace, out: Path) -> str:
-    """As `lorikeet-heads train` does it; returns the digest of the heads."""
-    heads, work = ALL[name], options.work / name
+def train(name: str, options: argparse.Namespace, out: Path, work: Path) -> tuple[Report, str]:
+    """As `lorikeet-heads train` does it; returns what it tells of them, and their digest."""
+    heads = ALL[name]
     work.mkdir(parents=True, exist_ok=True)
     prompts = work / "prompts.json"
     prompts.write_text(json.dumps(heads.training_prompts(heads.num_prompts, options.seed)))
@@ -106,10 +102,4 @@ def train(name: str, options: argparse.Namespace, out: Path) -> str:
     recipe = replace(heads.recipe, seed=options.seed)
     found, digest = tool.train(TrainOptions(asked, out, work, recipe, base_name=lora.BASE_NAME))
     print(f"{name}\n\n{report.table(found)}\n", flush=True)
-    return digest
-
-
-def join(heads: Path, adapter: Path, out: Path) -> None:
-    """The same heads in one folder with their adapter, as `lorikeet-heads train --join` writes it."""
-    heads_format.write(out, heads_format.read(heads, print))
-    heads_format.join(out, adapter)
+    return found, digest
