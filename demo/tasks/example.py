@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 from typing import Protocol
 
 HELD_OUT_PERCENT = 20
@@ -50,6 +51,11 @@ def half_of(part: str) -> Half:
 def of_half(pool: Sequence[str], half: Half) -> tuple[str, ...]:
     """One in five of a list of templates is held out."""
     return tuple(part for index, part in enumerate(pool) if (index % 5 == 4) is (half is Half.HELD_OUT))
+
+
+def composed(half: Half, *columns: Sequence[str]) -> tuple[str, ...]:
+    """Templates made of one piece of each column. The whole template decides its half: both halves know all pieces."""
+    return tuple(text for pieces in product(*columns) if half_of(text := "".join(pieces)) is half)
 
 
 def training_examples(task: Task, seed: int, step: int) -> list[Example]:

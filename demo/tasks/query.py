@@ -4,104 +4,129 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from demo.tasks.example import Example, Half, of_half
+from demo.tasks.example import Example, Half, composed
 from demo.tasks.words import field, noun, number, plural, proper_name
 
 NUM_COLUMNS = (3, 4, 5)
 
-SCHEMAS = (
-    "Table {table}: {columns}",
-    "The table {table} has {columns}.",
-    "CREATE TABLE {table} ( {columns} );",
-    "Table {table} has the columns {columns}",
-    "Schema: {table} ( {columns} )",
-    "# {table}: {columns}",
-    "Table {table} with {columns}.",
-    "We have {table} with the columns {columns}",
-    "TABLE {table}\nCOLUMNS {columns}",
-    "In {table} there are {columns}.",
+TABLES = (
+    "Table {table}",
+    "The table {table}",
+    "# {table}",
+    "TABLE {table}",
+    "Schema: {table}",
+    "We have {table}",
+    "Given {table}",
+)
+COLUMNS = (
+    ": {columns}",
+    " ( {columns} )",
+    " has {columns}.",
+    " with {columns}.",
+    " has the columns {columns}.",
+    "\nColumns: {columns}",
+    " -> {columns}",
+    " with these columns: {columns}.",
 )
 ENDINGS = ("\n", "\nSQL:\n", "\nQuery:\n", "\nWrite SQL.\n", "\nAs SQL:\n")
-QUESTIONS: dict[str, tuple[str, ...]] = {
-    "SELECT {a} FROM {table} WHERE {b} > {number};": (
-        "Which {a} have a {b} above {number}?",
-        "Show the {a} of all {table} whose {b} is above {number}.",
-        "List {a} where {b} is greater than {number}.",
-        "Give me every {a} with {b} over {number}.",
-        "Find each {a} whose {b} is greater than {number}.",
-    ),
-    "SELECT {a} FROM {table} WHERE {b} < {number};": (
-        "Which {a} have a {b} below {number}?",
-        "Show the {a} of all {table} whose {b} is below {number}.",
-        "List {a} where {b} is less than {number}.",
-        "Give me every {a} with {b} under {number}.",
-        "Find each {a} whose {b} is less than {number}.",
-    ),
-    "SELECT {a}, {c} FROM {table} WHERE {b} = '{word}';": (
-        "Show {a} and {c} where {b} is '{word}'.",
-        "Which {a} and {c} belong to the {b} '{word}'?",
-        "List the {a} and the {c} of {table} whose {b} is '{word}'.",
-        "Give me {a} and {c} for the {b} '{word}'.",
-        "Find {a} and {c} of {table} where {b} is '{word}'.",
-    ),
-    "SELECT COUNT(*) FROM {table} WHERE {b} = '{word}';": (
-        "How many {table} have the {b} '{word}'?",
-        "Count the {table} whose {b} is '{word}'.",
-        "How many {table} are there where {b} is '{word}'?",
-        "Number of {table} with {b} '{word}'?",
-        "Count all {table} with the {b} '{word}'.",
-    ),
-    "SELECT DISTINCT {a} FROM {table} WHERE {b} >= {number};": (
-        "Which different {a} have a {b} of at least {number}?",
-        "List every different {a} where {b} is at least {number}.",
-        "Show the different {a} of {table} whose {b} is {number} or more.",
-        "What different {a} are there with {b} of {number} or more?",
-        "Show all different {a} where {b} is at least {number}.",
-    ),
-    "SELECT {a}, {b} FROM {table} ORDER BY {b} DESC LIMIT {number};": (
-        "Show the {number} {table} with the highest {b}: {a} and {b}.",
-        "Which {a} are the top {number} by {b}? Show {b} too.",
-        "List {a} and {b} of the {number} {table} with the most {b}.",
-        "Give me {a} and {b}, highest {b} first, {number} of them.",
-        "Show {a} and {b} of the top {number} {table} by highest {b}.",
-    ),
-    "SELECT {a}, {b} FROM {table} ORDER BY {b};": (
-        "Show {a} and {b} of all {table}, sorted by {b}.",
-        "List all {a} with their {b} in order of {b}.",
-        "Sort the {table} by {b} and show {a} and {b}.",
-        "Give me {a} and {b} ordered by {b}.",
-        "List {a} and {b} of the {table} sorted by {b}.",
-    ),
-    "SELECT {a}, COUNT(*) FROM {table} GROUP BY {a};": (
-        "How many {table} are there per {a}?",
-        "Count the {table} for each {a}.",
-        "Number of {table} for every {a}?",
-        "For each {a}, how many {table} are there?",
-        "Count all {table} per {a}.",
-    ),
-    "UPDATE {table} SET {a} = {number} WHERE {b} = '{word}';": (
-        "Set {a} to {number} where {b} is '{word}'.",
-        "Change the {a} of {table} with {b} '{word}' to {number}.",
-        "For the {b} '{word}', set {a} to {number}.",
-        "Update {a} to {number} in {table} whose {b} is '{word}'.",
-        "Change {a} to {number} where the {b} is '{word}'.",
-    ),
-    "DELETE FROM {table} WHERE {a} = '{word}' AND {b} < {number};": (
-        "Delete the {table} whose {a} is '{word}' and whose {b} is below {number}.",
-        "Remove all {table} with {a} '{word}' and {b} under {number}.",
-        "Delete from {table} where {a} is '{word}' and {b} is less than {number}.",
-        "Remove {table} where {a} is '{word}' and {b} below {number}.",
-        "Delete all {table} with {a} '{word}' and {b} less than {number}.",
-    ),
+
+VERBS = ("Show", "List", "Give me", "Find", "Return", "Print", "Get", "Tell me")
+COUNTERS = (
+    "How many {table} are there",
+    "Count the {table}",
+    "Count all {table}",
+    "Number of {table}",
+    "Give me the count of {table}",
+    "Tell me how many {table} there are",
+)
+ONE = (" the {a} ", " every {a} ", " all {a} ", " each {a} ", " the {a} of {table} ", " {a} from {table} ")
+TWO = (" {a} and {c} ", " the {a} and the {c} ", " {a} with {c} ", " both {a} and {c} ", " {a} and {c} of {table} ")
+BOTH = (
+    " {a} and {b} ",
+    " the {a} and the {b} ",
+    " {a} with {b} ",
+    " {a} with their {b} ",
+    " {a} and {b} from {table} ",
+)
+DIFFERENT = (" different {a} ", " every different {a} ", " the distinct {a} ", " all distinct {a} ", " unique {a} ")
+ABOVE = (
+    "whose {b} is above {number}",
+    "where {b} is greater than {number}",
+    "with {b} over {number}",
+    "with a {b} above {number}",
+    "where the {b} is more than {number}",
+)
+BELOW = (
+    "whose {b} is below {number}",
+    "where {b} is less than {number}",
+    "with {b} under {number}",
+    "with a {b} below {number}",
+    "where the {b} is smaller than {number}",
+)
+AT_LEAST = (
+    "with {b} of at least {number}",
+    "where {b} is at least {number}",
+    "whose {b} is {number} or more",
+    "with a {b} of {number} or more",
+    "where the {b} is not below {number}",
+)
+IS = (
+    "where {b} is '{word}'",
+    "whose {b} is '{word}'",
+    "with {b} '{word}'",
+    "for the {b} '{word}'",
+    "with the {b} '{word}'",
+    "where the {b} equals '{word}'",
+)
+HIGHEST = (
+    "of the top {number} {table} by {b}",
+    "of the {number} {table} with the highest {b}",
+    "of the {number} {table} with the most {b}",
+    "for the {number} highest {b}",
+    "for the {number} largest {b}",
+)
+SORTED = ("sorted by {b}", "ordered by {b}", "in order of {b}", "in the order of {b}", "arranged by {b}")
+PER = (" per {a}", " for each {a}", " for every {a}", " by {a}", " in each {a}", " grouped by {a}")
+CHANGES = (
+    "Set {a} to {number} ",
+    "Change {a} to {number} ",
+    "Update {a} to {number} ",
+    "Change the {a} of {table} to {number} ",
+    "Let {a} be {number} ",
+    "Set the {a} of {table} to {number} ",
+)
+REMOVALS = (
+    "Delete the {table} ",
+    "Remove all {table} ",
+    "Delete all {table} ",
+    "Drop the {table} ",
+    "Remove the {table} ",
+    "Erase all {table} ",
+)
+OF_A = tuple(text.replace("{b}", "{a}") + " and " for text in IS)
+STOPS = (".", "")
+
+QUESTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "SELECT {a} FROM {table} WHERE {b} > {number};": (VERBS, ONE, ABOVE, STOPS),
+    "SELECT {a} FROM {table} WHERE {b} < {number};": (VERBS, ONE, BELOW, STOPS),
+    "SELECT {a}, {c} FROM {table} WHERE {b} = '{word}';": (VERBS, TWO, IS, STOPS),
+    "SELECT COUNT(*) FROM {table} WHERE {b} = '{word}';": (COUNTERS, (" ",), IS, STOPS),
+    "SELECT DISTINCT {a} FROM {table} WHERE {b} >= {number};": (VERBS, DIFFERENT, AT_LEAST, STOPS),
+    "SELECT {a}, {b} FROM {table} ORDER BY {b} DESC LIMIT {number};": (VERBS, BOTH, HIGHEST, STOPS),
+    "SELECT {a}, {b} FROM {table} ORDER BY {b};": (VERBS, BOTH, SORTED, STOPS),
+    "SELECT {a}, COUNT(*) FROM {table} GROUP BY {a};": (COUNTERS, PER, STOPS),
+    "UPDATE {table} SET {a} = {number} WHERE {b} = '{word}';": (CHANGES, IS, STOPS),
+    "DELETE FROM {table} WHERE {a} = '{word}' AND {b} < {number};": (REMOVALS, OF_A, BELOW, STOPS),
 }
+"""Answers, and the columns of pieces that questions for them are composed of."""
 
 
 @dataclass(frozen=True)
 class _Pools:
     schemas: tuple[str, ...]
     endings: tuple[str, ...]
-    questions: tuple[tuple[str, str], ...]
-    """Question and answer."""
+    questions: tuple[tuple[str, tuple[str, ...]], ...]
+    """Each answer with all questions for it."""
 
 
 def examples(half: Half, choice: random.Random) -> list[Example]:
@@ -111,7 +136,8 @@ def examples(half: Half, choice: random.Random) -> list[Example]:
 def _example(half: Half, choice: random.Random) -> Example:
     pools = _pools(half)
     schema, ending = choice.choice(pools.schemas), choice.choice(pools.endings)
-    question, answer = choice.choice(pools.questions)
+    answer, questions = choice.choice(pools.questions)
+    question = choice.choice(questions)
     num_columns = choice.choice(NUM_COLUMNS)
     columns: list[str] = []
     while len(columns) < num_columns:
@@ -127,11 +153,11 @@ def _example(half: Half, choice: random.Random) -> Example:
     }
     prompt = f"{schema.format(**filled)}\n{question.format(**filled)}{ending}"
     used = [text for slot, text in (("{word}", word), ("{number}", value)) if slot in question]
-    parts = frozenset([schema, ending, question, filled["table"], *columns, *used])
+    parts = frozenset([schema, question, filled["table"], *columns, *used])
     return Example(prompt, answer.format(**filled), parts)
 
 
 @cache
 def _pools(half: Half) -> _Pools:
-    questions = [(question, answer) for answer, phrasings in QUESTIONS.items() for question in of_half(phrasings, half)]
-    return _Pools(of_half(SCHEMAS, half), of_half(ENDINGS, half), tuple(questions))
+    questions = tuple((answer, composed(half, *columns)) for answer, columns in QUESTIONS.items())
+    return _Pools(composed(half, TABLES, COLUMNS), ENDINGS, questions)

@@ -7,7 +7,7 @@ import json
 import random
 from functools import cache
 
-from demo.tasks.example import Example, Half, of_half
+from demo.tasks.example import Example, Half, half_of, of_half
 from demo.tasks.words import field, name, noun, number, proper_name, split
 
 NUM_FIELDS = (3, 4, 5)
@@ -54,8 +54,8 @@ SIGNS = (
     "//",
     "=:",
 )
-"""Between a field and its value, with or without spaces."""
-SPACINGS = (" {} ", "{} ", "{}")
+"""Between a field and its value, in one of these spacings."""
+SPACINGS = (" {} ", "{} ", "{}", " {}", "  {} ")
 WORDS = (
     "is",
     "has",
@@ -118,7 +118,8 @@ WORDS = (
     "has been",
     "then",
 )
-"""As well, always with spaces."""
+"""As well."""
+PHRASES = (" {} ", " now {} ", ", it {} ", " also {} ", " {} the value ")
 QUOTES = ('"', "'")
 """Around a value that is no number."""
 TITLES = split(
@@ -185,10 +186,9 @@ def examples(half: Half, choice: random.Random) -> list[Example]:
 
 def _example(half: Half, choice: random.Random) -> Example:
     links, openings, requests = _pools(half)
-    between, link = choice.choice(links)
-    opening, about = choice.choice(openings)
-    request = choice.choice(requests)
-    num_fields, quote, parts = choice.choice(NUM_FIELDS), choice.choice(QUOTES), {between, *about, request}
+    link = choice.choice(links)
+    opening, request = choice.choice(openings), choice.choice(requests)
+    num_fields, quote, parts = choice.choice(NUM_FIELDS), choice.choice(QUOTES), {link, opening, request}
     record: dict[str, str | int] = {}
     while len(record) < num_fields:
         key, (value, words) = field(half, choice), _value(half, choice)
@@ -201,15 +201,12 @@ def _example(half: Half, choice: random.Random) -> Example:
 
 
 @cache
-def _pools(half: Half) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, tuple[str, ...]], ...], tuple[str, ...]]:
-    """Links, each behind the sign or word that is in it; openings, each before what they were made of; requests."""
-    links = [(sign, spacing.format(sign)) for sign in of_half(SIGNS, half) for spacing in SPACINGS]
-    links += [(word, f" {word} ") for word in of_half(WORDS, half) for _ in SPACINGS]
-    shapes, titles = of_half(SHAPES, half), of_half(TITLES, half)
-    openings: list[tuple[str, tuple[str, ...]]] = [
-        (shape.format(title), (shape, title)) for shape in shapes for title in titles
-    ]
-    openings += [("", ())] * (len(openings) // 20)
+def _pools(half: Half) -> tuple[tuple[str, ...], ...]:
+    """Links, openings and requests."""
+    made = [(signs, shape) for signs, shapes in ((SIGNS, SPACINGS), (WORDS, PHRASES)) for shape in shapes]
+    links = [link for words, shape in made for word in words if half_of(link := shape.format(word)) is half]
+    openings = [text for shape in SHAPES for title in TITLES if half_of(text := shape.format(title)) is half]
+    openings += [""] * (len(openings) // 20)
     return tuple(links), tuple(openings), of_half(REQUESTS, half)
 
 

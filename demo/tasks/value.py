@@ -6,29 +6,27 @@ Lists, dictionaries and what one asks of them; the answer comes from Python itse
 import random
 from functools import cache
 
-from demo.tasks.example import Example, Half, of_half
+from demo.tasks.example import Example, Half, composed
 from demo.tasks.words import field, name, noun, number
 
 Item = str | int
 
 
-WRAPPERS = (
-    "{name} = {literal}\n>>> {expression}\n",
-    ">>> {name} = {literal}\n>>> {expression}\n",
-    "{name} = {literal}\nprint(repr({expression}))\n",
-    "{name} = {literal}\n{expression}\n",
-    "# {name} = {literal}\n# What is {expression}?\n",
-    "let {name} be {literal}\n{expression} =\n",
-    "{name}: {literal}\nvalue of {expression}:\n",
-    "With {name} = {literal}, what is {expression}?\n",
-    "{name} = {literal}\nassert answer == {expression}\n",
-    "If {name} = {literal} then {expression} is\n",
-    "{name} = {literal}\nresult = {expression}\nresult:\n",
-    "In [1]: {name} = {literal}\nIn [2]: {expression}\n",
-    "def f():\n    {name} = {literal}\n    return {expression}\nf()\n",
-    "Evaluate {expression} where {name} = {literal}\n",
-    "{name} = {literal}\n# {expression}\n",
+GIVEN = ("", ">>> ", "# ", "let ", "given ", "In: ")
+ASSIGNED = ("{name} = {literal}\n", "{name} is {literal}\n", "{name}: {literal}\n", "{name} := {literal}\n")
+ASKED = (
+    "{expression}\n",
+    ">>> {expression}\n",
+    "print(repr({expression}))\n",
+    "# {expression}\n",
+    "What is {expression}?\n",
+    "{expression} =\n",
+    "value of {expression}:\n",
+    "result = {expression}\nresult:\n",
+    "return {expression}\n",
+    "Evaluate {expression}\n",
 )
+"""A prompt is composed of one of each."""
 
 
 def examples(half: Half, choice: random.Random) -> list[Example]:
@@ -52,7 +50,7 @@ def _example(half: Half, choice: random.Random) -> Example:
 
 @cache
 def _wrappers(half: Half) -> tuple[str, ...]:
-    return of_half(WRAPPERS, half)
+    return composed(half, GIVEN, ASSIGNED, ASKED)
 
 
 def _different(half: Half, choice: random.Random, count: int) -> list[Item]:
