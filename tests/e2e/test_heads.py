@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import peft
+
+from tests.adapters.making import make_adapter
 from tests.e2e import tiny_server_model
 from tests.e2e.launched import ROOT, Launched
 
@@ -34,11 +37,17 @@ def test_a_running_server_writes_the_texts(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     prompts = ("--prompts", str(tmp_path / "prompts.txt"))
     alone = train(tmp_path, *prompts)
-    with Launched("--model-id", str(model), "--cpu-memory", "64MiB", "--threads", "1") as server:
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+    adapter = ("--adapter-id", str(make_adapter(model, tmp_path / "adapter", config)))
+    adapted = train(tmp_path, *prompts, *adapter)
+    flags = ("--cpu-memory", "64MiB", "--threads", "1", "--dtype", "float32", "--local-adapter-root", str(tmp_path))
+    with Launched("--model-id", str(model), *flags) as server:
         server.wait_until_ready()
         served = train(tmp_path, *prompts, "--url", server.url)
         made_up = train(tmp_path, "--url", server.url, "--num-own-prompts", "8")
+        served_adapted = train(tmp_path, *prompts, *adapter, "--url", server.url)
     assert served["texts"] == alone["texts"]
     assert served["heads_sha256"] == alone["heads_sha256"]
+    assert served_adapted["texts"] == adapted["texts"] != alone["texts"]
     assert len(made_up["texts"]) == 8
     assert made_up["greedy_agreement"] > 0.95
