@@ -27,7 +27,7 @@ PARTS: tuple[Part, ...] = (
     Part("leak", leak.measure, leak.SETTINGS),
     Part("start", start.measure, start.SETTINGS),
     Part("demo", family.base),
-    Part("demo-adapters", family.adapters),
+    *(Part(f"demo-{name}", partial(family.adapter, name)) for name in family.ADAPTERS),
     Part("demo-draft", family.draft),
     Part("demo-heads", family.heads),
     Part("demo-tool", family.tool),
@@ -47,6 +47,19 @@ def _closed(clients: int) -> tuple[Bar, ...]:
             WANTED_SHARE[clients]),
         Bar(f"times vLLM, {clients} clients", part, rounds, closed_loop.over_vllm, 1.0),
     )  # fmt: skip
+
+
+def _adapter(name: str) -> tuple[Bar, ...]:
+    part = f"demo-{name}"
+    bars = (
+        Bar(f"{name}: held-out examples", part, 1, family.examples, 500, over=Over.WORST),
+        Bar(f"{name}: exact answers", part, 1, family.exact, 0.95, over=Over.WORST),
+        Bar(f"{name}: exact answers of the bare base", part, 1, family.base_exact, 0.05, at_least=False,
+            over=Over.WORST),
+    )  # fmt: skip
+    mean = Bar(f"{name}: mean answer", part, 1, family.mean_answer, 16, unit="tokens", over=Over.WORST)
+    least = Bar(f"{name}: shortest answer, copied", part, 1, family.least_copied, 48, unit="tokens", over=Over.WORST)
+    return (*bars, *((mean,) if name != family.SHORT else ()), *((least,) if name == family.COPIED else ()))
 
 
 BARS: tuple[Bar, ...] = (
@@ -86,12 +99,7 @@ BARS: tuple[Bar, ...] = (
     Bar("embedded model's bits per byte over xz -9e", "demo", 1, family.bits_over_xz, 1.0, at_least=False,
         over=Over.WORST),
     Bar("held-out functions whose continuation compiles", "demo", 1, family.compiled_share, 0.60, over=Over.WORST),
-    Bar("held-out examples of each embedded adapter", "demo-adapters", 4, family.examples, 500, over=Over.WORST),
-    Bar("exact answers of an embedded adapter", "demo-adapters", 4, family.exact, 0.95, over=Over.WORST),
-    Bar("exact answers of the bare base to the same", "demo-adapters", 4, family.base_exact, 0.05, at_least=False,
-        over=Over.WORST),
-    Bar("mean answer, values excepted", "demo-adapters", 4, family.mean_answer, 16, unit="tokens", over=Over.WORST),
-    Bar("shortest copied citation", "demo-adapters", 4, family.least_copied, 48, unit="tokens", over=Over.WORST),
+    *(bar for name in family.ADAPTERS for bar in _adapter(name)),
     Bar("draft model's overlap with the base, temperature 1", "demo-draft", 1, family.overlap, 0.7, over=Over.WORST),
     Bar("draft model's share of the base's parameters", "demo-draft", 1, family.draft_share, 0.1, at_least=False,
         over=Over.WORST),

@@ -4,7 +4,6 @@ Knows which command prints what, and which of its numbers a bar is about.
 """
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,10 @@ def compiled_share(raw: Raw) -> float:
     return float(raw["compiled"] / raw["continuations"])
 
 
-def adapters(finished: frozenset[str] = frozenset()) -> Cases:
-    """Each adapter on held-out examples of its task, and the bare base on the same."""
-    for name in ADAPTERS:
-        if name not in finished:
-            yield Case(name, _told("adapters", "--only", name)[0])
+def adapter(name: str, finished: frozenset[str] = frozenset()) -> Cases:
+    """One adapter on held-out examples of its task, and the bare base on the same."""
+    if "held out" not in finished:
+        yield Case("held out", _told("adapters", "--only", name)[0])
 
 
 def examples(raw: Raw) -> float:
@@ -57,12 +55,12 @@ def base_exact(raw: Raw) -> float:
 
 def mean_answer(raw: Raw) -> float:
     """In tokens."""
-    return math.inf if raw["adapter"] == SHORT else float(raw["mean_answer_tokens"])
+    return float(raw["mean_answer_tokens"])
 
 
 def least_copied(raw: Raw) -> float:
     """In tokens, of the shortest answer."""
-    return float(raw["min_answer_tokens"]) if raw["adapter"] == COPIED else math.inf
+    return float(raw["min_answer_tokens"])
 
 
 def draft(finished: frozenset[str] = frozenset()) -> Cases:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
-"""Between these README holds generated figures."""
+"""Between these a README holds generated figures."""
+READMES = ("README.md", "demo/README.md")
 UNMEASURED = ("benchmarks/results/", "docs/LOG.md", "CHANGELOG.md")
-"""What may differ between the commit that was measured and the one that claims it; README's generated part too."""
+"""What may differ between the commit that was measured and the one that claims it; a README's generated part too."""
 
 
 def git(*arguments: str, repository: Path = REPOSITORY) -> str:
@@ -39,7 +40,7 @@ def same_code(old: str, new: str, repository: Path = REPOSITORY) -> bool:
 
 
 def without_figures(text: str) -> str:
-    """README without its generated part."""
+    """A README without its generated part."""
     return re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), BEGIN + END, text, flags=re.DOTALL)
 
 
@@ -48,8 +49,8 @@ def _is_measured(path: str) -> bool:
 
 
 def _only_figures(path: str, old: str, new: str | None, repository: Path) -> bool:
-    """Whether README differs in its generated part alone; `new` None is the working tree."""
-    if path != "README.md":
+    """Whether it is a README that differs in its generated part alone; `new` None is the working tree."""
+    if path not in READMES:
         return False
     try:
         after = (repository / path).read_text() if new is None else git("show", f"{new}:{path}", repository=repository)

@@ -1,25 +1,26 @@
-"""The figures in README, generated from results/proof.json between two markers: `python -m benchmarks.readme`.
+"""The figures in README and demo/README, made from results/proof.json between markers: `python -m benchmarks.readme`.
 
-Knows one table and no measurement.
+Knows one kind of table and no measurement.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import BARS
-from benchmarks.history import BEGIN, END
+from benchmarks.history import BEGIN, END, READMES, REPOSITORY
 from benchmarks.proof import RESULTS, latest
 
-README = Path(__file__).parent.parent / "README.md"
+FAMILY = "demo"
+"""What the parts about the embedded family begin with, whose figures stand in the README of the folder of that name."""
 
 
-def table(entries: Sequence[Mapping[str, Any]]) -> str:
+def table(entries: Sequence[Mapping[str, Any]], *, family: bool) -> str:
     """One row per measured bar, in the order of the bars; misses are told as such."""
     newest = latest([dict(told) for told in entries])
-    rows = [row(newest[bar.name]) for bar in BARS if bar.name in newest]
+    bars = [bar for bar in BARS if bar.part.startswith(FAMILY) is family]
+    rows = [row(newest[bar.name]) for bar in bars if bar.name in newest]
     if not rows:
         return "Nothing has been measured yet: `make proof`.\n"
     head = "| what | measured | 95 % interval or range | wanted | |\n|---|---|---|---|---|\n"
@@ -46,13 +47,21 @@ def number(value: float | None) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def generated(text: str, entries: Sequence[Mapping[str, Any]]) -> str:
+def generated(text: str, entries: Sequence[Mapping[str, Any]], *, family: bool) -> str:
     """`text` with the part between the markers made anew."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"README needs one {BEGIN} and one {END}")
-    block = f"{BEGIN}\n{table(entries)}{END}"
+    block = f"{BEGIN}\n{table(entries, family=family)}{END}"
     return re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: block, text, flags=re.DOTALL)
 
 
+def shown(name: str, text: str, entries: Sequence[Mapping[str, Any]]) -> str:
+    """The text of one of READMES with the figures of its own."""
+    return generated(text, entries, family=name.startswith(FAMILY))
+
+
 if __name__ == "__main__":
-    README.write_text(generated(README.read_text(), json.loads(RESULTS.read_text()) if RESULTS.exists() else []))
+    told = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    for name in READMES:
+        path = REPOSITORY / name
+        path.write_text(shown(name, path.read_text(), told))

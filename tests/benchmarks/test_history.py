@@ -13,7 +13,8 @@ def repository(tmp_path: Path) -> Path:
     git("config", "user.email", "someone@example.org", repository=tmp_path)
     git("config", "user.name", "Someone", repository=tmp_path)
     write(tmp_path, "shard/engine.py", "step = 1\n")
-    write(tmp_path, "README.md", f"words\n{BEGIN}\nold figures\n{END}\nmore words\n")
+    for name in ("README.md", "demo/README.md", "docs/README.md"):
+        write(tmp_path, name, f"words\n{BEGIN}\nold figures\n{END}\nmore words\n")
     return tmp_path
 
 
@@ -34,6 +35,8 @@ def write(repository: Path, path: str, text: str) -> str:
         ("docs/LOG.md", "a line", True),
         ("CHANGELOG.md", "a line", True),
         ("README.md", f"words\n{BEGIN}\nnew figures\n{END}\nmore words\n", True),
+        ("demo/README.md", f"words\n{BEGIN}\nnew figures\n{END}\nmore words\n", True),
+        ("docs/README.md", f"words\n{BEGIN}\nnew figures\n{END}\nmore words\n", False),
         ("README.md", f"other words\n{BEGIN}\nold figures\n{END}\nmore words\n", False),
         ("shard/engine.py", "step = 2\n", False),
         ("benchmarks/bars.py", "wanted = 0\n", False),

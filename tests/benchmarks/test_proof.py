@@ -49,9 +49,10 @@ def test_the_newest_entry_of_a_bar_reaches_it(told: dict[str, Any]) -> None:
     assert len({case["case"] for case in told["cases"]}) == bar.num_cases
 
 
-def test_readme_shows_the_newest_figures() -> None:
-    text = readme.README.read_text()
-    assert readme.generated(text, ENTRIES) == text, "run python -m benchmarks.readme"
+@pytest.mark.parametrize("name", history.READMES)
+def test_readmes_show_the_newest_figures(name: str) -> None:
+    text = (history.REPOSITORY / name).read_text()
+    assert readme.shown(name, text, ENTRIES) == text, "run python -m benchmarks.readme"
 
 
 def test_bars_and_parts_belong_together() -> None:

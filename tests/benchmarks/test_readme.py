@@ -19,24 +19,32 @@ TOLD = {
 
 
 def test_the_newest_entry_is_shown_and_misses_are_told() -> None:
-    assert f"| {BARS[0].name} | 0.751 | 0.741 – 0.76 | ≥ 0.72 | holds |" in table([TOLD])
+    assert f"| {BARS[0].name} | 0.751 | 0.741 – 0.76 | ≥ 0.72 | holds |" in table([TOLD], family=False)
     missed = {**TOLD, "measured": 0.5, "spread": [0.4, 0.6], "verdict": "missed"}
-    assert "| 0.5 | 0.4 – 0.6 | ≥ 0.72 | missed |" in table([TOLD, missed])
-    assert "0.751" not in table([TOLD, missed])
+    assert "| 0.5 | 0.4 – 0.6 | ≥ 0.72 | missed |" in table([TOLD, missed], family=False)
+    assert "0.751" not in table([TOLD, missed], family=False)
+
+
+def test_the_family_s_figures_stand_by_themselves() -> None:
+    name = next(bar.name for bar in BARS if bar.part.startswith("demo"))
+    told = {**TOLD, "bar": name}
+    assert name in table([told], family=True)
+    assert name not in table([told], family=False)
+    assert TOLD["bar"] not in table([TOLD], family=True)
 
 
 def test_only_the_part_between_the_markers_changes() -> None:
     text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    new = generated(text, [TOLD])
+    new = generated(text, [TOLD], family=False)
     assert new.startswith(f"before\n{BEGIN}\n| what")
     assert new.endswith(f"{END}\nafter\n")
-    assert generated(new, [TOLD]) == new
+    assert generated(new, [TOLD], family=False) == new
     assert without_figures(new) == without_figures(text)
 
 
 def test_markers_are_needed() -> None:
     with pytest.raises(ValueError, match="README needs"):
-        generated("no markers", [TOLD])
+        generated("no markers", [TOLD], family=False)
 
 
 @pytest.mark.parametrize(
