@@ -41,7 +41,7 @@ class Recipe:
     num_heads: int = 0
     """Medusa heads that are trained along, in order that the adapter's hidden states know what comes later, too."""
     heads_lr: float = 1e-3
-    heads_share: float = 0.3
+    heads_share: float = 0.15
     """Weight of the first head's loss beside the adapter's own."""
     bf16: bool = True
     """Whether products are made in bfloat16; weights and attention stay in float32."""
@@ -52,7 +52,7 @@ class Recipe:
 
 
 RECIPES = {
-    "citation": Recipe("citation", 32, 32, ATTENTION + MLP, num_steps=500, groups_per_step=4, num_heads=3),
+    "citation": Recipe("citation", 32, 32, ATTENTION + MLP, num_steps=2000, groups_per_step=4, num_heads=3),
     "record": Recipe("record", 16, 4, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_rslora=True),
     "query": Recipe("query", 8, 8, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_dora=True),
     "value": Recipe("value", 64, 64, ATTENTION, num_steps=1500, groups_per_step=16, lr=4e-3),

@@ -9,8 +9,8 @@ from functools import cache
 from demo.tasks.example import Example, Half, of_half
 from demo.tasks.words import noun, number, proper_name
 
-NUM_PASSAGES = (3, 4)
-MIN_CHARS = (130, 160, 200)
+NUM_PASSAGES = (2, 3)
+MIN_CHARS = (130, 145)
 
 SENTENCES = (
     "The {noun} in {place} was repaired by {person} after {number} days.",

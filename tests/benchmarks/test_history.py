@@ -52,7 +52,6 @@ def test_only_results_may_differ(repository: Path, path: str, text: str, same: b
 
 def test_a_moved_file_is_a_change(repository: Path) -> None:
     before = head(repository)
-    (repository / "docs").mkdir()
     git("mv", "shard/engine.py", "docs/LOG.md", repository=repository)
     git("commit", "-q", "-m", "move", repository=repository)
     assert not same_code(before, head(repository), repository)
@@ -64,7 +63,6 @@ def test_an_unknown_commit_is_not_the_same(repository: Path) -> None:
 
 def test_uncommitted_changes_are_named(repository: Path) -> None:
     assert changed(repository) == []
-    (repository / "docs").mkdir()
     (repository / "docs/LOG.md").write_text("a line")
     (repository / "README.md").write_text(f"words\n{BEGIN}\nnew\n{END}\nmore words\n")
     assert changed(repository) == []
