@@ -34,12 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads-out", type=Path, default=HEADS_FOLDER, help="heads that were trained with an adapter")
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK_FOLDER, help="checkpoints; a run resumes from here")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU; the last bits of the weights depend on it")
     parser.add_argument("--stop-after", type=int, help="stop each at this step, leaving a checkpoint to resume from")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checkpoint-minutes", type=float, default=2.0)
 
 
 def run(options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
     digests = {name: train(name, RECIPES[name], options) for name in options.only}
     print(json.dumps({"out": str(options.out), "weights_sha256": digests}), flush=True)
 

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=DRAFT_FOLDER, help="where the draft goes")
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK_FOLDER, help="checkpoints; a run resumes from here")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2, help="of a CPU; the last bits of the weights depend on it")
     parser.add_argument("--rows", type=int, default=NUM_ROWS, help=f"of {ROW_LEN} tokens, on which the base is asked")
     parser.add_argument("--steps", type=int, default=DraftRecipe.cycles[0])
     parser.add_argument("--stop-after", type=int, help="stop at this step, leaving a checkpoint to resume from")
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
     recipe = replace(DraftRecipe(), cycles=(options.steps,))
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.bfloat16).to(options.device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.base)

@@ -62,7 +62,7 @@ def held_out_citations(count: int) -> list[str]:
 
 
 ALL = {
-    "base": Heads(None, code, held_out_code, 4000, 128, Recipe(num_heads=3)),
+    "base": Heads(None, code, held_out_code, 4000, 128, Recipe(num_heads=3, epochs=6, lr=2e-3)),
     "citation": Heads("citation", citations, held_out_citations, 3000, 128, Recipe(num_heads=3)),
 }
 
@@ -76,10 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--work", type=Path, default=DEFAULT_WORK_FOLDER, help="texts and checkpoints; a run resumes here"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU; the last bits of the weights depend on it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run(options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
     digests = {name: train(name, options, options.out / name, options.work / name)[1] for name in options.only}
     print(json.dumps({"out": str(options.out), "heads_sha256": digests}), flush=True)
 
