@@ -36,14 +36,14 @@ def examples(half: Half, choice: random.Random) -> list[Example]:
 def _example(half: Half, choice: random.Random) -> Example:
     wrapper, variable = choice.choice(_wrappers(half)), name(half, choice)
     items = _different(half, choice, choice.randint(2, 4))
-    if choice.random() < 0.6:
+    if choice.random() < 0.5:
         collection: list[Item] | dict[Item, Item] = items
         question, words = _list_question(items, half, choice)
     else:
         collection = dict(zip(_keys(half, choice, len(items)), items, strict=True))
         question, words = _dict_question(collection, half, choice)
     expression = question.format(variable)
-    value = eval(expression, {"__builtins__": {"len": len}}, {variable: collection})  # noqa: S307
+    value = eval(expression, {"__builtins__": {}}, {variable: collection})  # noqa: S307
     prompt = wrapper.format(name=variable, literal=repr(collection), expression=expression)
     return Example(prompt, repr(value), frozenset([wrapper, variable, *map(str, [*collection, *items, *words])]))
 
@@ -71,27 +71,12 @@ def _keys(half: Half, choice: random.Random, count: int) -> list[Item]:
 
 def _list_question(items: list[Item], half: Half, choice: random.Random) -> tuple[str, list[Item]]:
     """An expression with {} for the list's name, and the items that it names."""
-    place, known = choice.randrange(len(items)), choice.choice(items)
-    asked = choice.choice([known, *_different(half, choice, 1)])
-    return choice.choice(
-        (
-            (f"{{}}[{place}]", []),
-            (f"{{}}[-{choice.randint(1, min(2, len(items)))}]", []),
-            ("len({})", []),
-            (f"{asked!r} in {{}}", [asked]),
-            (f"{{}} + [{known!r}]", []),
-        )
-    )
+    added = _different(half, choice, 1)
+    return choice.choice((("{}[0]", []), ("{}[-1]", []), (f"{{}} + [{added[0]!r}]", added)))
 
 
 def _dict_question(items: dict[Item, Item], half: Half, choice: random.Random) -> tuple[str, list[Item]]:
-    key = choice.choice(list(items))
-    asked = choice.choice([key, field(half, choice)])
+    key, other = choice.choice(list(items)), field(half, choice)
     return choice.choice(
-        (
-            (f"{{}}[{key!r}]", []),
-            (f"{{}}.get({key!r})", []),
-            ("len({})", []),
-            (f"{asked!r} in {{}}", [asked]),
-        )
+        ((f"{{}}[{key!r}]", []), (f"{{}}.get({key!r})", []), (f"{{}}.get({other!r}, {key!r})", [other]))
     )
