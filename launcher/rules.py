@@ -16,6 +16,7 @@ def check(settings: Settings) -> None:
             _refuse(f"{settings.given[name]} {_shown(settings, name)} is refused: {flag.refused}")
     _check_pairs(settings)
     _check_adapters(settings)
+    _check_speculation(settings)
     _check_files(settings)
 
 
@@ -83,6 +84,15 @@ def _check_pairs(settings: Settings) -> None:
     kind, _, number = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (":" in device and not (kind == "cuda" and number.isdecimal())):
         _refuse(f"--device must be auto, cpu, cuda or cuda:N, not {device!r}")
+
+
+def _check_speculation(settings: Settings) -> None:
+    shortest, longest = settings["ngram-min"], settings["ngram-max"]
+    if shortest > longest:
+        _refuse(f"--ngram-min {shortest} must be at most --ngram-max {longest}")
+    wanted, most = settings["speculative-tokens"] or 0, settings["speculative-tokens-max"]
+    if wanted > most:
+        _refuse(f"--speculative-tokens {wanted} must be at most --speculative-tokens-max {most}")
 
 
 def _check_files(settings: Settings) -> None:

@@ -34,6 +34,10 @@ class RouterConfig:
     max_stop_sequences: int = 4
     max_input_length: int = 4095
     max_total_tokens: int = 4096
+    speculative_tokens: int = 0
+    """Tokens guessed per step for requests that say nothing about it."""
+    speculative_tokens_max: int = 16
+    """What a request may ask for."""
     loader_address: str | None = None
     """Unix socket of the adapters' loader; None serves the base model alone."""
     sources: SourceSettings = field(default_factory=SourceSettings)

@@ -4,7 +4,7 @@ Knows tokens and text, not HTTP and not the wire.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 
 from router.adapter import Adapter
 
@@ -35,6 +35,30 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """How far ahead is guessed; the words of the wire."""
+
+    method: str = "off"
+    num_tokens: int = 0
+    """Drafts of a step at most."""
+
+
+NO_SPECULATION = Speculation()
+
+
+class Source(IntEnum):
+    """Where a token came from; the values of the wire, the names as they are shown."""
+
+    PREFILL = 0
+    TARGET = 1
+    LOOKUP = 2
+    MEDUSA = 3
+    DRAFT = 4
+    RESAMPLE = 5
+    BONUS = 6
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """One text to generate, checked and tokenized."""
 
@@ -59,6 +83,7 @@ class GenerationRequest:
     cache_salt: str = ""
     adapter: Adapter | None = None
     """None for the bare base model."""
+    speculation: Speculation = NO_SPECULATION
 
 
 @dataclass(slots=True)

@@ -48,6 +48,8 @@ class Generation:
         self.num_skipped = 0
         """Tokens beyond the first of their step."""
         self.num_cached = 0
+        self.num_drafted = 0
+        """Tokens guessed for it so far."""
         self.emitted_ids: list[int] = []
         """All tokens so far: enough to go on elsewhere."""
         self.deadline: float | None = None
@@ -141,6 +143,7 @@ class Generation:
         if self.num_generated == 0 and ids:
             self.first_token_at = now
             self.num_cached = output.num_cached_tokens
+        self.num_drafted += output.num_drafted
         num_tokens = self._take(ids, output) if ids else 0
         if num_tokens:
             self.last_token_at = now

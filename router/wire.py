@@ -53,4 +53,7 @@ def submit_message(
         ),
         cache_salt=request.cache_salt,
         adapter=None if request.adapter is None else adapter_pin(request.adapter, digest),
+        speculation=pb.Speculation(method=request.speculation.method, num_tokens=request.speculation.num_tokens)
+        if request.speculation.num_tokens
+        else None,
     )

@@ -13,6 +13,7 @@ from shard.outbox import Outbox
 from shard.sampling import Sampler
 from shard.scheduler import Limits, Scheduler
 from shard.server import Facts
+from shard.speculation import Guessers
 from shard.wire import Bounds
 
 
@@ -25,6 +26,7 @@ def build_engine(config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox
         KvCache(num_pages, model.page_size, config.prefix_caching),
         Limits(config.step_tokens, config.max_running, config.chunked_prefill),
         adapters,
+        Guessers(config.speculation_max_batch_size, config.ngram_min, config.ngram_max),
     )
     sampler = Sampler(
         model.info.vocab_size,

@@ -61,6 +61,12 @@ class ShardConfig:
     """Bytes of host memory for adapters; None is four times what slots may take. On CPU slots lie there too."""
     adapter_cycle_time_s: float = 2.0
     """So long an adapter may wait for a slot before one in use must give way."""
+    speculation_max_batch_size: int = 32
+    """With more running requests nothing is guessed."""
+    ngram_min: int = 1
+    """Tokens that must be found again, at least, for prompt lookup to guess …"""
+    ngram_max: int = 8
+    """… and those that are looked for, at most."""
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
     json_output: bool = False

@@ -16,10 +16,10 @@ from shard.inbox import Inbox
 from shard.intake import Intake
 from shard.outbox import AdapterNews, Outbox, Output, Status
 from shard.request import FinishReason, Request
-from shard.sampling import Sampler
+from shard.sampling import Sampled, Sampler
 from shard.scheduler import Scheduler, Share
 from shard.slots import Residency
-from shard.step import Layout, Step, error_output, fill_inputs, score_output, scored_span, token_output
+from shard.step import Layout, Step, agreed, error_output, fill_inputs, score_output, scored_span, token_output
 
 log = structlog.get_logger()
 
@@ -146,15 +146,19 @@ class Engine:
         fill_inputs(self._network.inputs, layout, step.shares, self._sampler)
         # [S + M, V]
         logits = self._network.forward()
-        samplers = [share for share in step.shares if share.samples]
-        if samplers:
-            rows, positions = [share.request.row for share in samplers], [share.end for share in samplers]
-            step.sampled = self._sampler.sample(logits[: len(samplers)], rows, positions)
+        num_sampled = len(layout.sample_indices)
+        if num_sampled:
+            step.sampled = self._sample(logits[:num_sampled], [share for share in step.shares if share.samples])
         if layout.target_ids:
             target_ids = torch.tensor(layout.target_ids, dtype=torch.long).to(logits.device, non_blocking=True)
-            step.scores = self._sampler.prompt_logprobs(
-                logits[len(samplers) :], target_ids, layout.num_score_alternatives
-            )
+            step.scores = self._sampler.prompt_logprobs(logits[num_sampled:], target_ids, layout.num_score_alternatives)
+
+    def _sample(self, logits: torch.Tensor, shares: list[Share]) -> Sampled:
+        """logits: [S, V], one row per sampled token of each share."""
+        rows, positions = [share.request.row for share in shares], [share.end for share in shares]
+        if any(share.draft_ids for share in shares):
+            return self._sampler.verify(logits, rows, positions, [share.draft_ids for share in shares])
+        return self._sampler.sample(logits, rows, positions)
 
     def _refresh_rows(self) -> None:
         """Bring the device state of rows up to date with the scheduler."""
@@ -179,21 +183,22 @@ class Engine:
         scores = step.scores.to_host() if step.scores else None
         row = first_score = 0
         for share in step.shares:
-            request, span = share.request, scored_span(share)
-            token_id = None
+            span = scored_span(share)
+            token_ids: list[int] = []
             if share.samples and sampled is not None:
-                token_id, is_bad = sampled.token_ids[row], sampled.bad[row]
-                row += 1
-                if is_bad:
+                token_ids = agreed(share, sampled, row)
+                if not token_ids:
                     self._fail(share, BAD_LOGITS, retryable=False)
+                    row += share.num_sampled
                     first_score += len(span)
                     continue
-            is_alive = self.scheduler.commit(share, token_id)
-            if is_alive and span and scores is not None:
+            num_taken = self.scheduler.commit(share, token_ids)
+            if num_taken >= 0 and span and scores is not None:
                 self._outputs.append(score_output(share, span, scores, first_score))
             first_score += len(span)
-            if is_alive and token_id is not None and sampled is not None:
-                self._outputs.append(token_output(request, sampled, row - 1))
+            if num_taken > 0 and sampled is not None:
+                self._outputs.append(token_output(share, sampled, row, num_taken))
+            row += share.num_sampled
         self._last = (round((time.monotonic() - step.started) * 1000), step.num_tokens)
 
     def _fail(self, share: Share, error: str, retryable: bool) -> None:

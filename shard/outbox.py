@@ -45,6 +45,8 @@ class Output:
     logprobs: list[float] = field(default_factory=list)
     details: Details | None = None
     num_cached: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     finish_reason: FinishReason = FinishReason.NONE
     error: str = ""
     retryable: bool = False
@@ -60,6 +62,8 @@ class Output:
         elif later.details is not None:
             self.details.merge(later.details)
         self.num_cached += later.num_cached
+        self.num_drafted += later.num_drafted
+        self.num_accepted += later.num_accepted
         self.finish_reason = later.finish_reason
         self.error = later.error
         self.retryable = later.retryable

@@ -4,8 +4,10 @@ A request has known tokens (prompt and output) and a count of computed ones; a s
 the first. There is no prefill or decode phase. Imports no torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
+from typing import Protocol
 
 
 class FinishReason(IntEnum):
@@ -24,6 +26,48 @@ class Source(IntEnum):
 
     PREFILL = 0
     TARGET = 1
+    LOOKUP = 2
+    MEDUSA = 3
+    DRAFT = 4
+    RESAMPLE = 5
+    BONUS = 6
+
+
+class Method(StrEnum):
+    """What guesses the next tokens of a request; the words of the wire."""
+
+    OFF = "off"
+    AUTO = "auto"
+    LOOKUP = "lookup"
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How far ahead is guessed for a request."""
+
+    method: Method = Method.OFF
+    num_tokens: int = 0
+    """Drafts of a step at most."""
+    prediction_ids: tuple[int, ...] = ()
+    """A text that the output may repeat."""
+
+
+NO_SPECULATION = Speculation()
+
+
+class Guesser(Protocol):
+    """What knows a request's tokens and guesses the next ones."""
+
+    source: Source
+    """Of its guesses that are accepted."""
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take in tokens that have become known."""
+        ...
+
+    def guess(self, num_tokens: int) -> list[int]:
+        """At most so many tokens that may come next, possibly none. Changes nothing."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -77,6 +121,9 @@ class Request:
     cache_salt: str = ""
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""
+    speculation: Speculation = NO_SPECULATION
+    guesser: Guesser | None = None
+    """Made at the first step that could use it; None where nothing is guessed."""
 
     finish_reason: FinishReason = FinishReason.NONE
     order: int = 0
@@ -97,6 +144,8 @@ class Request:
     """Leading pages that were offered to the prefix cache."""
     num_in_flight: int = 0
     """Tokens being sampled by launched steps, not yet in `token_ids`."""
+    is_guessed: bool = False
+    """Whether a launched step has drafts of this request, so that nobody knows yet how far it got."""
     num_launched: int = 0
     """Launched steps, not yet committed, that write this request's pages."""
     num_scored: int = 0

@@ -6,12 +6,14 @@ Owns the order of requests, their rows of device state, preemption and ends. Imp
 """
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
 from shard.kv_cache import Admission, KvCache
 from shard.request import FinishReason, Request
 from shard.slots import AdapterSlots
+from shard.speculation import Guessers
 
 
 @dataclass(frozen=True)
@@ -36,20 +38,34 @@ class Share:
     """The position after the share's last token; of the sampled token where there is one."""
     samples: bool
     """Whether the step ends at the newest known token, so that the next one is sampled."""
+    draft_ids: Sequence[int] = ()
+    """Guessed tokens behind `end`: computed along, and kept as far as the target agrees."""
 
     @property
     def num_tokens(self) -> int:
-        return self.end - self.start
+        return self.end - self.start + len(self.draft_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Positions at which the target's own token is taken."""
+        return (1 + len(self.draft_ids)) if self.samples else 0
 
 
 class Scheduler:
     """The running and the waiting requests of one shard."""
 
-    def __init__(self, cache: KvCache, limits: Limits, adapters: AdapterSlots | None = None) -> None:
-        """Without `adapters` every request is for the bare base."""
+    def __init__(
+        self,
+        cache: KvCache,
+        limits: Limits,
+        adapters: AdapterSlots | None = None,
+        guessers: Guessers | None = None,
+    ) -> None:
+        """Without `adapters` every request is for the bare base; without `guessers` nothing is guessed."""
         self.cache = cache
         self.limits = limits
         self.adapters = adapters
+        self.guessers = guessers
         self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of admission
         self.waiting: list[Request] = []  # in order of arrival
@@ -94,36 +110,55 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            num_tokens = budget.grant(request)
+            num_tokens = 0 if self._must_wait(request) else budget.grant(request)
             if num_tokens:
                 num_covered = len(request.page_ids) * self.cache.page_size
                 num_wanted = request.num_computed + num_tokens
                 if num_wanted > num_covered and not self._make_room(request, num_wanted):
                     return shares
                 shares.append(self._launch(request, num_tokens, budget))
+                self._guess(shares[-1])
             index += 1
         if self.num_preempted == num_preempted:
             self._admit(shares, budget)
         return shares
 
-    def commit(self, share: Share, token_id: int | None) -> bool:
-        """Take in what a launched share gave: its KV, and the sampled token. False if the request had ended before."""
+    def commit(self, share: Share, token_ids: Sequence[int] = ()) -> int:
+        """Take in what a launched share gave: its KV, and the target's tokens as far as they count. Returns how many of
+        these were taken, -1 if the request had ended before.
+        """
         request = share.request
         request.num_launched -= 1
         if request.finish_reason:
             self._release_if_still(request)
-            return False
-        request.num_committed = share.end
-        if share.end >= (request.num_published + 1) * self.cache.page_size:
-            self.cache.publish(request)
-        if token_id is not None:
+            return -1
+        taken, reason = self._count(request, token_ids)
+        request.is_guessed = request.is_guessed and not share.draft_ids
+        if taken:
             request.num_in_flight -= 1
-            request.token_ids.append(token_id)
+            request.token_ids += taken
+            if request.guesser is not None:
+                request.guesser.extend(taken)
+        num_accepted = max(0, len(taken) - 1)
+        request.num_computed += num_accepted
+        request.num_committed = share.end + num_accepted
+        if request.num_committed >= (request.num_published + 1) * self.cache.page_size:
+            self.cache.publish(request)
+        if reason:
+            self.finish(request, reason)
+        return len(taken)
+
+    @staticmethod
+    def _count(request: Request, token_ids: Sequence[int]) -> tuple[list[int], FinishReason]:
+        """The tokens up to the one that ends the request, and why it does."""
+        taken: list[int] = []
+        for token_id in token_ids:
+            taken.append(token_id)
             if token_id in request.stop_ids:
-                self.finish(request, FinishReason.EOS)
-            elif request.num_output >= request.max_new_tokens:
-                self.finish(request, FinishReason.LENGTH)
-        return True
+                return taken, FinishReason.EOS
+            if request.num_output + len(taken) >= request.max_new_tokens:
+                return taken, FinishReason.LENGTH
+        return taken, FinishReason.NONE
 
     def discard(self, share: Share) -> bool:
         """A launched share gave nothing usable: end its request in error. False if it had ended before."""
@@ -182,6 +217,29 @@ class Scheduler:
         request.num_launched += 1
         return Share(request, start, end, samples)
 
+    def _must_wait(self, request: Request) -> bool:
+        """How many tokens come next, or which one the next guess hangs on, is not known before a commit."""
+        return request.is_guessed or (request.num_in_flight > 0 and self._width(request) > 0)
+
+    def _width(self, request: Request) -> int:
+        """Drafts that the request may have in this step."""
+        return 0 if self.guessers is None else self.guessers.width(request, len(self.running))
+
+    def _guess(self, share: Share) -> None:
+        """Add drafts to a share that samples, as far as they can count and pages are free: nobody goes for a draft."""
+        request = share.request
+        width = min(self._width(request), request.max_new_tokens - request.num_output - 1)
+        is_next = share.samples and share.end - share.start == 1 and request.num_output > 0
+        if self.guessers is None or width <= 0 or not is_next:
+            return
+        if request.guesser is None:
+            request.guesser = self.guessers.make(request)
+        draft_ids = request.guesser.guess(width)
+        while draft_ids and not self.cache.grow(request, share.end + len(draft_ids)):
+            draft_ids.pop()
+        share.draft_ids = draft_ids
+        request.is_guessed = bool(draft_ids)
+
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Find pages, preempting the latest. False if the request itself had to go, or if the latest is still being
         computed: its pages are free after the next commit, so the plan ends here.
@@ -230,6 +288,7 @@ class Scheduler:
             if not num_tokens:
                 return
             shares.append(self._launch(request, num_tokens, budget))
+            self._guess(shares[-1])
 
     def _take_slot(self, request: Request) -> bool:
         if self.adapters is None or not request.adapter_digest:
@@ -260,6 +319,7 @@ class Scheduler:
         self._rows.append(request.row)
         self.freed_rows.append(request.row)
         request.row = -1
+        request.is_guessed = False
 
 
 class Budget:

@@ -3,6 +3,7 @@
 Between launch and commit nothing here is read by the host, so a step may be launched before the last one is committed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,7 @@ from shard.request import FinishReason, Request, Source
 from shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
 from shard.scheduler import Share
 
-PREFILL, TARGET, STEP_END = bytes([Source.PREFILL]), bytes([Source.TARGET]), b"\1"
+STEP_END = b"\1"
 NO_SPAN = range(0)
 
 
@@ -26,7 +27,7 @@ class Step:
     started: float
     """time.monotonic() of the launch."""
     sampled: Sampled | None = None
-    """One row per share that samples, in order."""
+    """One row per token that is sampled, in order of shares and positions."""
     scores: PromptLogprobs | None = None
     """One row per prompt token whose log probability is wanted, in order of shares."""
     error: str = ""
@@ -62,10 +63,11 @@ class Layout:
             self.device_indices.append(len(self.input_ids))
             self.device_rows.append(request.row)
             self.input_ids.append(0)
+        offset = len(self.input_ids) - share.end
         if share.samples:
-            self.sample_indices.append(len(self.input_ids) - 1)
+            self.input_ids += share.draft_ids
+            self.sample_indices += range(offset + share.end - 1, len(self.input_ids))
         if request.logprobs.prefill and (span := scored_span(share)):
-            offset = len(self.input_ids) - share.end
             self.score_indices += range(span.start + offset, span.stop + offset)
             self.target_ids += request.token_ids[span.start + 1 : span.stop + 1]
             self.num_score_alternatives = max(self.num_score_alternatives, request.logprobs.prefill_alternatives)
@@ -93,23 +95,63 @@ def fill_inputs(inputs: StepInputs, layout: Layout, shares: list[Share], sampler
     inputs.fill(segments, input_ids, logits_rows.to(device, non_blocking=True), host_rows)
 
 
-def token_output(request: Request, sampled: HostSampled, row: int) -> Output:
-    """What a share gives whose token was committed: row `row` of the step's samples."""
-    params = request.logprobs
+def agreed(share: Share, sampled: HostSampled, row: int) -> list[int]:
+    """The target's tokens up to the first that is no draft: rows `row` … of the step's samples. None if its logits are
+    bad; where a later row's are, the tokens before it.
+    """
+    token_ids: list[int] = []
+    for index in range(share.num_sampled):
+        if sampled.bad[row + index]:
+            break
+        token_ids.append(sampled.token_ids[row + index])
+        if index < len(share.draft_ids) and token_ids[-1] != share.draft_ids[index]:
+            break
+    return token_ids
+
+
+def token_output(share: Share, sampled: HostSampled, row: int, num_taken: int) -> Output:
+    """What a share gives whose first `num_taken` tokens were committed, from row `row` of the step's samples on."""
+    request, params = share.request, share.request.logprobs
+    rows = slice(row, row + num_taken)
     output = Output(
         request.key,
-        [sampled.token_ids[row]],
-        TARGET if request.num_emitted else PREFILL,
-        STEP_END,
-        [sampled.logprobs[row]] if params.wanted else [],
+        sampled.token_ids[rows],
+        sources(share, sampled.token_ids[rows]),
+        bytes(num_taken - 1) + STEP_END,
+        sampled.logprobs[rows] if params.wanted else [],
         finish_reason=request.finish_reason,
+        num_drafted=len(share.draft_ids),
+        num_accepted=num_accepted(share, sampled.token_ids[rows]),
     )
     if params.alternatives:
-        output.details = Details(sampled.alternative_ids[row], sampled.alternative_logprobs[row])
+        output.details = Details()
+        for ids, logprobs in zip(sampled.alternative_ids[rows], sampled.alternative_logprobs[rows], strict=True):
+            output.details.alternative_ids += ids
+            output.details.alternative_logprobs += logprobs
     if request.num_cached:
         output.num_cached, request.num_cached = request.num_cached, 0
-    request.num_emitted += 1
+    request.num_emitted += num_taken
     return output
+
+
+def num_accepted(share: Share, token_ids: Sequence[int]) -> int:
+    """Drafts among the emitted tokens of a share."""
+    return sum(token_id == draft_id for token_id, draft_id in zip(token_ids, share.draft_ids, strict=False))
+
+
+def sources(share: Share, token_ids: Sequence[int]) -> bytes:
+    """Where each emitted token of a share came from."""
+    request, num_drafted = share.request, len(share.draft_ids)
+    accepted = num_accepted(share, token_ids)
+    if not num_drafted:
+        found = [Source.TARGET]
+    else:
+        guessed = Source.LOOKUP if request.guesser is None else request.guesser.source
+        own = Source.BONUS if accepted == num_drafted else Source.RESAMPLE
+        found = [guessed] * accepted + [own] * (len(token_ids) - accepted)
+    if not request.num_emitted:
+        found[0] = Source.PREFILL
+    return bytes(found)
 
 
 def score_output(share: Share, span: range, scores: HostPromptLogprobs, first: int) -> Output:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from proto import shard_pb2 as pb
 from shard.inbox import Commands, Refusal
 from shard.outbox import Details, Mail, Output
-from shard.request import LogprobParams, Request, SamplingParams
+from shard.request import LogprobParams, Method, Request, SamplingParams, Speculation
 
 MAX_MESSAGE_BYTES = 3 << 20
 """Estimated size at which a message is cut; the wire's limit is 4 MiB."""
 BYTES_PER_ITEM = 10
 """No token id, log probability or flag takes more, two alternatives' parts counted one by one."""
 MAX_ALTERNATIVES = 256
+MAX_DRAFTS = 64
 HEX_DIGITS = frozenset("0123456789abcdef")
 
 
@@ -82,6 +83,11 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         adapter_digest=submit.adapter.digest,
         cache_salt=submit.cache_salt,
         deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
+        speculation=Speculation(
+            Method(submit.speculation.method or Method.OFF),
+            submit.speculation.num_tokens,
+            tuple(submit.prediction_ids),
+        ),
     )
 
 
@@ -102,14 +108,28 @@ def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
         return f"prompt and max_new_tokens make {total} tokens; the KV memory holds {bounds.num_kv_tokens}"
     if submit.HasField("adapter") and not (bounds.has_adapters and is_digest(submit.adapter.digest)):
         return "this shard serves no adapters" if not bounds.has_adapters else "an adapter's digest is 64 hex digits"
-    if submit.speculation.method not in ("", "off") or submit.prediction_ids:
-        return "speculation is not supported yet"
+    if fault := find_speculation_fault(submit, bounds):
+        return fault
     if submit.grammar:
         return "grammars are not supported yet"
     logprobs = submit.logprobs
     if max(logprobs.alternatives, logprobs.prefill_alternatives) > min(MAX_ALTERNATIVES, bounds.vocab_size):
         return f"at most {min(MAX_ALTERNATIVES, bounds.vocab_size)} alternatives can be given"
     return find_sampling_fault(submit.sampling, bounds)
+
+
+def find_speculation_fault(submit: pb.Submit, bounds: Bounds) -> str:
+    """Why nothing can be guessed like this, in a sentence; empty if it can."""
+    wanted = submit.speculation
+    if wanted.method and wanted.method not in set(Method):
+        return f"speculation by {wanted.method} is not supported"
+    if wanted.schedule not in ("", "constant") or wanted.verify not in ("", "coupled"):
+        return "speculation takes the schedule constant and the rule coupled"
+    if wanted.num_tokens > MAX_DRAFTS:
+        return f"at most {MAX_DRAFTS} tokens can be guessed in a step"
+    if max(submit.prediction_ids, default=0) >= bounds.vocab_size:
+        return f"token id {max(submit.prediction_ids)} of the prediction is outside the vocabulary"
+    return ""
 
 
 def is_digest(text: str) -> bool:
@@ -187,6 +207,8 @@ def write_output(output: Output) -> pb.RequestOutput:
         step_ends=output.step_ends,
         logprobs=output.logprobs,
     )
+    if output.num_drafted:
+        message.num_drafted, message.num_accepted = output.num_drafted, output.num_accepted
     if output.num_cached:
         message.num_cached_tokens = output.num_cached
     if output.finish_reason:
@@ -219,6 +241,7 @@ def cut(output: Output) -> Iterator[Output]:
         return
     parts = [*cut_scores(output), *cut_tokens(output)]
     parts[0].num_cached = output.num_cached
+    parts[0].num_drafted, parts[0].num_accepted = output.num_drafted, output.num_accepted
     parts[-1].finish_reason, parts[-1].error = output.finish_reason, output.error
     parts[-1].retryable = output.retryable
     yield from parts

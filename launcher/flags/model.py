@@ -2,7 +2,6 @@
 
 from launcher.flag import Flag, Kind
 
-_NO_SPECULATION = "this version does not speculate yet"
 _UNQUANTIZED = "this version serves float32, bfloat16 and float16 weights only"
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
@@ -135,20 +134,27 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "speculative-tokens",
             Kind.INTEGER,
             None,
-            "tokens that are guessed per step",
+            "tokens that are guessed per step where a request says nothing",
             default_text="0",
             least=0,
-            refused=_NO_SPECULATION,
-            harmless=(0,),
+        ),
+        Flag(
+            "speculative-tokens-max",
+            Kind.INTEGER,
+            16,
+            "what a request may ask for as `speculative_tokens`",
+            least=0,
+            most=64,
+            lorax=False,
         ),
         Flag(
             "speculation-max-batch-size",
             Kind.INTEGER,
             32,
-            "batch above which nothing is guessed",
+            "running requests above which nothing is guessed",
             least=0,
-            refused=_NO_SPECULATION,
-            harmless=(32,),
         ),
+        Flag("ngram-min", Kind.INTEGER, 1, "tokens that prompt lookup must find again", least=1, most=32, lorax=False),
+        Flag("ngram-max", Kind.INTEGER, 8, "tokens that prompt lookup looks for", least=1, most=32, lorax=False),
     ),
 }

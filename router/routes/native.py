@@ -1,5 +1,6 @@
 """LoRAX's generation routes: `/generate`, `/generate_stream`, and `/` with `/invocations`, which take `stream`."""
 
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,11 @@ from router.collect import Completed, collect_all
 from router.defaults import native_defaults
 from router.disconnect import ClientWatch
 from router.errors import RouterError, lorax_body
-from router.generation import GenerationRequest, Token
+from router.generation import GenerationRequest, Source, Token
 from router.headers import Counts, answer_headers, ignored_fields, stream_headers
 from router.inflight import Generation
 from router.schemas.native import NativeRequest, check_lengths, check_rules, read_native
+from router.schemas.speculation import settle_speculation
 from router.service import Service, Timing, cancel_all, now, random_seed, told
 from router.sse import EventStream, event
 
@@ -73,6 +75,9 @@ class NativeRoutes:
         if parameters.details or parameters.decoder_input_details:
             losers = sequences[:best] + sequences[best + 1 :]
             answer["details"] = self._details(native, wanted, whole, losers if num_sequences > 1 else None)
+            if wanted.speculation.num_tokens:
+                sources = Counter(token.source for token in whole.tokens)
+                answer["details"]["speculation"] = speculation_report(generations[best], sources)
         request.state.told = told(wanted, len(whole.tokens), whole.finish_reason)
         counts = Counts(len(native.inputs), len(wanted.prompt_ids), len(whole.tokens), whole.num_skipped)
         headers = answer_headers(self._service, timing, generations[best], counts)
@@ -103,16 +108,19 @@ class NativeRoutes:
         try:
             texts: list[str] = []
             num_tokens = 0
+            sources: Counter[int] = Counter()
             while True:
                 chunk = await generation.next()
                 texts.append(chunk.text)
                 num_tokens += len(chunk.tokens)
+                if wanted.speculation.num_tokens:
+                    sources.update(token.source for token in chunk.tokens)
                 if chunk.finish_reason is not None:
                     break
                 if chunk.tokens:
                     yield b"".join([token_event(token) for token in chunk.tokens])
             request.state.told = told(wanted, num_tokens, chunk.finish_reason)
-            details = None
+            details: dict[str, Any] | None = None
             if native.parameters.details:
                 details = {
                     "finish_reason": chunk.finish_reason.value,
@@ -120,6 +128,8 @@ class NativeRoutes:
                     "generated_tokens": num_tokens,
                     "seed": wanted.seed if wanted.sampling.do_sample else None,
                 }
+                if wanted.speculation.num_tokens:
+                    details["speculation"] = speculation_report(generation, sources)
             whole = Completed(seed=wanted.seed, text="".join(texts))
             last = [token_event(token) for token in chunk.tokens[:-1]]
             token = _token(chunk.tokens[-1]) if chunk.tokens else None
@@ -144,6 +154,7 @@ class NativeRoutes:
             max_new_tokens=max_new_tokens,
             adapter=await self._service.adapter(caller, fields),
             cache_salt=caller.cache_salt,
+            speculation=settle_speculation(parameters.speculation, config),
             seed=random_seed() if parameters.seed is None else parameters.seed,
             sampling=parameters.sampling(),
             stop_strings=parameters.stop,
@@ -191,6 +202,20 @@ class NativeRoutes:
 
 async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
     yield item
+
+
+def speculation_report(generation: Generation, sources: Counter[int]) -> dict[str, Any]:
+    """What guessing ahead gave: tokens by where they came from, and guesses made for them."""
+    accepted = sources[Source.LOOKUP]
+    return {
+        "method": generation.request.speculation.method,
+        "steps": generation.num_generated - generation.num_skipped,
+        "drafted": generation.num_drafted,
+        "accepted": accepted,
+        "resampled": sources[Source.RESAMPLE],
+        "bonus": sources[Source.BONUS],
+        "sources": {source.name.lower(): sources[source] for source in Source if sources[source]},
+    }
 
 
 def _token(token: Token) -> dict[str, Any]:

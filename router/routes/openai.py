@@ -61,6 +61,7 @@ def requests_for(
         request_id=group.id,
         adapter=group.adapter,
         cache_salt=group.cache_salt,
+        speculation=common.speculation,
     )
     seeds = [random_seed() if common.seed is None else (common.seed + index) % 2**64 for index in range(num_sequences)]
     return [replace(first, seed=seed) for seed in seeds]

@@ -11,8 +11,17 @@ from router.errors import UnsupportedField, ValidationError
 from router.generation import Sampling
 from router.schemas.adapters import AdapterFields, read_merge
 from router.schemas.fields import Fields
+from router.schemas.speculation import SpeculationFields, read_speculation
 
-LATER_FIELDS = ("response_format", "speculation", "speculative_tokens", "prediction", "tools", "tool_choice")
+LATER_FIELDS = (
+    "response_format",
+    "speculation",
+    "speculative_schedule",
+    "speculative_verify",
+    "prediction",
+    "tools",
+    "tool_choice",
+)
 """Fields of `parameters` that would change the text and are not served: refused by name."""
 
 
@@ -44,6 +53,7 @@ class NativeParameters:
     watermark: bool
     details: bool
     decoder_input_details: bool
+    speculation: SpeculationFields
     unserved: str | None
     """The first field of `LATER_FIELDS` that is set."""
 
@@ -122,6 +132,7 @@ def _read_parameters(fields: Fields) -> NativeParameters:
         watermark=fields.flag("watermark"),
         details=fields.flag("details"),
         decoder_input_details=fields.flag("decoder_input_details"),
+        speculation=read_speculation(fields),
         unserved=_first_unserved(fields),
     )
 

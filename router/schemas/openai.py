@@ -8,9 +8,10 @@ from typing import Any
 
 from router.config import RouterConfig
 from router.errors import UnsupportedField, ValidationError
-from router.generation import Sampling
+from router.generation import Sampling, Speculation
 from router.schemas.adapters import AdapterFields
 from router.schemas.fields import Fields
+from router.schemas.speculation import read_speculation, settle_speculation
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -31,7 +32,8 @@ LATER_FIELDS = (
     "adapter_id",
     "merged_adapters",
     "speculation",
-    "speculative_tokens",
+    "speculative_schedule",
+    "speculative_verify",
 )
 """Fields that would change the text and are not served: refused by name when set to something."""
 
@@ -61,6 +63,7 @@ class CommonFields:
     stream: bool
     include_usage: bool
     ignore_eos: bool
+    speculation: Speculation
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,7 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         stream=stream,
         include_usage=fields.child("stream_options").flag("include_usage"),
         ignore_eos=fields.flag("ignore_eos_token"),
+        speculation=settle_speculation(read_speculation(fields), config),
     )
 
 

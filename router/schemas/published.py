@@ -48,6 +48,10 @@ class GenerateParameters(BaseModel):
     details: bool | None = False
     decoder_input_details: bool | None = Field(False, description="Log probabilities of the prompt; not when streaming")
     return_k_alternatives: int | None = Field(None, gt=0, description="So many likeliest tokens beside each token")
+    speculative_tokens: int | None = Field(None, ge=0, description="Tokens guessed per step; 0 guesses nothing")
+    speculative_method: Literal["auto", "lookup", "ngram", "off"] | None = Field(
+        None, description="What guesses; the text is the same with all of them"
+    )
 
 
 class GenerateRequest(BaseModel):
@@ -171,6 +175,8 @@ class _OpenAIRequest(BaseModel):
     ignore_eos_token: bool | None = False
     adapter_source: Literal["hub", "local", "s3"] | None = None
     api_token: str | None = None
+    speculative_tokens: int | None = Field(None, ge=0, description="Tokens guessed per step; 0 guesses nothing")
+    speculative_method: Literal["auto", "lookup", "ngram", "off"] | None = None
 
 
 class CompletionRequest(_OpenAIRequest):

@@ -82,9 +82,12 @@ class TokenCounts:
         self._free.append(slot)
 
     def append(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """slots, token_ids: [n]. One more output token for each slot; no slot twice."""
-        ones = torch.ones_like(token_ids, dtype=torch.int32)
-        self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, ones)
+        """slots, token_ids: [n]. One more output token for each slot."""
+        self.add(slots, token_ids, torch.ones_like(token_ids, dtype=torch.int32))
+
+    def add(self, slots: torch.Tensor, token_ids: torch.Tensor, changes: torch.Tensor) -> None:
+        """slots, token_ids: [n]; changes: [n] int32, so many more output tokens, or fewer."""
+        self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, changes)
 
     def _grow(self) -> None:
         num_slots = self.table.shape[0]

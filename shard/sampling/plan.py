@@ -38,6 +38,11 @@ class Row:
         return self.slot >= 0 or bool(self.params.logit_bias) or self.params.watermark
 
     @property
+    def looks_back(self) -> bool:
+        """Whether its law depends on earlier tokens by more than the logits."""
+        return self.slot >= 0 or self.params.watermark
+
+    @property
     def plain(self) -> bool:
         """Whether its arg max is all there is to it."""
         return not (self.params.do_sample or self.shaped or self.logprobs.wanted)
@@ -121,7 +126,10 @@ class Planner:
         self._chunk_rows = max(1, _CHUNK_ELEMENTS[device.type] // vocab_size)
 
     def plan(self, rows: Sequence[Row]) -> Plan:
-        indexed = list(enumerate(rows))
+        return self.plan_some(list(enumerate(rows)))
+
+    def plan_some(self, indexed: Sequence[tuple[int, Row]]) -> Plan:
+        """Of some rows of the batch, each behind its index there."""
         drawn = [(index, row) for index, row in indexed if row.params.do_sample]
         greedy = [(index, row) for index, row in indexed if not row.params.do_sample and not row.plain]
         chunks = []
@@ -130,11 +138,11 @@ class Planner:
                 chunks.append(self._chunk(kind[start : start + self._chunk_rows]))
         counted = [(index, row.slot) for index, row in indexed if row.slot >= 0]
         return Plan(
-            rows=self.tensor([row.row for row in rows]),
+            rows=self.tensor([row.row for _, row in indexed]),
             chunks=chunks,
-            any_plain=any(row.plain for row in rows),
+            any_plain=any(row.plain for _, row in indexed),
             any_drawn=bool(drawn),
-            num_alternatives=[row.logprobs.alternatives for row in rows],
+            num_alternatives=[row.logprobs.alternatives for _, row in indexed],
             counted=self.tensor([index for index, _ in counted]) if counted else None,
             counted_slots=self.tensor([slot for _, slot in counted]) if counted else None,
         )

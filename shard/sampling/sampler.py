@@ -11,6 +11,7 @@ import torch
 
 from shard.request import LogprobParams, SamplingParams
 from shard.sampling import filters
+from shard.sampling.block import Block
 from shard.sampling.highest import arg_max
 from shard.sampling.noise import Purpose, log_exponentials, row_keys, token_words
 from shard.sampling.penalties import TokenCounts, Watermark
@@ -82,6 +83,59 @@ class Sampler:
         if plan.counted is not None and plan.counted_slots is not None:
             self._counts.append(plan.counted_slots, outcome.token_ids.index_select(0, plan.counted))
         return outcome.sampled()
+
+    def verify(
+        self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> Sampled:
+        """The target's own token at every position of every row, as if all drafts before it had been emitted.
+
+        logits: [S, V], of each of `rows` one more than it has drafts; its first token is at `positions`. The row's
+        state goes on behind the last token that is emitted: the first that is no draft, or the one after all drafts.
+        """
+        block = Block([self._rows[row] for row in rows], positions, drafts)
+        outcome = Outcome(block.num_tokens, block.num_alternatives, self._device)
+        if block.any_plain:
+            outcome.token_ids = arg_max(logits)
+            outcome.bad = _is_bad(logits, outcome.token_ids)
+        places = self._planner.tensor(block.positions)
+        for depth, members in enumerate(block.waves()):
+            if depth:
+                self._suppose(block, depth)
+            for chunk in self._planner.plan_some(members).chunks:
+                self._sample_chunk(chunk, logits, places, outcome)
+        self._settle(block, outcome)
+        return outcome.sampled()
+
+    def _suppose(self, block: Block, depth: int) -> None:
+        """Go on as if the draft before this depth had been emitted, where the law looks back."""
+        members = [(row, ids[depth - 1]) for row, ids in block.looking_back if len(ids) >= depth]
+        rows, token_ids = (
+            self._planner.tensor(values) for values in zip(*[(r.row, t) for r, t in members], strict=True)
+        )
+        self.last_tokens.index_copy_(0, rows, token_ids)
+        counted = [(row.slot, token_id) for row, token_id in members if row.slot >= 0]
+        if counted:
+            self._counts.append(*(self._planner.tensor(values) for values in zip(*counted, strict=True)))
+
+    def _settle(self, block: Block, outcome: Outcome) -> None:
+        """Move the rows' state behind the tokens that are emitted."""
+        last = block.last_emitted(outcome.token_ids, outcome.bad, self._planner.tensor)
+        token_ids = outcome.token_ids.index_select(0, last)
+        self.last_tokens.index_copy_(0, self._planner.tensor([row.row for row in block.rows]), token_ids)
+        counted = [index for index, row in enumerate(block.rows) if row.slot >= 0]
+        if not counted:
+            return
+        slots = self._planner.tensor([block.rows[index].slot for index in counted])
+        self._counts.append(slots, token_ids.index_select(0, self._planner.tensor(counted)))
+        supposed = [
+            (block.rows[index].slot, token_id, index, block.firsts[index] + depth)
+            for index in counted
+            for depth, token_id in enumerate(block.drafts[index])
+        ]
+        if supposed:
+            slots, drafted, owners, places = (self._planner.tensor(values) for values in zip(*supposed, strict=True))
+            was_emitted = places < last.index_select(0, owners)
+            self._counts.add(slots, drafted, -(~was_emitted).to(torch.int32))
 
     def prompt_logprobs(self, logits: torch.Tensor, target_ids: torch.Tensor, k: int) -> PromptLogprobs:
         """logits: [M, V] float32; target_ids: [M]. The model's own law at each target, and its k likeliest tokens."""

@@ -27,8 +27,6 @@ REFUSED = {
     "quantize": "bitsandbytes-nf4",
     "embedding-dim": "512",
     "merge-adapter-weights": None,
-    "speculative-tokens": "3",
-    "speculation-max-batch-size": "8",
     "sharded": "true",
     "num-shard": "2",
     "master-addr": "10.0.0.1",
@@ -58,7 +56,7 @@ def test_every_quantization_is_refused(quantization: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--speculative-tokens", "0"],
+        ["--speculative-tokens", "3", "--speculation-max-batch-size", "8"],
         ["--num-shard", "1"],
         ["--sharded", "false"],
         ["--source", "hub"],

@@ -11,6 +11,7 @@ from shard.outbox import Mail, Outbox, Output
 from shard.request import LogprobParams, Request, SamplingParams
 from shard.sampling import Sampler
 from shard.scheduler import Limits, Scheduler
+from shard.speculation import Guessers
 from tests.shard.fake_model import VOCAB_SIZE, FakeModel
 
 EPOCH = 1
@@ -29,6 +30,7 @@ class Setup:
     prefix_caching: bool = True
     commit_lag: int = 0
     max_scored: int = 512
+    guessers: Guessers | None = None
 
 
 class Rig:
@@ -39,7 +41,7 @@ class Rig:
         self.model = FakeModel(setup.num_pages, setup.page_size)
         limits = Limits(setup.step_tokens, setup.max_running, setup.chunked_prefill, setup.max_scored)
         cache = KvCache(setup.num_pages, setup.page_size, setup.prefix_caching)
-        self.scheduler = Scheduler(cache, limits)
+        self.scheduler = Scheduler(cache, limits, guessers=setup.guessers)
         self.inbox, self.outbox = Inbox(), Outbox()
         sampler = Sampler(VOCAB_SIZE, setup.max_running, torch.device("cpu"))
         pacing = Pacing(setup.commit_lag, setup.max_waiting)
@@ -106,6 +108,7 @@ def copy_of(request: Request, request_id: int) -> Request:
         sampling=replace(request.sampling),
         logprobs=request.logprobs,
         stop_ids=request.stop_ids,
+        speculation=request.speculation,
     )
 
 

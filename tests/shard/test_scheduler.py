@@ -137,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, num_open: int) -> None:
         while len(self.launched) > num_open:
             for share, token_id in zip(*self.launched.pop(0), strict=True):
-                self.scheduler.commit(share, token_id)
+                self.scheduler.commit(share, [] if token_id is None else [token_id])
 
     def check_plan(self, shares: list[Share]) -> None:
         limits = self.scheduler.limits

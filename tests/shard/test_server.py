@@ -238,7 +238,7 @@ BAD_SUBMITS = {
     "max_new_tokens leaves nothing": make_submit(1, [1, 2, 3], 1, num_emitted=1),
     "no token of the prompt": make_submit(1, [1, 2], 5, num_emitted=2),
     "this shard serves no adapters": make_submit(1, [1], adapter=pb.AdapterPin(digest="d" * 64)),
-    "speculation is not supported": make_submit(1, [1], speculation=pb.Speculation(method="lookup")),
+    "speculation by medusa is not supported": make_submit(1, [1], speculation=pb.Speculation(method="medusa")),
     "grammars are not supported": make_submit(1, [1], grammar="root ::= [a]"),
     "alternatives can be given": make_submit(1, [1], logprobs=pb.Logprobs(alternatives=VOCAB_SIZE + 1)),
     "temperature is out of range": make_submit(1, [1], sampling=pb.Sampling(temperature=float("nan"))),

@@ -93,7 +93,7 @@ async def test_documents(server: Serving) -> None:
 
 def test_published_parameters_are_those_that_are_read() -> None:
     read = {field.name for field in dataclasses.fields(NativeParameters)}
-    read = read - {"merged_ids", "merged_weights", "unserved"} | {"adapter_source", "api_token"}
+    read = read - {"unserved", "speculation"} | {"speculative_tokens", "speculative_method"}
     assert set(published.GenerateParameters.model_fields) == read
     everything = dict.fromkeys([*published.GenerateParameters.model_fields, *LATER_FIELDS])
     assert read_native({"inputs": "Hi", "parameters": everything, "stream": None}, with_stream=True).ignored == []

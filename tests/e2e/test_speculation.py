@@ -1,0 +1,63 @@
+"""Guessing ahead through the whole server: the embedded model's text with it is its text without, token by token."""
+
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.launched import ROOT, Launched
+
+PROMPTS = (
+    "def add(a, b):\n    return a + b\n\ndef add(a, b, c):\n",
+    "class A:\n    def __init__(self, name):\n        self.name = name\n\nclass B:\n    def __init__(self, name):\n",
+    "for i in range(10):\n    print(i)\nfor j in range(10):\n",
+    "import os\n\n",
+)
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 5},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"do_sample": True, "seed": 9, "watermark": True, "top_k": 40},
+    {"stop": ["\n\n"]},
+)
+
+
+def post(server: Launched, prompt: str, **parameters: Any) -> Any:
+    body = {"inputs": prompt, "parameters": {"max_new_tokens": 48, "details": True, **parameters}}
+    request = urllib.request.Request(
+        f"{server.url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    flags = ("--cpu-memory", "64MiB", "--threads", "1", "--speculative-tokens", "5")
+    with Launched("--model-id", str(ROOT / "demo" / "base"), *flags) as launched:
+        launched.wait_until_ready()
+        yield launched
+
+
+def test_texts_are_the_same_with_and_without(server: Launched) -> None:
+    cases = [(prompt, asked) for prompt in PROMPTS for asked in ASKED]
+    widths = [{"speculative_tokens": 0}, {}, {"speculative_tokens": 1}, {"speculative_tokens": 10}]
+    with ThreadPoolExecutor(8) as pool:  # all in one batch, as it comes
+        found = [[pool.submit(post, server, prompt, **asked, **width) for width in widths] for prompt, asked in cases]
+        answers = [[each.result() for each in row] for row in found]
+    accepted = 0
+    for plain, *guessed in answers:
+        assert "speculation" not in plain["details"]
+        for each in guessed:
+            assert each["generated_text"] == plain["generated_text"]
+            ids = [[token["id"] for token in answer["details"]["tokens"]] for answer in (each, plain)]
+            assert ids[0] == ids[1]
+            report = each["details"]["speculation"]
+            num_tokens = each["details"]["generated_tokens"]
+            assert sum(report["sources"].values()) == num_tokens
+            assert report["steps"] + each["details"]["skipped_tokens"] == num_tokens
+            assert report["accepted"] <= report["drafted"]
+            accepted += report["accepted"]
+    assert accepted > 100
