@@ -106,8 +106,19 @@ def _padded(matrix: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tens
     return functional.pad(matrix, (0, num_columns - matrix.shape[1], 0, num_rows - matrix.shape[0]))
 
 
+@dataclass(frozen=True)
+class SlotImage:
+    """What a device's table says of an adapter, before the adapter has an address there."""
+
+    # [sites, 5] rank, and where in the adapter's memory a, b, scale and bias begin, -1 for none
+    entries: npt.NDArray[np.int64]
+    largest_rank: int
+
+
 class Kernels(Protocol):
     """What computes on a device other than the CPU, by tables of its own."""
+
+    def image(self, weights: Sequence[tuple["AdapterSite", SlotWeights]], memory: torch.Tensor) -> SlotImage: ...
 
     def adapt(self, rows: AdapterRows, products: Sequence["Product"]) -> None: ...
 

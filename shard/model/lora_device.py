@@ -4,27 +4,17 @@ Knows tables and launches; the arithmetic is in lora_triton.py, copying adapters
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from shard.batch import AdapterRows
-from shard.model.lora import AdapterSite, Product, SlotWeights
+from shard.model.lora import AdapterSite, Product, SlotImage, SlotWeights
 from shard.model.lora_triton import ENTRY, LEAST_ROOM, PART, RANKS, add_delta
 
 _ALIGNED = 16
 _TENSORS = ("a", "b", "scale", "bias")
-
-
-@dataclass(frozen=True)
-class SlotImage:
-    """What a slot's table says of an adapter, before it has an address."""
-
-    # [sites, ENTRY] rank, and where in the adapter's memory each tensor begins, -1 for none
-    entries: npt.NDArray[np.int64]
-    largest_rank: int
 
 
 class DeviceKernels:

@@ -9,7 +9,6 @@ company, as far as a matrix unit computes the rows of a tile alike.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (Triton compiles the kernels' text, annotations too)
 
-import os
 from typing import Any
 
 import torch
@@ -32,8 +31,6 @@ SPLITS = 8
 WIDTH = 128
 """Outputs of one program of expand."""
 LEAST_ROOM = RANKS * SPLITS
-_WIDENS = os.environ.get("TRITON_INTERPRET") == "1"
-"""The interpreter cannot multiply bfloat16."""
 
 
 @triton.jit
@@ -162,6 +159,10 @@ def expand(
     before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     after = scale[None, :] * (before - base[None, :] + delta) + base[None, :] + bias[None, :]
     tl.store(place, after.to(element), mask=mask)
+
+
+_WIDENS = not isinstance(shrink, triton.JITFunction)
+"""Triton's interpreter cannot multiply bfloat16."""
 
 
 @torch.library.custom_op("lorikeet::adapt", mutates_args=("y",))

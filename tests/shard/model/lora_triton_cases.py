@@ -2,14 +2,21 @@
 on CUDA or, with TRITON_INTERPRET=1, on CPU.
 """
 
+import json
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from benchmarks import lora_kernels
 from shard.batch import Segment, StepInputs
+from shard.model.adapter_device import DeviceSlots
+from shard.model.adapter_file import FORMAT, Destination, read_adapter
+from shard.model.adapter_memory import PinnedMemory
 from shard.model.lora import AdapterSite, Product, SlotWeights, adapt, adapt_embedding, adapt_row
 from shard.model.lora_device import DeviceKernels
 
@@ -263,3 +270,45 @@ def test_tasks_behind_those_that_there_are_do_nothing() -> None:
     groups.num_launched = groups.max_tasks  # as a captured graph might
     adapt(module.rows, Product(module, x, got))
     torch.testing.assert_close(got, bench.wanted(module, [1, 1], x, base), rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> None:
+    """Through everything between a file and a row: host memory, the copy, the table."""
+    dtype = torch.float32
+    bench = Bench(dtype, [site("linear", 24, 20), site("other", 20, 24)])
+    linear = bench.sites[0]
+    weight = bench.random(20, 24)
+    linear.project = lambda x: x @ weight.t()
+    linear.squared_norms = weight.square().sum(1)
+    a, b, magnitude, bias = (bench.random(*shape) for shape in ((3, 24), (20, 3), (20,), (20,)))
+    tensors = {"linear.A": a, "linear.B": b, "linear.magnitude": magnitude, "linear.bias": bias}
+    metadata = {"format": FORMAT, "modules": json.dumps({"linear": {"kind": "linear", "rank": 3}})}
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, str(tmp_path / "file"), metadata)
+    memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
+    content = read_adapter(
+        tmp_path / "file", {each.name: each for each in bench.sites}, Destination(dtype, memory, bench.kernels)
+    )
+    slots = DeviceSlots(bench.kernels)
+    slots.put(3, content)
+    while not slots.is_ready(3):
+        pass
+    bench.step([-1, 3], [1, 2])
+    x = bench.random(3, 24)
+    assert linear.base_bias is not None
+    y = x @ weight.t() + linear.base_bias
+    wanted = y.clone()
+    scale = magnitude / (weight + b @ a).norm(dim=1)
+    wanted[1:] = (x[1:] @ (weight + b @ a).t()) * scale + linear.base_bias + bias
+    adapt(linear.rows, Product(linear, x, y))
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+    slots.clear(3)
+    before = y.clone()
+    adapt(linear.rows, Product(linear, x, y))
+    assert torch.equal(y, before)
+
+
+def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--in=24", "--out=20", "--rank=3", "--requests=3", "--tokens=1", "--repeats=1"]
+    assert lora_kernels.main(size) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [result["mix"] for result in results] == list(lora_kernels.MIXES)
