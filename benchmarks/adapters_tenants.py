@@ -1,5 +1,4 @@
-"""Tenant B asks in every known way for tenant A's private adapter, wherever that lies: on the hub, in a slot, in memory,
-on disk.
+"""Tenant B asks in every known way for tenant A's private adapter, wherever that lies: at its hub, in a slot, on disk.
 
 A hub on the loopback gives the repository to A's token alone. Every answer to B must be a refusal without A's text or
 digest, and B's own texts are what PEFT gives.
