@@ -131,13 +131,13 @@ def num_resident(port: int) -> int:
     return int(samples(port).get("lorikeet_adapters_resident", 0))
 
 
-async def until_resident(port: int, count: int, timeout_s: float = ANSWER_S) -> None:
-    """Returns once so many adapters are in slots."""
+async def until_resident(port: int, count: int, every_s: float = 0.02, timeout_s: float = ANSWER_S) -> None:
+    """Returns once so many adapters are in slots; looks so often."""
     until = time.monotonic() + timeout_s
     while await asyncio.to_thread(num_resident, port) < count:
         if time.monotonic() > until:
             raise TimeoutError(f"{num_resident(port)} of {count} adapters are resident after {timeout_s} s")
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(every_s)
 
 
 async def make_cold(port: int, names: list[str]) -> None:

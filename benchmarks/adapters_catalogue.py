@@ -32,7 +32,7 @@ SEED = 17_000
 SETTINGS: dict[str, Any] = {"rounds": ROUNDS, "adapters": COUNT, "broken": PLACES, "rank": 16, "seed": SEED}
 
 
-def measure(finished: frozenset[str] = frozenset(), base: adapted.Base | None = None) -> Cases:
+def measure(finished: frozenset[str] = frozenset(), base: adapted.Base | None = None, rounds: int = ROUNDS) -> Cases:
     """One case per round of the check, and one server at the end of the first."""
     base = base or adapted.full()
     with tempfile.TemporaryDirectory() as name, _broken(base, Path(name)) as (names, broken):
@@ -40,7 +40,7 @@ def measure(finished: frozenset[str] = frozenset(), base: adapted.Base | None = 
         catalogue.write_text(
             json.dumps({f"alias-{i}": {"source": "local", "id": each} for i, each in enumerate(names)})
         )
-        for number in range(ROUNDS):
+        for number in range(rounds):
             if f"round {number}" not in finished:
                 raw = _checked(base, catalogue, broken)
                 raw["served"] = uvloop.run(_served(base, catalogue, broken)) if number == 0 else {}
@@ -149,5 +149,6 @@ def num_unlike(raw: Raw) -> float:
 
 
 if __name__ == "__main__":
-    for case in measure(base=adapted.small() if "--quick" in sys.argv else None):
+    small, count = (adapted.small(), 1) if "--quick" in sys.argv else (None, ROUNDS)
+    for case in measure(base=small, rounds=count):
         print(case.name, json.dumps(case.raw, ensure_ascii=False), case.error, flush=True)
