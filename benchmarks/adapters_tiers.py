@@ -2,7 +2,7 @@
 
 One request at a time with a prompt of 256 tokens. An adapter leaves its slot because others take all of them, and
 leaves memory because the operator unloads it; its served file is then pushed out of the system's cache where that is
-allowed. What each request found is read from the server's own counters and logged residency.
+allowed. What each request found is read from the server's own counters.
 
     python -m benchmarks.adapters_tiers [--quick] [ROUNDS]
 """
@@ -90,7 +90,8 @@ async def _round(port: int, base: adapted.Base, size: Size, seed: int) -> tuple[
             await ask(name)  # they take all slots
         await timed("host", "elsewhere")
         for digest in (await adapted.admin(port, "unload", adapter_id=first)).json["unloaded"]:
-            _uncache(base.store / f"{digest}.safetensors")
+            for path in base.store.rglob(f"{digest}.safetensors"):
+                _uncache(path)
         await timed("disk", "elsewhere")
     return raw, "; ".join(wrong[:3])
 
