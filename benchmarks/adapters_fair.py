@@ -110,8 +110,8 @@ def weights(
         catalogue = Path(folder) / "catalogue.yaml"
         catalogue.write_text(json.dumps(entries))
         room = str(RUNNING * (size.length.num_prompt + size.length.num_output))
-        flags = ("--adapters", str(catalogue), "--max-batch-total-tokens", room)
-        flags += ("--max-total-tokens", str(size.length.num_prompt + size.length.num_output))
+        flags = ["--adapters", str(catalogue), "--max-batch-total-tokens", room]
+        flags += ["--max-total-tokens", str(size.length.num_prompt + size.length.num_output)]
         with adapted.serving("weights", base, *flags) as server:
             uvloop.run(_warm(server, [HEAVY, LIGHT], size))
             for number in range(size.rounds):

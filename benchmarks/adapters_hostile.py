@@ -67,10 +67,12 @@ def _scene(folder: Path) -> Scene:
 
     model = tiny.make("llama", folder / "base", tokenizer=True)
     base = adapted.Base(model, folder, ("--dtype", "float32", "--threads", "1", "--cpu-memory", "256MiB"))
-    names = ["sound", "other"]
+    names = ("sound", "other")
     adapter_files.make(model, base.root, names, ("q_proj", "v_proj"), rank=4)
-    right = {name: oracle.greedy(model, base.root / name, [PROMPT], NUM_TOKENS)[0] for name in names}
-    return Scene(base, {None: oracle.greedy(model, None, [PROMPT], NUM_TOKENS)[0], **right})
+    right: dict[str | None, list[int]] = {None: oracle.greedy(model, None, [PROMPT], NUM_TOKENS)[0]}
+    for name in names:
+        right[name] = oracle.greedy(model, base.root / name, [PROMPT], NUM_TOKENS)[0]
+    return Scene(base, right)
 
 
 async def _warm(server: servers.Server, scene: Scene) -> None:

@@ -58,8 +58,8 @@ def measure(finished: frozenset[str] = frozenset()) -> Cases:
         base, files, right = _made(folder)
         scene = Scene(base, right, commit_of(files[PRIVATE]))
         repositories = {PRIVATE: Repository(files[PRIVATE], token=A_TOKEN), OPEN: Repository(files[OPEN])}
-        flags = ("--default-adapter-source", "hub", "--huggingface-hub-cache", str(base.root))
-        flags += ("--api-keys", _keys(folder), "--adapters", _catalogue(folder), "--auth-cache-ttl-s", "1")
+        flags = ["--default-adapter-source", "hub", "--huggingface-hub-cache", str(base.root)]
+        flags += ["--api-keys", _keys(folder), "--adapters", _catalogue(folder), "--auth-cache-ttl-s", "1"]
         environment = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": A_TOKEN}
         with hub(repositories) as running:
             environment["HF_ENDPOINT"] = running.url
@@ -153,7 +153,7 @@ def _asks(scene: Scene, digest: str) -> Iterator[Ask]:
         digest,
     ]
     for token in ("", B_TOKEN, B_KEY, "' or 1=1"):
-        wanted = [{"adapter_id": name, "adapter_source": "hub"} for name in names]
+        wanted: list[dict[str, Any]] = [{"adapter_id": name, "adapter_source": "hub"} for name in names]
         wanted += [{"adapter_id": "secret"}, {"adapter_id": PRIVATE, "api_token": B_TOKEN}]
         wanted += [{"adapter_id": name, "adapter_source": "local"} for name in local if name]
         wanted += [
