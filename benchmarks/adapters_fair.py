@@ -161,7 +161,7 @@ async def _arrivals(
             running.append(asyncio.create_task(load.complete(target, texts.pop(), size.length)))
             offset += draw.expovariate(rate)
         if number == 0:  # the flood's own backlog is nobody's measure
-            await asyncio.wait(running, timeout=1.0)
+            await asyncio.sleep(1.0)
             for task in running:
                 task.cancel()
             return [
