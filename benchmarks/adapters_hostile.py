@@ -80,8 +80,9 @@ async def _warm(server: servers.Server, scene: Scene) -> None:
     attempts = [attempt for number in range(BATCHES) for attempt in _broken(scene, number)]
     draw = random.Random(SEED - 1)
     attempts += [_fuzzed(scene, f"warm-{number}", draw) for number in range(FUZZED)]
-    for name in [*scene.right, *(attempt.name for attempt in attempts)]:
+    for name in scene.right:
         await _ask(server.port, name)
+    await _send(server.port, scene, attempts)  # as many at once as later, so that as many readers rest
 
 
 def _batch(server: servers.Server, scene: Scene, number: int, fuzzed: int) -> Case:
