@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
-from benchmarks import clients, closed_loop, exactness, leak, open_loop, start, whole
-from benchmarks.case import Bar, Over, Part
+from benchmarks import adapter_bars, clients, closed_loop, exactness, leak, open_loop, start, whole
+from benchmarks.case import Bar, Over, Part, raw_value
 
 CLOSED = (1, 8, 32)
 WANTED_SHARE: Mapping[int, float] = {1: 0.72, 8: 0.70, 32: 0.70}
@@ -28,11 +27,8 @@ PARTS: tuple[Part, ...] = (
     Part("start", start.measure, start.SETTINGS),
     Part("demo", whole.demo),
     Part("clone", whole.clone),
+    *adapter_bars.PARTS,
 )
-
-
-def _raw(name: str, raw: Mapping[str, Any]) -> float:
-    return float(raw[name])
 
 
 def _closed(clients: int) -> tuple[Bar, ...]:
@@ -48,7 +44,7 @@ BARS: tuple[Bar, ...] = (
     *(bar for clients in CLOSED for bar in _closed(clients)),
     Bar("times transformers continuous batching", "transformers", whole.ROUNDS, whole.over_transformers, 4.0),
     Bar("highest rate with p99 first token within 2 s", "open", 2, open_loop.highest_rate, None, unit="requests/s"),
-    Bar("router alone, 256 streams", "router", whole.ROUNDS, partial(_raw, "tokens_per_second"), 40_000,
+    Bar("router alone, 256 streams", "router", whole.ROUNDS, partial(raw_value, "tokens_per_second"), 40_000,
         unit="tokens/s"),
     Bar("router's share of the first token, 64 clients", "router", whole.ROUNDS, whole.added_first_token_ms, 5.0,
         at_least=False, unit="ms"),
@@ -74,13 +70,14 @@ BARS: tuple[Bar, ...] = (
         over=Over.SUM),
     Bar("wrong answers to 2 000 hostile requests", "leak", leak.BATCHES, leak.num_wrong, 0, at_least=False,
         over=Over.SUM),
-    Bar("pages held when idle after them", "leak", leak.BATCHES, partial(_raw, "pages_held"), 0, at_least=False,
+    Bar("pages held when idle after them", "leak", leak.BATCHES, partial(raw_value, "pages_held"), 0, at_least=False,
         over=Over.WORST),
-    Bar("second start of the embedded model", "start", start.ROUNDS, partial(_raw, "ready_s"), 10.0, at_least=False,
-        unit="s"),
+    Bar("second start of the embedded model", "start", start.ROUNDS, partial(raw_value, "ready_s"), 10.0,
+        at_least=False, unit="s"),
     Bar("embedded model's bits per byte over xz -9e", "demo", 1, whole.bits_over_xz, 1.0, at_least=False,
         over=Over.WORST),
     Bar("held-out functions whose continuation compiles", "demo", 1, whole.compiled_share, 0.60, over=Over.WORST),
-    Bar("make test in a fresh clone", "clone", 1, partial(_raw, "seconds"), 600.0, at_least=False, unit="s",
+    Bar("make test in a fresh clone", "clone", 1, partial(raw_value, "seconds"), 600.0, at_least=False, unit="s",
         over=Over.WORST),
+    *adapter_bars.BARS,
 )  # fmt: skip

@@ -103,6 +103,7 @@ class Engine:
         num_open = self._pacing.commit_lag if shares and not self._launched[-1].error else 0
         while len(self._launched) > num_open:
             self._commit(self._launched.popleft())
+        self._settle_adapters()  # what left its slot in this step: there may be no next one for long
         self._publish()
 
     def stop(self) -> None:

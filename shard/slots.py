@@ -95,6 +95,8 @@ class AdapterSlots:
         self._load = load
         self._held: OrderedDict[str, Held] = OrderedDict()  # least recently used first
         self._loading: set[str] = set()
+        self._unwanted: set[str] = set()
+        """Of those on their way, which are let go when they arrive."""
         self._pinned: set[str] = set()
         self._free = list(reversed(range(limits.num_slots)))
         self._copying: list[Held] = []
@@ -160,9 +162,11 @@ class AdapterSlots:
         """Let an adapter go, once running requests are done with it."""
         self._pinned.discard(digest)
         held = self._held.get(digest)
+        if digest in self._loading:
+            self._unwanted.add(digest)
+            return
         if held is None:
-            self._changes.states[digest] = (Residency.ABSENT, "")
-            self._changes.unloaded.append(digest)
+            self._gone(digest)
             return
         held.is_unwanted = True
         if held.num_users == 0:
@@ -174,6 +178,11 @@ class AdapterSlots:
     def loaded(self, digest: str, content: Content) -> None:
         """An adapter has arrived in host memory."""
         self._loading.discard(digest)
+        if digest in self._unwanted:
+            self._gone(digest)
+            if digest in self._pinned:  # since then
+                self.prefetch(digest)
+            return
         if content.num_bytes > min(self.limits.slot_bytes, self.limits.host_bytes):
             self.failed(digest, f"it takes {content.num_bytes} bytes, {self.limits.slot_bytes} are kept for adapters")
             return
@@ -184,6 +193,7 @@ class AdapterSlots:
     def failed(self, digest: str, reason: str) -> None:
         """An adapter will not come."""
         self._loading.discard(digest)
+        self._unwanted.discard(digest)
         self._changes.states[digest] = (Residency.FAILED, reason)
 
     # What happened
@@ -285,8 +295,13 @@ class AdapterSlots:
     def _drop(self, held: Held) -> None:
         del self._held[held.digest]
         self._waiting_since.pop(held.digest, None)
-        self._changes.states[held.digest] = (Residency.ABSENT, "")
-        self._changes.unloaded.append(held.digest)
+        self._gone(held.digest)
+
+    def _gone(self, digest: str) -> None:
+        """An adapter was unloaded: nothing is left of it."""
+        self._unwanted.discard(digest)
+        self._changes.states[digest] = (Residency.ABSENT, "")
+        self._changes.unloaded.append(digest)
 
 
 def _may_leave(held: Held) -> bool:

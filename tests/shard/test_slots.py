@@ -195,6 +195,19 @@ def test_unloading_waits_for_running_requests_and_says_whose_kv_may_go() -> None
     assert slots.acquire("a") is None and asked == ["a", "a"]
 
 
+def test_one_that_is_unloaded_on_its_way_is_let_go_when_it_arrives() -> None:
+    slots, asked = make()
+    slots.prefetch("a")
+    slots.unload("a")
+    assert slots.take_changes().unloaded == []
+    slots.loaded("a", Weights("a", 10))
+    changes = slots.take_changes()
+    assert (changes.unloaded, changes.states["a"]) == (["a"], (Residency.ABSENT, ""))
+    assert slots.num_resident == 0
+    load(slots, "a")
+    assert slots.is_resident("a") and asked == ["a", "a"]
+
+
 def test_what_is_larger_than_all_slots_fails() -> None:
     slots, _ = make()
     slots.prefetch("a")
