@@ -23,6 +23,9 @@ class Device:
 
     def clear(self, slot: int) -> None: ...
 
+    def is_ready(self, slot: int) -> bool:
+        return True
+
 
 def make() -> tuple[Rig, list[str]]:
     """A rig with one slot, and what is asked of its reader."""
