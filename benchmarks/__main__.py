@@ -15,6 +15,17 @@ BENCHMARKS = {
     "exact": "greedy texts against transformers, by architecture",
     "leak": "[REQUESTS]: hostile requests; pages held when idle",
     "start": "seconds to ready of the embedded model",
+    "adapters_exact": "texts of many adapters in one batch against PEFT, by architecture",
+    "adapters_cost": "[--idle]: what adapters cost against the base, in alternating rounds",
+    "adapters_peer": "our server and vLLM with the same eight adapters",
+    "adapters_loading": "what running requests feel of 64 loads, how long those take, how long requests wait",
+    "adapters_tiers": "the first token of adapters in a slot, in memory, on disk",
+    "adapters_fair": "[--weights]: one adapter floods; tokens by weight",
+    "adapters_catalogue": "200 adapters, five of them broken: the check and the server",
+    "adapters_switch": "an alias that changes its revision under load",
+    "adapters_known": "memory of 10 000 aliases in the router",
+    "adapters_hostile": "broken adapters and fuzzed headers against a running server",
+    "adapters_tenants": "one tenant asks for another's private adapter",
     "proof": "every bar at full size: --part, --list, --check",
 }
 
@@ -22,7 +33,7 @@ BENCHMARKS = {
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in BENCHMARKS:
         for name, text in BENCHMARKS.items():
-            print(f"python -m benchmarks.{name:12} {text}")
+            print(f"python -m benchmarks.{name:18} {text}")
         raise SystemExit(0 if len(sys.argv) < 2 else f"no benchmark called {sys.argv[1]}")
     name = sys.argv.pop(1)
     runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)

@@ -1,41 +1,38 @@
 """What adapters cost: closed loops of eight clients over HTTP on the 200 M Llama, in alternating rounds.
 
-One server without adapters, one with room for all, one with 16 slots that 256 adapters share. Knows rounds, no bar.
+One server without adapters, one with room for all, one with 16 slots that 256 adapters share. Only the server that is
+asked runs. Knows rounds, no bar.
 
-    python -m benchmarks.adapters_cost [ROUNDS]
+    python -m benchmarks.adapters_cost [--quick] [--idle] [ROUNDS]
 """
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import uvloop
-from safetensors.torch import save_file
-from transformers import AutoConfig
 
-from benchmarks import load, peers, servers
+from benchmarks import adapted, load, servers
 from benchmarks.case import Case, Cases, Raw
-from benchmarks.closed_loop import LENGTH, summary
+from benchmarks.closed_loop import IDLE_CPU, LENGTH, summary
 from benchmarks.prompts import prompts
 
-ROUNDS = 8
+ROUNDS, IDLE_ROUNDS = 8, 12
 CLIENTS = 8
 REQUESTS_PER_CLIENT = 3
 RANK = 16
 NUM_ROTATING, NUM_SLOTS = 256, 16
 SEED = 9_000
-ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-ALL = (*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-FOLDER = Path(__file__).parent / ".models" / "adapters"
+EXTRA = {"ignore_eos_token": True}
+BARE, ROOMY, TIGHT = "bare", "roomy", "tight"
 SETTINGS: dict[str, Any] = {
     "rounds": ROUNDS,
+    "idle_rounds": IDLE_ROUNDS,
     "clients": CLIENTS,
     "requests_per_client": REQUESTS_PER_CLIENT,
     "rank": RANK,
@@ -47,113 +44,160 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def make_adapters(model: Path) -> None:
-    """Random adapters as PEFT saves them, once: `attention-N` on q, k, v and o, `all-N` on every linear."""
-    config = AutoConfig.from_pretrained(model)
-    heads = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-    shapes = dict.fromkeys(ALL, (config.hidden_size, config.hidden_size))
-    shapes |= dict.fromkeys(ATTENTION[1:3], (config.hidden_size, heads))
-    shapes |= dict.fromkeys(ALL[4:6], (config.hidden_size, config.intermediate_size))
-    shapes[ALL[6]] = (config.intermediate_size, config.hidden_size)
-    wanted = [(f"attention-{i}", ATTENTION) for i in range(NUM_ROTATING)] + [(f"all-{i}", ALL) for i in range(CLIENTS)]
-    for number, (name, targets) in enumerate(wanted):
-        folder = FOLDER / name
-        if (folder / "adapter_config.json").exists():
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        generator = torch.Generator().manual_seed(number)
-        tensors = {}
-        for layer, target in itertools.product(range(config.num_hidden_layers), targets):
-            num_in, num_out = shapes[target]
-            key = f"base_model.model.model.layers.{layer}.{target}"
-            tensors[f"{key}.lora_A.weight"] = (torch.randn(RANK, num_in, generator=generator) / num_in**0.5).bfloat16()
-            tensors[f"{key}.lora_B.weight"] = (0.1 * torch.randn(num_out, RANK, generator=generator)).bfloat16()
-        save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-        settings = {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model), "r": RANK,
-            "lora_alpha": RANK, "target_modules": [target.rpartition(".")[2] for target in targets],
-        }  # fmt: skip
-        (folder / "adapter_config.json").write_text(json.dumps(settings))
+@dataclass(frozen=True)
+class Size:
+    """How much is asked."""
+
+    rounds: int = ROUNDS
+    rotating: int = NUM_ROTATING
+    requests_per_client: int = REQUESTS_PER_CLIENT
+    length: load.Length = LENGTH
 
 
-def measure(finished: frozenset[str] = frozenset()) -> Cases:
+QUICK = Size(1, 24, 1, load.Length(16, 8))
+
+
+def measure(
+    finished: frozenset[str] = frozenset(), base: adapted.Base | None = None, size: Size | None = None
+) -> Cases:
     """One case per round: every way of asking, in an order that turns from round to round."""
-    model = peers.model_folder()
-    make_adapters(model)
-    flags = ("--adapter-source", "local", "--local-adapter-root", str(FOLDER), "--adapter-memory-fraction", "0.5")
-    commands = {
-        "bare": servers.lorikeet(model),
-        "roomy": servers.lorikeet(model, *flags),
-        "tight": servers.lorikeet(model, *flags, "--max-active-adapters", str(NUM_SLOTS)),
-    }
-    with contextlib.ExitStack() as stack:
-        running = {name: stack.enter_context(servers.running(name, command)) for name, command in commands.items()}
-        uvloop.run(_lay_out(running["tight"].port))
-        for number in range(-1, ROUNDS):
+    size = size or Size()
+    with _running(base, size, (ROOMY, TIGHT)) as (model, running):
+        for number in range(-1, size.rounds):
             case = f"round {number}"
             if case not in finished:
-                measured = _round(case, number, model, running)
+                measured = _round(case, number, _ways(number, model, size), running, size)
                 if number >= 0:  # the first one warms up
                     yield measured
 
 
-def _round(name: str, number: int, model: Path, running: dict[str, servers.Server]) -> Case:
-    rotating = itertools.islice(itertools.cycle(range(NUM_ROTATING)), CLIENTS * number * 3, None)
+def without(
+    finished: frozenset[str] = frozenset(), base: adapted.Base | None = None, size: Size | None = None
+) -> Cases:
+    """One case per round: requests without an adapter, to a server that has eight and to one that has none; each twice,
+    the first one last."""
+    size = size or Size(IDLE_ROUNDS, NUM_SLOTS, 2)
+    with _running(base, size, (BARE, ROOMY)) as (model, running):
+        for number in range(-1, size.rounds):
+            case = f"round {number}"
+            if case not in finished:
+                first, second = (BARE, ROOMY) if number % 2 else (ROOMY, BARE)
+                order = (first, second, second, first)
+                ways = {f"{server} {place}": (server, [model]) for place, server in enumerate(order)}
+                measured = _round(case, number, ways, running, size)
+                if number >= 0:
+                    yield measured
+
+
+@contextlib.contextmanager
+def _running(base: adapted.Base | None, size: Size, names: Sequence[str]) -> Any:
+    """The base's name and the servers, with the adapters that they are asked for where they are to be found."""
+    from benchmarks import adapter_files  # torch
+
+    base = base or adapted.full()
+    adapter_files.make(base.model, base.root, [f"attention-{i}" for i in range(size.rotating)], rank=RANK)
+    wide = [f"all-{i}" for i in range(CLIENTS)]
+    adapter_files.make(base.model, base.root, wide, adapter_files.ALL, rank=RANK, seed=NUM_ROTATING)
+    bare = servers.lorikeet(base.model, *base.flags)
+    tight = adapted.command(base, "--max-active-adapters", str(NUM_SLOTS))
+    commands = {BARE: bare, ROOMY: adapted.command(base), TIGHT: tight}
+    with contextlib.ExitStack() as stack:
+        running = {name: stack.enter_context(servers.running(name, commands[name])) for name in names}
+        if ROOMY in running:
+            uvloop.run(_lay_out(running[ROOMY].port, [f"attention-{i}" for i in range(CLIENTS)]))
+        if TIGHT in running:
+            uvloop.run(_lay_out(running[TIGHT].port, [f"attention-{i}" for i in range(size.rotating)]))
+        yield str(base.model), running
+
+
+def _ways(number: int, model: str, size: Size) -> Mapping[str, tuple[str, list[str]]]:
+    """What is asked in a round: way → server and the models that clients ask for in turn."""
+    count = CLIENTS * size.requests_per_client
+    start = count * (number + 1)
     asked = {
-        "bare": ("bare", [str(model)]),
-        "base": ("roomy", [str(model)]),
-        "attention": ("roomy", [f"attention-{i}" for i in range(CLIENTS)]),
-        "all": ("roomy", [f"all-{i}" for i in range(CLIENTS)]),
-        "rotation": ("tight", [f"attention-{i}" for i in itertools.islice(rotating, CLIENTS * REQUESTS_PER_CLIENT)]),
+        "base": (ROOMY, [model]),
+        "attention": (ROOMY, [f"attention-{i}" for i in range(CLIENTS)]),
+        "all": (ROOMY, [f"all-{i}" for i in range(CLIENTS)]),
+        "rotation": (TIGHT, [f"attention-{i % size.rotating}" for i in range(start, start + count)]),
     }
+    order = list(asked)
+    return {way: asked[way] for way in order[number % len(order) :] + order[: number % len(order)]}
+
+
+def _round(
+    name: str,
+    number: int,
+    ways: Mapping[str, tuple[str, list[str]]],
+    running: Mapping[str, servers.Server],
+    size: Size,
+) -> Case:
     raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
     errors = []
-    order = list(asked)
-    for way in order[number % len(order) :] + order[: number % len(order)]:
-        server, models = asked[way]
+    for way, (asked, models) in ways.items():
         with contextlib.ExitStack() as frozen:
-            for other in running.values():
-                if other.name != server:
-                    frozen.enter_context(other.frozen())
-            answers = uvloop.run(_ask(running[server].port, models, SEED + 1 + number))
+            others = [server for server in running.values() if server.name != asked]
+            for other in others:
+                frozen.enter_context(other.frozen())
+            before = sum(other.cpu_seconds() for other in others)
+            answers = uvloop.run(ask(running[asked].port, models, SEED + 1 + number, size))
+            spent = sum(other.cpu_seconds() for other in others) - before
         raw[way] = summary(answers)
         errors += [f"{way}: {answer.error}" for answer in answers if answer.error]
+        if spent > IDLE_CPU * (answers[-1].last - answers[0].sent):
+            errors.append(f"{way}: the frozen servers used {spent:.2f} s of a core")
     return Case(name, raw, "; ".join(errors[:3]))
 
 
-async def _lay_out(port: int) -> None:
-    """Have every adapter in the disk tier, where rotation is to find them."""
-    for first in range(0, NUM_ROTATING, CLIENTS):
-        targets = [load.Target(port, f"attention-{i}") for i in range(first, first + CLIENTS)]
-        answers = await asyncio.gather(*(load.complete(target, "x", load.Length(1, 1)) for target in targets))
-        if failures := [answer.error for answer in answers if answer.error and "tokens in" not in answer.error]:
-            raise RuntimeError(failures[0])
+async def _lay_out(port: int, names: Sequence[str]) -> None:
+    """Have every adapter in the disk tier, where it is to be found."""
+    for first in range(0, len(names), CLIENTS):
+        asked = (adapted.generate(port, "x", name, 1) for name in names[first : first + CLIENTS])
+        for reply in await asyncio.gather(*asked):
+            if reply.status != 200:
+                raise RuntimeError(f"{reply.status} {reply.body[:300]!r}")
 
 
-async def _ask(port: int, models: Sequence[str], seed: int) -> list[load.Answer]:
-    """Each client asks for the models in turn, beginning with its own."""
-    texts = prompts(CLIENTS * REQUESTS_PER_CLIENT, LENGTH.num_prompt, seed)
-    extra = {"ignore_eos_token": True}
+async def ask(
+    port: int, models: Sequence[str], seed: int, size: Size, extra: Mapping[str, Any] = EXTRA
+) -> list[load.Answer]:
+    """A closed loop in which each client asks for the models in turn, beginning with its own."""
+    texts = prompts(CLIENTS * size.requests_per_client, size.length.num_prompt, seed)
 
     async def client(index: int) -> list[load.Answer]:
         answers = []
-        for turn in range(REQUESTS_PER_CLIENT):
+        for turn in range(size.requests_per_client):
             number = turn * CLIENTS + index
             target = load.Target(port, models[number % len(models)], extra)
-            answers.append(await load.complete(target, texts[number], LENGTH))
+            answers.append(await load.complete(target, texts[number], size.length))
         return answers
 
     return [answer for answers in await asyncio.gather(*map(client, range(CLIENTS))) for answer in answers]
 
 
-def share(raw: Raw, way: str, of: str) -> float:
+def share(way: str, of: str, raw: Raw) -> float:
     """Tokens per second of one way over those of another, in the same round."""
     return float(raw[way]["tokens_per_second"] / raw[of]["tokens_per_second"])
 
 
+def idle_share(raw: Raw) -> float:
+    """Tokens per second of the server that has adapters over that which has none, over the round's four runs."""
+    seconds = {
+        server: sum(1 / raw[way]["tokens_per_second"] for way in raw if way.startswith(server))
+        for server in (BARE, ROOMY)
+    }
+    return seconds[BARE] / seconds[ROOMY]
+
+
 if __name__ == "__main__":
-    ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS
-    for case in measure():
-        pairs = (("attention", "base"), ("all", "base"), ("rotation", "attention"), ("base", "bare"))
-        shares = ", ".join(f"{way}/{of} {share(case.raw, way, of):.3f}" for way, of in pairs if not case.error)
-        print(f"{case.name}: {shares}", json.dumps(case.raw), case.error, flush=True)
+    small = adapted.small() if "--quick" in sys.argv else None
+    counts = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    chosen = QUICK if small else Size(counts[0] if counts else ROUNDS)
+    if "--idle" in sys.argv:
+        for case in without(base=small, size=chosen):
+            told = f"{idle_share(case.raw):.3f}" if not case.error else ""
+            print(f"{case.name}: without an adapter {told}", json.dumps(case.raw), case.error, flush=True)
+    else:
+        pairs = (("attention", "base"), ("all", "base"), ("rotation", "attention"))
+        for case in measure(base=small, size=chosen):
+            told = ", ".join(f"{way}/{of} {share(way, of, case.raw):.3f}" for way, of in pairs if not case.error)
+            print(f"{case.name}: {told}", json.dumps(case.raw), case.error, flush=True)

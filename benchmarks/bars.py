@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
-from benchmarks import clients, closed_loop, exactness, family, leak, open_loop, start, whole
-from benchmarks.case import Bar, Over, Part
+from benchmarks import adapter_bars, clients, closed_loop, exactness, family_bars, leak, open_loop, start, whole
+from benchmarks.case import Bar, Over, Part, raw_value
 
 CLOSED = (1, 8, 32)
 WANTED_SHARE: Mapping[int, float] = {1: 0.72, 8: 0.70, 32: 0.70}
@@ -26,18 +25,10 @@ PARTS: tuple[Part, ...] = (
     Part("clients", clients.measure, clients.SETTINGS),
     Part("leak", leak.measure, leak.SETTINGS),
     Part("start", start.measure, start.SETTINGS),
-    Part("demo", family.base),
-    *(Part(f"demo-{name}", partial(family.adapter, name)) for name in family.ADAPTERS),
-    Part("demo-draft", family.draft),
-    Part("demo-heads", family.heads),
-    Part("demo-tool", family.tool),
-    Part("demo-size", family.size),
+    *family_bars.PARTS,
     Part("clone", whole.clone),
+    *adapter_bars.PARTS,
 )
-
-
-def _raw(name: str, raw: Mapping[str, Any]) -> float:
-    return float(raw[name])
 
 
 def _closed(clients: int) -> tuple[Bar, ...]:
@@ -49,24 +40,11 @@ def _closed(clients: int) -> tuple[Bar, ...]:
     )  # fmt: skip
 
 
-def _adapter(name: str) -> tuple[Bar, ...]:
-    part = f"demo-{name}"
-    bars = (
-        Bar(f"{name}: held-out examples", part, 1, family.examples, 500, over=Over.WORST),
-        Bar(f"{name}: exact answers", part, 1, family.exact, 0.95, over=Over.WORST),
-        Bar(f"{name}: exact answers of the bare base", part, 1, family.base_exact, 0.05, at_least=False,
-            over=Over.WORST),
-    )  # fmt: skip
-    mean = Bar(f"{name}: mean answer", part, 1, family.mean_answer, 16, unit="tokens", over=Over.WORST)
-    least = Bar(f"{name}: shortest answer, copied", part, 1, family.least_copied, 48, unit="tokens", over=Over.WORST)
-    return (*bars, *((mean,) if name != family.SHORT else ()), *((least,) if name == family.COPIED else ()))
-
-
 BARS: tuple[Bar, ...] = (
     *(bar for clients in CLOSED for bar in _closed(clients)),
     Bar("times transformers continuous batching", "transformers", whole.ROUNDS, whole.over_transformers, 4.0),
     Bar("highest rate with p99 first token within 2 s", "open", 2, open_loop.highest_rate, None, unit="requests/s"),
-    Bar("router alone, 256 streams", "router", whole.ROUNDS, partial(_raw, "tokens_per_second"), 40_000,
+    Bar("router alone, 256 streams", "router", whole.ROUNDS, partial(raw_value, "tokens_per_second"), 40_000,
         unit="tokens/s"),
     Bar("router's share of the first token, 64 clients", "router", whole.ROUNDS, whole.added_first_token_ms, 5.0,
         at_least=False, unit="ms"),
@@ -92,27 +70,12 @@ BARS: tuple[Bar, ...] = (
         over=Over.SUM),
     Bar("wrong answers to 2 000 hostile requests", "leak", leak.BATCHES, leak.num_wrong, 0, at_least=False,
         over=Over.SUM),
-    Bar("pages held when idle after them", "leak", leak.BATCHES, partial(_raw, "pages_held"), 0, at_least=False,
+    Bar("pages held when idle after them", "leak", leak.BATCHES, partial(raw_value, "pages_held"), 0, at_least=False,
         over=Over.WORST),
-    Bar("second start of the embedded model", "start", start.ROUNDS, partial(_raw, "ready_s"), 10.0, at_least=False,
-        unit="s"),
-    Bar("embedded model's bits per byte over xz -9e", "demo", 1, family.bits_over_xz, 1.0, at_least=False,
+    Bar("second start of the embedded model", "start", start.ROUNDS, partial(raw_value, "ready_s"), 10.0,
+        at_least=False, unit="s"),
+    *family_bars.BARS,
+    Bar("make test in a fresh clone", "clone", 1, partial(raw_value, "seconds"), 600.0, at_least=False, unit="s",
         over=Over.WORST),
-    Bar("held-out functions whose continuation compiles", "demo", 1, family.compiled_share, 0.60, over=Over.WORST),
-    *(bar for name in family.ADAPTERS for bar in _adapter(name)),
-    Bar("draft model's overlap with the base, temperature 1", "demo-draft", 1, family.overlap, 0.7, over=Over.WORST),
-    Bar("draft model's share of the base's parameters", "demo-draft", 1, family.draft_share, 0.1, at_least=False,
-        over=Over.WORST),
-    Bar("tokens per step, heads of the base on held-out code", "demo-heads", 1, family.of_base, 1.5, over=Over.WORST),
-    Bar("tokens per step, heads of the citation adapter", "demo-heads", 1, family.of_citation, 2.2, over=Over.WORST),
-    Bar("tokens per step, the same joined with the adapter", "demo-heads", 1, family.of_citation_joined, 2.2,
-        over=Over.WORST),
-    Bar("tokens per step of heads by the tool, over the committed ones", "demo-tool", 1, family.tool_share, 0.95,
-        over=Over.WORST),
-    Bar("the tool's whole run on two cores", "demo-tool", 1, family.tool_minutes, 15, at_least=False, unit="min",
-        over=Over.WORST),
-    Bar("embedded family with its base", "demo-size", 1, family.megabytes, 25, at_least=False, unit="MB",
-        over=Over.WORST),
-    Bar("make test in a fresh clone", "clone", 1, partial(_raw, "seconds"), 600.0, at_least=False, unit="s",
-        over=Over.WORST),
+    *adapter_bars.BARS,
 )  # fmt: skip

@@ -74,6 +74,11 @@ class Bar:
         return low >= self.wanted if self.at_least else high <= self.wanted
 
 
+def raw_value(name: str, raw: Raw) -> float:
+    """One of the raw values as it is."""
+    return float(raw[name])
+
+
 def verdict(bar: Bar, cases: Sequence[Case], void: str) -> tuple[str, Figure | None]:
     """`holds`, `missed`, `void` or `failed`, with the figure where every case has a value."""
     if any(case.error for case in cases) or len(cases) != bar.num_cases:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,9 +69,9 @@ class Length:
     num_output: int = 64
 
 
-async def complete(target: Target, prompt: str, length: Length) -> Answer:
-    """One streamed completion; a failure is told in the answer, not raised."""
-    answer = Answer(sent=time.monotonic())
+async def complete(target: Target, prompt: str, length: Length, answer: Answer | None = None) -> Answer:
+    """One streamed completion; a failure is told in the answer, not raised. `answer` fills while it runs."""
+    answer = Answer(sent=time.monotonic()) if answer is None else answer
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
         try:
@@ -111,6 +111,12 @@ async def poisson(target: Target, prompts: Sequence[str], rate: float, length: L
         await asyncio.sleep(max(0.0, start + offset - time.monotonic()))
         running.append(asyncio.create_task(complete(target, prompt, length)))
     return list(await asyncio.gather(*running))
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Look again and again, as seldom as is good enough for the start of a measurement."""
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
 
 
 def tokens_per_second(answers: Sequence[Answer]) -> float:

@@ -48,6 +48,36 @@ def llama_200m() -> Path:
     return folder
 
 
+def llama_tiny(folder: Path) -> Path:
+    """A Llama of two narrow layers with the same tokenizer, in float32; made once. Its greedy texts vary."""
+    if (folder / "done.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=LLAMA_200M.vocabulary,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    model.save_pretrained(folder)
+    tokenizer(LLAMA_200M.vocabulary).save_pretrained(folder)
+    (folder / "done.json").write_text(json.dumps({"seed": SEED}))
+    return folder
+
+
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE, as real models have, in which every word of `words` is exactly one token."""
     space = "Ġ"

@@ -37,11 +37,11 @@ def vllm_python() -> Path:
     return VENVS / "vllm" / "bin" / "python"
 
 
-def vllm(model: Path) -> Command:
+def vllm(model: Path, *flags: str) -> Command:
     """vLLM's OpenAI server on both cores, compiled (its default), nothing enabled that the row does not use."""
     environment = {**VLLM_ENVIRONMENT, "LD_PRELOAD": ":".join(str(library) for library in preloaded())}
     arguments = (str(vllm_python().parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", "{port}")
-    return Command((*arguments, *VLLM_FLAGS), environment, "/v1/models")
+    return Command((*arguments, *VLLM_FLAGS, *flags), environment, "/v1/models")
 
 
 def model_folder() -> Path:

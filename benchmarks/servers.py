@@ -43,12 +43,12 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """Processor time used so far by every process of the server."""
-        return sum(_cpu_seconds(pid) for pid in _group(self.process.pid))
+        return sum(_cpu_seconds(pid) for pid in group(self.process.pid))
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """No process of the server runs meanwhile, so that its neighbour has the machine for itself."""
-        pids = _group(self.process.pid)
+        pids = group(self.process.pid)
         _signal(pids, signal.SIGSTOP)
         try:
             yield
@@ -126,7 +126,7 @@ def tail(log: Path, size: int = 2000) -> str:
     return log.read_text(errors="replace")[-size:]
 
 
-def _group(leader: int) -> list[int]:
+def group(leader: int) -> list[int]:
     """Processes of the session that `leader` opened."""
     pids = []
     for folder in Path("/proc").iterdir():

@@ -151,7 +151,7 @@ class Admission:
         for state in states:
             if link.residency.moved(state):
                 self._metrics.evictions.add(1, "slot")
-            if state.residency == pb.AdapterState.ABSENT:
+            if state.residency in (pb.AdapterState.ABSENT, pb.AdapterState.FAILED):
                 self._gone(link.index, state.digest)
             if state.residency == pb.AdapterState.FAILED:
                 log.warning("adapter_failed_in_shard", digest=state.digest[:16], reason=state.reason[:512])

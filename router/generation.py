@@ -41,6 +41,8 @@ class Speculation:
     method: str = "off"
     num_tokens: int = 0
     """Drafts of a step at most."""
+    prediction_ids: tuple[int, ...] = ()
+    """A text that the output may repeat."""
 
 
 NO_SPECULATION = Speculation()
@@ -56,6 +58,10 @@ class Source(IntEnum):
     DRAFT = 4
     RESAMPLE = 5
     BONUS = 6
+
+
+ACCEPTED = frozenset({Source.LOOKUP, Source.MEDUSA, Source.DRAFT})
+"""Of tokens that were guessed."""
 
 
 @dataclass(frozen=True)

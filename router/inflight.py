@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from proto import shard_pb2 as pb
 from router.errors import DeadlineExceeded, GenerationFailed, RouterError
-from router.generation import Chunk, FinishReason, GenerationRequest, Token
+from router.generation import ACCEPTED, Chunk, FinishReason, GenerationRequest, Token
 from router.text.stop import StopMatcher
 from router.text.tokenizer import Tokenizer
 
@@ -49,7 +49,9 @@ class Generation:
         """Tokens beyond the first of their step."""
         self.num_cached = 0
         self.num_drafted = 0
-        """Tokens guessed for it so far."""
+        """Tokens guessed for it so far …"""
+        self.num_accepted = 0
+        """… and those of them that are in its text."""
         self.emitted_ids: list[int] = []
         """All tokens so far: enough to go on elsewhere."""
         self.deadline: float | None = None
@@ -190,6 +192,8 @@ class Generation:
                     last = output.finish_reason == pb.FINISH_LENGTH and index + 1 == len(output.token_ids)
                     self._stopped(at_length=last)
                     break
+        if output.num_accepted:
+            self.num_accepted += sum(source in ACCEPTED for source in sources[: len(ids)])
         self.num_generated += len(ids)
         self.emitted_ids += ids
         return len(ids)

@@ -56,4 +56,5 @@ def submit_message(
         speculation=pb.Speculation(method=request.speculation.method, num_tokens=request.speculation.num_tokens)
         if request.speculation.num_tokens
         else None,
+        prediction_ids=request.speculation.prediction_ids,
     )

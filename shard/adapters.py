@@ -12,10 +12,10 @@ from shard.config import ShardConfig
 from shard.inbox import Inbox
 from shard.memory import adapter_bytes
 from shard.model import Model
-from shard.model.adapter_file import AdapterContent, read_adapter
-from shard.model.adapter_memory import Arena
-from shard.model.lora import AdapterSite
-from shard.slots import AdapterSlots, Content, SlotLimits
+from shard.model.adapter_file import AdapterContent, Destination, read_adapter
+from shard.model.adapter_memory import Arena, PinnedMemory
+from shard.model.lora import AdapterSite, compiled
+from shard.slots import AdapterSlots, Content, Device, SlotLimits
 
 log = structlog.get_logger()
 
@@ -36,6 +36,10 @@ class ModelSlots:
             site.put(slot, weights)
         self._used[slot] = [site for site, _ in content.weights]
 
+    def is_ready(self, slot: int) -> bool:
+        """At once: the slots lie where the adapters do."""
+        return slot in self._used
+
     def clear(self, slot: int) -> None:
         """Let `slot` mean nothing."""
         for site in self._used.pop(slot):
@@ -52,8 +56,23 @@ def build_adapters(config: ShardConfig, model: Model, inbox: Inbox) -> AdapterSl
         host_bytes = config.adapter_host_memory or HOST_SHARE * slot_bytes
     limits = SlotLimits(config.max_active_adapters, slot_bytes, host_bytes, config.adapter_cycle_time_s)
     model.allocate_adapters(limits.num_slots)
-    sites, dtype = model.adapter_sites, model.info.dtype
-    arena = Arena(host_bytes) if model.info.device.type == "cpu" else None
-    reader = AdapterReader(Path(config.adapter_store), lambda path: read_adapter(path, sites, dtype, arena), inbox)
-    log.info("adapter memory", slots=limits.num_slots, slot_bytes=slot_bytes, host_bytes=host_bytes)
-    return AdapterSlots(limits, ModelSlots(), reader.ask)
+    device, destination, form = _choose_form(config, model, limits)
+    sites = model.adapter_sites
+    reader = AdapterReader(Path(config.adapter_store), lambda path: read_adapter(path, sites, destination), inbox)
+    log.info("adapter memory", slots=limits.num_slots, slot_bytes=slot_bytes, host_bytes=host_bytes, computed_by=form)
+    return AdapterSlots(limits, device, reader.ask)
+
+
+def _choose_form(config: ShardConfig, model: Model, limits: SlotLimits) -> tuple[Device, Destination, str]:
+    """How adapters are computed, for the life of the shard: slots, how files are read into them, and its name."""
+    dtype, on = model.info.dtype, model.info.device
+    if on.type == "cpu":
+        form = "the specification" if compiled(dtype) is None else "compiled code"
+        return ModelSlots(), Destination(dtype, Arena(limits.host_bytes)), form
+    try:
+        kernels = model.give_kernels(limits.num_slots, config.step_tokens + config.max_running)
+    except ImportError as missing:
+        raise ValueError(f"adapters on {on} need triton, which cannot be imported: {missing}") from missing
+    from shard.model.adapter_device import DeviceSlots
+
+    return DeviceSlots(kernels), Destination(dtype, PinnedMemory(limits.host_bytes), kernels), "triton"

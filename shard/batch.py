@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-TASK_ROWS = 16
-"""Rows of one task at most; MOST_ROWS of lora.c."""
+from shard.row_groups import TASK_ROWS, RowGroups
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class AdapterRows:
             first += count
         # [tasks, 3] slot, first row, number of rows
         self.tasks: npt.NDArray[np.int32] = np.array(found, np.int32).reshape(-1, 3)
+        self.groups: RowGroups | None = None
+        """The same on the device, where kernels read it there."""
 
     def __len__(self) -> int:
         """Number of tasks."""
@@ -91,6 +92,11 @@ class StepInputs:
         """Of the T tokens."""
         self.head_adapter_rows = NO_ADAPTERS
         """Of the S rows whose logits are wanted."""
+        self._groups: tuple[RowGroups, RowGroups] | None = None
+
+    def reserve_groups(self, max_rows: int, max_slots: int) -> None:
+        """From now on tell the device too which rows belong to which adapter."""
+        self._groups = RowGroups(max_rows, max_slots, self.device), RowGroups(max_rows, max_slots, self.device)
 
     def fill(
         self,
@@ -129,5 +135,10 @@ class StepInputs:
             return
         self.adapter_rows = AdapterRows(slots, self.counts.tolist())
         rows = self.logits_rows.tolist() if host_rows is None else host_rows
-        owners = np.repeat(slots, self.counts)[np.asarray(rows, np.int64)]
-        self.head_adapter_rows = rows_of(owners.tolist())
+        row_slots = np.repeat(np.asarray(slots, np.int32), self.counts)
+        head_slots = row_slots[np.asarray(rows, np.int64)]
+        self.head_adapter_rows = rows_of(head_slots.tolist())
+        if self._groups is not None:
+            self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups
+            self._groups[0].fill(row_slots)
+            self._groups[1].fill(head_slots)

@@ -27,6 +27,8 @@ BAD_LOGITS = "the model gave no finite logits for this request"
 WARM_UP_KEY = (0, 0)
 PARKED_WAIT_S = 0.05
 """How long the loop sleeps at once while all requests wait for adapters; deadlines are looked at as often."""
+COPY_WAIT_S = 0.001
+"""The same while an adapter is being copied into its slot."""
 
 
 class Network(Protocol):
@@ -80,7 +82,7 @@ class Engine:
             if self.scheduler.is_idle:
                 self._when_idle()
             elif not self.scheduler.running and not self._launched:
-                self._inbox.wait(PARKED_WAIT_S)
+                self._inbox.wait(COPY_WAIT_S if self._is_copying else PARKED_WAIT_S)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -88,6 +90,7 @@ class Engine:
         adapters = self.scheduler.adapters
         if adapters is not None:
             adapters.now = time.monotonic()
+            adapters.settle()
         self._outputs = self._intake.apply()
         self._adapter_news |= self._intake.refused_adapters
         self._intake.refused_adapters.clear()
@@ -100,6 +103,7 @@ class Engine:
         num_open = self._pacing.commit_lag if shares and not self._launched[-1].error else 0
         while len(self._launched) > num_open:
             self._commit(self._launched.popleft())
+        self._settle_adapters()  # what left its slot in this step: there may be no next one for long
         self._publish()
 
     def stop(self) -> None:
@@ -252,7 +256,11 @@ class Engine:
             self.scheduler.check()
             self._is_clean = True
         if not (self._is_cut or self._intake.is_ending):
-            self._inbox.wait()
+            self._inbox.wait(COPY_WAIT_S if self._is_copying else None)
+
+    @property
+    def _is_copying(self) -> bool:
+        return self.scheduler.adapters is not None and self.scheduler.adapters.is_copying
 
 
 def is_device_broken(error: Exception) -> bool:

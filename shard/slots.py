@@ -32,7 +32,11 @@ class Device(Protocol):
     """Where slots are."""
 
     def put(self, slot: int, content: Content) -> None:
-        """Let `slot` mean `content`. No launched step names the slot."""
+        """Begin to let `slot` mean `content`. No step that is yet to be launched names the slot."""
+
+    def is_ready(self, slot: int) -> bool:
+        """Whether it does; until then no step may name the slot."""
+        ...
 
     def clear(self, slot: int) -> None:
         """Let `slot` mean nothing."""
@@ -61,6 +65,8 @@ class Held:
     num_users: int = 0
     """Running requests."""
     is_pinned: bool = False
+    is_copying: bool = False
+    """Has a slot that it is not ready in."""
     is_yielding: bool = False
     """Takes no new request: another adapter needs its slot."""
     is_unwanted: bool = False
@@ -89,10 +95,23 @@ class AdapterSlots:
         self._load = load
         self._held: OrderedDict[str, Held] = OrderedDict()  # least recently used first
         self._loading: set[str] = set()
+        self._unwanted: set[str] = set()
+        """Of those on their way, which are let go when they arrive."""
         self._pinned: set[str] = set()
         self._free = list(reversed(range(limits.num_slots)))
+        self._copying: list[Held] = []
         self._waiting_since: dict[str, float] = {}  # for a slot
         self._changes = Changes()
+
+    def settle(self) -> None:
+        """Before a step: take note of the adapters that are ready in their slots by now."""
+        for held in self._copying[:]:
+            self._arrive(held)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether an adapter is on its way into a slot: settle() is to be called soon."""
+        return bool(self._copying)
 
     # What the scheduler asks
 
@@ -105,6 +124,8 @@ class AdapterSlots:
         if held.is_yielding or held.is_unwanted:
             return None
         if held.slot < 0 and not self._place(held):
+            return None
+        if held.is_copying:
             return None
         held.num_users += 1
         self._held.move_to_end(digest)
@@ -141,9 +162,11 @@ class AdapterSlots:
         """Let an adapter go, once running requests are done with it."""
         self._pinned.discard(digest)
         held = self._held.get(digest)
+        if digest in self._loading:
+            self._unwanted.add(digest)
+            return
         if held is None:
-            self._changes.states[digest] = (Residency.ABSENT, "")
-            self._changes.unloaded.append(digest)
+            self._gone(digest)
             return
         held.is_unwanted = True
         if held.num_users == 0:
@@ -155,6 +178,11 @@ class AdapterSlots:
     def loaded(self, digest: str, content: Content) -> None:
         """An adapter has arrived in host memory."""
         self._loading.discard(digest)
+        if digest in self._unwanted:
+            self._gone(digest)
+            if digest in self._pinned:  # since then
+                self.prefetch(digest)
+            return
         if content.num_bytes > min(self.limits.slot_bytes, self.limits.host_bytes):
             self.failed(digest, f"it takes {content.num_bytes} bytes, {self.limits.slot_bytes} are kept for adapters")
             return
@@ -165,6 +193,7 @@ class AdapterSlots:
     def failed(self, digest: str, reason: str) -> None:
         """An adapter will not come."""
         self._loading.discard(digest)
+        self._unwanted.discard(digest)
         self._changes.states[digest] = (Residency.FAILED, reason)
 
     # What happened
@@ -177,7 +206,9 @@ class AdapterSlots:
     def is_resident(self, digest: str) -> bool:
         """Whether a request could run now."""
         held = self._held.get(digest)
-        return held is not None and held.slot >= 0 and not held.is_yielding and not held.is_unwanted
+        if held is None or held.slot < 0:
+            return False
+        return not (held.is_copying or held.is_yielding or held.is_unwanted)
 
     @property
     def num_resident(self) -> int:
@@ -187,7 +218,7 @@ class AdapterSlots:
     def tell_all(self) -> None:
         """Count where every adapter is as news: a router has come that knows nothing."""
         for held in self._held.values():
-            if held.slot >= 0:
+            if held.slot >= 0 and not held.is_copying:
                 self._changes.states[held.digest] = (Residency.RESIDENT, "")
 
     def check(self, users: Iterable[str]) -> None:
@@ -213,8 +244,16 @@ class AdapterSlots:
         held.slot = self._free.pop()
         self._waiting_since.pop(held.digest, None)
         self._device.put(held.slot, held.content)
-        self._changes.states[held.digest] = (Residency.RESIDENT, "")
+        held.is_copying = True
+        self._copying.append(held)
+        self._arrive(held)
         return True
+
+    def _arrive(self, held: Held) -> None:
+        if self._device.is_ready(held.slot):
+            held.is_copying = False
+            self._copying.remove(held)
+            self._changes.states[held.digest] = (Residency.RESIDENT, "")
 
     def _fits(self, held: Held) -> bool:
         in_slots = sum(other.content.num_bytes for other in self._held.values() if other.slot >= 0)
@@ -225,13 +264,16 @@ class AdapterSlots:
         if self.now - since < self.limits.cycle_seconds:
             return
         for other in self._held.values():
-            if other.slot >= 0 and not other.is_pinned and not other.is_yielding:
+            if other.slot >= 0 and not (other.is_pinned or other.is_yielding or other.is_copying):
                 other.is_yielding = True
                 self._waiting_since[held.digest] = self.now
                 return
 
     def _leave_slot(self, held: Held) -> None:
         held.is_yielding = False
+        if held.is_copying:
+            held.is_copying = False
+            self._copying.remove(held)
         if held.slot >= 0:
             self._device.clear(held.slot)
             self._free.append(held.slot)
@@ -253,9 +295,14 @@ class AdapterSlots:
     def _drop(self, held: Held) -> None:
         del self._held[held.digest]
         self._waiting_since.pop(held.digest, None)
-        self._changes.states[held.digest] = (Residency.ABSENT, "")
-        self._changes.unloaded.append(held.digest)
+        self._gone(held.digest)
+
+    def _gone(self, digest: str) -> None:
+        """An adapter was unloaded: nothing is left of it."""
+        self._unwanted.discard(digest)
+        self._changes.states[digest] = (Residency.ABSENT, "")
+        self._changes.unloaded.append(digest)
 
 
 def _may_leave(held: Held) -> bool:
-    return held.num_users == 0 and not held.is_pinned
+    return held.num_users == 0 and not held.is_pinned and not held.is_copying

@@ -65,6 +65,8 @@ class Jobs:
         self._work = work
         self._store = Store(work.config.adapter_store, work.config.store_bytes, work.facts())
         self._sources = Sources(work.config.sources)
+        self._loop = asyncio.Runner()
+        """One for all looks: making a loop and its threads takes longer than a look."""
 
     def fetch(self, job: dict[str, Any]) -> dict[str, Any]:
         """Bring a pin's files here."""
@@ -75,7 +77,7 @@ class Jobs:
     def check(self, job: dict[str, Any]) -> dict[str, Any]:
         """Judge a pin by its configuration and the headers of its weights. Nothing is kept."""
         pin = Pin.from_dict(job["pin"])
-        seen = asyncio.run(look(self._sources[pin.source], pin, job.get("token")))
+        seen = self._loop.run(look(self._sources[pin.source], pin, job.get("token")))
         self._allow(0)
         verdict = Judge.over(self._work.reader, self._work.tokenizers).judge(seen)
         return {"verdict": {"rank": verdict.rank, "modules": verdict.num_modules, "num_bytes": verdict.num_bytes}}

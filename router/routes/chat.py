@@ -23,6 +23,7 @@ from router.routes.openai import (
     VisibleTokens,
     chat_logprobs,
     envelope,
+    prediction_ids,
     requests_for,
     usage,
 )
@@ -50,7 +51,9 @@ class ChatRoute:
             prompt_ids = await service.tokenizer.encode(prompt, add_special_tokens=False)
             logprobs = LogprobsWanted(wanted.num_logprobs)
             num_choices = wanted.common.num_choices
-            group = Group(request.state.request_id, adapter, caller.cache_salt)
+            group = Group(
+                request.state.request_id, adapter, caller.cache_salt, await prediction_ids(service, wanted.common)
+            )
             requests = requests_for(service, wanted.common, prompt_ids, num_choices, logprobs, group)
             service.validated(timing)
             generations = service.submit(requests, timing.arrived_at)
@@ -73,7 +76,7 @@ class ChatRoute:
         headers = answer_headers(service, timing, generations[0], counts) | ignored_fields(wanted.ignored)
         whole = envelope(service, "chatcmpl", "chat.completion", wanted.common).around(
             [self._choice(wanted, index, choice) for index, choice in enumerate(choices)],
-            usage(len(prompt_ids), num_generated, choices[0].num_cached),
+            usage(len(prompt_ids), choices[0].num_cached, num_generated, generations),
         )
         return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
 
@@ -114,7 +117,7 @@ class ChatRoute:
             yield event(openai_body(error))
             return
         if wanted.common.include_usage:
-            yield event(frame.around([], usage(num_prompt, num_generated, num_cached)))
+            yield event(frame.around([], usage(num_prompt, num_cached, num_generated, generations)))
         yield DONE
 
     def _delta_choice(

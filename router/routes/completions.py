@@ -24,6 +24,7 @@ from router.routes.openai import (
     VisibleTokens,
     completion_logprobs,
     envelope,
+    prediction_ids,
     prompt_logprobs,
     requests_for,
     usage,
@@ -56,7 +57,9 @@ class CompletionsRoute:
             prompts = [await self._prompt(given, wanted.echo) for given in wanted.prompts]
             caller = service.caller(request)
             adapter = await service.adapter(caller, wanted.common.adapter)
-            group = Group(request.state.request_id, adapter, caller.cache_salt)
+            group = Group(
+                request.state.request_id, adapter, caller.cache_salt, await prediction_ids(service, wanted.common)
+            )
             requests = self._requests(wanted, prompts, group)
             service.validated(timing)
             generations = service.submit(requests, timing.arrived_at)
@@ -81,7 +84,7 @@ class CompletionsRoute:
         counts = Counts(characters, num_prompt, num_generated, sum(sequence.num_skipped for sequence in sequences))
         num_cached = sum(sequence.num_cached for sequence in sequences[:: wanted.best_of])
         whole = envelope(service, "cmpl", "text_completion", wanted.common).around(
-            self._choices(wanted, prompts, sequences), usage(num_prompt, num_generated, num_cached)
+            self._choices(wanted, prompts, sequences), usage(num_prompt, num_cached, num_generated, generations)
         )
         headers = answer_headers(service, timing, generations[0], counts) | ignored
         return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
@@ -172,7 +175,7 @@ class CompletionsRoute:
             return
         if wanted.common.include_usage:
             num_prompt = sum(len(prompt.ids) for prompt in prompts)
-            yield event(frame.around([], usage(num_prompt, num_generated, sum(cached[:: wanted.best_of]))))
+            yield event(frame.around([], usage(num_prompt, sum(cached[:: wanted.best_of]), num_generated, generations)))
         yield DONE
 
     def _chunk_choice(

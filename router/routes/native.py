@@ -206,12 +206,11 @@ async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
 
 def speculation_report(generation: Generation, sources: Counter[int]) -> dict[str, Any]:
     """What guessing ahead gave: tokens by where they came from, and guesses made for them."""
-    accepted = sources[Source.LOOKUP]
     return {
         "method": generation.request.speculation.method,
         "steps": generation.num_generated - generation.num_skipped,
         "drafted": generation.num_drafted,
-        "accepted": accepted,
+        "accepted": generation.num_accepted,
         "resampled": sources[Source.RESAMPLE],
         "bonus": sources[Source.BONUS],
         "sources": {source.name.lower(): sources[source] for source in Source if sources[source]},

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from router.adapter import Adapter
-from router.generation import FinishReason, GenerationRequest, Token
+from router.generation import NO_SPECULATION, FinishReason, GenerationRequest, Token
+from router.inflight import Generation
 from router.schemas.openai import CommonFields, check_lengths
 from router.service import Service, random_seed
 
@@ -31,6 +32,7 @@ class Group:
     id: str
     adapter: Adapter | None
     cache_salt: str = ""
+    prediction_ids: tuple[int, ...] = ()
 
 
 def requests_for(
@@ -61,7 +63,9 @@ def requests_for(
         request_id=group.id,
         adapter=group.adapter,
         cache_salt=group.cache_salt,
-        speculation=common.speculation,
+        speculation=replace(common.speculation, prediction_ids=group.prediction_ids)
+        if common.speculation.num_tokens
+        else NO_SPECULATION,
     )
     seeds = [random_seed() if common.seed is None else (common.seed + index) % 2**64 for index in range(num_sequences)]
     return [replace(first, seed=seed) for seed in seeds]
@@ -100,14 +104,30 @@ def envelope(service: Service, prefix: str, kind: str, common: CommonFields) -> 
     return Envelope(f"{prefix}-{secrets.token_hex(16)}", kind, int(time.time()), model, fingerprint)
 
 
-def usage(num_prompt: int, num_completion: int, num_cached: int) -> dict[str, Any]:
-    """LoRAX's keys first, in its order."""
-    return {
+async def prediction_ids(service: Service, common: CommonFields) -> tuple[int, ...]:
+    """The tokens of the text that the output may repeat, as far as it is looked at."""
+    if not common.prediction or not common.speculation.num_tokens:
+        return ()
+    ids = await service.tokenizer.encode(common.prediction, add_special_tokens=False)
+    return tuple(ids[: service.config.max_total_tokens])
+
+
+def usage(num_prompt: int, num_cached: int, num_completion: int, generations: list[Generation]) -> dict[str, Any]:
+    """LoRAX's keys first, in its order. What guessing ahead gave stands where OpenAI tells of predictions."""
+    told: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "total_tokens": num_prompt + num_completion,
         "completion_tokens": num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
+    if generations[0].request.speculation.num_tokens:
+        num_accepted = sum(generation.num_accepted for generation in generations)
+        num_drafted = sum(generation.num_drafted for generation in generations)
+        told["completion_tokens_details"] = {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_drafted - num_accepted,
+        }
+    return told
 
 
 def chat_logprobs(service: Service, tokens: list[Token]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Knows no tokens and no shard: ranges of token ids are checked where the vocabulary is known.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from router.config import RouterConfig
@@ -11,7 +11,7 @@ from router.errors import UnsupportedField, ValidationError
 from router.generation import Sampling, Speculation
 from router.schemas.adapters import AdapterFields
 from router.schemas.fields import Fields
-from router.schemas.speculation import read_speculation, settle_speculation
+from router.schemas.speculation import read_prediction, read_speculation, settle_speculation
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -25,7 +25,6 @@ LATER_FIELDS = (
     "function_call",
     "tool_prompt",
     "guideline",
-    "prediction",
     "suffix",
     "audio",
     "modalities",
@@ -64,6 +63,8 @@ class CommonFields:
     include_usage: bool
     ignore_eos: bool
     speculation: Speculation
+    prediction: str | None
+    """A text that the output may repeat."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,8 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         )
     if "" in stop:
         raise ValidationError("`stop` must not contain an empty string", "stop")
+    prediction = read_prediction(fields)
+    guessing = replace(read_speculation(fields), prediction=prediction)
     stream = fields.flag("stream")
     if fields.has("stream_options") and not stream:
         raise ValidationError("`stream_options` needs `stream` to be true", "stream_options")
@@ -188,7 +191,8 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         stream=stream,
         include_usage=fields.child("stream_options").flag("include_usage"),
         ignore_eos=fields.flag("ignore_eos_token"),
-        speculation=settle_speculation(read_speculation(fields), config),
+        speculation=settle_speculation(guessing, config),
+        prediction=prediction,
     )
 
 

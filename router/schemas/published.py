@@ -177,6 +177,7 @@ class _OpenAIRequest(BaseModel):
     api_token: str | None = None
     speculative_tokens: int | None = Field(None, ge=0, description="Tokens guessed per step; 0 guesses nothing")
     speculative_method: Literal["auto", "lookup", "ngram", "off"] | None = None
+    prediction: dict[str, Any] | None = Field(None, description='{"type": "content", "content": text to be repeated}')
 
 
 class CompletionRequest(_OpenAIRequest):

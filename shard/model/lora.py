@@ -5,10 +5,11 @@ not depend on its neighbours. Knows tensors and slots; which adapter has which s
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +62,14 @@ class SlotWeights:
     is_packed: bool = False
     """Whether a and b are laid out for lora.c."""
 
+    def arranged(self, is_embedding: bool) -> "SlotWeights":
+        """The same for kernels of a device, which read rows: of embeddings A lies as [in, rank]."""
+        if self.a is None or self.b is None:
+            return self
+        return replace(self, a=(self.a.t() if is_embedding else self.a).contiguous(), b=self.b.contiguous())
+
     def packed(self, is_embedding: bool) -> "SlotWeights":
-        """The same for the kernels of this machine; itself where it has none."""
+        """The same for the compiled code of this machine; itself where there is none."""
         if self.a is None or self.b is None or self.a.device.type != "cpu" or compiled(self.a.dtype) is None:
             return self
         rank = _up(self.a.shape[0], RANK_BLOCK)
@@ -99,6 +106,25 @@ def _padded(matrix: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tens
     return functional.pad(matrix, (0, num_columns - matrix.shape[1], 0, num_rows - matrix.shape[0]))
 
 
+@dataclass(frozen=True)
+class SlotImage:
+    """What a device's table says of an adapter, before the adapter has an address there."""
+
+    # [sites, 5] rank, and where in the adapter's memory a, b, scale and bias begin, -1 for none
+    entries: npt.NDArray[np.int64]
+    largest_rank: int
+
+
+class Kernels(Protocol):
+    """What computes on a device other than the CPU, by tables of its own."""
+
+    def image(self, weights: Sequence[tuple["AdapterSite", SlotWeights]], memory: torch.Tensor) -> SlotImage: ...
+
+    def adapt(self, rows: AdapterRows, products: Sequence["Product"]) -> None: ...
+
+    def adapt_embedding(self, rows: AdapterRows, site: "AdapterSite", ids: torch.Tensor, y: torch.Tensor) -> None: ...
+
+
 class AdapterSite:
     """One module of the base, as adapters meet it."""
 
@@ -114,6 +140,8 @@ class AdapterSite:
         """`x Wᵀ` of rows x: [rows, in]."""
         self.slots: list[SlotWeights | None] = []
         self.table = (_Weights * 0)()
+        self.kernels: Kernels | None = None
+        """In place of compiled code and specification."""
         self._inputs, self._is_head = inputs, is_head
 
     @property
@@ -194,6 +222,10 @@ def adapt(rows: AdapterRows, *products: Product) -> None:
     """Add to every product what the rows' adapters add."""
     if not len(rows):
         return
+    kernels = products[0].site.kernels
+    if kernels is not None:
+        kernels.adapt(rows, products)
+        return
     dtype = products[0].y.dtype
     if products[0].y.device.type == "cpu" and compiled(dtype) is not None:
         parts = (_Part * len(products))(*(product.part() for product in products))
@@ -224,6 +256,9 @@ def adapt_row(weights: SlotWeights, base_bias: torch.Tensor | None, x: torch.Ten
 def adapt_embedding(rows: AdapterRows, site: AdapterSite, ids: torch.Tensor, y: torch.Tensor) -> None:
     """ids: [rows] token ids; y: [rows, H], in place. A's columns are chosen by the id."""
     if not len(rows):
+        return
+    if site.kernels is not None:
+        site.kernels.adapt_embedding(rows, site, ids, y)
         return
     if y.device.type == "cpu" and compiled(y.dtype) is not None:
         part = Product(site, y, y).part()

@@ -5,6 +5,7 @@ Runs transformers' own code on one flat row of T tokens; KV lives in pages that 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from shard.attention import AttentionBackend
 from shard.batch import Segment, StepInputs
 from shard.model.adapter_sites import Site
 from shard.model.site import AttentionSite
+
+if TYPE_CHECKING:
+    from shard.model.lora_device import DeviceKernels
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,13 @@ class Model:
         """Room for so many adapters in a step, dropping what was there."""
         for site in self.adapter_sites.values():
             site.allocate(num_slots)
+
+    def give_kernels(self, num_slots: int, max_rows: int) -> "DeviceKernels":
+        """Let kernels of the device compute adapters, for steps of up to `max_rows` rows. Needs triton."""
+        from shard.model.lora_device import DeviceKernels, sites_of
+
+        self.inputs.reserve_groups(max_rows, num_slots)
+        return DeviceKernels(sites_of(self.adapter_sites), num_slots, self.info.device)
 
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:

@@ -59,8 +59,8 @@ MUTANTS = [
     Mutant(
         "the newest token is not counted",
         PENALTIES,
-        "self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, ones)",
-        "self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, ones * 0)",
+        "self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, changes)",
+        "self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, changes * 0)",
         f"{BATCH}::test_a_request_taken_in_again_continues",
     ),
     Mutant(

@@ -21,7 +21,9 @@ class Script:
 
     token_ids: Sequence[int]
     per_step: int = 1
-    """Tokens per step: all but the first of a step are drafts that were accepted."""
+    """Tokens per step: all but the last of a step are drafts that were accepted."""
+    num_rejected: int = 0
+    """Drafts of each step that were not."""
     step_seconds: float = 0.0
     error: str = ""
     """Ends the request with FINISH_ERROR after its tokens."""
@@ -189,7 +191,10 @@ def _output(submit: shard_pb2.Submit, script: Script, ids: list[int], indices: r
     """The part of a request's answer that one step gives."""
     wanted = submit.logprobs
     output = shard_pb2.RequestOutput(id=submit.id, token_ids=[ids[index] for index in indices])
-    output.sources = bytes([shard_pb2.SOURCE_TARGET] * len(indices))
+    num_accepted = max(0, len(indices) - 1)
+    own = shard_pb2.SOURCE_BONUS if num_accepted else shard_pb2.SOURCE_TARGET
+    output.sources = bytes([shard_pb2.SOURCE_LOOKUP] * num_accepted + [own] * bool(len(indices)))
+    output.num_drafted, output.num_accepted = num_accepted + script.num_rejected, num_accepted
     output.step_ends = bytes([0] * (len(indices) - 1) + [1]) if len(indices) else b""
     logprobs = script.logprobs or [_default_logprob(index) for index in range(len(ids))]
     if wanted.wanted:

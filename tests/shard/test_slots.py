@@ -23,24 +23,42 @@ class Weights:
 class Device:
     """Remembers what each slot means."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_slow: bool = False) -> None:
+        """`is_slow`: slots are ready when `finish` says so."""
         self.slots: dict[int, Content] = {}
+        self._is_slow = is_slow
+        self._copying: set[int] = set()
 
     def put(self, slot: int, content: Content) -> None:
         assert slot not in self.slots, "a slot is overwritten"
         self.slots[slot] = content
+        if self._is_slow:
+            self._copying.add(slot)
+
+    def is_ready(self, slot: int) -> bool:
+        assert slot in self.slots
+        return slot not in self._copying
 
     def clear(self, slot: int) -> None:
         del self.slots[slot]
+        self._copying.discard(slot)
+
+    def finish(self) -> None:
+        self._copying.clear()
 
 
 class SlotsMachine(RuleBasedStateMachine):
     """Requests come and go, files arrive or do not."""
 
-    @initialize(num_slots=st.integers(1, 4), slot_bytes=st.integers(10, 40), host_bytes=st.integers(10, 60))
-    def begin(self, num_slots: int, slot_bytes: int, host_bytes: int) -> None:
+    @initialize(
+        num_slots=st.integers(1, 4),
+        slot_bytes=st.integers(10, 40),
+        host_bytes=st.integers(10, 60),
+        is_slow=st.booleans(),
+    )
+    def begin(self, num_slots: int, slot_bytes: int, host_bytes: int, is_slow: bool) -> None:
         self.limits = SlotLimits(num_slots, slot_bytes, host_bytes, cycle_seconds=2.0)
-        self.device = Device()
+        self.device = Device(is_slow)
         self.asked: list[str] = []
         self.slots = AdapterSlots(self.limits, self.device, self.asked.append)
         self.running: list[tuple[str, int]] = []
@@ -52,6 +70,7 @@ class SlotsMachine(RuleBasedStateMachine):
         if slot is not None:
             content = self.device.slots[slot]
             assert isinstance(content, Weights) and content.digest == digest
+            assert self.device.is_ready(slot), "a step would read what is still being copied"
             self.running.append((digest, slot))
 
     @precondition(lambda self: self.running)
@@ -83,6 +102,13 @@ class SlotsMachine(RuleBasedStateMachine):
     def prefetch(self, digest: str) -> None:
         self.slots.prefetch(digest)
 
+    @rule(copied=st.booleans())
+    def step(self, copied: bool) -> None:
+        if copied:
+            self.device.finish()
+        self.slots.settle()
+        assert not (copied and self.slots.is_copying)
+
     @rule(seconds=st.floats(0, 3))
     def time_passes(self, seconds: float) -> None:
         self.slots.now += seconds
@@ -113,6 +139,11 @@ def load(slots: AdapterSlots, *digests: str) -> None:
     for digest in digests:
         slots.prefetch(digest)
         slots.loaded(digest, Weights(digest, 10))
+
+
+def residents(slots: AdapterSlots) -> set[str]:
+    states = slots.take_changes().states.items()
+    return {digest for digest, (residency, _) in states if residency is Residency.RESIDENT}
 
 
 def test_an_absent_adapter_is_asked_for_once_and_then_runs() -> None:
@@ -164,11 +195,49 @@ def test_unloading_waits_for_running_requests_and_says_whose_kv_may_go() -> None
     assert slots.acquire("a") is None and asked == ["a", "a"]
 
 
+def test_one_that_is_unloaded_on_its_way_is_let_go_when_it_arrives() -> None:
+    slots, asked = make()
+    slots.prefetch("a")
+    slots.unload("a")
+    assert slots.take_changes().unloaded == []
+    slots.loaded("a", Weights("a", 10))
+    changes = slots.take_changes()
+    assert (changes.unloaded, changes.states["a"]) == (["a"], (Residency.ABSENT, ""))
+    assert slots.num_resident == 0
+    load(slots, "a")
+    assert slots.is_resident("a") and asked == ["a", "a"]
+
+
 def test_what_is_larger_than_all_slots_fails() -> None:
     slots, _ = make()
     slots.prefetch("a")
     slots.loaded("a", Weights("a", 101))
     assert slots.take_changes().states["a"][0] is Residency.FAILED
+
+
+def test_an_adapter_is_resident_once_it_is_copied_and_none_takes_its_slot_before() -> None:
+    device = Device(is_slow=True)
+    slots = AdapterSlots(SlotLimits(1, 100, 100), device, lambda digest: None)
+    load(slots, "a", "b")
+    assert slots.acquire("a") is None and slots.acquire("b") is None
+    assert slots.is_copying and not slots.is_resident("a") and "a" not in residents(slots)
+    device.finish()
+    assert slots.acquire("a") is None, "within a step nothing changes"
+    slots.settle()
+    assert not slots.is_copying and residents(slots) == {"a"}
+    assert slots.acquire("a") is not None and slots.acquire("b") is None
+
+
+def test_an_adapter_that_is_unloaded_on_its_way_leaves_its_slot() -> None:
+    device = Device(is_slow=True)
+    slots = AdapterSlots(SlotLimits(1, 100, 100), device, lambda digest: None)
+    load(slots, "a")
+    slots.unload("a")
+    assert not device.slots and not slots.is_copying
+    load(slots, "b")
+    device.finish()
+    slots.settle()
+    assert slots.acquire("b") is not None
 
 
 def test_a_lost_user_is_noticed() -> None:

@@ -34,7 +34,6 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
     ("response_format", {"response_format": {"type": "json_object"}}, "unsupported_parameter"),
     ("tools", {"tools": [{"type": "function"}]}, "unsupported_parameter"),
     ("tool_choice", {"tool_choice": "auto"}, "unsupported_parameter"),
-    ("prediction", {"prediction": {"type": "content", "content": "x"}}, "unsupported_parameter"),
     ("suffix", {"suffix": "x"}, "unsupported_parameter"),
     ("adapter_id", {"adapter_id": "a"}, "unsupported_parameter"),
     ("merged_adapters", {"merged_adapters": {}}, "unsupported_parameter"),

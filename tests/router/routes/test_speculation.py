@@ -62,3 +62,45 @@ async def test_an_answer_tells_what_guessing_gave(server: Serving) -> None:
     assert sum(report["sources"].values()) == answer["details"]["generated_tokens"] == 2
     server.says(" there!")
     assert "speculation" not in (await generate(server, max_new_tokens=2, details=True))["details"]
+
+
+PREDICTIONS = (
+    {"type": "content", "content": "Hi there"},
+    {"type": "content", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]},
+)
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prediction_is_guessed_from_and_told(server: Serving, prediction: Any, stream: bool) -> None:
+    for path, body in BOTH:
+        server.says(" there!", per_step=2, num_rejected=2)
+        asked = {**body, "prediction": prediction, "max_tokens": 2, "stream": stream}
+        if stream:
+            asked["stream_options"] = {"include_usage": True}
+            usage = (await server.events(path, asked))[-2]["usage"]
+        else:
+            usage = (await server.client.post(path, json=asked)).json()["usage"]
+        submit = server.shard.submits[-1]
+        assert list(submit.prediction_ids) == server.ids("Hi there")
+        assert (submit.speculation.method, submit.speculation.num_tokens) == ("auto", 8)
+        assert usage["completion_tokens_details"] == {
+            "accepted_prediction_tokens": 1,
+            "rejected_prediction_tokens": 2,
+        }
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        {"type": "guess", "content": "x"},
+        {"type": "content"},
+        {"type": "content", "content": 5},
+        {"type": "content", "content": [{"type": "image", "text": "x"}]},
+    ],
+)
+async def test_what_is_no_prediction(server: Serving, prediction: Any) -> None:
+    for path, body in BOTH:
+        response = await server.client.post(path, json={**body, "prediction": prediction})
+        assert response.status_code in (400, 422)
+        assert response.json()["error"]["param"] == "prediction"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard.model.adapter_memory import Arena
+from shard.model.adapter_memory import Arena, PinnedMemory
 
 
 @settings(max_examples=60, deadline=None)
@@ -38,3 +38,24 @@ def test_a_view_keeps_its_piece() -> None:
     other.fill_(1)
     del view
     assert arena.num_free == arena.num_bytes
+
+
+def test_stretches_are_taken_as_needed_up_to_the_limit() -> None:
+    memory = PinnedMemory(3 * 8192, stretch_bytes=8192, is_pinned=False)
+    pieces = [memory.take(5000) for _ in range(3)]
+    assert len(memory._arenas) == 3
+    beyond = memory.take(5000)
+    assert beyond.shape == (5000,) and len(memory._arenas) == 3
+    small = memory.take(1000)
+    assert [arena.num_free < 3000 for arena in memory._arenas] == [True, False, False]
+    del pieces, small
+    gc.collect()
+    assert memory.take(8192).shape == (8192,) and len(memory._arenas) == 3
+    assert all(arena.num_free == arena.num_bytes for arena in memory._arenas)
+
+
+def test_a_piece_larger_than_a_stretch_gets_one_of_its_size() -> None:
+    memory = PinnedMemory(1 << 20, stretch_bytes=4096, is_pinned=False)
+    piece = memory.take(100_000)
+    assert memory._arenas[0].num_bytes == 1 << 17 and memory._arenas[0].num_free < 1 << 17
+    assert piece.shape == (100_000,)

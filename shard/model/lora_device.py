@@ -1,0 +1,122 @@
+"""Adapters of a model on CUDA: which address each slot has for each site, and one launch per product.
+
+Knows tables and launches; the arithmetic is in lora_triton.py, copying adapters to the device in adapter_device.py.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shard.batch import AdapterRows
+from shard.model.lora import AdapterSite, Product, SlotImage, SlotWeights
+from shard.model.lora_triton import ENTRY, LEAST_ROOM, PART, RANKS, add_delta
+
+_ALIGNED = 16
+_TENSORS = ("a", "b", "scale", "bias")
+
+
+class DeviceKernels:
+    """The sites of one model, as the kernels see them."""
+
+    def __init__(self, sites: Sequence[AdapterSite], num_slots: int, device: torch.device) -> None:
+        self.device = device
+        self._index = {site: index for index, site in enumerate(sites)}
+        # [slots, sites, ENTRY] rank and addresses, 0 for what there is not
+        self.table = torch.zeros(num_slots, len(sites), ENTRY.value, dtype=torch.int64, device=device)
+        self._room = LEAST_ROOM
+        self._parts: dict[tuple[tuple[AdapterSite, int], ...], torch.Tensor] = {}
+        for site in sites:
+            site.kernels = self
+
+    def image(self, weights: Sequence[tuple[AdapterSite, SlotWeights]], memory: torch.Tensor) -> SlotImage:
+        """Describe an adapter whose tensors all lie in `memory`, [bytes] uint8."""
+        entries = np.full((len(self._index), ENTRY.value), -1, np.int64)
+        entries[:, 0] = 0
+        for site, each in weights:
+            entry = entries[self._index[site]]
+            entry[0] = each.rank
+            for name, tensor in each.tensors.items():
+                entry[1 + _TENSORS.index(name)] = tensor.data_ptr() - memory.data_ptr()
+        return SlotImage(entries, int(entries[:, 0].max(initial=0)))
+
+    def bind(self, slot: int, image: SlotImage, memory: torch.Tensor) -> None:
+        """Let `slot` mean the adapter in `memory`, [bytes] on the device, for steps launched from now on."""
+        self._room = max(self._room, -(-image.largest_rank // RANKS) * RANKS)
+        offsets = image.entries[:, 1:]
+        entries = image.entries.copy()
+        entries[:, 1:] = np.where(offsets >= 0, offsets + memory.data_ptr(), 0)
+        self.table[slot].copy_(_sendable(entries, self.device), non_blocking=True)
+
+    def clear(self, slot: int) -> None:
+        """Let `slot` mean nothing, for steps launched from now on."""
+        self.table[slot].zero_()
+
+    def adapt(self, rows: AdapterRows, products: Sequence[Product]) -> None:
+        """Add to every product what the rows' adapters add: one launch for parts of one output, else one for each."""
+        first = products[0]
+        if len(products) > 1 and all(_lies_beside(first, other) for other in products[1:]):
+            self._launch(rows, products)
+            return
+        for product in products:
+            self._launch(rows, [product])
+
+    def adapt_embedding(self, rows: AdapterRows, site: AdapterSite, ids: torch.Tensor, y: torch.Tensor) -> None:
+        """ids: [rows] token ids; y: [rows, H], in place."""
+        self._call(rows, ids, y, [(site, 0)])
+
+    def _launch(self, rows: AdapterRows, products: Sequence[Product]) -> None:
+        first = products[0]
+        columns = [(product.site, _distance(first.y, product.y)) for product in products]
+        num_columns = max(column + site.num_out for site, column in columns)
+        # [rows, columns of all parts]
+        y = first.y if len(products) == 1 else first.y.as_strided((first.y.shape[0], num_columns), first.y.stride())
+        x = first.x if first.x.stride(1) == 1 else first.x.contiguous()
+        self._call(rows, x, y, columns)
+
+    def _call(
+        self, rows: AdapterRows, x: torch.Tensor, y: torch.Tensor, columns: Sequence[tuple[AdapterSite, int]]
+    ) -> None:
+        groups = rows.groups
+        if groups is None:
+            raise RuntimeError("rows of adapters that the device does not know of")
+        is_aligned = all(site.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for site, column in columns)
+        shape = [groups.num_launched, max(site.num_out for site, _ in columns), self._room]
+        add_delta(x, y, groups.tasks, groups.row_ids, self._describe(columns), self.table, shape, is_aligned)
+
+    def _describe(self, columns: Sequence[tuple[AdapterSite, int]]) -> torch.Tensor:
+        """[parts, PART] on the device; made once for each combination, which is of the model, not of the step."""
+        key = tuple(columns)
+        if key not in self._parts:
+            parts = [
+                (self._index[site], site.num_out, column, 0 if site.base_bias is None else site.base_bias.data_ptr())
+                for site, column in columns
+            ]
+            self._parts[key] = torch.tensor(parts, dtype=torch.int64, device=self.device).view(-1, PART.value)
+        return self._parts[key]
+
+
+def _distance(first: torch.Tensor, other: torch.Tensor) -> int:
+    """Elements from the start of one to that of the other."""
+    return (other.data_ptr() - first.data_ptr()) // first.element_size()
+
+
+def _lies_beside(first: Product, other: Product) -> bool:
+    """Whether both have one input and their outputs are columns of one matrix, the first's before the other's."""
+    same_input = first.x.data_ptr() == other.x.data_ptr() and first.x.stride() == other.x.stride()
+    same_matrix = first.y.untyped_storage().data_ptr() == other.y.untyped_storage().data_ptr()
+    same_rows = first.y.stride() == other.y.stride() and first.y.shape[0] == other.y.shape[0]
+    fits = 0 < _distance(first.y, other.y) <= first.y.stride(0) - other.site.num_out
+    return same_input and same_matrix and same_rows and first.site.num_in == other.site.num_in and fits
+
+
+def _sendable(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """A copy in memory from which the device copies by itself."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def sites_of(sites: Mapping[str, object]) -> list[AdapterSite]:
+    """Those that the kernels compute: experts are not among them."""
+    return [site for site in sites.values() if isinstance(site, AdapterSite)]

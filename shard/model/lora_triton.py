@@ -1,0 +1,202 @@
+"""What low-rank adapters add to a product on CUDA: two Triton kernels for any mix of adapters and ranks in one step.
+
+`shrink` computes h = A x, `expand` what y becomes with B h, DoRA's scale and the adapter's bias (lora.py has the
+specification). Ranks, addresses and rows are read from device memory at fixed addresses: nothing waits for the host.
+Bits: a row of a task is a row of a tile of one fixed shape; each of its sums takes its terms in an order that follows
+from the module's shape and the adapter's rank alone, and no sum is shared by atomics. So a row has equal bits in any
+company, as far as a matrix unit computes the rows of a tile alike.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# (Triton compiles the kernels' text, annotations too)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from shard.row_groups import TASK_ROWS
+
+ENTRY = tl.constexpr(5)
+"""Numbers of a slot's entry for a site: rank, addresses of a, b, scale and bias; 0 for what there is not."""
+PART = tl.constexpr(4)
+"""Numbers of a part: site, number of outputs, first column in y, address of the base's bias or 0."""
+
+RANKS = 16
+"""Factors of one tile."""
+DEPTH = 128
+"""Inputs that one pass of shrink takes."""
+SPLITS = 8
+"""Programs that share the inputs of a task of one tile's rank; more tiles have fewer each."""
+WIDTH = 128
+"""Outputs of one program of expand."""
+LEAST_ROOM = RANKS * SPLITS
+
+
+@triton.jit
+def _splits(rank, RANKS: tl.constexpr, SPLITS: tl.constexpr):
+    return tl.maximum(1, SPLITS // tl.maximum(1, tl.cdiv(rank, RANKS)))
+
+
+@triton.jit
+def _pointer(entry, index: tl.constexpr, element: tl.constexpr):
+    return tl.multiple_of(tl.load(entry + index).to(tl.pointer_type(element)), 16)
+
+
+@triton.jit
+def _dot(left, right, sums, WIDENS: tl.constexpr):
+    if WIDENS:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["num_sites"])
+def shrink(
+    x, h, tasks, row_ids, parts, table, num_in, x_stride, num_sites,
+    room, ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
+    WIDENS: tl.constexpr,
+):  # fmt: skip
+    """h[part, task, row, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row."""
+    task, piece, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
+    if count == 0:
+        return
+    entry = table + (slot * num_sites + tl.load(parts + part * PART)) * ENTRY
+    rank = tl.load(entry).to(tl.int32)
+    splits = _splits(rank, RANKS, SPLITS)
+    if piece >= splits * tl.cdiv(rank, RANKS):
+        return
+    a = _pointer(entry, 1, x.dtype.element_ty)
+    split = piece % splits
+    span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
+
+    lanes = tl.arange(0, ROWS)
+    rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
+    factors = (piece // splits) * RANKS + tl.arange(0, RANKS)
+    offsets = tl.arange(0, DEPTH)
+    sums = tl.zeros((ROWS, RANKS), tl.float32)
+    for start in range(split * span, tl.minimum(num_in, (split + 1) * span), DEPTH):
+        inputs = start + offsets
+        terms = tl.load(
+            x + rows[:, None] * x_stride + inputs[None, :],
+            mask=(lanes < count)[:, None] & (inputs < num_in)[None, :],
+            other=0.0,
+        )
+        weights = tl.load(
+            a + factors[None, :] * num_in + inputs[:, None],
+            mask=(factors < rank)[None, :] & (inputs < num_in)[:, None],
+            other=0.0,
+        )
+        sums = _dot(terms, weights, sums, WIDENS)
+    row = ((part * tl.num_programs(0) + task) * ROWS + lanes).to(tl.int64) * room
+    tl.store(h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :], sums)
+
+
+@triton.jit(do_not_specialize=["num_sites"])
+def expand(
+    h, y, tasks, row_ids, parts, table, y_stride, num_sites, room,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """What y's rows become. For embeddings `h` has the [rows] token ids and a row of a, [in, rank], is what shrink is
+    elsewhere. IS_ALIGNED: 16 divides each part's first column and number of outputs.
+    """
+    task, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
+    num_out = tl.load(parts + part * PART + 1).to(tl.int32)
+    column = tl.load(parts + part * PART + 2).to(tl.int32)
+    if IS_ALIGNED:
+        num_out, column = tl.multiple_of(num_out, 16), tl.multiple_of(column, 16)
+    if (count == 0) | (block * WIDTH >= num_out):
+        return
+    entry = table + (slot * num_sites + tl.load(parts + part * PART)) * ENTRY
+    rank = tl.load(entry).to(tl.int32)
+    # how many there are of each, all or none
+    num_scales = tl.where(tl.load(entry + 3) != 0, num_out, 0)
+    num_biases = tl.where(tl.load(entry + 4) != 0, num_out, 0)
+    num_bases = tl.where(tl.load(parts + part * PART + 3) != 0, num_scales, 0)
+    if rank + num_scales + num_biases == 0:
+        return
+    element: tl.constexpr = y.dtype.element_ty
+    a, b = _pointer(entry, 1, element), _pointer(entry, 2, element)
+
+    lanes = tl.arange(0, ROWS)
+    rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
+    outputs = block * WIDTH + tl.arange(0, WIDTH)
+    splits = _splits(rank, RANKS, SPLITS)
+    padded = tl.cdiv(rank, RANKS) * RANKS
+    if IS_EMBEDDING:
+        row = tl.load(h + rows, mask=lanes < count, other=0) * rank
+    else:
+        row = ((part * tl.num_programs(0) + task) * ROWS + lanes).to(tl.int64) * room
+    delta = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(0, rank, RANKS):
+        factors = start + tl.arange(0, RANKS)
+        weights = tl.load(
+            b + factors[:, None] * num_out + outputs[None, :],
+            mask=(factors < rank)[:, None] & (outputs < num_out)[None, :],
+            other=0.0,
+        )
+        if IS_EMBEDDING:
+            mask = (lanes < count)[:, None] & (factors < rank)[None, :]
+            high = tl.load(a + row[:, None] + factors[None, :], mask=mask, other=0.0)
+            delta = _dot(high, weights, delta, WIDENS)
+        else:
+            value = tl.zeros((ROWS, RANKS), tl.float32)
+            for split in range(splits):
+                value += tl.load(h + row[:, None] + split * padded + factors[None, :])
+            high = value.to(element)
+            delta = _dot(high, weights, delta, WIDENS)
+            if element != tl.float32:  # what rounding took away, so that h counts as float32
+                low = (value - high.to(tl.float32)).to(element)
+                delta = _dot(low, weights, delta, WIDENS)
+
+    scale = tl.load(_pointer(entry, 3, tl.float32) + outputs, mask=outputs < num_scales, other=1.0)
+    bias = tl.load(_pointer(entry, 4, tl.float32) + outputs, mask=outputs < num_biases, other=0.0)
+    base = tl.load(_pointer(parts + part * PART, 3, tl.float32) + outputs, mask=outputs < num_bases, other=0.0)
+    place = y + rows[:, None] * y_stride + column + outputs[None, :]
+    mask = (lanes < count)[:, None] & (outputs < num_out)[None, :]
+    before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    after = scale[None, :] * (before - base[None, :] + delta) + base[None, :] + bias[None, :]
+    tl.store(place, after.to(element), mask=mask)
+
+
+_WIDENS = not isinstance(shrink, triton.JITFunction)
+"""Triton's interpreter cannot multiply bfloat16."""
+
+
+@torch.library.custom_op("lorikeet::adapt", mutates_args=("y",))
+def add_delta(
+    x: torch.Tensor, y: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor,
+    table: torch.Tensor, shape: list[int], is_aligned: bool,
+) -> None:  # fmt: skip
+    """x: [rows, in], or [rows] token ids for embeddings; y: [rows, out of all parts], changed in place.
+
+    tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, sites, ENTRY]. shape: tasks to launch, most
+    outputs of a part, floats that h takes per row.
+    """
+    num_tasks, num_out, room = shape
+    num_parts, num_sites = parts.shape[0], table.shape[1]
+    fixed: dict[str, Any] = {
+        "ROWS": TASK_ROWS,
+        "RANKS": RANKS,
+        "SPLITS": SPLITS,
+        "WIDENS": _WIDENS,
+        "enable_fp_fusion": True,
+    }
+    h = x
+    if x.dim() > 1:
+        h = torch.empty((num_parts, num_tasks, TASK_ROWS, room), dtype=torch.float32, device=x.device)
+        shrink[(num_tasks, room // RANKS, num_parts)](
+            x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), num_sites, room, DEPTH=DEPTH, **fixed
+        )
+    # one stage: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper
+    expand[(num_tasks, triton.cdiv(num_out, WIDTH), num_parts)](
+        h, y, tasks, row_ids, parts, table, y.stride(0), num_sites, room, WIDTH=WIDTH, IS_ALIGNED=is_aligned,
+        IS_EMBEDDING=x.dim() == 1, num_stages=1, **fixed,
+    )  # fmt: skip
+
+
+@add_delta.register_fake
+def _(*_args: object) -> None:
+    return None

@@ -1,0 +1,56 @@
+"""Rows of a step grouped by adapter, in device memory at a fixed address: what kernels for devices read.
+
+A task is up to TASK_ROWS rows of one slot, wherever they lie in the step. Filled from the host without waiting for the
+device; behind the tasks that there are lie empty ones, so that a captured graph may launch more than there are.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+TASK_ROWS = 16
+"""Rows of one task at most: one tile of a matrix unit. MOST_ROWS of lora.c."""
+
+
+class RowGroups:
+    """The tasks of one step at a time."""
+
+    def __init__(self, max_rows: int, max_slots: int, device: torch.device) -> None:
+        """No step has more rows, nor rows of more slots."""
+        self.max_rows = max_rows
+        self.max_tasks = min(max_slots, max_rows) + max_rows // TASK_ROWS
+        self._memory = torch.zeros(3 * self.max_tasks + max_rows, dtype=torch.int32, device=device)
+        # [max_tasks, 3] slot, first index into row_ids, number of rows
+        self.tasks = self._memory[: 3 * self.max_tasks].view(-1, 3)
+        # [max_rows] rows of the step, those of one slot side by side
+        self.row_ids = self._memory[3 * self.max_tasks :]
+        self.num_launched = 0
+        """Tasks that a launch covers: those there are and some empty ones, few different numbers in all."""
+
+    def fill(self, slots: npt.NDArray[np.int32]) -> None:
+        """slots: [rows] the slot of each row of the step, -1 for none."""
+        tasks, row_ids = group(slots)
+        if len(tasks) > self.max_tasks or len(row_ids) > self.max_rows:
+            raise RuntimeError(f"{len(row_ids)} rows in {len(tasks)} tasks of adapters: more than was reserved")
+        is_pinned = self._memory.device.type == "cuda"
+        num_values = 3 * self.max_tasks + len(row_ids)
+        host = torch.zeros(num_values, dtype=torch.int32, pin_memory=is_pinned)
+        view = host.numpy()
+        view[: tasks.size] = tasks.ravel()
+        view[3 * self.max_tasks :] = row_ids
+        self._memory[:num_values].copy_(host, non_blocking=True)
+        self.num_launched = min(self.max_tasks, 1 << (len(tasks) - 1).bit_length()) if len(tasks) else 0
+
+
+def group(slots: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """slots: [rows]. Returns the tasks, [tasks, 3], and the row ids that they point into."""
+    order = np.argsort(slots, kind="stable").astype(np.int32)
+    order = order[np.searchsorted(slots[order], 0) :]
+    found, firsts, counts = np.unique(slots[order], return_index=True, return_counts=True)
+    num_tasks = -(-counts // TASK_ROWS)
+    # [tasks] the group of each task, and which of the group's tasks it is
+    owners = np.repeat(np.arange(len(found)), num_tasks)
+    numbers = np.arange(len(owners)) - np.repeat(np.cumsum(num_tasks) - num_tasks, num_tasks)
+    starts = firsts[owners] + TASK_ROWS * numbers
+    sizes = np.minimum(TASK_ROWS, counts[owners] - TASK_ROWS * numbers)
+    return np.stack([found[owners], starts, sizes], axis=1).astype(np.int32), order

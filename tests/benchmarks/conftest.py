@@ -1,0 +1,10 @@
+"""A tiny base with a folder for its adapters, made once."""
+
+import pytest
+
+from benchmarks import adapted
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> adapted.Base:
+    return adapted.small(tmp_path_factory.mktemp("adapted"))

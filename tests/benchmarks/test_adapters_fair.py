@@ -1,0 +1,24 @@
+"""One small round of the flood and of the weights against real servers, and what figures they give."""
+
+import pytest
+
+from benchmarks import adapted, adapters_fair
+
+
+def test_a_small_flood(small: adapted.Base) -> None:
+    (case,) = adapters_fair.flood(base=small, size=adapters_fair.QUICK)
+    assert case.error == ""
+    calm, flood = case.raw["calm"], case.raw["flood"]
+    assert len(calm["first_token_s"]) == len(flood["first_token_s"]) > 0
+    assert flood["flooding"] > 5 * calm["flooding"]
+
+
+def test_small_shares(small: adapted.Base) -> None:
+    (case,) = adapters_fair.weights(base=small, size=adapters_fair.QUICK)
+    assert case.error == ""
+    assert case.raw[adapters_fair.HEAVY] > case.raw[adapters_fair.LIGHT] > 0
+
+
+def test_distance_from_the_weight() -> None:
+    assert adapters_fair.off_weight({"heavy": 270, "light": 100}) == pytest.approx(0.3)
+    assert adapters_fair.off_weight({"heavy": 320, "light": 100}) == pytest.approx(0.2)
