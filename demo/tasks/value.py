@@ -76,7 +76,7 @@ def _list_question(items: list[Item], half: Half, choice: random.Random) -> tupl
 
 
 def _dict_question(items: dict[Item, Item], half: Half, choice: random.Random) -> tuple[str, list[Item]]:
-    key, other = choice.choice(list(items)), field(half, choice)
+    key, others = choice.choice(list(items)), list[Item]([field(half, choice)])
     return choice.choice(
-        ((f"{{}}[{key!r}]", []), (f"{{}}.get({key!r})", []), (f"{{}}.get({other!r}, {key!r})", [other]))
+        ((f"{{}}[{key!r}]", []), (f"{{}}.get({key!r})", []), (f"{{}}.get({others[0]!r}, {key!r})", others))
     )
