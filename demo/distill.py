@@ -46,9 +46,10 @@ def draft_config(**overrides: int) -> LlamaConfig:
 class DraftRecipe(Recipe):
     """The trainer's recipe, with other lengths, and what the loss is made of."""
 
-    cycles: tuple[int, ...] = (10_000,)
+    cycles: tuple[int, ...] = (20_000,)
     stages: tuple[tuple[float, int], ...] = ((0.0, 256), (0.6, 512), (0.85, 1024))
     decay_from: float = 0.3
+    other_lr: float = 0.008
     overlap_from: float = 0.6
     """Share of the cycle from which on the lost overlap takes the place of the divergence, over a twentieth of it."""
     overlap_weight: float = 3.0

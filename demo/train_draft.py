@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=DRAFT_FOLDER, help="where the draft goes")
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK_FOLDER, help="checkpoints; a run resumes from here")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2, help="of a CPU; the last bits of the weights depend on it")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU; the last bits of the weights depend on it")
     parser.add_argument("--rows", type=int, default=NUM_ROWS, help=f"of {ROW_LEN} tokens, on which the base is asked")
     parser.add_argument("--steps", type=int, default=DraftRecipe.cycles[0])
     parser.add_argument("--stop-after", type=int, help="stop at this step, leaving a checkpoint to resume from")
