@@ -52,7 +52,7 @@ class Recipe:
 
 
 RECIPES = {
-    "citation": Recipe("citation", 32, 32, ATTENTION + MLP, num_steps=5000, groups_per_step=3, num_heads=3),
+    "citation": Recipe("citation", 32, 32, ATTENTION + MLP, num_steps=2000, groups_per_step=3, num_heads=3),
     "record": Recipe("record", 16, 4, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_rslora=True),
     "query": Recipe("query", 8, 8, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_dora=True),
     "value": Recipe("value", 64, 64, (*ATTENTION, "up_proj", "down_proj"), num_steps=1000, groups_per_step=16),
