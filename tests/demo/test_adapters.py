@@ -13,7 +13,7 @@ from demo.lora import ADAPTERS_FOLDER, RECIPES
 from demo.model import BASE_FOLDER
 from demo.tasks.example import held_out_examples
 
-MAX_COMMITTED_BYTES = 6_000_000
+MAX_COMMITTED_BYTES = 7_000_000
 NUM_SAMPLED = 24
 
 
