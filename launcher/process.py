@@ -3,7 +3,6 @@
 Knows signals and exit codes; not what the child does.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,8 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_TETHER = Path(__file__).with_name("tether.py")
 
 
 class Child:
@@ -20,22 +18,10 @@ class Child:
 
     def __init__(self, name: str, module: str, config: Path, environment: Mapping[str, str]) -> None:
         self.name = name
-        parent = os.getpid()
-
-        def before_exec() -> None:
-            # Runs between fork and exec. The launcher has one thread, so nothing can hold a lock here.
-            if _LIBC is not None:
-                _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                if os.getppid() != parent:  # it died before the line above
-                    os._exit(1)
-
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(config)],
-            stdin=subprocess.DEVNULL,
-            env=dict(environment),
-            process_group=0,
-            preexec_fn=before_exec,  # noqa: PLW1509  (no threads here: downloads run in a child of their own)
-        )
+        command = [sys.executable, "-m", module, str(config)]
+        if sys.platform == "linux":
+            command = [sys.executable, "-IS", str(_TETHER), str(os.getpid()), *command]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(environment), process_group=0)
 
     @property
     def pid(self) -> int:

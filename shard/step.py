@@ -96,8 +96,8 @@ def fill_inputs(inputs: StepInputs, layout: Layout, shares: list[Share], sampler
 
 
 def agreed(share: Share, sampled: HostSampled, row: int) -> list[int]:
-    """The target's tokens up to the first that is no draft: rows `row` … of the step's samples. None if its logits are
-    bad; where a later row's are, the tokens before it.
+    """The target's tokens up to the first that is no draft: rows `row` … of the step's samples. None at all if the
+    first row's logits are bad; where a later row's are, the tokens before it.
     """
     token_ids: list[int] = []
     for index in range(share.num_sampled):

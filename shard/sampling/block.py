@@ -47,12 +47,13 @@ class Block:
         self, token_ids: torch.Tensor, bad: torch.Tensor, tensor: Callable[[Sequence[int]], torch.Tensor]
     ) -> torch.Tensor:
         """token_ids: [S] the target's own; bad: [S]. Returns [R]: the index of the last token that is emitted."""
-        last = tensor(self.firsts)
+        firsts = tensor(self.firsts)
+        last = firsts.clone()
         is_open = torch.ones_like(last, dtype=torch.bool)
         for depth in range(max(map(len, self.drafts))):
             # [R] the draft behind this depth; -1, which no token equals, where there is none
             drafted = tensor([ids[depth] if depth < len(ids) else -1 for ids in self.drafts])
-            here = (tensor(self.firsts) + depth).clamp(max=len(token_ids) - 1)
+            here = (firsts + depth).clamp(max=len(token_ids) - 1)
             ahead = (here + 1).clamp(max=len(token_ids) - 1)
             is_open &= (token_ids.index_select(0, here) == drafted) & ~bad.index_select(0, ahead)
             last += is_open

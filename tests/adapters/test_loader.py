@@ -243,7 +243,9 @@ def test_a_job_under_way_is_hastened(world: World, caller: Caller) -> None:
     world.until_asked_for(pin)
     assert all(os.sched_getscheduler(pid) == os.SCHED_IDLE for pid in world.running.readers())
     caller.call(urgent=call)
+    deadline = time.monotonic() + 30
     while not any(os.sched_getscheduler(pid) == os.SCHED_OTHER for pid in world.running.readers()):
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     opened.set()
     assert "digest" in caller.answer(call)
@@ -331,7 +333,9 @@ def test_a_loader_ends_with_its_parent_and_takes_its_readers_along(world: World,
     parent.kill()
     parent.wait()
     parent.stdout.close()
+    deadline = time.monotonic() + 60
     while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
