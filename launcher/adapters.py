@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launcher.exits import Exit, LauncherError
 from launcher.fetch import TOKEN_VARIABLES
+from launcher.model import embedded
 from launcher.settings import Settings
 
 _FOLDER = "lorikeet-adapters"
@@ -42,12 +43,21 @@ def plan(settings: Settings, environment: Mapping[str, str], model: Path, folder
     cache = hub_cache(settings, environment)
     roots = settings["local-adapter-root"]
     for root in roots:
-        if not Path(root).is_dir():
+        if "local-adapter-root" in settings.given and not Path(root).is_dir():
             _refuse(f"{settings.given['local-adapter-root']} {root} is no folder")
     store, warning = _store(settings, cache, model, folder)
     token = next((environment[name] for name in TOKEN_VARIABLES if environment.get(name)), None)
     admin = _admin_key(settings, environment)
     return AdapterPlan(cache, store, tuple(roots) or (str(cache),), token, admin, warning)
+
+
+def with_family(settings: Settings, environment: Mapping[str, str]) -> Settings:
+    """The settings with the embedded model's own adapters by alias, where neither a model nor adapters are named."""
+    if settings["model-id"] is not None or settings["adapters"] is not None or settings["local-adapter-root"]:
+        return settings
+    family = embedded().path.parent
+    roots = (str(family / "adapters"), str(hub_cache(settings, environment)))
+    return settings.with_values(adapters=str(family / "adapters.yaml"), local_adapter_root=roots)
 
 
 def hub_cache(settings: Settings, environment: Mapping[str, str]) -> Path:

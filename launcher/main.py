@@ -80,7 +80,7 @@ def _plan(read: Settings, device: str, folder: Path, signals: Signals) -> config
     if read["weights-cache-override"] is not None:
         path = model.with_weights_of(Path(read["weights-cache-override"]), found.path, folder / "model")
         found = model.ModelFolder(found.id, path, found.sha)
-    complete = model.with_lengths(read, model.configuration(found.path))
+    complete = adapters.with_family(model.with_lengths(read, model.configuration(found.path)), os.environ)
     rules.check_lengths(complete)
     kept = adapters.plan(complete, os.environ, found.path, folder)
     return configs.Plan(complete, found, device, folder, version(), kept)

@@ -54,7 +54,7 @@ class Reader:
         self._connection = connection
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.steps_back = steps_back
-        """At idle priority now."""
+        """Behind who computes, now."""
         self.is_ended = False
 
     async def ask(self, job: dict[str, Any]) -> dict[str, Any]:

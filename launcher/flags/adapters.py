@@ -54,6 +54,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             Kind.TEXT,
             None,
             "YAML file of adapters by alias, read again at SIGHUP and by `POST /admin/catalogue/reload`",
+            default_text="none; the embedded model brings its own",
             lorax=False,
         ),
         Flag(

@@ -20,6 +20,7 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 
+from adapters.loader.process import NICENESS
 from adapters.refs import Ref, Source
 from adapters.sources.local import LocalSource
 from tests import tiny
@@ -236,21 +237,25 @@ def test_an_urgent_call_passes_those_that_fill_every_place(world: World, caller:
     assert all(caller.answer(call)["error"]["status"] == 422 for call in endless)
 
 
+def niceness(pid: int = 0) -> int:
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
 def test_a_job_under_way_is_hastened(world: World, caller: Caller) -> None:
     opened = threading.Event()
     pin = world.at_hub("acme/hastened", changed(content(world.roots / "a0"), lora_alpha=80), open=opened)
     call = caller.ask(fetch=pin)
     world.until_asked_for(pin)
-    assert all(os.sched_getscheduler(pid) == os.SCHED_IDLE for pid in world.running.readers())
+    assert all(niceness(pid) == niceness() + NICENESS for pid in world.running.readers())
     caller.call(urgent=call)
     deadline = time.monotonic() + 30
-    while not any(os.sched_getscheduler(pid) == os.SCHED_OTHER for pid in world.running.readers()):
+    while not any(niceness(pid) == niceness() for pid in world.running.readers()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     opened.set()
     assert "digest" in caller.answer(call)
     caller.until(lambda stats: stats["jobs"] == 0)
-    assert all(os.sched_getscheduler(pid) == os.SCHED_IDLE for pid in world.running.readers())
+    assert all(niceness(pid) == niceness() + NICENESS for pid in world.running.readers())
 
 
 def test_a_reader_that_is_killed_fails_one_call(world: World, caller: Caller) -> None:
