@@ -46,18 +46,34 @@ def draft_config(**overrides: int) -> LlamaConfig:
 class DraftRecipe(Recipe):
     """The trainer's recipe, with other lengths, and what the loss is made of."""
 
-    cycles: tuple[int, ...] = (20_000,)
+    cycles: tuple[int, ...] = (13_000, 3_000)
     stages: tuple[tuple[float, int], ...] = ((0.0, 256), (0.6, 512), (0.85, 1024))
-    decay_from: float = 0.3
+    decay_from: float = 0.45
     other_lr: float = 0.008
     overlap_from: float = 0.6
     """Share of the cycle from which on the lost overlap takes the place of the divergence, over a twentieth of it."""
     overlap_weight: float = 3.0
     """Of the lost overlap, whose gradients are smaller."""
+    polish_lr: float = 0.3
+    """Share of the learning rates from which a cycle after the first falls, on rows of full length, for the overlap."""
+
+    def sequence_len(self, step: int) -> int:
+        return self.stages[-1][1] if self._polishes(step) else super().sequence_len(step)
+
+    def lr_factor(self, step: int) -> float:
+        if not self._polishes(step):
+            return super().lr_factor(step)
+        place, cycle_len = self._place(step)
+        return self.polish_lr * min((place + 1) / self.warmup_steps, 1 - place / cycle_len)
 
     def overlap_share(self, step: int) -> float:
+        if self._polishes(step):
+            return 1.0
         place, cycle_len = self._place(step)
         return min(1.0, max(0.0, 20 * (place / cycle_len - self.overlap_from)))
+
+    def _polishes(self, step: int) -> bool:
+        return step >= self.cycles[0]
 
 
 class EmbeddingLoss(torch.autograd.Function):

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="of a CPU; the last bits of the weights depend on it")
     parser.add_argument("--rows", type=int, default=NUM_ROWS, help=f"of {ROW_LEN} tokens, on which the base is asked")
-    parser.add_argument("--steps", type=int, default=DraftRecipe.cycles[0])
+    parser.add_argument("--steps", type=int, help="of a run in one cycle, for a look")
     parser.add_argument("--stop-after", type=int, help="stop at this step, leaving a checkpoint to resume from")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checkpoint-minutes", type=float, default=4.0)
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
-    recipe = replace(DraftRecipe(), cycles=(options.steps,))
+    recipe = DraftRecipe() if options.steps is None else replace(DraftRecipe(), cycles=(options.steps,))
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.bfloat16).to(options.device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     rows = _rows(options.work, tokenizer, options.rows, options.seed)

@@ -97,6 +97,8 @@ class AdapterSlots:
         self._loading: set[str] = set()
         self._unwanted: set[str] = set()
         """Of those on their way, which are let go when they arrive."""
+        self._wanted_again: set[str] = set()
+        """Of those that are to go, which somebody has asked for since."""
         self._pinned: set[str] = set()
         self._free = list(reversed(range(limits.num_slots)))
         self._copying: list[Held] = []
@@ -143,8 +145,11 @@ class AdapterSlots:
     # What routers ask
 
     def prefetch(self, digest: str) -> None:
-        """Bring an adapter into host memory, if it is neither there nor on its way."""
-        if digest not in self._held and digest not in self._loading:
+        """Bring an adapter into host memory, if it is neither there nor on its way; once more, if it is to go."""
+        held = self._held.get(digest)
+        if digest in self._unwanted or (held is not None and held.is_unwanted):
+            self._wanted_again.add(digest)
+        elif digest not in self._held and digest not in self._loading:
             self._loading.add(digest)
             self._changes.states[digest] = (Residency.LOADING, "")
             self._load(digest)
@@ -155,12 +160,13 @@ class AdapterSlots:
         held = self._held.get(digest)
         if held is not None:
             held.is_pinned = pinned
-        elif pinned:
+        if pinned:
             self.prefetch(digest)
 
     def unload(self, digest: str) -> None:
         """Let an adapter go, once running requests are done with it."""
         self._pinned.discard(digest)
+        self._wanted_again.discard(digest)
         held = self._held.get(digest)
         if digest in self._loading:
             self._unwanted.add(digest)
@@ -180,8 +186,6 @@ class AdapterSlots:
         self._loading.discard(digest)
         if digest in self._unwanted:
             self._gone(digest)
-            if digest in self._pinned:  # since then
-                self.prefetch(digest)
             return
         if content.num_bytes > min(self.limits.slot_bytes, self.limits.host_bytes):
             self.failed(digest, f"it takes {content.num_bytes} bytes, {self.limits.slot_bytes} are kept for adapters")
@@ -194,6 +198,7 @@ class AdapterSlots:
         """An adapter will not come."""
         self._loading.discard(digest)
         self._unwanted.discard(digest)
+        self._wanted_again.discard(digest)
         self._changes.states[digest] = (Residency.FAILED, reason)
 
     # What happened
@@ -302,6 +307,9 @@ class AdapterSlots:
         self._unwanted.discard(digest)
         self._changes.states[digest] = (Residency.ABSENT, "")
         self._changes.unloaded.append(digest)
+        if digest in self._wanted_again:
+            self._wanted_again.remove(digest)
+            self.prefetch(digest)
 
 
 def _may_leave(held: Held) -> bool:

@@ -138,6 +138,15 @@ def test_the_loss_passes_from_divergence_to_overlap() -> None:
     assert recipe.overlap_share(650) == recipe.overlap_share(999) == 1.0
 
 
+def test_a_later_cycle_polishes() -> None:
+    recipe = DraftRecipe(cycles=(1000, 200), warmup_steps=10, polish_lr=0.3)
+    assert recipe.lr_factor(999) < 0.01
+    assert recipe.lr_factor(1009) == pytest.approx(0.3 * (1 - 9 / 200))
+    assert recipe.lr_factor(1100) == pytest.approx(0.15)
+    assert recipe.overlap_share(1000) == 1.0
+    assert (recipe.sequence_len(0), recipe.sequence_len(1000)) == (256, 1024)
+
+
 def test_the_initial_embedding_of_full_width_gives_the_laws_of_the_base(base: LlamaForCausalLM, rows: Tokens) -> None:
     """In the span of the hidden states it is a change of basis: the Gram matrix of centred logits stays what it was."""
     table = initial_embedding(base, rows, 32) / INITIAL_SCALE

@@ -208,6 +208,39 @@ def test_one_that_is_unloaded_on_its_way_is_let_go_when_it_arrives() -> None:
     assert slots.is_resident("a") and asked == ["a", "a"]
 
 
+@pytest.mark.parametrize("wish", ["prefetch", "pin"])
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_one_that_is_wanted_again_while_it_goes_comes_back(wish: str, is_in_use: bool) -> None:
+    slots, asked = make()
+    slots.prefetch("a")
+    if is_in_use:
+        slots.loaded("a", Weights("a", 10))
+        assert slots.acquire("a") is not None
+    slots.unload("a")
+    if wish == "pin":
+        slots.pin("a", True)
+    else:
+        slots.prefetch("a")
+    if is_in_use:
+        slots.release("a")
+    else:
+        slots.loaded("a", Weights("a", 10))
+    assert slots.take_changes().unloaded == ["a"]
+    assert asked == ["a", "a"]
+    slots.loaded("a", Weights("a", 10))
+    assert slots.is_resident("a")
+
+
+def test_one_that_is_unloaded_once_more_stays_away() -> None:
+    slots, asked = make()
+    slots.prefetch("a")
+    slots.unload("a")
+    slots.prefetch("a")
+    slots.unload("a")
+    slots.loaded("a", Weights("a", 10))
+    assert asked == ["a"]
+
+
 def test_what_is_larger_than_all_slots_fails() -> None:
     slots, _ = make()
     slots.prefetch("a")
