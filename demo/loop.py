@@ -3,33 +3,45 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
-from demo.trainer import Progress, Recipe, Run
+from demo.trainer import Progress
 
 PRINT_EVERY = 10.0
 """Seconds."""
 
 
-def run_until(stop: int, training: Run, checkpoint: Path, save_every: float) -> None:
-    """save_every in seconds; the last checkpoint is of step `stop`."""
+class Training(Protocol):
+    """What can be run step by step."""
+
+    step: int
+
+    def run_step(self) -> Progress: ...
+
+    def save(self, path: Path) -> None: ...
+
+
+def run_until(
+    stop: int, training: Training, checkpoint: Path, save_every: float, *, name: str = "", tokens_per_step: int = 0
+) -> None:
+    """save_every in seconds; the last checkpoint is of step `stop`. Lines begin with a name, and tell tokens per second
+    where a step's tokens are known."""
     saved = printed = time.monotonic()
     recent: list[Progress] = []
     while training.step < stop:
         recent.append(training.run_step())
         now = time.monotonic()
         if now - printed > PRINT_EVERY or training.step == stop:
-            print(_progress_line(recent, stop, training.recipe), flush=True)
+            print(f"{name}{': ' if name else ''}{_progress(recent, stop, tokens_per_step)}", flush=True)
             recent, printed = [], now
         if now - saved > save_every or training.step == stop:
             training.save(checkpoint)
             saved = now
 
 
-def _progress_line(recent: Sequence[Progress], stop: int, recipe: Recipe) -> str:
+def _progress(recent: Sequence[Progress], stop: int, tokens_per_step: int) -> str:
     loss = sum(progress.loss for progress in recent) / len(recent)
     seconds = sum(progress.seconds for progress in recent) / len(recent)
     remaining = (stop - recent[-1].step) * seconds / 60
-    return (
-        f"step {recent[-1].step:5d}/{stop}  loss {loss:.4f}  "
-        f"{recipe.tokens_per_step / seconds:,.0f} tokens/s  {remaining:.1f} min left"
-    )
+    speed = f"{tokens_per_step / seconds:,.0f} tokens/s  " if tokens_per_step else ""
+    return f"step {recent[-1].step:5d}/{stop}  loss {loss:.5f}  {speed}{remaining:.1f} min left"

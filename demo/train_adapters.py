@@ -7,7 +7,6 @@ import argparse
 import hashlib
 import importlib
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adapters.medusa import format as heads_format
 from demo import lora
 from demo.heads_loss import HeadsLoss
+from demo.loop import run_until
 from demo.lora import RECIPES, Recipe
 from demo.lora_trainer import Companion, Groups, LoraTrainer
 from demo.model import BASE_FOLDER
 from demo.tasks.example import Example, training_examples
-from demo.trainer import Progress
 
 HEADS_FOLDER = Path(__file__).parent / "heads"
 DEFAULT_WORK_FOLDER = Path(".demo-train/adapters")
@@ -60,7 +59,7 @@ def train(name: str, recipe: Recipe, options: argparse.Namespace) -> str:
         trainer.resume(checkpoint)
         print(f"{name}: resuming after step {trainer.step}", flush=True)
     stop = min(recipe.num_steps, options.stop_after or recipe.num_steps)
-    _run(name, trainer, stop, checkpoint, options.checkpoint_minutes * 60)
+    run_until(stop, trainer, checkpoint, options.checkpoint_minutes * 60, name=name)
     if stop < recipe.num_steps:
         print(f"{name}: stopped after step {stop}; the same command without --stop-after continues", flush=True)
         return ""
@@ -87,24 +86,3 @@ def groups_of(recipe: Recipe, seed: int) -> Groups:
         return [training_examples(task, seed, first + index) for index in range(recipe.groups_per_step)]
 
     return groups
-
-
-def _run(name: str, trainer: LoraTrainer, stop: int, checkpoint: Path, save_every: float) -> None:
-    saved = printed = time.monotonic()
-    recent: list[Progress] = []
-    while trainer.step < stop:
-        recent.append(trainer.run_step())
-        now = time.monotonic()
-        if now - printed > 10 or trainer.step == stop:
-            print(_progress_line(name, recent, stop), flush=True)
-            recent, printed = [], now
-        if now - saved > save_every or trainer.step == stop:
-            trainer.save(checkpoint)
-            saved = now
-
-
-def _progress_line(name: str, recent: Sequence[Progress], stop: int) -> str:
-    loss = sum(progress.loss for progress in recent) / len(recent)
-    seconds = sum(progress.seconds for progress in recent) / len(recent)
-    remaining = (stop - recent[-1].step) * seconds / 60
-    return f"{name}: step {recent[-1].step:5d}/{stop}  loss {loss:.5f} nats/token  {remaining:.1f} min left"

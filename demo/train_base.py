@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         trainer.resume(checkpoint)
         print(f"resuming after step {trainer.step}", flush=True)
     stop = min(recipe.num_steps, options.stop_after or recipe.num_steps)
-    run_until(stop, trainer, checkpoint, options.checkpoint_minutes * 60)
+    run_until(stop, trainer, checkpoint, options.checkpoint_minutes * 60, tokens_per_step=recipe.tokens_per_step)
     if stop < recipe.num_steps:
         print(f"stopped after step {stop}; the same command without --stop-after continues", flush=True)
         return

@@ -149,7 +149,7 @@ def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
         plan.settings["drain-timeout-s"],
         log,
     )
-    signals.reloads = plan.settings["adapters"] is not None or plan.settings["api-keys"] is not None
+    signals.reloads = not plan.settings.given.keys().isdisjoint({"adapters", "api-keys"})
     return supervisor.run(signals, when_ready)
 
 

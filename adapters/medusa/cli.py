@@ -85,12 +85,14 @@ def _add_asked(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", help="a running server that writes the texts; without --prompts the target makes them up"
     )
-    parser.add_argument("--num-own-prompts", type=_positive, default=1000, help="prompts made up so (default 1000)")
+    parser.add_argument("--num-own-prompts", type=_positive, help="prompts made up so (default 1000)")
     parser.add_argument("--max-new-tokens", type=_positive, default=256, help="tokens of one text (default 256)")
     parser.add_argument("--batch-size", type=_positive, default=32, help="texts written at a time (default 32)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the model (default: bfloat16 on cuda)"
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of the model (default: bfloat16 on cuda, float32 on cpu); float32, if given, is that of training too",
     )
     parser.add_argument("--seed", type=int, default=0)
 
@@ -105,6 +107,8 @@ def _check(options: argparse.Namespace) -> None:
         raise HeadsError(f"there is no prompt file {options.prompts}")
     if options.prompts is not None and not options.prompts.stat().st_size:
         raise HeadsError(f"the prompt file {options.prompts} is empty")
+    if options.prompts is not None and options.num_own_prompts is not None:
+        raise HeadsError("--num-own-prompts is for a target that makes up its own: leave out --prompts or it")
     if getattr(options, "join", False) and options.adapter_id is None:
         raise HeadsError("there is nothing to join the heads with: --join needs --adapter-id")
 
@@ -112,7 +116,7 @@ def _check(options: argparse.Namespace) -> None:
 def _asked(options: argparse.Namespace) -> "Asked":
     import torch
 
-    from adapters.medusa.run import Asked
+    from adapters.medusa.run import OWN_PROMPTS, Asked
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return Asked(
@@ -120,7 +124,7 @@ def _asked(options: argparse.Namespace) -> "Asked":
         adapter_id=options.adapter_id,
         prompts=options.prompts,
         url=options.url,
-        num_own_prompts=options.num_own_prompts,
+        num_own_prompts=options.num_own_prompts or OWN_PROMPTS,
         max_new_tokens=options.max_new_tokens,
         batch_size=options.batch_size,
         device=device,

@@ -25,6 +25,8 @@ from adapters.medusa.training import HeadsTrainer, Recipe, Vocabulary
 
 CHECKPOINT_S = 60.0
 PROGRESS_S = 5.0
+OWN_PROMPTS = 1000
+"""How many a target makes up where nobody says."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Asked:
     """None: the target makes up its own."""
     url: str | None = None
     """A server that writes; None: this process does."""
-    num_own_prompts: int = 1000
+    num_own_prompts: int = OWN_PROMPTS
     max_new_tokens: int = 256
     batch_size: int = 32
     device: str = "cpu"
@@ -184,7 +186,10 @@ def _prompts(target: Target, asked: Asked) -> list[EncodedPrompt]:
     if asked.prompts is not None:
         return prompts.encode(prompts.read(asked.prompts), target.tokenizer)
     say("no prompt file: the target makes up its own prompts, which suits heads for no task in particular")
-    return texts.own_prompts(target, asked.num_own_prompts, asked.batch_size, asked.seed)
+    made = texts.own_prompts(target, asked.num_own_prompts, asked.batch_size, asked.seed)
+    if len(made) < asked.num_own_prompts:
+        say(f"the target made up {len(made)} different prompts, not {asked.num_own_prompts}")
+    return made
 
 
 def _train(target: Target, kept: Sequence[Text], options: TrainOptions, settings: dict[str, Any]) -> MedusaHeads:
@@ -194,8 +199,11 @@ def _train(target: Target, kept: Sequence[Text], options: TrainOptions, settings
     vocabulary = Vocabulary(target.vocab_size, target.hidden_size, target.place.device)
     trainer = HeadsTrainer(options.recipe, rows, target.logits, vocabulary)
     checkpoint = options.work / "checkpoint.pt"
-    if checkpoint.exists() and trainer.resume(checkpoint, rows_depend_on):
-        say(f"resuming after step {trainer.step}")
+    if checkpoint.exists():
+        if trainer.resume(checkpoint, rows_depend_on):
+            say(f"resuming after step {trainer.step}")
+        else:
+            say(f"{checkpoint} is of another training: this one begins anew")
     told, saved, recent = Progress("training", "steps"), time.monotonic(), list[float]()
     for loss in trainer.run():
         recent = [*recent[-49:], loss]

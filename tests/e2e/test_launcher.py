@@ -153,6 +153,22 @@ ONE_REQUEST: list[Callable[[Launched], None]] = [
 ]
 
 
+def test_the_embedded_model_brings_its_adapters_and_ends_with_its_terminal(tmp_path: Path) -> None:
+    """Nobody named files that SIGHUP could ask to be read again."""
+    record = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n', "parameters": {"max_new_tokens": 32}}
+    with Launched("--adapter-store", str(tmp_path), "--threads", "1", "--cpu-memory", "64MiB") as server:
+        server.wait_until_ready()
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+            aliases = [model["id"] for model in client.get("/v1/models").json()["data"][1:]]
+            assert sorted(aliases) == ["citation", "query", "record", "value"]
+            bare = client.post("/generate", json=record).json()["generated_text"]
+            record["parameters"]["adapter_id"] = "record"
+            adapted = client.post("/generate", json=record).json()["generated_text"]
+        assert adapted == '{"name": "Wamiko", "score": 93}' != bare
+        server.signal_group(signal.SIGHUP)
+        assert server.wait() == Exit.OK
+
+
 @pytest.mark.parametrize("ask", ONE_REQUEST, ids=["timeout", "closed terminal", "Ctrl-C", "all INT", "all TERM"])
 def test_one_request_to_end_drains_however_many_signals_carry_it(model: Path, ask: Callable[[Launched], None]) -> None:
     # One request runs at a time here: the other still waits for the shard when the signals come.

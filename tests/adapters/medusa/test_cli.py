@@ -60,6 +60,7 @@ TRAIN = ("train", "--model-id", "base", "--prompts", "prompts.txt", "--out", "ou
         ((*TRAIN, "--dtype", "int8"), "--dtype: invalid choice"),
         ((*TRAIN, "--frobnicate"), "unrecognized arguments: --frobnicate"),
         (("train", "--model-id", "base", "--out", "out"), "give --prompts FILE, or --url SERVER"),
+        ((*TRAIN, "--num-own-prompts", "9"), "--num-own-prompts is for a target that makes up its own"),
         ((*TRAIN, "--prompts", "missing.txt"), "there is no prompt file missing.txt"),
         ((*TRAIN, "--prompts", "nothing.txt"), "the prompt file nothing.txt is empty"),
         ((*TRAIN, "--url", "localhost:80"), "--url localhost:80 is not an http address"),
