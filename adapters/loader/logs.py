@@ -28,7 +28,7 @@ def configure(json_output: bool, level: str) -> None:
     structlog.configure(
         processors=[*first, *last],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),  # a line and its end are one write
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process="loader")
