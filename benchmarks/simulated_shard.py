@@ -170,7 +170,10 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
                 acknowledged=stream.num_taken,
             ),
             load=pb.Load(
-                num_running=num_running, step_ms=round(1000 * model.step_seconds), step_tokens=len(parts or ())
+                num_running=num_running,
+                step_ms=round(1000 * model.step_seconds),
+                step_tokens=len(parts or ()),
+                expected_ms=round(1000 * model.step_seconds),
             ),
             outputs=merged or (),
         )

@@ -240,7 +240,7 @@ class Heartbeat(_message.Message):
     def __init__(self, running_step: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "used_pages", "cached_pages", "num_preempted", "step_ms", "step_tokens")
+    __slots__ = ("num_running", "num_waiting", "used_pages", "cached_pages", "num_preempted", "step_ms", "step_tokens", "expected_ms")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     USED_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +248,7 @@ class Load(_message.Message):
     NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_MS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     used_pages: int
@@ -255,7 +256,8 @@ class Load(_message.Message):
     num_preempted: int
     step_ms: int
     step_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., used_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., num_preempted: _Optional[int] = ..., step_ms: _Optional[int] = ..., step_tokens: _Optional[int] = ...) -> None: ...
+    expected_ms: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., used_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., num_preempted: _Optional[int] = ..., step_ms: _Optional[int] = ..., step_tokens: _Optional[int] = ..., expected_ms: _Optional[int] = ...) -> None: ...
 
 class AdapterState(_message.Message):
     __slots__ = ("digest", "residency", "reason")

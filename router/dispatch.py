@@ -233,8 +233,18 @@ class Dispatcher:
         times = {link: link.pacing.send_at(now, shard_idle=not link.running) for link in self.links}
         self._send(now, {link for link, at in times.items() if at <= now})
         later = min((at for at in times.values() if now < at), default=math.inf)
-        if later < math.inf and len(self._queue) and self._pump_timer is None:
-            self._pump_timer = asyncio.get_running_loop().call_later(later - now, self._pump_on_time)
+        if later < math.inf and len(self._queue):
+            self._pump_at(later)
+
+    def _pump_at(self, moment: float) -> None:
+        """At a moment, of time.monotonic(), which may be before one that was asked for earlier."""
+        loop = asyncio.get_running_loop()
+        when = loop.time() + moment - time.monotonic()
+        if self._pump_timer is not None:
+            if self._pump_timer.when() <= when:
+                return
+            self._pump_timer.cancel()
+        self._pump_timer = loop.call_at(when, self._pump_on_time)
 
     def _pump_on_time(self) -> None:
         self._pump_timer = None

@@ -7,10 +7,9 @@ others together, and whoever misses the first message waits a whole step.
 """
 
 import math
-from collections import deque
 
-MARGIN_SECONDS = 0.002
-"""A batch should be there so long before the step ends."""
+MARGIN_SECONDS, MARGIN = 0.002, 0.15
+"""A batch should be there so long before the step ends, in seconds and as a part of the step."""
 RETURNING_SECONDS = 0.05
 """After its last request ended, clients that ask again at once are expected for so long."""
 QUIET_SECONDS = 0.0015
@@ -21,8 +20,12 @@ class Pacing:
     """Times are of one monotonic clock, in seconds."""
 
     def __init__(self) -> None:
-        self._durations: deque[float] = deque(maxlen=4)
-        self._gather_until = math.inf
+        self._began = -math.inf
+        """The step that runs."""
+        self._expected = 0.0
+        """How long it should take."""
+        self._has_sent = True
+        """Whether a message left while it ran, or started it."""
         self._idle_since = -math.inf
         self._first_arrival = -math.inf
         """Of the requests that wait to be sent."""
@@ -34,13 +37,14 @@ class Pacing:
         if is_first:
             self._first_arrival = now
 
-    def step_began(self, now: float, last_step_seconds: float) -> None:
+    def step_began(self, now: float) -> None:
         """The shard reported a step and has gone on to the next one."""
-        self._durations.append(last_step_seconds)
-        # The shortest of the last few: a message that comes too late costs its requests a whole step.
-        expected = min(self._durations)
-        margin = max(MARGIN_SECONDS, 0.1 * expected)
-        self._gather_until = now + expected - margin if expected > 2 * margin else math.inf
+        self._began = now
+        self._has_sent = False
+
+    def step_takes(self, seconds: float) -> None:
+        """What the shard expects of the step that runs now."""
+        self._expected = seconds
 
     def became_idle(self, now: float) -> None:
         """The shard's last request ended."""
@@ -49,11 +53,12 @@ class Pacing:
     def send_at(self, now: float, shard_idle: bool) -> float:
         """The moment from which requests may be sent; `inf` is after the next output of the shard."""
         if not shard_idle:
-            return self._gather_until
+            margin = max(MARGIN_SECONDS, MARGIN * self._expected)
+            return math.inf if self._has_sent or self._expected <= 2 * margin else self._began + self._expected - margin
         if now - self._idle_since > RETURNING_SECONDS:
             return now
         return min(self._last_arrival + QUIET_SECONDS, self._first_arrival + LONGEST_GATHER_SECONDS)
 
     def sent(self) -> None:
         """Requests left while a step was running, or started one."""
-        self._gather_until = math.inf
+        self._has_sent = True

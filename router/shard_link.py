@@ -95,10 +95,12 @@ class ShardLink:
         if output.HasField("credit"):
             credit = output.credit
             self.credit.update(credit.num_requests, credit.num_kv_tokens, credit.acknowledged)
+        if output.HasField("load"):
+            self.pacing.step_takes(output.load.expected_ms / 1000)
         if output.step <= self._last_step:
             return False
         self._last_step = output.step
-        self.pacing.step_began(now, output.load.step_ms / 1000)
+        self.pacing.step_began(now)
         return True
 
     # ShardListener

@@ -3,6 +3,7 @@
 from proto import shard_pb2 as pb
 from proto.version import version
 from shard.adapters import build_adapters
+from shard.budget import Limits
 from shard.config import ShardConfig
 from shard.engine import Engine, Pacing
 from shard.inbox import Inbox
@@ -11,20 +12,29 @@ from shard.memory import choose_num_pages
 from shard.model import Model
 from shard.outbox import Outbox
 from shard.sampling import Sampler
-from shard.scheduler import Limits, Scheduler
+from shard.scheduler import Scheduler
 from shard.server import Facts
 from shard.speculation import Guessers
 from shard.wire import Bounds
+
+CROWD_TOKENS = {"cpu": 16, "cuda": 512}
+"""By device: so many prompt tokens make a step about as long again as one that only decodes."""
 
 
 def build_engine(config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox) -> Engine:
     """Memory, bookkeeping and the loop around a loaded model."""
     num_pages = choose_num_pages(config, model)
     model.allocate_kv(num_pages)
+    cache = KvCache(num_pages, model.page_size, config.prefix_caching)
     adapters = build_adapters(config, model, inbox)
     scheduler = Scheduler(
-        KvCache(num_pages, model.page_size, config.prefix_caching),
-        Limits(config.step_tokens, config.max_running, config.chunked_prefill),
+        cache,
+        Limits(
+            config.step_tokens,
+            config.max_running,
+            config.chunked_prefill,
+            crowd_tokens=CROWD_TOKENS.get(model.info.device.type),
+        ),
         adapters,
         Guessers(config.speculation_max_batch_size, config.ngram_min, config.ngram_max),
     )

@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from shard.batch import StepInputs
+from shard.durations import Durations
 from shard.inbox import Inbox
 from shard.intake import Intake
 from shard.outbox import AdapterNews, Outbox, Output, Status
@@ -27,6 +28,8 @@ BAD_LOGITS = "the model gave no finite logits for this request"
 WARM_UP_KEY = (0, 0)
 PARKED_WAIT_S = 0.05
 """How long the loop sleeps at once while all requests wait for adapters; deadlines are looked at as often."""
+NEWS_S, NEWS = 0.004, 0.2
+"""A step is worth a word to the routers if it should differ from the last by so much, in seconds and as a part."""
 COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
 
@@ -70,6 +73,9 @@ class Engine:
         self._outputs: list[Output] = []
         self._num_steps = 0
         self._last = (0, 0)  # milliseconds and tokens of the newest step
+        self._durations = Durations()
+        self._expected = 0.0  # seconds, as told
+        self._committed_at = 0.0
         self._num_preempted_told = 0
         self._is_clean = True
         self._is_cut = False
@@ -99,6 +105,7 @@ class Engine:
             self._outputs.append(Output(request.key, finish_reason=FinishReason.DEADLINE))
         shares = self.scheduler.schedule()
         if shares:
+            self._foretell(sum(share.num_tokens for share in shares))
             self._launch(shares)
         num_open = self._pacing.commit_lag if shares and not self._launched[-1].error else 0
         while len(self._launched) > num_open:
@@ -126,6 +133,16 @@ class Engine:
         if request.finish_reason is not FinishReason.LENGTH:
             raise RuntimeError(next(output.error for output in self._outputs if output.error))
         self.scheduler.check()
+
+    def _foretell(self, num_tokens: int) -> None:
+        """Tell the routers where the step that begins will be much longer or shorter than the last: by its end they
+        time what they send.
+        """
+        expected, told = self._durations.expected(num_tokens), self._expected
+        if abs(expected - told) > max(NEWS_S, NEWS * told):
+            self._expected = expected
+            self._outbox.publish([], self._status(), self._intake.acknowledged)
+            self._num_preempted_told = self.scheduler.num_preempted
 
     def _launch(self, shares: list[Share]) -> None:
         """forward → sample. A failure is that of the step's requests, unless the device itself is broken."""
@@ -203,7 +220,10 @@ class Engine:
             if num_taken > 0 and sampled is not None:
                 self._outputs.append(token_output(share, sampled, row, num_taken))
             row += share.num_sampled
-        self._last = (round((time.monotonic() - step.started) * 1000), step.num_tokens)
+        now = time.monotonic()
+        self._last = (round((now - step.started) * 1000), step.num_tokens)
+        self._durations.observe(step.num_tokens, now - max(step.started, self._committed_at))
+        self._committed_at = now
 
     def _fail(self, share: Share, error: str, retryable: bool) -> None:
         if self.scheduler.discard(share):
@@ -248,6 +268,7 @@ class Engine:
             num_preempted=scheduler.num_preempted - self._num_preempted_told,
             step_ms=self._last[0],
             step_tokens=self._last[1],
+            expected_ms=round(1000 * self._expected),
         )
 
     def _when_idle(self) -> None:

@@ -34,6 +34,8 @@ class KvCache:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_caching = prefix_caching
+        self.num_touched = 0
+        """Pages from the first one that have been handed out so far."""
         self._free = deque(range(num_pages))
         self._num_owners = [0] * num_pages
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -194,6 +196,7 @@ class KvCache:
         """A page for one owner, evicting the least recently used prefix page if none is free."""
         if self._free:
             page = self._free.popleft()
+            self.num_touched = max(self.num_touched, page + 1)
         else:
             page, _ = self._cached.popitem(last=False)
             self._forget_page(page)

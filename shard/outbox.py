@@ -84,6 +84,8 @@ class Status:
     """In this turn."""
     step_ms: int = 0
     step_tokens: int = 0
+    expected_ms: int = 0
+    """What the step at hand, or the next one, should take."""
 
 
 @dataclass
@@ -110,12 +112,13 @@ class Tray:
         self.acknowledged = 0
         self.adapters: dict[str, AdapterNews] = {}
         self.is_called = False
-        self.told: tuple[int, int, int] | None = None
+        self.told: tuple[int, ...] | None = None
 
     @property
-    def news(self) -> tuple[int, int, int]:
+    def news(self) -> tuple[int, ...]:
         """What the router decides by; worth a message when it changes."""
-        return (self.status.credit_requests, self.status.credit_tokens, self.acknowledged)
+        status = self.status
+        return (status.credit_requests, status.credit_tokens, status.expected_ms, self.acknowledged)
 
 
 class Outbox:

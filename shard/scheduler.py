@@ -10,22 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from shard.budget import Budget, Crowds, Limits
 from shard.kv_cache import Admission, KvCache
 from shard.request import FinishReason, Request
 from shard.slots import AdapterSlots
 from shard.speculation import Guessers
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one step and one shard may hold."""
-
-    step_tokens: int
-    """Tokens of catching up by more than one that a step computes; requests one token behind always fit."""
-    max_running: int
-    chunked_prefill: bool = True
-    max_scored: int = 512
-    """Prompt tokens of a step whose logits are wanted at most (a row of the vocabulary each), with chunked prefill."""
 
 
 @dataclass(slots=True)
@@ -76,6 +65,8 @@ class Scheduler:
         self._rows = list(reversed(range(limits.max_running)))
         self._ending: set[Request] = set()  # ended, but a launched step still writes their pages
         self._num_arrived = 0
+        self._stood_back = False
+        self._crowds = Crowds(limits)
         self._next_deadline = inf
 
     @property
@@ -103,10 +94,23 @@ class Scheduler:
         return late
 
     def schedule(self) -> list[Share]:
-        """Plan the next step and count it as launched."""
+        """Plan the next step and count it as launched.
+
+        An adapter with more requests here than another lets the other's prompts have a step, and then has its turn.
+        """
         shares: list[Share] = []
+        budget = Budget(self.limits, self._crowds.of(self.requests.values()))
+        is_whole = self._plan(shares, budget)
+        has_prompts = budget.num_left < self.limits.step_tokens
+        self._stood_back = bool(budget.crowds) and has_prompts and not self._stood_back
+        if budget.crowds and is_whole and not self._stood_back:
+            budget.is_for_crowds = True
+            self._plan(shares, budget)
+        return shares
+
+    def _plan(self, shares: list[Share], budget: Budget) -> bool:
+        """Add shares of the requests whose turn it is; False if that ended for want of pages."""
         num_preempted = self.num_preempted
-        budget = Budget(self.limits)
         index = 0
         while index < len(self.running):
             request = self.running[index]
@@ -115,13 +119,13 @@ class Scheduler:
                 num_covered = len(request.page_ids) * self.cache.page_size
                 num_wanted = request.num_computed + num_tokens
                 if num_wanted > num_covered and not self._make_room(request, num_wanted):
-                    return shares
+                    return False
                 shares.append(self._launch(request, num_tokens, budget))
                 self._guess(shares[-1])
             index += 1
         if self.num_preempted == num_preempted:
             self._admit(shares, budget)
-        return shares
+        return True
 
     def commit(self, share: Share, token_ids: Sequence[int] = ()) -> int:
         """Take in what a launched share gave: its KV, and the target's tokens as far as they count. Returns how many of
@@ -207,7 +211,7 @@ class Scheduler:
         if self.adapters is not None:
             self.adapters.check(request.adapter_digest for request in owners if request.slot >= 0)
 
-    def _launch(self, request: Request, num_tokens: int, budget: "Budget") -> Share:
+    def _launch(self, request: Request, num_tokens: int, budget: Budget) -> Share:
         if num_tokens > 1:
             budget.spend(request, num_tokens)
         start = request.num_computed
@@ -259,14 +263,14 @@ class Scheduler:
         self._release(request)
         self._enqueue(request)
 
-    def _admit(self, shares: list[Share], budget: "Budget") -> None:
-        """Let waiting requests run, in order. One that awaits its adapter or a page of another is passed over; else
-        none overtakes.
+    def _admit(self, shares: list[Share], budget: Budget) -> None:
+        """Let waiting requests run, in order. One that awaits its adapter, its adapter's turn or a page of another is
+        passed over; else none overtakes.
         """
         index = 0
         while index < len(self.waiting) and self._rows and budget.num_left > 0:
             request = self.waiting[index]
-            if not self._take_slot(request):
+            if budget.is_spent(request) or not self._take_slot(request):
                 index += 1
                 continue
             admission = self.cache.admit(request, num_spare=len(self.running))
@@ -285,10 +289,9 @@ class Scheduler:
             self.running.append(request)
             self.admitted.append(request)
             num_tokens = budget.grant(request)
-            if not num_tokens:
-                return
-            shares.append(self._launch(request, num_tokens, budget))
-            self._guess(shares[-1])
+            if num_tokens:
+                shares.append(self._launch(request, num_tokens, budget))
+                self._guess(shares[-1])
 
     def _take_slot(self, request: Request) -> bool:
         if self.adapters is None or not request.adapter_digest:
@@ -320,37 +323,3 @@ class Scheduler:
         self.freed_rows.append(request.row)
         request.row = -1
         request.is_guessed = False
-
-
-class Budget:
-    """What is left of a step's tokens while it is being planned."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.num_left = limits.step_tokens
-        self.num_scored_left = limits.max_scored
-        self._is_chunked = limits.chunked_prefill
-        self._is_untouched = True
-
-    def grant(self, request: Request) -> int:
-        """Tokens of the request that fit. One that is a single token behind always fits.
-
-        Without chunks a request waits until all it lacks fits, or is alone in the budget if it never would.
-        """
-        num_known = len(request.token_ids) + request.num_in_flight
-        if num_known >= request.num_prompt + request.max_new_tokens:
-            return 0
-        num_behind = num_known - request.num_computed
-        if num_behind <= 1:
-            return num_behind
-        if not self._is_chunked:
-            return num_behind if num_behind <= self.num_left or self._is_untouched else 0
-        if request.num_shareable < len(request.token_ids) - 1:
-            num_behind = min(num_behind, self.num_scored_left)
-        return min(num_behind, self.num_left)
-
-    def spend(self, request: Request, num_tokens: int) -> None:
-        """Take what was granted, more than one token."""
-        self.num_left -= num_tokens
-        self._is_untouched = False
-        if request.logprobs.prefill:
-            self.num_scored_left -= num_tokens

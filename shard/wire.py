@@ -177,6 +177,7 @@ def write_mail(mail: Mail, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:
             cached_pages=status.cached_pages,
             step_ms=status.step_ms,
             step_tokens=status.step_tokens,
+            expected_ms=status.expected_ms,
         ),
     )
     message = pb.StepOutput()

@@ -35,8 +35,20 @@ class AttentionSpec:
         return self.num_heads // self.num_kv_heads
 
 
+@dataclass(frozen=True)
+class Region:
+    """The pages of one layer's K or V, one after another in the memory of this process."""
+
+    address: int
+    page_bytes: int
+
+
 class LayerKV:
     """K and V of one layer, all pages, in the layout of the backend that made it."""
+
+    def fresh_regions(self) -> list[Region]:
+        """Memory that the system gives only when it is first written."""
+        return []
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention
+from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention, Region
 from shard.batch import StepInputs
 from shard.native import library
 
@@ -96,6 +96,9 @@ class CpuKV(LayerKV):
             keys=self.keys.data_ptr(),
             values=self.values.data_ptr(),
         )
+
+    def fresh_regions(self) -> list[Region]:
+        return [Region(kept.data_ptr(), kept[0].nbytes) for kept in (self.keys, self.values)]
 
 
 class CpuAttention(AttentionBackend):

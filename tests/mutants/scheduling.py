@@ -48,4 +48,11 @@ MUTANTS = [
         "torch.zeros_like(rows)",
         f"{ENGINE_TEST}::test_every_text_is_what_it_is_alone[lag 1]",
     ),
+    Mutant(
+        "prompts of a flood are not counted against its part of a step",
+        "shard/budget.py",
+        "self.crowds[request.adapter_digest] -= num_tokens",
+        "pass",
+        "tests/shard/test_budget.py::test_whoever_floods_takes_turns_with_others_and_a_bounded_part_of_a_step",
+    ),
 ]

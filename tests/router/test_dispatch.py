@@ -339,3 +339,15 @@ async def test_one_address_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no shard address"):
         Dispatcher(RouterConfig("model", "", ()), tokenizer)
     tokenizer.close()
+
+
+async def test_a_step_that_ends_sooner_brings_the_next_message_forward(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        now = time.monotonic()
+        here.dispatcher._pump_at(now + 60)
+        late = here.dispatcher._pump_timer
+        here.dispatcher._pump_at(now + 0.01)
+        here.dispatcher._pump_at(now + 30)
+        assert late is not None and late.cancelled()
+        await here.until(lambda: here.dispatcher._pump_timer is None)
+        assert time.monotonic() - now < 30

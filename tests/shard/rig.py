@@ -4,13 +4,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shard.budget import Limits
 from shard.engine import Engine, Pacing
 from shard.inbox import Commands, Inbox, StreamOpened
 from shard.kv_cache import KvCache
 from shard.outbox import Mail, Outbox, Output
 from shard.request import LogprobParams, Request, SamplingParams
 from shard.sampling import Sampler
-from shard.scheduler import Limits, Scheduler
+from shard.scheduler import Scheduler
 from shard.speculation import Guessers
 from tests.shard.fake_model import VOCAB_SIZE, FakeModel
 

@@ -1,14 +1,16 @@
 """The step loop over a model that notices every wrong page, slot and position: texts, log probabilities, failures."""
 
+import itertools
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from shard.inbox import Commands, StreamEnded
-from shard.outbox import Details
+from shard.outbox import Details, Output, Status
 from shard.request import FinishReason, Request
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone, logits_after, states_of
 from tests.shard.rig import EPOCH, SAMPLED, SCORED, Rig, Setup, copy_of, make_request
@@ -303,3 +305,37 @@ def test_warming_up_leaves_nothing_behind() -> None:
     rig.model.failures = [ValueError("no such kernel")]
     with pytest.raises(RuntimeError, match="ValueError"):
         rig.engine.warm_up()
+
+
+def test_every_preemption_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(Setup(num_pages=24))
+    told: list[int] = []
+    publish = rig.outbox.publish
+
+    def listen(outputs: list[Output], status: Status, *others: Any) -> None:
+        told.append(status.num_preempted)
+        publish(outputs, status, *others)
+
+    monkeypatch.setattr(rig.outbox, "publish", listen)
+    expected = itertools.cycle([0.010, 0.100])
+    monkeypatch.setattr(rig.engine._durations, "expected", lambda num_tokens: next(expected))
+    rig.run(*make_mix())
+    assert sum(told) == rig.scheduler.num_preempted > 0
+
+
+def test_routers_hear_of_a_step_that_will_be_longer_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    told: list[tuple[int, int, int]] = []
+    publish = rig.outbox.publish
+
+    def listen(outputs: list[Output], status: Status, *others: Any) -> None:
+        told.append((status.step, status.expected_ms, len(outputs)))
+        publish(outputs, status, *others)
+
+    monkeypatch.setattr(rig.outbox, "publish", listen)
+    monkeypatch.setattr(rig.engine._durations, "expected", {4: 0.050, 1: 0.049, 33: 0.200}.__getitem__)
+    rig.submit(make_request(1, [5] * 4, 4))
+    rig.step(2)  # the second is as long as the first, nearly
+    rig.submit(make_request(2, [6] * 32, 4))
+    rig.step()
+    assert told == [(0, 50, 0), (1, 50, 1), (2, 50, 1), (2, 200, 0), (3, 200, 2)]

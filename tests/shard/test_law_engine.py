@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from shard.batch import StepInputs
+from shard.budget import Limits
 from shard.engine import Engine, Pacing
 from shard.inbox import Commands, Inbox, StreamOpened
 from shard.kv_cache import KvCache
 from shard.outbox import Outbox
 from shard.request import FinishReason, Request, SamplingParams
 from shard.sampling import Sampler
-from shard.scheduler import Limits, Scheduler
+from shard.scheduler import Scheduler
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import params
 from tests.shard.sampling.oracle import Case

@@ -6,9 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shard.budget import Limits
 from shard.kv_cache import KvCache
 from shard.request import FinishReason, LogprobParams, Request
-from shard.scheduler import Limits, Scheduler, Share
+from shard.scheduler import Scheduler, Share
 from tests.shard.fake_model import extend, generate_alone, next_token
 
 STOP_IDS = frozenset({3, 17})
@@ -59,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         caching=st.booleans(),
         lag=st.integers(0, 1),
+        crowd_tokens=st.sampled_from([None, 1, 3]),
     )
     def start(
         self,
@@ -69,9 +71,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked: bool,
         caching: bool,
         lag: int,
+        crowd_tokens: int | None,
     ) -> None:
         self.cache = KvCache(-(-num_tokens // page_size), page_size, caching)
-        self.scheduler = Scheduler(self.cache, Limits(step_tokens, max_running, chunked))
+        self.scheduler = Scheduler(self.cache, Limits(step_tokens, max_running, chunked, crowd_tokens=crowd_tokens))
         self.device = Device(self.cache)
         self.lag = lag
         self.launched: list[tuple[list[Share], list[int | None]]] = []
@@ -85,9 +88,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new_tokens=st.integers(1, 12),
         salt=st.sampled_from(["", "", "", "salt"]),
         kind=st.sampled_from(["plain", "plain", "plain", "scored", "short-lived"]),
+        adapter=st.sampled_from(["", "", "a", "b"]),
     )
     def arrive(
-        self, stem: int, num_stem: int, tails: list[list[int]], max_new_tokens: int, salt: str, kind: str
+        self, stem: int, num_stem: int, tails: list[list[int]], max_new_tokens: int, salt: str, kind: str, adapter: str
     ) -> None:
         """A few requests at once that share the beginning of their prompts, or all of it."""
         for tail in tails:
@@ -100,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_new_tokens=max(1, min(max_new_tokens, num_tokens - len(prompt_ids))),
                 stop_ids=STOP_IDS,
                 cache_salt=salt,
+                adapter_digest=adapter,
                 logprobs=LogprobParams(prefill=kind == "scored"),
                 deadline=self.now + 5 if kind == "short-lived" else None,
             )

@@ -1,0 +1,74 @@
+"""KV memory comes before it is written, a bounded way ahead, and keeps what it holds."""
+
+import ctypes
+import mmap
+import sys
+import threading
+
+import pytest
+import torch
+
+from shard import prefault
+from shard.attention.base import LayerKV, Region
+from shard.attention.cpu import fresh_zeros
+from shard.kv_cache import KvCache
+from shard.prefault import Prefault
+from shard.request import Request
+
+PAGE_BYTES, NUM_PAGES = 64 << 10, 512
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+
+
+class Kept(LayerKV):
+    """One region of pages."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+    def fresh_regions(self) -> list[Region]:
+        return [Region(self.memory.data_ptr(), PAGE_BYTES)]
+
+
+def num_resident(memory: torch.Tensor) -> int:
+    """KV pages whose memory is all there."""
+    num_small = memory.nbytes // mmap.PAGESIZE
+    told = (ctypes.c_ubyte * num_small)()
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), told)
+    each = PAGE_BYTES // mmap.PAGESIZE
+    return sum(all(flag & 1 for flag in told[i : i + each]) for i in range(0, num_small, each))
+
+
+def made(monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], KvCache, Prefault]:
+    monkeypatch.setattr(prefault, "AHEAD_BYTES", 100 * 2 * PAGE_BYTES)
+    memories = [fresh_zeros((NUM_PAGES, PAGE_BYTES), torch.uint8) for _ in range(2)]
+    cache = KvCache(NUM_PAGES, 4)
+    return memories, cache, Prefault([Kept(memory) for memory in memories], cache)
+
+
+def test_pages_come_a_bounded_way_ahead_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    memories, cache, ahead = made(monkeypatch)
+    while ahead.advance():
+        pass
+    assert all(100 <= num_resident(memory) < 200 for memory in memories)
+    for memory in memories:
+        memory[:100] = 7
+    cache.admit(Request((1, 1), [5] * 400, 400, 1), num_spare=0)  # takes 100 pages
+    while ahead.advance():
+        pass
+    assert all(200 <= num_resident(memory) < 300 for memory in memories)
+    assert all(bool((memory[:100] == 7).all()) and not memory[100:].any() for memory in memories)
+
+
+def test_memory_that_is_there_from_the_start_needs_nothing() -> None:
+    ahead = Prefault([LayerKV()], KvCache(8, 4))
+    num_threads = threading.active_count()
+    ahead.start()
+    assert threading.active_count() == num_threads
+
+
+def test_it_ends_with_the_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    memories, cache, ahead = made(monkeypatch)
+    cache.admit(Request((1, 1), [5] * 4 * NUM_PAGES, 4 * NUM_PAGES, 1), num_spare=0)
+    ahead._run()
+    assert [num_resident(memory) for memory in memories] == [NUM_PAGES] * 2
