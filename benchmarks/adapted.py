@@ -93,10 +93,12 @@ async def send(port: int, path: str, body: Mapping[str, Any] | None = None, toke
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write("\r\n".join([*lines, "", ""]).encode() + content)
-        head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), ANSWER_S)).decode("latin-1").split("\r\n")
+        async with asyncio.timeout(ANSWER_S):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            content = await reader.read()
         pairs = (line.partition(": ") for line in head[1:] if line)
         headers = {key.lower(): value for key, _, value in pairs}
-        return Reply(int(head[0].split(" ")[1]), headers, await asyncio.wait_for(reader.read(), ANSWER_S))
+        return Reply(int(head[0].split(" ")[1]), headers, content)
     finally:
         writer.close()
 

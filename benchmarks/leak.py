@@ -92,7 +92,8 @@ async def send(port: int, tried: Attempt) -> str:
             await asyncio.sleep(tried.leaves_after_s)
             writer.transport.abort() if tried.leaves_after_s < 0.5 else writer.close()
             return ""
-        return _judged(tried, await asyncio.wait_for(reader.read(), ANSWER_S))
+        async with asyncio.timeout(ANSWER_S):
+            return _judged(tried, await reader.read())
     except (OSError, TimeoutError) as error:
         return f"{type(error).__name__}: {error}"
     finally:

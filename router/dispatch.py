@@ -99,7 +99,8 @@ class Dispatcher:
         """Take no new request and wait for the running ones; the rest get an error. True when nothing was cut."""
         self.draining = True
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._empty.wait()
         except TimeoutError:
             self._fail_all(ShuttingDown)
             return False

@@ -49,7 +49,8 @@ class Keeper:
             try:
                 # What is broken may be mended where it lies.
                 seconds = RETRY_SECONDS if not is_complete else AGAIN_SECONDS if self._has_problems() else None
-                await asyncio.wait_for(self._changed.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
             except TimeoutError:
                 pass
 

@@ -93,7 +93,8 @@ def call(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
     """Until the event is set, or so long."""
     try:
-        await asyncio.wait_for(event.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
     except TimeoutError:
         pass
 

@@ -140,9 +140,12 @@ async def test_a_shard_that_goes_takes_only_what_runs_on_it(tmp_path: Path) -> N
         await here.shards[0]._server.stop(grace=0)
         await here.shards[1].until(lambda: not here.dispatcher.links[0].ready)
         assert here.dispatcher.ready and here.dispatcher.num_active == 2
-        results = await asyncio.gather(
-            *(asyncio.wait_for(whole(generation), 0.2) for generation in running), return_exceptions=True
-        )
+
+        async def for_a_while(generation: Generation) -> object:
+            async with asyncio.timeout(0.2):
+                return await whole(generation)
+
+        results = await asyncio.gather(*map(for_a_while, running), return_exceptions=True)
         assert Counter(type(result) for result in results) == {GenerationFailed: 2, TimeoutError: 2}
         here.shards[1].answer = lambda submit: Script([7] * submit.max_new_tokens)
         for generation in running:

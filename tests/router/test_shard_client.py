@@ -57,7 +57,8 @@ async def test_only_a_busy_process_waits_for_one_more_message(tmp_path: Path, se
     listener.client = ShardClient(address, listener)
     running = asyncio.create_task(listener.client.run())
     try:
-        await asyncio.wait_for(listener.ended.wait(), 60)
+        async with asyncio.timeout(60):
+            await listener.ended.wait()
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -1,5 +1,6 @@
 """The gRPC side over a real Unix socket, with the step loop in a thread and a model that notices every mix-up."""
 
+import asyncio
 import os
 import queue
 import stat
@@ -14,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from proto import shard_pb2 as pb
 from proto import shard_pb2_grpc
-from shard.server import Facts, Server
+from shard.server import Facts, Server, wait_for_event
 from shard.wire import Bounds
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone
 from tests.shard.rig import Rig, Setup
@@ -296,3 +297,17 @@ def test_an_address_that_cannot_be_had_is_an_error(make_shard: Make, tmp_path: P
     server = Server("unix:/nonexistent/folder/shard.sock", shard.rig.inbox, shard.rig.outbox)
     with pytest.raises(OSError, match="cannot listen"):
         server.start()
+
+
+def test_a_wait_that_is_cancelled_as_it_ends_is_cancelled() -> None:
+    async def cancel_at_the_end() -> bool:
+        event = asyncio.Event()
+        waiting = asyncio.create_task(wait_for_event(event, 60))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        event.set()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        return waiting.cancelled()
+
+    assert asyncio.run(cancel_at_the_end())

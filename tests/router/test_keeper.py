@@ -1,0 +1,28 @@
+"""The keeper as a task of the router: it ends when it is told to, whatever else comes at that moment."""
+
+import asyncio
+
+import pytest
+
+from adapters.keys import Keys
+from router.config import RouterConfig
+from router.directory import Directory
+from router.keeper import Keeper
+from router.selection import Selection
+
+
+async def test_a_change_at_the_moment_of_its_end_does_not_keep_it() -> None:
+    config = RouterConfig("model", "", ("unix:none",))
+    directory = Directory(config)
+    keeper = Keeper(Selection(config, None, directory, Keys()), None)  # type: ignore[arg-type]  # nothing is pinned
+    running = asyncio.create_task(keeper.run())
+    await keeper.settled.wait()
+    for _ in range(5):
+        await asyncio.sleep(0)  # then it waits for changes
+    for changed in directory.on_change:
+        changed()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(5):
+            await running
+    assert running.cancelled()
