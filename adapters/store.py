@@ -127,6 +127,9 @@ class Store:
             with self._locked():
                 self._make_room(num_bytes)
                 draft.replace(self.path(digest))
+                if digest in self._held:  # the file that was held is no longer the one of this name
+                    self.release(digest)
+                    self.hold(digest)
         except OSError as error:
             raise LoaderFailed(f"the adapter cannot be stored: {error.strerror}", status=503, retry_after=5.0) from None
         finally:

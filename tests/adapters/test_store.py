@@ -90,6 +90,20 @@ def test_what_another_process_holds_stays(tmp_path: Path) -> None:
     assert not store.path(digest(1)).exists()
 
 
+def test_what_is_held_stays_so_when_it_is_written_again(tmp_path: Path) -> None:
+    store = Store(tmp_path, 2000, BASE)
+    store.add(digest(1), lambda path: fill(path, 1))
+    assert store.hold(digest(1))
+    store.add(digest(1), lambda path: fill(path, 124))
+    age(store, 1, 1e6)
+    store.add(digest(2), lambda path: fill(path, 293))
+    assert store.touch(digest(1))
+    store.release(digest(1))
+    age(store, 1, 1e6)
+    store.add(digest(3), lambda path: fill(path, 293))
+    assert not store.touch(digest(1))
+
+
 def test_a_pin_remembers_what_it_holds_for_this_base_alone(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 30, BASE)
     entry = Entry(digest(1), put(store, 1), 4)
