@@ -79,11 +79,14 @@ class Admission:
         if link.residency.prefetch(digest):
             link.client.tell(pb.Command(prefetches=[adapter_pin(adapter, digest)]))
 
-    def forget(self, digest: str, disk: bool) -> None:
-        """Ask the loader at the next use; with `disk` the file in the store goes too."""
+    async def forget(self, digest: str, disk: bool) -> None:
+        """Ask the loader at the next use; with `disk` the file in the store goes too. Raises AdapterError.
+
+        Returns when it has gone: whoever asks next is not told of a file that a shard would look for in vain.
+        """
         self.loading.forget(digest)
         if disk:
-            self._loader.say({"forget": digest})
+            await self._loader.ask({"forget": digest}).answer
 
     def pin(self, digest: str, adapter: Adapter) -> None:
         """Have a content stay, on disk and in its shard, now and after the shard was replaced."""

@@ -200,8 +200,10 @@ class AdminRoutes:
                 await asyncio.gather(*(self._service.admission.unload(digest) for digest in digests))
         except TimeoutError:
             raise ReloadRefused("requests in flight still use it") from None
-        for digest in digests:
-            self._service.admission.forget(digest, disk)
+        try:
+            await asyncio.gather(*(self._service.admission.forget(digest, disk) for digest in digests))
+        except AdapterError as error:
+            raise adapter_problem(error) from None
 
 
 def _shown(ref: Ref) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class ScriptedLoader:
     check: Answer = finds_all
     """What it says of an adapter that it only looks at."""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+    """Digests whose files it has removed."""
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared, everything that is asked waits."""
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -69,7 +71,7 @@ class ScriptedLoader:
             while line := await reader.readline():
                 call = json.loads(line)
                 self.calls.append(call)
-                if "fetch" in call or "merge" in call or "check" in call:
+                if call.keys() & {"fetch", "merge", "check", "forget"}:
                     task = asyncio.create_task(self._reply(call, writer))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
@@ -81,8 +83,10 @@ class ScriptedLoader:
 
     async def _reply(self, call: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await self.may_answer.wait()
+        if "forget" in call:
+            self.forgotten.append(call["forget"])
         try:
-            answer = await (self.check if "check" in call else self.answer)(call)
+            answer = {} if "forget" in call else await (self.check if "check" in call else self.answer)(call)
         except AdapterError as error:
             answer = {"error": error.as_dict()}
         if not writer.is_closing():

@@ -75,9 +75,13 @@ async def test_unload_waits_for_the_shard(server: Serving) -> None:
     task = asyncio.create_task(admin(server, "/admin/adapters/unload", adapter_id="one", disk=True))
     await server.shard.until(lambda: any(digest in command.unload_digests for command in server.shard.commands))
     assert not task.done()
+    server.loader.may_answer.clear()
     server.shard.tell(pb.AdapterState(digest=digest, residency=pb.AdapterState.ABSENT))
-    assert await task == (200, {"adapter_id": "one", "unloaded": [digest]})
     await server.shard.until(lambda: any(call.get("forget") == digest for call in server.loader.calls))
+    assert not task.done()  # or who asks next could be told of a file that is about to go
+    server.loader.may_answer.set()
+    assert await task == (200, {"adapter_id": "one", "unloaded": [digest]})
+    assert server.loader.forgotten == [digest]
     # Whoever asks for it has it loaded again.
     assert (await server.client.post("/generate", json=body("/generate", "one"))).status_code == 200
     assert len(server.loader.asked) == 2
