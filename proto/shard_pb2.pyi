@@ -44,7 +44,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "speculate", "prefix_caching", "chunked_prefill")
+    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "speculate", "prefix_caching", "chunked_prefill", "draft_model_id")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class ShardInfo(_message.Message):
     SPECULATE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
     CHUNKED_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     version: str
     model_id: str
     dtype: str
@@ -73,7 +74,8 @@ class ShardInfo(_message.Message):
     speculate: int
     prefix_caching: bool
     chunked_prefill: bool
-    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., speculate: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ...) -> None: ...
+    draft_model_id: str
+    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., speculate: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests", "drain")
@@ -112,7 +114,7 @@ class Pin(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "grammar", "group_id", "deadline_ms", "logprobs", "cache_salt")
+    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "grammar", "group_id", "deadline_ms", "logprobs", "cache_salt", "heads")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_EMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +130,7 @@ class Submit(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
     id: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     num_emitted: int
@@ -143,7 +146,8 @@ class Submit(_message.Message):
     deadline_ms: int
     logprobs: Logprobs
     cache_salt: str
-    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., group_id: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    heads: AdapterPin
+    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., group_id: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "bias_ids", "bias_values", "watermark")
@@ -194,16 +198,18 @@ class Logprobs(_message.Message):
     def __init__(self, wanted: _Optional[bool] = ..., alternatives: _Optional[int] = ..., prefill: _Optional[bool] = ..., law: _Optional[_Union[Logprobs.Law, str]] = ..., prefill_alternatives: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("method", "num_tokens", "schedule", "verify")
+    __slots__ = ("method", "num_tokens", "schedule", "verify", "num_heads")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
     method: str
     num_tokens: int
     schedule: str
     verify: str
-    def __init__(self, method: _Optional[str] = ..., num_tokens: _Optional[int] = ..., schedule: _Optional[str] = ..., verify: _Optional[str] = ...) -> None: ...
+    num_heads: int
+    def __init__(self, method: _Optional[str] = ..., num_tokens: _Optional[int] = ..., schedule: _Optional[str] = ..., verify: _Optional[str] = ..., num_heads: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("step", "credit", "heartbeat", "adapters", "outputs", "load")
@@ -280,7 +286,7 @@ class AdapterState(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., residency: _Optional[_Union[AdapterState.Residency, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
-    __slots__ = ("id", "token_ids", "sources", "logprobs", "alternative_ids", "alternative_logprobs", "num_drafted", "num_accepted", "num_cached_tokens", "finish_reason", "error", "prefill_logprobs", "prefill_alternative_ids", "prefill_alternative_logprobs", "step_ends", "retryable")
+    __slots__ = ("id", "token_ids", "sources", "logprobs", "alternative_ids", "alternative_logprobs", "num_drafted", "num_accepted", "num_cached_tokens", "finish_reason", "error", "prefill_logprobs", "prefill_alternative_ids", "prefill_alternative_logprobs", "step_ends", "retryable", "draft_seconds", "verify_seconds", "accept_seconds")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
@@ -297,13 +303,16 @@ class RequestOutput(_message.Message):
     PREFILL_ALTERNATIVE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STEP_ENDS_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sources: bytes
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     alternative_ids: _containers.RepeatedScalarFieldContainer[int]
     alternative_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    num_drafted: int
+    num_drafted: _containers.RepeatedScalarFieldContainer[int]
     num_accepted: int
     num_cached_tokens: int
     finish_reason: FinishReason
@@ -313,4 +322,7 @@ class RequestOutput(_message.Message):
     prefill_alternative_logprobs: _containers.RepeatedScalarFieldContainer[float]
     step_ends: bytes
     retryable: bool
-    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[float]] = ..., alternative_ids: _Optional[_Iterable[int]] = ..., alternative_logprobs: _Optional[_Iterable[float]] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., prefill_logprobs: _Optional[_Iterable[float]] = ..., prefill_alternative_ids: _Optional[_Iterable[int]] = ..., prefill_alternative_logprobs: _Optional[_Iterable[float]] = ..., step_ends: _Optional[bytes] = ..., retryable: _Optional[bool] = ...) -> None: ...
+    draft_seconds: float
+    verify_seconds: float
+    accept_seconds: float
+    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[float]] = ..., alternative_ids: _Optional[_Iterable[int]] = ..., alternative_logprobs: _Optional[_Iterable[float]] = ..., num_drafted: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., prefill_logprobs: _Optional[_Iterable[float]] = ..., prefill_alternative_ids: _Optional[_Iterable[int]] = ..., prefill_alternative_logprobs: _Optional[_Iterable[float]] = ..., step_ends: _Optional[bytes] = ..., retryable: _Optional[bool] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., accept_seconds: _Optional[float] = ...) -> None: ...

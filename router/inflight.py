@@ -145,7 +145,7 @@ class Generation:
         if self.num_generated == 0 and ids:
             self.first_token_at = now
             self.num_cached = output.num_cached_tokens
-        self.num_drafted += output.num_drafted
+        self.num_drafted += sum(output.num_drafted)
         num_tokens = self._take(ids, output) if ids else 0
         if num_tokens:
             self.last_token_at = now

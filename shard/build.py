@@ -23,6 +23,8 @@ CROWD_TOKENS = {"cpu": 16, "cuda": 512}
 
 def build_engine(config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox) -> Engine:
     """Memory, bookkeeping and the loop around a loaded model."""
+    if config.draft_model is not None:
+        raise ValueError(f"cannot serve with the draft model {config.draft_model_id}: draft models do not work yet")
     num_pages = choose_num_pages(config, model)
     model.allocate_kv(num_pages)
     cache = KvCache(num_pages, model.page_size, config.prefix_caching)

@@ -67,6 +67,14 @@ class ShardConfig:
     """Tokens that must be found again, at least, for prompt lookup to guess …"""
     ngram_max: int = 8
     """… and those that are looked for, at most."""
+    ngram_long: int = 4
+    """Tokens found again from which prompt lookup goes before heads and draft model, where all may guess."""
+    draft_model: str | None = None
+    """Local folder of the draft model; None serves without one."""
+    draft_model_id: str = ""
+    """The name the draft model was asked for by."""
+    draft_dtype: str | None = None
+    """As `dtype`, of the draft model."""
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
     json_output: bool = False

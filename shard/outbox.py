@@ -6,12 +6,16 @@ Knows streams by their epoch and how to merge outputs; knows neither gRPC nor th
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import add
 
-from shard.request import FinishReason
+from shard.request import FinishReason, Source
 from shard.slots import Residency
 
 AdapterNews = tuple[Residency, str]
 """Where an adapter is, and why it failed."""
+NO_SECONDS = (0.0, 0.0, 0.0)
+DRAFTED = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT)
+"""In this order drafts are counted, as on the wire."""
 NO_NEWS: Mapping[str, AdapterNews] = {}
 
 
@@ -45,8 +49,11 @@ class Output:
     logprobs: list[float] = field(default_factory=list)
     details: Details | None = None
     num_cached: int = 0
-    num_drafted: int = 0
+    num_drafted: tuple[int, ...] = ()
+    """Drafts verified, by DRAFTED; empty for none."""
     num_accepted: int = 0
+    seconds: tuple[float, float, float] = NO_SECONDS
+    """Proposing, verifying and accepting took, in the steps that verified drafts."""
     finish_reason: FinishReason = FinishReason.NONE
     error: str = ""
     retryable: bool = False
@@ -62,11 +69,18 @@ class Output:
         elif later.details is not None:
             self.details.merge(later.details)
         self.num_cached += later.num_cached
-        self.num_drafted += later.num_drafted
-        self.num_accepted += later.num_accepted
+        if later.num_drafted:
+            self._merge_drafts(later)
         self.finish_reason = later.finish_reason
         self.error = later.error
         self.retryable = later.retryable
+
+    def _merge_drafts(self, later: "Output") -> None:
+        counts = self.num_drafted or (0,) * len(later.num_drafted)
+        self.num_drafted = tuple(map(add, counts, later.num_drafted))
+        self.num_accepted += later.num_accepted
+        draft, verify, accept = map(add, self.seconds, later.seconds)
+        self.seconds = draft, verify, accept
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,25 @@ class Method(StrEnum):
     OFF = "off"
     AUTO = "auto"
     LOOKUP = "lookup"
+    MEDUSA = "medusa"
+    DRAFT = "draft"
+
+
+class Schedule(StrEnum):
+    """How many tokens are guessed in a step, up to the request's own bound; the words of the wire."""
+
+    CONSTANT = "constant"
+    HEURISTIC = "heuristic"
+    AUTO = "auto"
+
+
+class Rule(StrEnum):
+    """How drafts are verified; the words of the wire."""
+
+    COUPLED = "coupled"
+    """The target's token is drawn at every position, with one noise for target and draft, and goes on while equal."""
+    REJECTION = "rejection"
+    """Leviathan et al. 2023, Algorithm 1; Chen et al. 2023."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,11 @@ class Speculation:
 
     method: Method = Method.OFF
     num_tokens: int = 0
-    """Drafts of a step at most."""
+    """Drafts of lookup and of a draft model in a step at most."""
+    num_heads: int = 0
+    """Guesses of heads in a step at most."""
+    schedule: Schedule = Schedule.CONSTANT
+    verify: Rule = Rule.COUPLED
     prediction_ids: tuple[int, ...] = ()
     """A text that the output may repeat."""
 
@@ -118,6 +141,8 @@ class Request:
     logprobs: LogprobParams = field(default_factory=LogprobParams)
     stop_ids: frozenset[int] = frozenset()
     adapter_digest: str = ""
+    heads_digest: str = ""
+    """Content whose heads guess for the request, "" for those of its adapter."""
     cache_salt: str = ""
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""

@@ -12,7 +12,7 @@ from math import inf
 
 from shard.budget import Budget, Crowds, Limits
 from shard.kv_cache import Admission, KvCache
-from shard.request import FinishReason, Request
+from shard.request import FinishReason, Request, Source
 from shard.slots import AdapterSlots
 from shard.speculation import Guessers
 
@@ -29,6 +29,8 @@ class Share:
     """Whether the step ends at the newest known token, so that the next one is sampled."""
     draft_ids: Sequence[int] = ()
     """Guessed tokens behind `end`: computed along, and kept as far as the target agrees."""
+    source: Source = Source.TARGET
+    """What guessed them."""
 
     @property
     def num_tokens(self) -> int:
@@ -242,6 +244,7 @@ class Scheduler:
         while draft_ids and not self.cache.grow(request, share.end + len(draft_ids)):
             draft_ids.pop()
         share.draft_ids = draft_ids
+        share.source = request.guesser.source
         request.is_guessed = bool(draft_ids)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:

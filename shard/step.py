@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shard.batch import Segment, StepInputs
-from shard.outbox import Details, Output
+from shard.outbox import DRAFTED, Details, Output
 from shard.request import FinishReason, Request, Source
 from shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
 from shard.scheduler import Share
@@ -120,9 +120,10 @@ def token_output(share: Share, sampled: HostSampled, row: int, num_taken: int) -
         bytes(num_taken - 1) + STEP_END,
         sampled.logprobs[rows] if params.wanted else [],
         finish_reason=request.finish_reason,
-        num_drafted=len(share.draft_ids),
-        num_accepted=num_accepted(share, sampled.token_ids[rows]),
     )
+    if share.draft_ids:
+        output.num_drafted = tuple(len(share.draft_ids) if share.source is source else 0 for source in DRAFTED)
+        output.num_accepted = num_accepted(share, output.token_ids)
     if params.alternatives:
         output.details = Details()
         for ids, logprobs in zip(sampled.alternative_ids[rows], sampled.alternative_logprobs[rows], strict=True):
@@ -146,9 +147,8 @@ def sources(share: Share, token_ids: Sequence[int]) -> bytes:
     if not num_drafted:
         found = [Source.TARGET]
     else:
-        guessed = Source.LOOKUP if request.guesser is None else request.guesser.source
         own = Source.BONUS if accepted == num_drafted else Source.RESAMPLE
-        found = [guessed] * accepted + [own] * (len(token_ids) - accepted)
+        found = [share.source] * accepted + [own] * (len(token_ids) - accepted)
     if not request.num_emitted:
         found[0] = Source.PREFILL
     return bytes(found)

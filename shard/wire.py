@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from proto import shard_pb2 as pb
 from shard.inbox import Commands, Refusal
 from shard.outbox import Details, Mail, Output
-from shard.request import LogprobParams, Method, Request, SamplingParams, Speculation
+from shard.request import LogprobParams, Method, Request, Rule, SamplingParams, Schedule, Speculation
 
 MAX_MESSAGE_BYTES = 3 << 20
 """Estimated size at which a message is cut; the wire's limit is 4 MiB."""
@@ -19,6 +19,9 @@ BYTES_PER_ITEM = 10
 """No token id, log probability or flag takes more, two alternatives' parts counted one by one."""
 MAX_ALTERNATIVES = 256
 MAX_DRAFTS = 64
+METHODS = {Method.OFF.value, Method.AUTO.value, Method.LOOKUP.value}
+SCHEDULES = {Schedule.CONSTANT.value}
+RULES = {Rule.COUPLED.value}
 HEX_DIGITS = frozenset("0123456789abcdef")
 
 
@@ -81,13 +84,23 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         ),
         stop_ids=frozenset(submit.stop_ids),
         adapter_digest=submit.adapter.digest,
+        heads_digest=submit.heads.digest,
         cache_salt=submit.cache_salt,
         deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
-        speculation=Speculation(
-            Method(submit.speculation.method or Method.OFF),
-            submit.speculation.num_tokens,
-            tuple(submit.prediction_ids),
-        ),
+        speculation=read_speculation(submit),
+    )
+
+
+def read_speculation(submit: pb.Submit) -> Speculation:
+    """How far ahead is guessed; its words are known to be among those of the enumerations."""
+    wanted = submit.speculation
+    return Speculation(
+        Method(wanted.method or Method.OFF),
+        wanted.num_tokens,
+        wanted.num_heads,
+        Schedule(wanted.schedule or Schedule.CONSTANT),
+        Rule(wanted.verify or Rule.COUPLED),
+        tuple(submit.prediction_ids),
     )
 
 
@@ -121,10 +134,16 @@ def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
 def find_speculation_fault(submit: pb.Submit, bounds: Bounds) -> str:
     """Why nothing can be guessed like this, in a sentence; empty if it can."""
     wanted = submit.speculation
-    if wanted.method and wanted.method not in set(Method):
-        return f"speculation by {wanted.method} is not supported"
-    if wanted.schedule not in ("", "constant") or wanted.verify not in ("", "coupled"):
-        return "speculation takes the schedule constant and the rule coupled"
+    known: dict[str, tuple[str, set[str]]] = {
+        "method": (wanted.method, METHODS),
+        "schedule": (wanted.schedule, SCHEDULES),
+        "verification": (wanted.verify, RULES),
+    }
+    for name, (word, words) in known.items():
+        if word and word not in words:
+            return f"{word} is no {name} of speculation here; there are: {', '.join(sorted(words))}"
+    if submit.heads.digest:
+        return "heads beside an adapter are not supported yet"
     if wanted.num_tokens > MAX_DRAFTS:
         return f"at most {MAX_DRAFTS} tokens can be guessed in a step"
     if max(submit.prediction_ids, default=0) >= bounds.vocab_size:
@@ -209,7 +228,9 @@ def write_output(output: Output) -> pb.RequestOutput:
         logprobs=output.logprobs,
     )
     if output.num_drafted:
-        message.num_drafted, message.num_accepted = output.num_drafted, output.num_accepted
+        message.num_drafted.extend(output.num_drafted)
+        message.num_accepted = output.num_accepted
+        message.draft_seconds, message.verify_seconds, message.accept_seconds = output.seconds
     if output.num_cached:
         message.num_cached_tokens = output.num_cached
     if output.finish_reason:
@@ -243,6 +264,7 @@ def cut(output: Output) -> Iterator[Output]:
     parts = [*cut_scores(output), *cut_tokens(output)]
     parts[0].num_cached = output.num_cached
     parts[0].num_drafted, parts[0].num_accepted = output.num_drafted, output.num_accepted
+    parts[0].seconds = output.seconds
     parts[-1].finish_reason, parts[-1].error = output.finish_reason, output.error
     parts[-1].retryable = output.retryable
     yield from parts

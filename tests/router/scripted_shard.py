@@ -194,7 +194,9 @@ def _output(submit: shard_pb2.Submit, script: Script, ids: list[int], indices: r
     num_accepted = max(0, len(indices) - 1)
     own = shard_pb2.SOURCE_BONUS if num_accepted else shard_pb2.SOURCE_TARGET
     output.sources = bytes([shard_pb2.SOURCE_LOOKUP] * num_accepted + [own] * bool(len(indices)))
-    output.num_drafted, output.num_accepted = num_accepted + script.num_rejected, num_accepted
+    if num_accepted + script.num_rejected:
+        output.num_drafted.extend([num_accepted + script.num_rejected, 0, 0])
+    output.num_accepted = num_accepted
     output.step_ends = bytes([0] * (len(indices) - 1) + [1]) if len(indices) else b""
     logprobs = script.logprobs or [_default_logprob(index) for index in range(len(ids))]
     if wanted.wanted:

@@ -8,6 +8,8 @@ from shard.outbox import Details, Mail, Output, Status
 from shard.request import FinishReason
 from shard.wire import write_mail
 
+SECONDS = ("draft_seconds", "verify_seconds", "accept_seconds")
+
 
 def make_output(request_id: int, num_tokens: int, num_scores: int, width: int) -> Output:
     return Output(
@@ -17,6 +19,9 @@ def make_output(request_id: int, num_tokens: int, num_scores: int, width: int) -
         step_ends=b"\1" * num_tokens,
         logprobs=[-float(i) for i in range(num_tokens)],
         num_cached=3,
+        num_drafted=(4, 0, 2),
+        num_accepted=5,
+        seconds=(0.25, 0.5, 0.125),
         finish_reason=FinishReason.LENGTH,
         details=Details(
             alternative_ids=list(range(width * num_tokens)),
@@ -53,6 +58,9 @@ def test_large_mail_is_cut_and_complete() -> None:
             )
         assert b"".join(part.step_ends for part in parts) == output.step_ends
         assert sum(part.num_cached_tokens for part in parts) == 3
+        assert [list(part.num_drafted) for part in parts] == [[4, 0, 2]] + [[]] * (len(parts) - 1)
+        assert sum(part.num_accepted for part in parts) == 5
+        assert [sum(getattr(part, name) for part in parts) for name in SECONDS] == [0.25, 0.5, 0.125]
         assert [part.finish_reason for part in parts] == [0] * (len(parts) - 1) + [pb.FINISH_LENGTH]
         for part in parts:
             assert len(part.alternative_ids) * len(output.token_ids) == len(part.token_ids) * len(
