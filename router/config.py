@@ -34,10 +34,18 @@ class RouterConfig:
     max_stop_sequences: int = 4
     max_input_length: int = 4095
     max_total_tokens: int = 4096
-    speculative_tokens: int = 0
-    """Tokens guessed per step for requests that say nothing about it."""
+    speculative_tokens: int | None = None
+    """Tokens guessed per step for requests that say nothing about it; None is 4 with a draft model, else 0."""
     speculative_tokens_max: int = 16
     """What a request may ask for."""
+    speculative_method: str = "auto"
+    """What guesses for requests that don't say: auto, lookup, medusa, draft or off."""
+    speculative_schedule: str = ""
+    """How many tokens are guessed where a request doesn't say: constant, heuristic or auto; empty is the shard's."""
+    speculative_verify: str = "coupled"
+    """How guesses are verified where a request doesn't say: coupled or rejection."""
+    draft_model_id: str | None = None
+    """The name the draft model was asked for by; None is what the shard says."""
     loader_address: str | None = None
     """Unix socket of the adapters' loader; None serves the base model alone."""
     sources: SourceSettings = field(default_factory=SourceSettings)

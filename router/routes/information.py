@@ -55,7 +55,7 @@ class InformationRoutes:
             "request_logger_url": None,
             "max_body_bytes": config.max_body_bytes,
             "shards": [_shard(link.info) for link in self._service.dispatcher.links if link.info is not None],
-            "speculate": config.speculative_tokens,
+            "speculate": config.speculative_tokens or 0,
             "effective_configuration": effective,
         }
         return _json(content)
