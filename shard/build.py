@@ -38,7 +38,7 @@ def build_engine(config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox
             crowd_tokens=CROWD_TOKENS.get(model.info.device.type),
         ),
         adapters,
-        Guessers(config.speculation_max_batch_size, config.ngram_min, config.ngram_max),
+        Guessers(config.speculation_max_batch_size, config.ngram_min, config.ngram_max, config.ngram_long),
     )
     sampler = Sampler(
         model.info.vocab_size,

@@ -18,7 +18,8 @@ from shard.intake import Intake
 from shard.outbox import AdapterNews, Outbox, Output, Status
 from shard.request import FinishReason, Request
 from shard.sampling import Sampled, Sampler
-from shard.scheduler import Scheduler, Share
+from shard.scheduler import Scheduler
+from shard.share import Share
 from shard.slots import Residency
 from shard.step import Layout, Step, agreed, error_output, fill_inputs, score_output, scored_span, token_output
 

@@ -42,6 +42,7 @@ class KvCache:
         self._page_by_hash: dict[bytes, int] = {}
         self._hash_by_page: dict[int, bytes] = {}
         self._adapter_by_page: dict[int, str] = {}  # of pages with a hash
+        self._has_draft = bytearray(num_pages)  # 1 where all of a page's KV of the draft model is there too
         self._computing: dict[bytes, Request] = {}  # pages that will be published by a request that has them
 
     @property
@@ -88,6 +89,7 @@ class KvCache:
         request.page_ids = shared + [self._take() for _ in range(num_pages - len(shared))]
         request.num_computed = request.num_committed = len(shared) * self.page_size
         request.num_published = len(shared)
+        self.skip_draft(request)
         self._announce(request)
         return Admission.ADMITTED
 
@@ -99,6 +101,19 @@ class KvCache:
         for _ in range(num_missing):
             request.page_ids.append(self._take())
         return True
+
+    def skip_draft(self, request: Request) -> int:
+        """Move a request's count of what the draft model has computed over pages where that is there already."""
+        num_full = request.num_draft_computed // self.page_size
+        while num_full < len(request.page_ids) and self._has_draft[request.page_ids[num_full]]:
+            num_full += 1
+        request.num_draft_computed = max(request.num_draft_computed, num_full * self.page_size)
+        return request.num_draft_computed
+
+    def mark_draft(self, request: Request, start: int, end: int) -> None:
+        """The draft model has computed the tokens up to `end`, those from `start` on just now."""
+        for page in request.page_ids[start // self.page_size : end // self.page_size]:
+            self._has_draft[page] = 1
 
     def publish(self, request: Request) -> None:
         """Let others find the request's full pages up to its committed tokens. Content that is known stays private."""
@@ -131,7 +146,7 @@ class KvCache:
             else:
                 self._free.appendleft(page)
         request.page_ids = []
-        request.num_computed = request.num_committed = request.num_published = 0
+        request.num_computed = request.num_committed = request.num_published = request.num_draft_computed = 0
 
     def forget(self, adapter_digest: str) -> None:
         """No later request finds pages that were computed under this adapter."""
@@ -201,6 +216,7 @@ class KvCache:
             page, _ = self._cached.popitem(last=False)
             self._forget_page(page)
         self._num_owners[page] = 1
+        self._has_draft[page] = 0
         return page
 
 

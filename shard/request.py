@@ -84,6 +84,11 @@ class Guesser(Protocol):
     source: Source
     """Of its guesses that are accepted."""
 
+    @property
+    def match_length(self) -> int:
+        """Tokens that its next guess leans on."""
+        ...
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take in tokens that have become known."""
         ...
@@ -148,7 +153,7 @@ class Request:
     """time.monotonic() at which the request ends, or None."""
     speculation: Speculation = NO_SPECULATION
     guesser: Guesser | None = None
-    """Made at the first step that could use it; None where nothing is guessed."""
+    """What looks up its tokens. Made at the first step that could use it."""
 
     finish_reason: FinishReason = FinishReason.NONE
     order: int = 0
@@ -161,10 +166,16 @@ class Request:
     """KV pages in the order of positions."""
     page_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the leading full pages, as far as they were needed."""
+    num_heads: int = 0
+    """Heads that could guess for the request while it runs."""
+    head_ids: Sequence[int] = ()
+    """What heads say comes next, as of the newest committed token."""
     num_computed: int = 0
     """Tokens whose KV is computed or being computed by a launched step."""
     num_committed: int = 0
     """Tokens whose KV is computed by committed steps."""
+    num_draft_computed: int = 0
+    """Tokens whose KV of the draft model is computed or being computed by a launched step."""
     num_published: int = 0
     """Leading pages that were offered to the prefix cache."""
     num_in_flight: int = 0

@@ -7,39 +7,14 @@ Owns the order of requests, their rows of device state, preemption and ends. Imp
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 
 from shard.budget import Budget, Crowds, Limits
 from shard.kv_cache import Admission, KvCache
-from shard.request import FinishReason, Request, Source
+from shard.request import FinishReason, Request
+from shard.share import Share
 from shard.slots import AdapterSlots
-from shard.speculation import Guessers
-
-
-@dataclass(slots=True)
-class Share:
-    """One request's part of a step: the tokens at positions `start` … `end - 1`."""
-
-    request: Request
-    start: int
-    end: int
-    """The position after the share's last token; of the sampled token where there is one."""
-    samples: bool
-    """Whether the step ends at the newest known token, so that the next one is sampled."""
-    draft_ids: Sequence[int] = ()
-    """Guessed tokens behind `end`: computed along, and kept as far as the target agrees."""
-    source: Source = Source.TARGET
-    """What guessed them."""
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.start + len(self.draft_ids)
-
-    @property
-    def num_sampled(self) -> int:
-        """Positions at which the target's own token is taken."""
-        return (1 + len(self.draft_ids)) if self.samples else 0
+from shard.speculation import Guessers, Proposer
 
 
 class Scheduler:
@@ -56,7 +31,7 @@ class Scheduler:
         self.cache = cache
         self.limits = limits
         self.adapters = adapters
-        self.guessers = guessers
+        self.proposer = None if guessers is None else Proposer(cache, guessers)
         self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of admission
         self.waiting: list[Request] = []  # in order of arrival
@@ -108,6 +83,8 @@ class Scheduler:
         if budget.crowds and is_whole and not self._stood_back:
             budget.is_for_crowds = True
             self._plan(shares, budget)
+        if self.proposer is not None:
+            self.proposer.propose(shares, len(self.running), budget)
         return shares
 
     def _plan(self, shares: list[Share], budget: Budget) -> bool:
@@ -123,7 +100,6 @@ class Scheduler:
                 if num_wanted > num_covered and not self._make_room(request, num_wanted):
                     return False
                 shares.append(self._launch(request, num_tokens, budget))
-                self._guess(shares[-1])
             index += 1
         if self.num_preempted == num_preempted:
             self._admit(shares, budget)
@@ -148,6 +124,8 @@ class Scheduler:
         num_accepted = max(0, len(taken) - 1)
         request.num_computed += num_accepted
         request.num_committed = share.end + num_accepted
+        if self.proposer is not None:
+            self.proposer.committed(share, num_accepted)
         if request.num_committed >= (request.num_published + 1) * self.cache.page_size:
             self.cache.publish(request)
         if reason:
@@ -225,27 +203,9 @@ class Scheduler:
 
     def _must_wait(self, request: Request) -> bool:
         """How many tokens come next, or which one the next guess hangs on, is not known before a commit."""
-        return request.is_guessed or (request.num_in_flight > 0 and self._width(request) > 0)
-
-    def _width(self, request: Request) -> int:
-        """Drafts that the request may have in this step."""
-        return 0 if self.guessers is None else self.guessers.width(request, len(self.running))
-
-    def _guess(self, share: Share) -> None:
-        """Add drafts to a share that samples, as far as they can count and pages are free: nobody goes for a draft."""
-        request = share.request
-        width = min(self._width(request), request.max_new_tokens - request.num_output - 1)
-        is_next = share.samples and share.end - share.start == 1 and request.num_output > 0
-        if self.guessers is None or width <= 0 or not is_next:
-            return
-        if request.guesser is None:
-            request.guesser = self.guessers.make(request)
-        draft_ids = request.guesser.guess(width)
-        while draft_ids and not self.cache.grow(request, share.end + len(draft_ids)):
-            draft_ids.pop()
-        share.draft_ids = draft_ids
-        share.source = request.guesser.source
-        request.is_guessed = bool(draft_ids)
+        if request.is_guessed or not request.num_in_flight or self.proposer is None:
+            return request.is_guessed
+        return self.proposer.may_guess(request, len(self.running))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Find pages, preempting the latest. False if the request itself had to go, or if the latest is still being
@@ -294,7 +254,6 @@ class Scheduler:
             num_tokens = budget.grant(request)
             if num_tokens:
                 shares.append(self._launch(request, num_tokens, budget))
-                self._guess(shares[-1])
 
     def _take_slot(self, request: Request) -> bool:
         if self.adapters is None or not request.adapter_digest:
@@ -326,3 +285,4 @@ class Scheduler:
         self.freed_rows.append(request.row)
         request.row = -1
         request.is_guessed = False
+        request.head_ids = ()

@@ -12,7 +12,7 @@ from shard.batch import Segment, StepInputs
 from shard.outbox import DRAFTED, Details, Output
 from shard.request import FinishReason, Request, Source
 from shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
-from shard.scheduler import Share
+from shard.share import Share
 
 STEP_END = b"\1"
 NO_SPAN = range(0)

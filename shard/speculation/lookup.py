@@ -31,6 +31,8 @@ class Lookup:
         self._tokens: list[int] = []
         self._match_end = -1
         """Where the continuation of the longest match begins, -1 without a match."""
+        self.match_length = 0
+        """Tokens of the longest match."""
         if before:
             self._load(before)
         self._start = len(self._tokens)
@@ -41,7 +43,7 @@ class Lookup:
     def extend(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             self._tokens.append(token_id)
-            self._match_end = -1
+            self._match_end, self.match_length = -1, 0
             end, value, weight = len(self._tokens), 0, 1
             deepest = min(self._lengths[-1], end - self._start)
             for length in range(1, deepest + 1):
@@ -52,7 +54,7 @@ class Lookup:
                 table = self._tables[length - self._lengths[0]]
                 found = table.get(value, -1)
                 if found >= 0 and self._tokens[found - length : found] == self._tokens[end - length : end]:
-                    self._match_end = found
+                    self._match_end, self.match_length = found, length
                 table[value] = end
 
     def guess(self, num_tokens: int) -> list[int]:

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shard.budget import Limits
 from shard.kv_cache import KvCache
 from shard.request import FinishReason, LogprobParams, Request
-from shard.scheduler import Scheduler, Share
+from shard.scheduler import Scheduler
+from shard.share import Share
 from tests.shard.fake_model import extend, generate_alone, next_token
 
 STOP_IDS = frozenset({3, 17})
