@@ -3,6 +3,7 @@
 Knows how much memory they may take; who is in which slot is for slots.py, what a slot does for shard/model/lora.py.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -12,8 +13,9 @@ from shard.config import ShardConfig
 from shard.inbox import Inbox
 from shard.memory import adapter_bytes
 from shard.model import Model
-from shard.model.adapter_file import AdapterContent, Destination, read_adapter
+from shard.model.adapter_file import AdapterContent, AdapterFiles, Destination
 from shard.model.adapter_memory import Arena, PinnedMemory
+from shard.model.adapter_plan import Form
 from shard.model.lora import AdapterSite, compiled
 from shard.slots import AdapterSlots, Content, Device, SlotLimits
 
@@ -27,14 +29,18 @@ class ModelSlots:
     """The slots of a model's sites."""
 
     def __init__(self) -> None:
-        self._used: dict[int, list[AdapterSite]] = {}
+        self._used: dict[int, Sequence[AdapterSite]] = {}
 
     def put(self, slot: int, content: Content) -> None:
         """Let `slot` mean `content`."""
         assert isinstance(content, AdapterContent)
-        for site, weights in content.weights:
-            site.put(slot, weights)
-        self._used[slot] = [site for site, _ in content.weights]
+        if content.form is Form.BLOCKS:
+            for site, entry in zip(content.sites, content.addresses().tolist(), strict=True):
+                site.bind(slot, entry)
+        else:
+            for index, site in enumerate(content.sites):
+                site.put(slot, content.weights(index))
+        self._used[slot] = content.sites
 
     def is_ready(self, slot: int) -> bool:
         """At once: the slots lie where the adapters do."""
@@ -57,8 +63,8 @@ def build_adapters(config: ShardConfig, model: Model, inbox: Inbox) -> AdapterSl
     limits = SlotLimits(config.max_active_adapters, slot_bytes, host_bytes, config.adapter_cycle_time_s)
     model.allocate_adapters(limits.num_slots)
     device, destination, form = _choose_form(config, model, limits)
-    sites = model.adapter_sites
-    reader = AdapterReader(Path(config.adapter_store), lambda path: read_adapter(path, sites, destination), inbox)
+    files = AdapterFiles(model.adapter_sites, destination)
+    reader = AdapterReader(Path(config.adapter_store), files.read, inbox)
     log.info("adapter memory", slots=limits.num_slots, slot_bytes=slot_bytes, host_bytes=host_bytes, computed_by=form)
     return AdapterSlots(limits, device, reader.ask)
 

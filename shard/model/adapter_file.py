@@ -3,32 +3,66 @@
 Whoever wrote the file has checked it against the base; here only what would break the kernels is checked again.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 
-from shard.model.adapter_memory import ALIGNMENT, HostMemory
+from shard.model.adapter_memory import HostMemory
+from shard.model.adapter_plan import NOWHERE, Form, Plan, plan_for, shapes
 from shard.model.adapter_sites import Site
-from shard.model.lora import MOST_RANK, AdapterSite, ExpertSites, Kernels, SlotImage, SlotWeights
+from shard.model.lora import AdapterSite, Kernels, SlotImage, SlotWeights, compiled, library_for
+from shard.model.served_file import ServedFile
+from shard.native import CompilerMissing
 
-FORMAT = "lorikeet-adapter-1"
-KEYS = ("A", "B", "magnitude", "bias")
+MOST_PLANS = 64
+NICENESS = 9
+"""How far behind the steps factors are laid out, on Linux; as the loader of adapters."""
 
 
 @dataclass(frozen=True)
 class AdapterContent:
     """One adapter in host memory."""
 
-    weights: Sequence[tuple[AdapterSite, SlotWeights]]
-    num_bytes: int
-    # [bytes] uint8, where all of them lie, and what a device's slot would say of them
-    memory: torch.Tensor | None = None
+    sites: Sequence[AdapterSite]
+    # [sites, 5] its rank, as the kernels count it, and where in memory a, b, scale and bias begin, -1 for none
+    entries: npt.NDArray[np.int64]
+    # [bytes] uint8
+    memory: torch.Tensor
+    form: Form
+    dtype: torch.dtype
     image: SlotImage | None = None
+    """What a device's slot would say of it."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.numel()
+
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """[sites, 5] the entries with addresses in this process, 0 for none."""
+        found = np.where(self.entries == NOWHERE, 0, self.entries + self.memory.data_ptr())
+        found[:, 0] = self.entries[:, 0]
+        return found
+
+    def weights(self, index: int) -> SlotWeights:
+        """Views of what it adds to one of its sites."""
+        site, (rank, a, b, scale, bias) = self.sites[index], self.entries[index].tolist()
+        shape_a, shape_b = shapes(self.form, site, rank, self.dtype)
+        vector = (site.num_out,)
+        factor = None if a == NOWHERE else self._view(a, shape_a, self.dtype)
+        return SlotWeights(
+            factor.t() if factor is not None and site.is_embedding and self.form is Form.ROWS else factor,
+            None if b == NOWHERE else self._view(b, shape_b, self.dtype),
+            None if scale == NOWHERE else self._view(scale, vector, torch.float32),
+            None if bias == NOWHERE else self._view(bias, vector, torch.float32),
+            self.form is Form.BLOCKS and a != NOWHERE,
+        )
+
+    def _view(self, first: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return _view(self.memory, first, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -40,92 +74,72 @@ class Destination:
     kernels: Kernels | None = None
     """Of the device that it is for; None for the CPU."""
 
+    @property
+    def form(self) -> Form:
+        """What the kernels read."""
+        return Form.BLOCKS if self.kernels is None and compiled(self.dtype) is not None else Form.ROWS
 
-def read_adapter(path: Path, sites: Mapping[str, Site], destination: Destination) -> AdapterContent:
-    """Read a file of the served layout. Raises ValueError with a reason."""
+
+class AdapterFiles:
+    """Reads adapters for the sites of one model. One thread."""
+
+    def __init__(self, sites: Mapping[str, Site], destination: Destination) -> None:
+        self._sites = sites
+        self._destination = destination
+        self._form = destination.form
+        self._plans: dict[str, Plan] = {}
+
+    def read(self, path: Path) -> AdapterContent:
+        """An adapter from its file. Raises ValueError with a reason."""
+        file, destination = ServedFile(path), self._destination
+        plan = self._plan(file)
+        memory = destination.memory.take(plan.num_bytes)
+        _lay_out(plan, file, memory)
+        for vector in plan.biases:
+            _view(memory, vector.to, vector.values.shape, torch.float32).copy_(file.tensor(vector.values))
+        for vector in plan.magnitudes:
+            scale = file.tensor(vector.values).clone()
+            if vector.pair is not None:
+                scale /= row_norms(vector.site, file.tensor(vector.pair.a), file.tensor(vector.pair.b).t())
+            _view(memory, vector.to, scale.shape, torch.float32).copy_(scale)
+        entries, kernels = plan.image(), destination.kernels
+        image = None if kernels is None else kernels.image(plan.sites, entries)
+        return AdapterContent(plan.sites, entries, memory, self._form, destination.dtype, image)
+
+    def _plan(self, file: ServedFile) -> Plan:
+        plan = self._plans.get(file.likeness)
+        if plan is None or file.num_bytes < plan.file_bytes:
+            plan = plan_for(file, self._sites, self._form, self._destination.dtype)
+            if len(self._plans) == MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[file.likeness] = plan
+        return plan
+
+
+def _lay_out(plan: Plan, file: ServedFile, memory: torch.Tensor) -> None:
+    """Write the factors into memory, [bytes] uint8, as the kernels read them."""
+    if not plan.pairs:
+        return
     try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"{path.name} is not in the served layout {FORMAT}")
-            modules: dict[str, Any] = json.loads(metadata["modules"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as failure:
-        raise ValueError(f"the adapter's file cannot be read: {type(failure).__name__}: {failure}") from failure
-    weights: list[tuple[AdapterSite, SlotWeights]] = []
-    for name in modules:
-        site = sites.get(name)
-        if site is None:
-            raise ValueError(f"the base has no module {name} that an adapter could change")
-        found = {key: tensors.pop(f"{name}.{key}") for key in KEYS if f"{name}.{key}" in tensors}
-        if isinstance(site, ExpertSites):
-            weights += _expert_weights(site, found, destination)
-        else:
-            weights.append((site, _slot_weights(site, found, destination)))
-    if tensors:
-        raise ValueError(f"this shard does not compute what {min(tensors)} of the adapter changes")
-    num_bytes = sum(_up(part.numel() * part.element_size()) for _, each in weights for part in each.tensors.values())
-    memory = destination.memory.take(num_bytes)
-    weights = _moved(weights, memory)
-    kernels = destination.kernels
-    return AdapterContent(weights, num_bytes, memory, None if kernels is None else kernels.image(weights, memory))
+        code = library_for(torch.float32 if plan.pairs[0].a.dtype.itemsize == 4 else torch.bfloat16)
+    except CompilerMissing:
+        for pair in plan.pairs:
+            a, b = file.tensor(pair.a), file.tensor(pair.b).t()
+            arranged = SlotWeights(a, b).arranged(pair.site.is_embedding)
+            for to, tensor in ((pair.to_a, arranged.a), (pair.to_b, arranged.b)):
+                assert tensor is not None and plan.form is Form.ROWS
+                _view(memory, to, tensor.shape, tensor.dtype).copy_(tensor)
+        return
+    table = plan.table()
+    table[:, :2] += file.address
+    table[:, 2:4] += memory.data_ptr()
+    code.pack(table.ctypes.data, len(table), plan.form, NICENESS)  # gives up the interpreter meanwhile
 
 
-def _moved(
-    weights: Sequence[tuple[AdapterSite, SlotWeights]], memory: torch.Tensor
-) -> list[tuple[AdapterSite, SlotWeights]]:
-    """Copies that lie one after the other in `memory`, [bytes] uint8."""
-    moved = []
-    offset = 0
-    for site, each in weights:
-        parts: dict[str, torch.Tensor] = {}
-        for name, tensor in each.tensors.items():
-            num_bytes = tensor.numel() * tensor.element_size()
-            parts[name] = memory[offset : offset + num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            offset += _up(num_bytes)
-        moved.append((site, SlotWeights(**parts, is_packed=each.is_packed)))
-    return moved
-
-
-def _up(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _expert_weights(
-    sites: ExpertSites, tensors: Mapping[str, torch.Tensor], destination: Destination
-) -> list[tuple[AdapterSite, SlotWeights]]:
-    """Those of a block's experts: the factors lie one expert after the other."""
-    if destination.kernels is not None:
-        raise ValueError(f"{sites.name}: adapters of experts are computed on the CPU only")
-    if set(tensors) != {"A", "B"} or any(tensor.shape[0] != len(sites.experts) for tensor in tensors.values()):
-        raise ValueError(f"{sites.name}: experts take two factors for each of {len(sites.experts)}, and nothing else")
-    return [
-        (site, _slot_weights(site, {key: tensor[index] for key, tensor in tensors.items()}, destination))
-        for index, site in enumerate(sites.experts)
-    ]
-
-
-def _slot_weights(site: AdapterSite, tensors: Mapping[str, torch.Tensor], destination: Destination) -> SlotWeights:
-    """The weights of one module, in the layout of the kernels. `tensors`: by key of the served layout."""
-    a, b = tensors.get("A"), tensors.get("B")
-    if a is not None and b is not None:
-        # [rank, in], [rank, out]
-        a, b = a.to(destination.dtype).contiguous(), b.to(destination.dtype).t()
-        rank = a.shape[0]
-        if a.shape != (rank, site.num_in) or b.shape != (rank, site.num_out) or not 0 < rank <= MOST_RANK:
-            raise ValueError(f"{site.name}: factors of shapes {list(a.shape)} and {list(b.t().shape)} do not fit")
-    magnitude, bias = (_vector(site, tensors.get(key)) for key in ("magnitude", "bias"))
-    if magnitude is not None and a is not None and b is not None:
-        magnitude /= row_norms(site, a, b)
-    weights = SlotWeights(a, b, magnitude, bias)
-    return weights.packed(site.is_embedding) if destination.kernels is None else weights.arranged(site.is_embedding)
-
-
-def _vector(site: AdapterSite, vector: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy in float32."""
-    if vector is not None and vector.shape != (site.num_out,):
-        raise ValueError(f"{site.name}: a vector of shape {list(vector.shape)} does not fit {site.num_out} outputs")
-    return None if vector is None else vector.float().clone()
+def _view(memory: torch.Tensor, first: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """memory: [bytes] uint8."""
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    return memory[first : first + num_bytes].view(dtype).view(tuple(shape))
 
 
 def row_norms(site: AdapterSite, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,18 @@
 //
 // Factors lie in the order in which they are read, zeros wherever a count is no multiple: A as [rank / 8, in / STEP, 8, STEP],
 // B, with the scaling inside, as [out / 64, rank, 64]; of embeddings A lies as [in, rank]. Built once per element type.
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
 #include <omp.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -13,6 +22,7 @@
 #define MOST_RANK 512
 #define MOST_ROWS 16     // of a task
 #define WIDTH 64         // outputs that one pass over B sums up
+#define RANKS 8          // rows of A side by side
 #define ALONE (1 << 16)  // so few multiplications are not worth a second thread
 
 #ifdef ELEMENT_BF16
@@ -218,4 +228,84 @@ void adapt_embedding(const Part *part, const int64_t *ids, const Task *tasks, in
             for (int64_t j = 0; j < w->rank; j++) u[r * w->rank + j] = widen(w->a[ids[tasks[i].first + r] * w->rank + j]);
         expand(w, u, tasks[i].count, part->num_out, part->y + tasks[i].first * part->y_stride, part->y_stride, part->base_bias);
     }
+}
+
+// One adapter's factors of one module as its file has them, A [rank, in] and B [out, rank], and room for what is made of them.
+typedef struct {
+    const element *a, *b;
+    element *packed_a, *packed_b;
+    int64_t rank, num_in, num_out, is_embedding;
+} Factors;
+
+typedef struct {
+    const Factors *factors;
+    int count, in_rows, niceness;
+} Packing;
+
+// For whoever reads rows: A as it is, of embeddings [in, rank], and B as [rank, out].
+static void pack_rows(const Factors *f) {
+    if (f->is_embedding)
+        for (int64_t k = 0; k < f->num_in; k++)
+            for (int64_t j = 0; j < f->rank; j++) f->packed_a[k * f->rank + j] = f->a[j * f->num_in + k];
+    else
+        memcpy(f->packed_a, f->a, f->rank * f->num_in * sizeof(element));
+    for (int64_t c = 0; c < f->num_out; c++)
+        for (int64_t j = 0; j < f->rank; j++) f->packed_b[j * f->num_out + c] = f->b[c * f->rank + j];
+}
+
+static void pack_a(const Factors *f, int64_t wide_rank) {
+    if (f->is_embedding) {
+        for (int64_t k = 0; k < f->num_in; k++)
+            for (int64_t j = 0; j < wide_rank; j++) f->packed_a[k * wide_rank + j] = j < f->rank ? f->a[j * f->num_in + k] : 0;
+        return;
+    }
+    element *to = f->packed_a;
+    for (int64_t first = 0; first < wide_rank; first += RANKS)
+        for (int64_t k = 0; k < f->num_in; k += STEP)
+            for (int64_t j = first; j < first + RANKS; j++, to += STEP) {
+                int64_t there = j >= f->rank ? 0 : f->num_in - k < STEP ? f->num_in - k : STEP;
+                if (there) memcpy(to, f->a + j * f->num_in + k, there * sizeof(element));
+                if (there < STEP) memset(to + there, 0, (STEP - there) * sizeof(element));
+            }
+}
+
+static void pack_b(const Factors *f, int64_t wide_rank) {
+    for (int64_t at = 0; at < f->num_out; at += WIDTH) {
+        element *to = f->packed_b + at * wide_rank;
+        int64_t there = f->num_out - at < WIDTH ? f->num_out - at : WIDTH;
+        if (there < WIDTH || f->rank < wide_rank) memset(to, 0, WIDTH * wide_rank * sizeof(element));
+        for (int64_t c = 0; c < there; c++)
+            for (int64_t j = 0; j < f->rank; j++) to[j * WIDTH + c] = f->b[(at + c) * f->rank + j];
+    }
+}
+
+static void *pack_all(void *told) {
+    const Packing *packing = told;
+#ifdef __linux__
+    if (packing->niceness) setpriority(PRIO_PROCESS, syscall(SYS_gettid), getpriority(PRIO_PROCESS, 0) + packing->niceness);
+#endif
+    for (int i = 0; i < packing->count; i++) {
+        const Factors *f = packing->factors + i;
+        int64_t wide_rank = (f->rank + RANKS - 1) / RANKS * RANKS;
+        if (packing->in_rows) {
+            pack_rows(f);
+        } else {
+            pack_a(f, wide_rank);
+            pack_b(f, wide_rank);
+        }
+    }
+    return NULL;
+}
+
+// Lay factors out as `adapt` reads them, or in rows, in a thread that runs so much behind its caller: memory that is touched for the first
+// time costs several times what is copied into it. Returns when it has.
+void pack(const Factors *factors, int count, int in_rows, int niceness) {
+    Packing packing = {factors, count, in_rows, niceness};
+    pthread_t thread;
+    if (niceness && pthread_create(&thread, NULL, pack_all, &packing) == 0) {
+        pthread_join(thread, NULL);
+        return;
+    }
+    packing.niceness = 0;  // this thread is the caller's
+    pack_all(&packing);
 }

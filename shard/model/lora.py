@@ -118,7 +118,7 @@ class SlotImage:
 class Kernels(Protocol):
     """What computes on a device other than the CPU, by tables of its own."""
 
-    def image(self, weights: Sequence[tuple["AdapterSite", SlotWeights]], memory: torch.Tensor) -> SlotImage: ...
+    def image(self, sites: Sequence["AdapterSite"], entries: npt.NDArray[np.int64]) -> SlotImage: ...
 
     def adapt(self, rows: AdapterRows, products: Sequence["Product"]) -> None: ...
 
@@ -157,11 +157,18 @@ class AdapterSite:
     def put(self, slot: int, weights: SlotWeights | None) -> None:
         """Let `slot` mean these weights, or nothing. They must be of the base's dtype, and packed where they can be."""
         self.slots[slot] = weights
+        tensors = (None if weights is None else getattr(weights, name) for name in ("a", "b", "scale", "bias"))
+        rank = 0 if weights is None else weights.rank
+        self.bind(slot, (rank, *(0 if tensor is None else tensor.data_ptr() for tensor in tensors)))
+
+    def bind(self, slot: int, entry: Sequence[int]) -> None:
+        """Let `slot` mean, for compiled code, a rank and the addresses of a, b, scale and bias, 0 for none."""
+        self.table[slot] = _Weights(*entry)
+
+    def changes(self, slot: int) -> bool:
+        """Whether the adapter in `slot` changes this module."""
         entry = self.table[slot]
-        entry.rank = 0 if weights is None else weights.rank
-        for name in ("a", "b", "scale", "bias"):
-            tensor = None if weights is None else getattr(weights, name)
-            setattr(entry, name, None if tensor is None else tensor.data_ptr())
+        return bool(entry.rank or entry.scale or entry.bias)
 
 
 def adapt_output(site: AdapterSite, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -186,7 +193,7 @@ class ExpertSites:
     def slots_of(self, num_rows: int) -> npt.NDArray[np.int32] | None:
         """[rows] the slot of each row of the step, -1 for none; None when no adapter of it changes this parameter."""
         rows = self.experts[0].rows
-        if not any(self.experts[0].slots[slot] for slot, _, _ in rows.tasks.tolist()):
+        if not any(self.experts[0].changes(slot) for slot, _, _ in rows.tasks.tolist()):
             return None
         slots = np.full(num_rows, -1, np.int32)
         for slot, first, count in rows.tasks.tolist():
@@ -229,7 +236,7 @@ def adapt(rows: AdapterRows, *products: Product) -> None:
     dtype = products[0].y.dtype
     if products[0].y.device.type == "cpu" and compiled(dtype) is not None:
         parts = (_Part * len(products))(*(product.part() for product in products))
-        _library(dtype).adapt(parts, len(products), rows.address, len(rows), torch.get_num_threads())
+        library_for(dtype).adapt(parts, len(products), rows.address, len(rows), torch.get_num_threads())
         return
     for product in products:
         for slot, first, count in rows.tasks.tolist():
@@ -262,7 +269,7 @@ def adapt_embedding(rows: AdapterRows, site: AdapterSite, ids: torch.Tensor, y: 
         return
     if y.device.type == "cpu" and compiled(y.dtype) is not None:
         part = Product(site, y, y).part()
-        _library(y.dtype).adapt_embedding(ctypes.byref(part), ids.data_ptr(), rows.address, len(rows))
+        library_for(y.dtype).adapt_embedding(ctypes.byref(part), ids.data_ptr(), rows.address, len(rows))
         return
     for slot, first, count in rows.tasks.tolist():
         weights = site.slots[slot]
@@ -277,15 +284,17 @@ def compiled(dtype: torch.dtype) -> int | None:
     if dtype not in (torch.float32, torch.bfloat16):
         return None
     try:
-        return ctypes.cast(_library(dtype).adapt, ctypes.c_void_p).value
+        return ctypes.cast(library_for(dtype).adapt, ctypes.c_void_p).value
     except CompilerMissing:
         return None
 
 
 @cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL:
+def library_for(dtype: torch.dtype) -> ctypes.CDLL:
+    """lora.c for this element type. Raises CompilerMissing."""
     loaded = library(_SOURCE, *(("ELEMENT_BF16",) if dtype == torch.bfloat16 else ()))
     loaded.adapt.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     loaded.adapt_embedding.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-    loaded.adapt.restype = loaded.adapt_embedding.restype = None
+    loaded.pack.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    loaded.adapt.restype = loaded.adapt_embedding.restype = loaded.pack.restype = None
     return loaded

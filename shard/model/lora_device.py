@@ -10,11 +10,10 @@ import numpy.typing as npt
 import torch
 
 from shard.batch import AdapterRows
-from shard.model.lora import AdapterSite, Product, SlotImage, SlotWeights
+from shard.model.lora import AdapterSite, Product, SlotImage
 from shard.model.lora_triton import ENTRY, LEAST_ROOM, PART, RANKS, add_delta
 
 _ALIGNED = 16
-_TENSORS = ("a", "b", "scale", "bias")
 
 
 class DeviceKernels:
@@ -30,16 +29,17 @@ class DeviceKernels:
         for site in sites:
             site.kernels = self
 
-    def image(self, weights: Sequence[tuple[AdapterSite, SlotWeights]], memory: torch.Tensor) -> SlotImage:
-        """Describe an adapter whose tensors all lie in `memory`, [bytes] uint8."""
-        entries = np.full((len(self._index), ENTRY.value), -1, np.int64)
-        entries[:, 0] = 0
-        for site, each in weights:
-            entry = entries[self._index[site]]
-            entry[0] = each.rank
-            for name, tensor in each.tensors.items():
-                entry[1 + _TENSORS.index(name)] = tensor.data_ptr() - memory.data_ptr()
-        return SlotImage(entries, int(entries[:, 0].max(initial=0)))
+    def image(self, sites: Sequence[AdapterSite], entries: npt.NDArray[np.int64]) -> SlotImage:
+        """Describe an adapter: entries: [sites, 5], of each its rank and where in the adapter's memory a, b, scale and
+        bias begin, -1 for none. Raises ValueError for a site that the kernels do not compute.
+        """
+        found = np.full((len(self._index), ENTRY.value), -1, np.int64)
+        found[:, 0] = 0
+        missing = next((site.name for site in sites if site not in self._index), None)
+        if missing is not None:
+            raise ValueError(f"{missing}: adapters of experts are computed on the CPU only")
+        found[[self._index[site] for site in sites]] = entries
+        return SlotImage(found, int(found[:, 0].max(initial=0)))
 
     def bind(self, slot: int, image: SlotImage, memory: torch.Tensor) -> None:
         """Let `slot` mean the adapter in `memory`, [bytes] on the device, for steps launched from now on."""

@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 from benchmarks import lora_kernels
 from shard.batch import Segment, StepInputs
 from shard.model.adapter_device import DeviceSlots
-from shard.model.adapter_file import FORMAT, Destination, read_adapter
+from shard.model.adapter_file import AdapterFiles, Destination
 from shard.model.adapter_memory import PinnedMemory
 from shard.model.lora import AdapterSite, Product, SlotWeights, adapt, adapt_embedding, adapt_row
 from shard.model.lora_device import DeviceKernels
+from shard.model.served_file import FORMAT
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 NUM_SLOTS = 11
@@ -87,7 +88,13 @@ class Bench:
                   for piece, t in zip(memory.split(sizes), tensors, strict=True)]  # fmt: skip
         moved = iter(pieces)
         held = [(site, SlotWeights(**{name: next(moved) for name in weights.tensors})) for site, weights in found]
-        self.kernels.bind(slot, self.kernels.image(held, memory), memory)
+        entries = np.full((len(held), 5), -1, np.int64)
+        for entry, (_, weights) in zip(entries, held, strict=True):
+            entry[0] = weights.rank
+            for column, name in enumerate(("a", "b", "scale", "bias"), start=1):
+                if name in weights.tensors:
+                    entry[column] = weights.tensors[name].data_ptr() - memory.data_ptr()
+        self.kernels.bind(slot, self.kernels.image([site for site, _ in held], entries), memory)
         self.memories = [*getattr(self, "memories", []), memory]
 
     def step(self, slots: list[int], counts: list[int]) -> int:
@@ -282,12 +289,11 @@ def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> Non
     linear.squared_norms = weight.square().sum(1)
     a, b, magnitude, bias = (bench.random(*shape) for shape in ((3, 24), (20, 3), (20,), (20,)))
     tensors = {"linear.A": a, "linear.B": b, "linear.magnitude": magnitude, "linear.bias": bias}
-    metadata = {"format": FORMAT, "modules": json.dumps({"linear": {"kind": "linear", "rank": 3}})}
+    metadata = {"format": FORMAT, "digest": "d", "modules": json.dumps({"linear": {"kind": "linear", "rank": 3}})}
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, str(tmp_path / "file"), metadata)
     memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
-    content = read_adapter(
-        tmp_path / "file", {each.name: each for each in bench.sites}, Destination(dtype, memory, bench.kernels)
-    )
+    destination = Destination(dtype, memory, bench.kernels)
+    content = AdapterFiles({each.name: each for each in bench.sites}, destination).read(tmp_path / "file")
     slots = DeviceSlots(bench.kernels)
     slots.put(3, content)
     while not slots.is_ready(3):

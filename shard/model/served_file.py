@@ -1,0 +1,72 @@
+"""A file in the served layout, mapped: what it says of itself, and its tensors where they lie."""
+
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+FORMAT = "lorikeet-adapter-1"
+_PREFIX = 8  # a safetensors file begins with the length of its header, little endian, in so many bytes
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """In bytes from the first tensor."""
+
+
+class ServedFile:
+    """Costs next to nothing until its tensors are read. They lie in its memory, and must not outlive it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError with a reason."""
+        try:
+            with path.open("rb") as file:
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes no read-only memory
+            self._begin = _PREFIX + int.from_bytes(self._mapped[:_PREFIX], "little")
+            self._header: dict[str, Any] = json.loads(self._mapped[_PREFIX : self._begin])
+            self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
+            if self.metadata.get("format") != FORMAT:
+                raise ValueError(f"it is not in the served layout {FORMAT}")
+            self.likeness = f"{self.metadata.get('modules')} {self._header}"
+            """Equal for files whose tensors have the same names, types, shapes and places."""
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
+            raise ValueError(f"the adapter's file cannot be read: {type(failure).__name__}: {failure}") from failure
+
+    @property
+    def address(self) -> int:
+        """Of the first tensor."""
+        return int(np.frombuffer(self._mapped, np.uint8).ctypes.data) + self._begin
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return len(self._mapped) - self._begin
+
+    def places(self) -> dict[str, Place]:
+        """Of every tensor, by name. Raises ValueError where one does not lie in the file."""
+        try:
+            return {name: self._place(entry) for name, entry in self._header.items()}
+        except (KeyError, TypeError, ValueError) as failure:
+            raise ValueError(f"the adapter's file cannot be read: {type(failure).__name__}: {failure}") from failure
+
+    def tensor(self, place: Place) -> torch.Tensor:
+        """A view of the file's memory; what is written to it does not reach the file."""
+        count, start = math.prod(place.shape), self._begin + place.start
+        return torch.frombuffer(self._mapped, dtype=place.dtype, count=count, offset=start).view(place.shape)
+
+    def _place(self, entry: dict[str, Any]) -> Place:
+        dtype, shape, (start, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        if not 0 <= start < end <= self.num_bytes or math.prod(shape) * dtype.itemsize != end - start:
+            raise ValueError(f"a tensor of shape {list(shape)} cannot lie from {start} to {end}")
+        return Place(dtype, shape, start)
