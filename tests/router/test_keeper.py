@@ -15,6 +15,11 @@ async def test_a_change_at_the_moment_of_its_end_does_not_keep_it() -> None:
     config = RouterConfig("model", "", ("unix:none",))
     directory = Directory(config)
     keeper = Keeper(Selection(config, None, directory, Keys()), None)  # type: ignore[arg-type]  # nothing is pinned
+
+    async def incomplete() -> bool:
+        return False  # so that it waits for a while, not for ever: only such a wait can swallow its end
+
+    keeper._settle = incomplete  # type: ignore[method-assign]
     running = asyncio.create_task(keeper.run())
     await keeper.settled.wait()
     for _ in range(5):
