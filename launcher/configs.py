@@ -25,6 +25,8 @@ class Plan:
     """The private folder of this run."""
     version: str
     adapters: AdapterPlan
+    draft: ModelFolder | None = None
+    """The draft model, if there is one."""
 
     @property
     def loader_address(self) -> str:
@@ -56,11 +58,16 @@ def effective(plan: Plan) -> dict[str, Any]:
     """The configuration as `--print-config` and `/info` show it."""
     return {
         "version": plan.version,
-        "model": {"id": plan.model.id, "path": str(plan.model.path), "sha": plan.model.sha},
+        "model": _shown(plan.model),
+        "draft_model": None if plan.draft is None else _shown(plan.draft),
         "device": plan.device,
         "flags": plan.settings.shown(),
         "given": dict(plan.settings.given),
     }
+
+
+def _shown(model: ModelFolder) -> dict[str, Any]:
+    return {"id": model.id, "path": str(model.path), "sha": model.sha}
 
 
 def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
@@ -91,6 +98,10 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "speculation_max_batch_size": settings["speculation-max-batch-size"],
         "ngram_min": settings["ngram-min"],
         "ngram_max": settings["ngram-max"],
+        "ngram_long": settings["ngram-long"],
+        "draft_model": None if plan.draft is None else str(plan.draft.path),
+        "draft_model_id": "" if plan.draft is None else plan.draft.id,
+        "draft_dtype": settings["draft-dtype"],
         "watermark_gamma": settings["watermark-gamma"],
         "watermark_delta": settings["watermark-delta"],
         "json_output": settings["json-output"],
@@ -158,7 +169,7 @@ def router_fields(plan: Plan) -> dict[str, Any]:
         "max_stop_sequences": settings["max-stop-sequences"],
         "max_input_length": settings["max-input-length"],
         "max_total_tokens": settings["max-total-tokens"],
-        "speculative_tokens": settings["speculative-tokens"] or 0,
+        "speculative_tokens": settings["speculative-tokens"],
         "speculative_tokens_max": settings["speculative-tokens-max"],
         "max_body_bytes": settings["max-body-bytes"],
         "validation_workers": settings["validation-workers"],

@@ -8,15 +8,14 @@ import os
 import shutil
 import socket
 import sys
-import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from launcher import adapters, configs, devices, fetch, logs, model, rules, runtime, settings
+from launcher import adapters, configs, devices, fetch, logs, model, models, rules, runtime, settings
 from launcher.exits import Exit, LauncherError
-from launcher.process import Child
+from launcher.process import Child, environment_of_children
 from launcher.settings import Settings
 from launcher.supervisor import Address, Processes, Signals, Supervisor
 from proto.version import version
@@ -65,59 +64,32 @@ def _run(read: Settings) -> int:
             return Exit.OK
         if read["download-only"]:
             print(plan.model.path)
+            if plan.draft is not None:
+                print(plan.draft.path)
             return Exit.OK
         return _serve(plan, signals, log)
 
 
 def _plan(read: Settings, device: str, folder: Path, signals: Signals) -> configs.Plan | None:
     """Everything that must be known before a process starts; None if a signal came first."""
-    found = model.named(read)
-    if not isinstance(found, model.ModelFolder):
-        fetched = _fetched(read, found.id, found.revision, folder, signals)
-        if fetched is None:
-            return None
-        found = fetched
-    if read["weights-cache-override"] is not None:
-        path = model.with_weights_of(Path(read["weights-cache-override"]), found.path, folder / "model")
-        found = model.ModelFolder(found.id, path, found.sha)
-    complete = adapters.with_family(model.with_lengths(read, model.configuration(found.path)), os.environ)
-    rules.check_lengths(complete)
-    kept = adapters.plan(complete, os.environ, found.path, folder)
-    return configs.Plan(complete, found, device, folder, version(), kept)
-
-
-def _fetched(read: Settings, id: str, revision: str | None, folder: Path, signals: Signals) -> model.ModelFolder | None:
-    """The model from the hub; None if a signal came first."""
-    answer = folder / "fetched.json"
-    request = fetch.Request(
-        id=id,
-        revision=revision,
-        code=read["trust-remote-code"],
-        weights=not read["print-config"] and read["weights-cache-override"] is None,
-        cache=read["huggingface-hub-cache"],
-        answer=str(answer),
-        json_output=read["json-output"],
-        log_level=read["log-level"],
-        quiet=read["print-config"] or read["download-only"],
-    )
-    request.write(folder / "fetch.json")
-    child = Child("the download", "launcher.fetch", folder / "fetch.json", _environment(os.environ))
-    try:
-        while child.exit_code is None:
-            if signals.wait(0.05) is not None:
-                return None
-    finally:
-        child.kill()
-    found = fetch.read_answer(answer)
+    found = models.collect(read, folder, signals)
     if found is None:
-        raise LauncherError(Exit.DOWNLOAD_ERROR, child.ending)
-    return found
+        return None
+    base = found.base
+    if read["weights-cache-override"] is not None:
+        path = model.with_weights_of(Path(read["weights-cache-override"]), base.path, folder / "model")
+        base = model.ModelFolder(base.id, path, base.sha)
+    read = models.with_tokens(read, found.draft)
+    complete = adapters.with_family(model.with_lengths(read, model.configuration(base.path)), os.environ)
+    rules.check_lengths(complete)
+    kept = adapters.plan(complete, os.environ, base.path, folder)
+    return configs.Plan(complete, base, device, folder, version(), kept, found.draft)
 
 
 def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
     address = Address(plan.settings["hostname"], plan.settings["port"])
     _check_free(address)
-    environment = _environment({name: text for name, text in os.environ.items() if name not in _SECRETS})
+    environment = environment_of_children({name: text for name, text in os.environ.items() if name not in _SECRETS})
     if plan.settings["json-output"] or not sys.stderr.isatty():
         environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars are for people, not for log files
     shards = [
@@ -129,6 +101,8 @@ def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
     if plan.adapters.warning:
         log.warning("%s", plan.adapters.warning)
     log.info("loading %s on %s from %s", plan.model.id, plan.device, plan.model.path)
+    if plan.draft is not None:
+        log.info("and to guess for it %s from %s", plan.draft.id, plan.draft.path)
 
     def when_ready() -> None:
         log.info("%s is ready at %s", plan.model.id, address.url)
@@ -177,15 +151,6 @@ def _private_folder(read: Settings) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child: the same code as this process's, whatever lies in the working directory."""
-    environment = dict(base) | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
-    root = str(Path(__file__).resolve().parents[1])
-    if root != sysconfig.get_path("purelib"):
-        environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [base.get("PYTHONPATH")])])
-    return environment
 
 
 def _check_free(address: Address) -> None:

@@ -40,8 +40,11 @@ def embedded() -> ModelFolder:
 def named(settings: Settings) -> refs.Ref | ModelFolder:
     """What the settings name: a folder that is here, or a reference into the hub."""
     text = settings["model-id"]
-    if text is None:
-        return embedded()
+    return embedded() if text is None else found("model-id", text, settings["revision"])
+
+
+def found(flag: str, text: str, revision: str | None) -> refs.Ref | ModelFolder:
+    """What a flag names that has a model for its value; `revision` is that of a flag beside it."""
     if Path(text).is_dir():
         return folder(text)
     if text.startswith(("/", "./", "../", "~")):
@@ -49,8 +52,8 @@ def named(settings: Settings) -> refs.Ref | ModelFolder:
     try:
         ref = refs.parse(text)
     except ValueError as error:
-        raise LauncherError(Exit.ARGUMENT_VALIDATION, f"--model-id: {error}") from None
-    return refs.Ref(ref.source, ref.id, ref.revision or settings["revision"])
+        raise LauncherError(Exit.ARGUMENT_VALIDATION, f"--{flag}: {error}") from None
+    return refs.Ref(ref.source, ref.id, ref.revision or revision)
 
 
 def folder(text: str) -> ModelFolder:

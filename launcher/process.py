@@ -7,21 +7,50 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 _TETHER = Path(__file__).with_name("tether.py")
 
 
-class Child:
-    """`python -m MODULE CONFIG` in a process group of its own: a terminal's Ctrl-C reaches the launcher alone."""
+def environment_of_children(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child: the same code as this process's, whatever lies in the working directory."""
+    environment = dict(base) | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    root = str(Path(__file__).resolve().parents[1])
+    if root != sysconfig.get_path("purelib"):
+        environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [base.get("PYTHONPATH")])])
+    return environment
 
-    def __init__(self, name: str, module: str, config: Path, environment: Mapping[str, str]) -> None:
+
+class Child:
+    """`python -m MODULE ARGUMENT…` in a process group of its own: a terminal's Ctrl-C reaches the launcher alone.
+
+    Both of its outputs go to `output`, or where this process's go.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Path | list[str],
+        environment: Mapping[str, str],
+        output: IO[bytes] | None = None,
+    ) -> None:
         self.name = name
-        command = [sys.executable, "-m", module, str(config)]
+        words = arguments if isinstance(arguments, list) else [str(arguments)]
+        command = [sys.executable, "-m", module, *words]
         if sys.platform == "linux":
             command = [sys.executable, "-IS", str(_TETHER), str(os.getpid()), *command]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(environment), process_group=0)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            env=dict(environment),
+            process_group=0,
+        )
 
     @property
     def pid(self) -> int:

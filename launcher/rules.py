@@ -67,10 +67,7 @@ def _check_pairs(settings: Settings) -> None:
     if settings["revision"] is not None:
         if model is None:
             _refuse("--revision needs --model-id: the embedded model has no revisions")
-        if Path(model).is_dir():
-            _refuse(f"--revision goes with a hub id, and {model} is a folder")
-        if "@" in model:
-            _refuse(f"--revision and the revision in --model-id {model} are two: give one")
+        _check_revision(settings, "model-id", "revision")
     if settings["weights-cache-override"] is not None and model is None:
         _refuse("--weights-cache-override needs --model-id: the embedded model has its weights beside it")
     address = settings["shard-address"]
@@ -86,10 +83,26 @@ def _check_pairs(settings: Settings) -> None:
         _refuse(f"--device must be auto, cpu, cuda or cuda:N, not {device!r}")
 
 
+def _check_revision(settings: Settings, name: str, revision: str) -> None:
+    model = settings[name]
+    if settings[revision] is not None:
+        if Path(model).is_dir():
+            _refuse(f"--{revision} goes with a hub id, and {model} is a folder")
+        if "@" in model:
+            _refuse(f"--{revision} and the revision in --{name} {model} are two: give one")
+
+
 def _check_speculation(settings: Settings) -> None:
     shortest, longest = settings["ngram-min"], settings["ngram-max"]
     if shortest > longest:
         _refuse(f"--ngram-min {shortest} must be at most --ngram-max {longest}")
+    draft = settings["draft-model-id"]
+    if draft is None:
+        for name in ("draft-revision", "draft-tokenizer-id", "draft-dtype"):
+            if settings[name] is not None:
+                _refuse(f"{settings.given[name]} needs --draft-model-id")
+    else:
+        _check_revision(settings, "draft-model-id", "draft-revision")
     wanted, most = settings["speculative-tokens"] or 0, settings["speculative-tokens-max"]
     if wanted > most:
         _refuse(f"--speculative-tokens {wanted} must be at most --speculative-tokens-max {most}")

@@ -48,6 +48,17 @@ class Address:
         host = self.reachable_host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
+    def is_ready(self) -> bool:
+        """Whether the server there takes requests."""
+        connection = http.client.HTTPConnection(self.reachable_host, self.port, timeout=2)
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
 
 class Signals:
     """SIGTERM, SIGINT and SIGHUP, in the order of their arrival; those of one moment count once."""
@@ -141,7 +152,7 @@ class Supervisor:
         self._router = self._processes.router()
 
     def _wait_until_ready(self, signals: Signals) -> None:
-        while not self._is_ready():
+        while not self._address.is_ready():
             self._look(signals, Exit.SHARD_CANNOT_START, Exit.WEBSERVER_CANNOT_START, "before it was ready")
             if self._loader is not None and self._loader.exit_code is not None:
                 raise LauncherError(Exit.LOADER_FAILED, f"{self._loader.ending} before the server was ready")
@@ -206,16 +217,6 @@ class Supervisor:
         end = time.monotonic() + _LAST_WORDS_S
         for child in self._children():
             child.wait(max(0.0, end - time.monotonic()))
-
-    def _is_ready(self) -> bool:
-        connection = http.client.HTTPConnection(self._address.reachable_host, self._address.port, timeout=2)
-        try:
-            connection.request("GET", "/ready")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
 
     def _children(self) -> list[Child]:
         return [*self._shards, *filter(None, [self._loader, self._router])]

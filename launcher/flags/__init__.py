@@ -4,8 +4,8 @@ A row says what the flag does, or why it has no effect, or why it is refused unt
 """
 
 from launcher.flag import Flag
-from launcher.flags import adapters, machine, model
+from launcher.flags import adapters, machine, model, speculation
 
-GROUPS: dict[str, tuple[Flag, ...]] = {**model.GROUPS, **adapters.GROUPS, **machine.GROUPS}
+GROUPS: dict[str, tuple[Flag, ...]] = {**model.GROUPS, **speculation.GROUPS, **adapters.GROUPS, **machine.GROUPS}
 
 FLAGS: dict[str, Flag] = {flag.name: flag for group in GROUPS.values() for flag in group}

@@ -129,32 +129,4 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("watermark-gamma", Kind.NUMBER, 0.5, "share of green tokens of the watermark", least=0, most=1),
         Flag("watermark-delta", Kind.NUMBER, 2.0, "what the watermark adds to a green token's score"),
     ),
-    "Speculation": (
-        Flag(
-            "speculative-tokens",
-            Kind.INTEGER,
-            None,
-            "tokens that are guessed per step where a request says nothing",
-            default_text="0",
-            least=0,
-        ),
-        Flag(
-            "speculative-tokens-max",
-            Kind.INTEGER,
-            16,
-            "what a request may ask for as `speculative_tokens`",
-            least=0,
-            most=64,
-            lorax=False,
-        ),
-        Flag(
-            "speculation-max-batch-size",
-            Kind.INTEGER,
-            32,
-            "running requests above which nothing is guessed",
-            least=0,
-        ),
-        Flag("ngram-min", Kind.INTEGER, 1, "tokens that prompt lookup must find again", least=1, most=32, lorax=False),
-        Flag("ngram-max", Kind.INTEGER, 8, "tokens that prompt lookup looks for", least=1, most=32, lorax=False),
-    ),
 }

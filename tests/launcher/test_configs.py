@@ -27,6 +27,14 @@ def test_a_shard_reads_what_is_written(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_shard_is_told_of_the_draft_model(tmp_path: Path) -> None:
+    given = plan(tmp_path, "--draft-dtype", "float32", "--ngram-long", "6")
+    given = dataclasses.replace(given, draft=ModelFolder("owner/small", tmp_path / "small"))
+    read_back = ShardConfig.read(configs.write(tmp_path / "shard.json", configs.shard_fields(given)))
+    assert (read_back.draft_model, read_back.draft_model_id) == (str(tmp_path / "small"), "owner/small")
+    assert (read_back.draft_dtype, read_back.ngram_long) == ("float32", 6)
+
+
 def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
     given = plan(tmp_path, "--cors-allow-origin", "a", "--shard-address", "127.0.0.1:50051", "--ngrok-authtoken", "x9")
     path = configs.write(tmp_path / "router.json", configs.router_fields(given))

@@ -196,3 +196,18 @@ def test_names_that_are_missing(tmp_path: Path) -> None:
     assert missing_files(["config.json"], tmp_path, weights=True) == ["weights"]
     assert missing_files(["config.json"], tmp_path, weights=False) == []
     assert missing_files(["model.safetensors"], tmp_path, weights=True) == ["config.json"]
+
+
+def test_a_draft_model_comes_the_same_way(tmp_path: Path) -> None:
+    old = {**MODEL, "model-1-of-2.safetensors": b"old"}
+    repositories = {"owner/name": Repository(MODEL), "owner/small": Repository(MODEL, branches={"v1": old})}
+    wanted = ("--model-id", "owner/name", "--draft-model-id", "owner/small", "--draft-revision", "v1")
+    with hub(repositories) as server:
+        result = launch(server, tmp_path, "--download-only", *wanted)
+        missing = launch(server, tmp_path, "--model-id", "owner/name", "--draft-model-id", "owner/none")
+    assert result.returncode == 0, result.stderr
+    base, draft = map(Path, result.stdout.splitlines())
+    assert (base.name, draft.name) == (commit_of(MODEL), commit_of(old))
+    assert (draft / "model-1-of-2.safetensors").read_bytes() == b"old"
+    assert missing.returncode == Exit.DOWNLOAD_ERROR
+    assert "owner/none was not found at the hub" in missing.stderr
