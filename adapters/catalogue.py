@@ -27,7 +27,8 @@ MAX_FILE_BYTES = 64 << 20
 LONGEST_ALIAS = 256
 SOURCES = (Source.HUB, Source.LOCAL, Source.S3)
 _NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-_INTEGERS = ("top_k", "max_new_tokens", "seed", "truncate")
+_INTEGERS = ("top_k", "max_new_tokens", "seed", "truncate", "speculative_tokens")
+_TEXTS = ("speculative_method", "speculative_schedule", "speculative_verify")
 _SWITCHES = ("do_sample", "ignore_eos_token", "return_full_text")
 _FIELDS = ("source", "id", "revision", "revisions", "weight", "pin", "parameters", "chat_template", "keys")
 
@@ -227,6 +228,8 @@ def _parameters(values: Any) -> Iterator[tuple[str, Any]]:
             fits = isinstance(value, int) and not isinstance(value, bool)
         elif name in _SWITCHES:
             fits = isinstance(value, bool)
+        elif name in _TEXTS:
+            fits = isinstance(value, str)
         elif name == "stop":
             value = [value] if isinstance(value, str) else value
             fits = isinstance(value, list) and all(isinstance(each, str) for each in value)

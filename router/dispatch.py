@@ -20,6 +20,7 @@ from router.config import RouterConfig
 from router.errors import (
     DeadlineExceeded,
     GenerationFailed,
+    NoHeads,
     NoShard,
     Overloaded,
     QueueTimeout,
@@ -140,6 +141,8 @@ class Dispatcher:
             raise NoShard
         if self.num_active >= self._config.max_concurrent_requests:
             raise Overloaded(self._retry_after())
+        if request.speculation.needs_heads:
+            raise NoHeads
         generation = Generation(next(self._numbers), request, self._tokenizer, self._release)
         if request.adapter is None:
             self._enqueue(generation, BASE_KEY)

@@ -6,6 +6,7 @@ RouterError
 │   │   ├── NotJson, WrongJsonType, WrongMediaType, BodyTooLarge
 │   ├── ValidationError         "Input validation error: …"
 │   │   └── UnsupportedField
+│   │       └── NoHeads
 │   ├── AdapterProblem          the adapter is absent, forbidden, broken, or out of reach
 │   │   └── one leaf per status
 │   ├── AdminOnly, AlreadyLoaded, ReloadRefused
@@ -81,6 +82,13 @@ class UnsupportedField(ValidationError):
 
     def __init__(self, name: str, reason: str = "is not supported by this server") -> None:
         super().__init__(f"`{name}` {reason}", param=name, code="unsupported_parameter")
+
+
+class NoHeads(UnsupportedField):
+    """Heads are to guess, and there are none."""
+
+    def __init__(self) -> None:
+        super().__init__("speculative_method", "medusa needs heads, and this request's adapter brings none")
 
 
 class ChatTemplateError(InvalidRequest):

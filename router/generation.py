@@ -40,12 +40,24 @@ class Speculation:
 
     method: str = "off"
     num_tokens: int = 0
-    """Drafts of a step at most."""
+    """Drafts of a step at most, of lookup and of a draft model."""
+    num_heads: int = 0
+    """Guesses of heads in a step at most."""
+    schedule: str = ""
+    verify: str = "coupled"
+    needs_heads: bool = False
+    """Whether the request asked for heads by name, and is refused without."""
     prediction_ids: tuple[int, ...] = ()
     """A text that the output may repeat."""
 
+    def is_possible(self, has_heads: bool) -> bool:
+        """Whether anything can be guessed for a request whose adapter brings heads, or does not."""
+        return self.num_tokens > 0 or (self.num_heads > 0 and has_heads)
+
 
 NO_SPECULATION = Speculation()
+ALL_HEADS = 255
+"""As many guesses of heads as there are heads."""
 
 
 class Source(IntEnum):

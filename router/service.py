@@ -14,12 +14,13 @@ from router.caller import Caller, caller
 from router.config import RouterConfig
 from router.directory import Directory
 from router.dispatch import Dispatcher
-from router.generation import FinishReason, GenerationRequest
+from router.generation import FinishReason, GenerationRequest, Speculation
 from router.inflight import Generation
 from router.keeper import Keeper
 from router.metrics import Metrics
 from router.reload import Reloading, read_catalogue, read_keys
 from router.schemas.adapters import AdapterFields
+from router.schemas.speculation import SpeculationFields, make_offer, settle_speculation
 from router.selection import Selection
 from router.templates import Templates
 from router.text.tokenizer import Tokenizer
@@ -71,6 +72,12 @@ class Service:
     async def adapter(self, caller: Caller, fields: AdapterFields) -> Adapter | None:
         """The adapter that the caller asks for; None is the bare base model. Raises RouterError."""
         return await self.selection.choose(fields, caller)
+
+    def speculation(self, wanted: SpeculationFields, *, is_seeded: bool) -> Speculation:
+        """How far ahead is guessed for a request. Raises ValidationError."""
+        info = self.dispatcher.info
+        offer = make_offer(self.config, "" if info is None else info.draft_model_id)
+        return settle_speculation(wanted, offer, is_seeded=is_seeded)
 
     def validated(self, timing: Timing) -> None:
         """The request is checked and tokenized."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from proto import shard_pb2 as pb
 from router.adapter import Adapter
-from router.generation import GenerationRequest
+from router.generation import GenerationRequest, Speculation
 
 
 def adapter_pin(adapter: Adapter, digest: str) -> pb.AdapterPin:
@@ -53,8 +53,16 @@ def submit_message(
         ),
         cache_salt=request.cache_salt,
         adapter=None if request.adapter is None else adapter_pin(request.adapter, digest),
-        speculation=pb.Speculation(method=request.speculation.method, num_tokens=request.speculation.num_tokens)
-        if request.speculation.num_tokens
-        else None,
+        speculation=_speculation(request.speculation) if request.speculation.num_tokens else None,
         prediction_ids=request.speculation.prediction_ids,
+    )
+
+
+def _speculation(wanted: Speculation) -> pb.Speculation:
+    return pb.Speculation(
+        method=wanted.method,
+        num_tokens=wanted.num_tokens,
+        schedule=wanted.schedule,
+        verify=wanted.verify,
+        num_heads=wanted.num_heads,
     )

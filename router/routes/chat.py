@@ -23,8 +23,8 @@ from router.routes.openai import (
     VisibleTokens,
     chat_logprobs,
     envelope,
-    prediction_ids,
     requests_for,
+    speculation,
     usage,
 )
 from router.schemas.openai import ChatRequest, read_chat
@@ -52,7 +52,7 @@ class ChatRoute:
             logprobs = LogprobsWanted(wanted.num_logprobs)
             num_choices = wanted.common.num_choices
             group = Group(
-                request.state.request_id, adapter, caller.cache_salt, await prediction_ids(service, wanted.common)
+                request.state.request_id, adapter, caller.cache_salt, await speculation(service, wanted.common)
             )
             requests = requests_for(service, wanted.common, prompt_ids, num_choices, logprobs, group)
             service.validated(timing)

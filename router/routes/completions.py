@@ -24,9 +24,9 @@ from router.routes.openai import (
     VisibleTokens,
     completion_logprobs,
     envelope,
-    prediction_ids,
     prompt_logprobs,
     requests_for,
+    speculation,
     usage,
 )
 from router.schemas.openai import CompletionRequest, read_completion
@@ -58,7 +58,7 @@ class CompletionsRoute:
             caller = service.caller(request)
             adapter = await service.adapter(caller, wanted.common.adapter)
             group = Group(
-                request.state.request_id, adapter, caller.cache_salt, await prediction_ids(service, wanted.common)
+                request.state.request_id, adapter, caller.cache_salt, await speculation(service, wanted.common)
             )
             requests = self._requests(wanted, prompts, group)
             service.validated(timing)

@@ -18,7 +18,6 @@ from router.generation import GenerationRequest, Source, Token
 from router.headers import Counts, answer_headers, ignored_fields, stream_headers
 from router.inflight import Generation
 from router.schemas.native import NativeRequest, check_lengths, check_rules, read_native
-from router.schemas.speculation import settle_speculation
 from router.service import Service, Timing, cancel_all, now, random_seed, told
 from router.sse import EventStream, event
 
@@ -154,7 +153,7 @@ class NativeRoutes:
             max_new_tokens=max_new_tokens,
             adapter=await self._service.adapter(caller, fields),
             cache_salt=caller.cache_salt,
-            speculation=settle_speculation(parameters.speculation, config),
+            speculation=self._service.speculation(parameters.speculation, is_seeded=parameters.seed is not None),
             seed=random_seed() if parameters.seed is None else parameters.seed,
             sampling=parameters.sampling(),
             stop_strings=parameters.stop,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from router.adapter import Adapter
-from router.generation import NO_SPECULATION, FinishReason, GenerationRequest, Token
+from router.generation import NO_SPECULATION, FinishReason, GenerationRequest, Speculation, Token
 from router.inflight import Generation
 from router.schemas.openai import CommonFields, check_lengths
 from router.service import Service, random_seed
@@ -32,7 +32,7 @@ class Group:
     id: str
     adapter: Adapter | None
     cache_salt: str = ""
-    prediction_ids: tuple[int, ...] = ()
+    speculation: Speculation = NO_SPECULATION
 
 
 def requests_for(
@@ -63,9 +63,7 @@ def requests_for(
         request_id=group.id,
         adapter=group.adapter,
         cache_salt=group.cache_salt,
-        speculation=replace(common.speculation, prediction_ids=group.prediction_ids)
-        if common.speculation.num_tokens
-        else NO_SPECULATION,
+        speculation=group.speculation,
     )
     seeds = [random_seed() if common.seed is None else (common.seed + index) % 2**64 for index in range(num_sequences)]
     return [replace(first, seed=seed) for seed in seeds]
@@ -104,12 +102,14 @@ def envelope(service: Service, prefix: str, kind: str, common: CommonFields) -> 
     return Envelope(f"{prefix}-{secrets.token_hex(16)}", kind, int(time.time()), model, fingerprint)
 
 
-async def prediction_ids(service: Service, common: CommonFields) -> tuple[int, ...]:
-    """The tokens of the text that the output may repeat, as far as it is looked at."""
-    if not common.prediction or not common.speculation.num_tokens:
-        return ()
-    ids = await service.tokenizer.encode(common.prediction, add_special_tokens=False)
-    return tuple(ids[: service.config.max_total_tokens])
+async def speculation(service: Service, common: CommonFields) -> Speculation:
+    """How far ahead is guessed, with the tokens of the text that the output may repeat, as far as it is looked at."""
+    settled = service.speculation(common.speculation, is_seeded=common.seed is not None)
+    prediction = common.speculation.prediction
+    if not prediction or not settled.num_tokens:
+        return settled
+    ids = await service.tokenizer.encode(prediction, add_special_tokens=False)
+    return replace(settled, prediction_ids=tuple(ids[: service.config.max_total_tokens]))
 
 
 def usage(num_prompt: int, num_cached: int, num_completion: int, generations: list[Generation]) -> dict[str, Any]:

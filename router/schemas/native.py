@@ -16,8 +16,6 @@ from router.schemas.speculation import SpeculationFields, read_speculation
 LATER_FIELDS = (
     "response_format",
     "speculation",
-    "speculative_schedule",
-    "speculative_verify",
     "prediction",
     "tools",
     "tool_choice",

@@ -8,10 +8,10 @@ from typing import Any
 
 from router.config import RouterConfig
 from router.errors import UnsupportedField, ValidationError
-from router.generation import Sampling, Speculation
+from router.generation import Sampling
 from router.schemas.adapters import AdapterFields
 from router.schemas.fields import Fields
-from router.schemas.speculation import read_prediction, read_speculation, settle_speculation
+from router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -31,8 +31,6 @@ LATER_FIELDS = (
     "adapter_id",
     "merged_adapters",
     "speculation",
-    "speculative_schedule",
-    "speculative_verify",
 )
 """Fields that would change the text and are not served: refused by name when set to something."""
 
@@ -62,9 +60,7 @@ class CommonFields:
     stream: bool
     include_usage: bool
     ignore_eos: bool
-    speculation: Speculation
-    prediction: str | None
-    """A text that the output may repeat."""
+    speculation: SpeculationFields
 
 
 @dataclass(frozen=True)
@@ -178,6 +174,7 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         raise ValidationError("`stop` must not contain an empty string", "stop")
     prediction = read_prediction(fields)
     guessing = replace(read_speculation(fields), prediction=prediction)
+    check_speculation(guessing, config.speculative_tokens_max)
     stream = fields.flag("stream")
     if fields.has("stream_options") and not stream:
         raise ValidationError("`stream_options` needs `stream` to be true", "stream_options")
@@ -191,8 +188,7 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         stream=stream,
         include_usage=fields.child("stream_options").flag("include_usage"),
         ignore_eos=fields.flag("ignore_eos_token"),
-        speculation=settle_speculation(guessing, config),
-        prediction=prediction,
+        speculation=guessing,
     )
 
 

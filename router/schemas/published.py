@@ -21,7 +21,23 @@ class MergedAdapters(BaseModel):
     majority_sign_method: Literal["total", "frequency"] | None = "total"
 
 
-class GenerateParameters(BaseModel):
+class _Speculative(BaseModel):
+    """Of every generating route."""
+
+    speculative_tokens: int | None = Field(None, ge=0, description="Tokens guessed per step at most; 0 guesses nothing")
+    speculative_method: Literal["auto", "lookup", "ngram", "medusa", "draft", "off"] | None = Field(
+        None, description="What guesses; the text is the same with all of them"
+    )
+    speculative_schedule: Literal["constant", "heuristic", "auto"] | None = Field(
+        None, description="How many tokens are guessed: always the bound, by the last step's success, or what pays best"
+    )
+    speculative_verify: Literal["coupled", "rejection", "google", "deepmind"] | None = Field(
+        None,
+        description="How a draft model's guesses are verified; with a `seed` always coupled, which keeps the text too",
+    )
+
+
+class GenerateParameters(_Speculative):
     adapter_id: str | None = Field(
         None, description="An alias, or `id` or `id@revision` within the source; empty: the default adapter, if any"
     )
@@ -48,10 +64,6 @@ class GenerateParameters(BaseModel):
     details: bool | None = False
     decoder_input_details: bool | None = Field(False, description="Log probabilities of the prompt; not when streaming")
     return_k_alternatives: int | None = Field(None, gt=0, description="So many likeliest tokens beside each token")
-    speculative_tokens: int | None = Field(None, ge=0, description="Tokens guessed per step; 0 guesses nothing")
-    speculative_method: Literal["auto", "lookup", "ngram", "off"] | None = Field(
-        None, description="What guesses; the text is the same with all of them"
-    )
 
 
 class GenerateRequest(BaseModel):
@@ -154,7 +166,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = False
 
 
-class _OpenAIRequest(BaseModel):
+class _OpenAIRequest(_Speculative):
     model: str = Field(description="The base model, an adapter's id or an alias")
     temperature: float | None = Field(1.0, ge=0, le=2, description="0 is greedy")
     top_p: float | None = Field(1.0, ge=0, le=1)
@@ -175,8 +187,6 @@ class _OpenAIRequest(BaseModel):
     ignore_eos_token: bool | None = False
     adapter_source: Literal["hub", "local", "s3"] | None = None
     api_token: str | None = None
-    speculative_tokens: int | None = Field(None, ge=0, description="Tokens guessed per step; 0 guesses nothing")
-    speculative_method: Literal["auto", "lookup", "ngram", "off"] | None = None
     prediction: dict[str, Any] | None = Field(None, description='{"type": "content", "content": text to be repeated}')
 
 

@@ -65,6 +65,8 @@ def test_a_catalogue() -> None:
         ("{id: a, parameters: {temprature: 1}}", "knows no 'temprature'"),
         ("{id: a, parameters: {temperature: warm}}", "`temperature` of `parameters` cannot be 'warm'"),
         ("{id: a, parameters: {top_k: 1.5}}", "`top_k` of `parameters` cannot be 1.5"),
+        ("{id: a, parameters: {speculative_tokens: many}}", "`speculative_tokens` of `parameters` cannot be 'many'"),
+        ("{id: a, parameters: {speculative_method: 3}}", "`speculative_method` of `parameters` cannot be 3"),
         ("{id: a, parameters: {stop: [1]}}", "`stop` of `parameters`"),
         ("{id: a, parameters: [1]}", "`parameters` must be a mapping"),
         ("{id: a, chat_template: none.jinja}", "cannot be read: No such file"),
