@@ -7,6 +7,7 @@ refilled before each forward. Knows nothing of requests, sampling or scheduling.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,17 @@ class Segment:
     def kv_len(self) -> int:
         """Tokens visible to the segment's last token."""
         return self.start + self.num_tokens
+
+
+class HeadsRow(NamedTuple):
+    """What heads are to guess from one of the rows whose logits are wanted."""
+
+    row: int
+    """Index into `logits_rows`."""
+    slot: int
+    """Of the adapter that brings the heads."""
+    num_guesses: int
+    """Heads 1 … num_guesses guess, head j the token j places after the one that the row itself gives."""
 
 
 class AdapterRows:
@@ -88,10 +100,12 @@ class StepInputs:
         self.kv_slots = torch.empty(0, dtype=torch.long, device=device)
         # [S] indices into T whose logits are wanted
         self.logits_rows = torch.empty(0, dtype=torch.long, device=device)
+        self.heads: list[HeadsRow] = []
+        """Rows of heads' guesses follow the S rows whose logits are wanted, in this order: E in all."""
         self.adapter_rows = NO_ADAPTERS
         """Of the T tokens."""
         self.head_adapter_rows = NO_ADAPTERS
-        """Of the S rows whose logits are wanted."""
+        """Of the S rows whose logits are wanted and the E rows of guesses, which speak through the same output head."""
         self._groups: tuple[RowGroups, RowGroups] | None = None
 
     def reserve_groups(self, max_rows: int, max_slots: int) -> None:
@@ -104,9 +118,10 @@ class StepInputs:
         input_ids: torch.Tensor,
         logits_rows: torch.Tensor,
         host_rows: Sequence[int] | None = None,
+        heads: Sequence[HeadsRow] = (),
     ) -> None:
         """Describe the next step. input_ids: [T] on the device; logits_rows: [S] indices into T on the device, which
-        `host_rows` repeats for the host.
+        `host_rows` repeats for the host; heads: guesses that are wanted too.
         """
         num_segments = len(segments)
         self.segments = list(segments)
@@ -126,7 +141,13 @@ class StepInputs:
         self.position_ids = torch.from_numpy(positions).to(self.device, non_blocking=True)
         self.kv_slots = torch.from_numpy(slots).to(self.device, non_blocking=True)
         self.logits_rows = logits_rows
+        self.heads = list(heads)
         self._fill_adapters(segments, host_rows)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows that a forward pass gives: S + E."""
+        return self.logits_rows.shape[0] + sum(heads.num_guesses for heads in self.heads)
 
     def _fill_adapters(self, segments: Sequence[Segment], host_rows: Sequence[int] | None) -> None:
         self.adapter_rows = self.head_adapter_rows = NO_ADAPTERS
@@ -137,6 +158,8 @@ class StepInputs:
         rows = self.logits_rows.tolist() if host_rows is None else host_rows
         row_slots = np.repeat(np.asarray(slots, np.int32), self.counts)
         head_slots = row_slots[np.asarray(rows, np.int64)]
+        guessed = [heads.row for heads in self.heads for _ in range(heads.num_guesses)]
+        head_slots = np.concatenate([head_slots, head_slots[np.asarray(guessed, np.int64)]])
         self.head_adapter_rows = rows_of(head_slots.tolist())
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups

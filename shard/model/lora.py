@@ -142,12 +142,12 @@ class AdapterSite:
         self.table = (_Weights * 0)()
         self.kernels: Kernels | None = None
         """In place of compiled code and specification."""
-        self._inputs, self._is_head = inputs, is_head
+        self._inputs, self.is_head = inputs, is_head
 
     @property
     def rows(self) -> AdapterRows:
         """The rows of the step at hand that go through this module and belong to an adapter."""
-        return self._inputs.head_adapter_rows if self._is_head else self._inputs.adapter_rows
+        return self._inputs.head_adapter_rows if self.is_head else self._inputs.adapter_rows
 
     def allocate(self, num_slots: int) -> None:
         """Room for so many adapters."""

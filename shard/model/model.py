@@ -13,6 +13,8 @@ from torch import nn
 from shard.attention import AttentionBackend
 from shard.batch import Segment, StepInputs
 from shard.model.adapter_sites import Site
+from shard.model.heads import HeadsPool
+from shard.model.lora import AdapterSite
 from shard.model.site import AttentionSite
 
 if TYPE_CHECKING:
@@ -51,6 +53,10 @@ class Model:
         self.inputs = inputs
         self.adapter_sites = adapter_sites
         """Where adapters can change the network, by module name."""
+        self.heads = HeadsPool(inputs)
+        output = next((site for site in adapter_sites.values() if isinstance(site, AdapterSite) and site.is_head), None)
+        if output is not None:
+            self.heads.attach(network, output.num_out, output.num_in)
         self.sites = [module for module in network.modules() if isinstance(module, AttentionSite)]
         self._learn_shapes()
 
@@ -80,7 +86,7 @@ class Model:
 
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:
-        """Logits of `inputs.logits_rows`: [S, V] float32."""
+        """Logits of `inputs.logits_rows`, then those of the heads that `inputs.heads` wants: [S + E, V] float32."""
         inputs = self.inputs
         self.backend.prepare(inputs)
         input_ids, position_ids, rows = (
@@ -89,7 +95,9 @@ class Model:
         output = self.network(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=rows
         )
-        logits: torch.Tensor = output.logits[0, : inputs.logits_rows.shape[0]].float()
+        if output.logits.shape[1] < inputs.num_logits:
+            raise RuntimeError("heads are to guess, and the network does not take its logits from its output head")
+        logits: torch.Tensor = output.logits[0, : inputs.num_logits].float()
         return logits
 
     def _learn_shapes(self) -> None:

@@ -1,0 +1,174 @@
+"""From tensors of the served layout to heads that compute: packed for the processor, or as they are for a device.
+
+Whoever wrote the file has checked it against the base; here only what would break the products is checked again.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from shard.model.adapter_memory import ALIGNMENT, HostMemory
+from shard.model.heads import HeadsPool, Product, SlotHeads
+from shard.model.packing import StreamedMatrix, can_pack, pack
+
+MOST_HEADS = 32
+MOST_BLOCKS = 8
+
+Make = Callable[[torch.Tensor, torch.Tensor | None], Product]
+"""weight: [out, in], bias: [out]."""
+
+
+@dataclass(frozen=True)
+class HeadsShape:
+    """Of all heads of one adapter; they are alike."""
+
+    num_heads: int
+    num_blocks: int
+    hidden_size: int
+    vocab_size: int
+    """Rows of each head's own output matrix (version 1); 0 where the base's is shared (version 2)."""
+
+    def tensors(self) -> Iterator[tuple[int, ...]]:
+        """Shapes of what is kept: per block weights and biases, then the output matrices."""
+        for _ in range(self.num_blocks):
+            yield (self.num_heads, self.hidden_size, self.hidden_size)
+            yield (self.num_heads, self.hidden_size)
+        if self.vocab_size:
+            yield (self.num_heads, self.vocab_size, self.hidden_size)
+
+
+@dataclass(frozen=True)
+class HeadsContent:
+    """The heads of one adapter in host memory."""
+
+    shape: HeadsShape
+    dtype: torch.dtype
+    num_bytes: int
+    # [bytes] uint8 where all of them lie one after the other, for a device to copy; on CPU what packed matrices use
+    memory: torch.Tensor
+    packed: SlotHeads | None = None
+    """On CPU, ready to compute."""
+
+    def on(self, memory: torch.Tensor) -> SlotHeads:
+        """The heads in a copy of `memory`."""
+        return bind(self.shape, list(_cut(memory, self.shape, self.dtype)), _plain)
+
+
+def read_heads(
+    metadata: Mapping[str, str],
+    tensors: MutableMapping[str, torch.Tensor],
+    pool: HeadsPool,
+    memory: HostMemory,
+    dtype: torch.dtype,
+    is_for_device: bool,
+) -> HeadsContent | None:
+    """Take an adapter's heads out of its file's tensors, None where it brings none. Raises ValueError with a reason."""
+    if "heads" not in metadata:
+        return None
+    shape = _shape(metadata["heads"], tensors, pool)
+    stacked = [_stack(tensors, names, size, dtype) for names, size in zip(_names(shape), shape.tensors(), strict=True)]
+    if is_for_device:
+        num_bytes = sum(_up(tensor.numel() * tensor.element_size()) for tensor in stacked)
+        room = memory.take(num_bytes)
+        for place, tensor in zip(_cut(room, shape, dtype), stacked, strict=True):
+            place.copy_(tensor)
+        return HeadsContent(shape, dtype, num_bytes, room)
+    if not can_pack(dtype):
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stacked)
+        return HeadsContent(shape, dtype, num_bytes, torch.empty(0, dtype=torch.uint8), bind(shape, stacked, _plain))
+    matrices: list[StreamedMatrix] = []
+    packed = bind(shape, stacked, partial(_packed, matrices))
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stacked)
+    return HeadsContent(shape, dtype, num_bytes, _moved(matrices, memory), packed)
+
+
+def bind(shape: HeadsShape, tensors: Sequence[torch.Tensor], product: Make) -> SlotHeads:
+    """tensors: as `HeadsShape.tensors` lists them."""
+    blocks: list[list[Product]] = []
+    for block in range(shape.num_blocks):
+        weights, biases = tensors[2 * block : 2 * block + 2]
+        if block == 0:
+            blocks.append([product(weights.flatten(0, 1), biases.flatten())])
+        else:
+            blocks.append([product(weight, bias) for weight, bias in zip(weights, biases, strict=True)])
+    outputs = [product(weight, None) for weight in tensors[-1]] if shape.vocab_size else []
+    return SlotHeads(shape.num_heads, shape.hidden_size, blocks, outputs)
+
+
+def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    return partial(_linear, weight, bias)
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x, weight, bias)
+
+
+def _packed(made: list[StreamedMatrix], weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    matrix = pack(weight, bias)
+    if isinstance(matrix, StreamedMatrix):
+        made.append(matrix)
+    return matrix
+
+
+def _moved(matrices: Sequence[StreamedMatrix], memory: HostMemory) -> torch.Tensor:
+    """Let the matrices lie in memory that is kept for adapters; returns it."""
+    room = memory.take(sum(_up(2 * matrix.packed.numel()) for matrix in matrices))
+    offset = 0
+    for matrix in matrices:
+        num_bytes = 2 * matrix.packed.numel()
+        matrix.packed = room[offset : offset + num_bytes].view(torch.bfloat16).copy_(matrix.packed)
+        offset += _up(num_bytes)
+    return room
+
+
+def _shape(text: str, tensors: Mapping[str, torch.Tensor], pool: HeadsPool) -> HeadsShape:
+    try:
+        facts = json.loads(text)
+        num_heads, version, num_blocks = (int(facts[name]) for name in ("count", "version", "layers"))
+    except (KeyError, TypeError, ValueError) as failure:
+        raise ValueError(f"the adapter's file does not say which heads it holds: {failure}") from None
+    if not 0 < num_heads <= MOST_HEADS or not 0 <= num_blocks <= MOST_BLOCKS or version not in (1, 2):
+        raise ValueError(f"{num_heads} heads of version {version} and {num_blocks} blocks are not computed here")
+    if not pool.is_reached:
+        raise ValueError("the base has no output head that Medusa heads could speak through")
+    return HeadsShape(num_heads, num_blocks, pool.hidden_size, pool.vocab_size if version == 1 else 0)
+
+
+def _names(shape: HeadsShape) -> Iterator[list[str]]:
+    """By tensor of `HeadsShape.tensors`, what it is stacked from."""
+    heads = range(shape.num_heads)
+    for block in range(shape.num_blocks):
+        middle = f".{block}" if shape.num_blocks > 1 else ""
+        for part in ("weight", "bias"):
+            yield [f"heads.{head}{middle}.{part}" for head in heads]
+    if shape.vocab_size:
+        yield [f"heads.{head}.output" for head in heads]
+
+
+def _stack(
+    tensors: MutableMapping[str, torch.Tensor], names: Sequence[str], size: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Takes `names` out of the tensors. Returns [heads, ...], a copy."""
+    for name in names:
+        if name not in tensors or tuple(tensors[name].shape) != size[1:]:
+            has = list(tensors[name].shape) if name in tensors else "nothing"
+            raise ValueError(f"{name} of the adapter is {has} where {list(size[1:])} fits the base")
+    return torch.stack([tensors.pop(name).to(dtype) for name in names])
+
+
+def _cut(memory: torch.Tensor, shape: HeadsShape, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """memory: [bytes] uint8. Views of the shapes that there are, one after the other."""
+    offset = 0
+    for size in shape.tensors():
+        num_bytes = math.prod(size) * dtype.itemsize
+        yield memory[offset : offset + num_bytes].view(dtype).view(size)
+        offset += _up(num_bytes)
+
+
+def _up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
