@@ -3,7 +3,6 @@
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -12,17 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from launcher.launching import free_port
+
+__all__ = ["ROOT", "Launched", "alive", "free_port"]
+
 ROOT = Path(__file__).parents[2]
 START_S = 180.0
 END_S = 60.0
-
-
-def free_port() -> int:
-    """A port of the loopback that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def alive(pid: int) -> bool:

@@ -1,13 +1,14 @@
 """Guessing ahead through the whole server: the embedded model's text with it is its text without, token by token."""
 
-import json
-import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.e2e.launched import ROOT, Launched
+from launcher import Client, launch
+from launcher.client import Answer
+from tests.e2e.launched import ROOT
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\ndef add(a, b, c):\n",
@@ -24,40 +25,32 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 
 
-def post(server: Launched, prompt: str, **parameters: Any) -> Any:
-    body = {"inputs": prompt, "parameters": {"max_new_tokens": 48, "details": True, **parameters}}
-    request = urllib.request.Request(
-        f"{server.url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return json.load(response)
+def ask(server: Client, prompt: str, **parameters: Any) -> Answer:
+    return server.generate(prompt, **{"max_new_tokens": 48, **parameters})
 
 
 @pytest.fixture(scope="module")
-def server() -> Any:
-    flags = ("--cpu-memory", "64MiB", "--threads", "1", "--speculative-tokens", "5")
-    with Launched("--model-id", str(ROOT / "demo" / "base"), *flags) as launched:
-        launched.wait_until_ready()
-        yield launched
+def server() -> Iterator[Client]:
+    with launch(str(ROOT / "demo" / "base"), cpu_memory="64MiB", threads=1, speculative_tokens=5) as client:
+        yield client
 
 
-def test_texts_are_the_same_with_and_without(server: Launched) -> None:
+def test_texts_are_the_same_with_and_without(server: Client) -> None:
     cases = [(prompt, asked) for prompt in PROMPTS for asked in ASKED]
     widths = [{"speculative_tokens": 0}, {}, {"speculative_tokens": 1}, {"speculative_tokens": 10}]
     with ThreadPoolExecutor(8) as pool:  # all in one batch, as it comes
-        found = [[pool.submit(post, server, prompt, **asked, **width) for width in widths] for prompt, asked in cases]
+        found = [[pool.submit(ask, server, prompt, **asked, **width) for width in widths] for prompt, asked in cases]
         answers = [[each.result() for each in row] for row in found]
     accepted = 0
     for plain, *guessed in answers:
-        assert "speculation" not in plain["details"]
+        assert "speculation" not in plain.details
         for each in guessed:
-            assert each["generated_text"] == plain["generated_text"]
-            ids = [[token["id"] for token in answer["details"]["tokens"]] for answer in (each, plain)]
-            assert ids[0] == ids[1]
-            report = each["details"]["speculation"]
-            num_tokens = each["details"]["generated_tokens"]
+            assert each.text == plain.text
+            assert [token.id for token in each.tokens] == [token.id for token in plain.tokens]
+            report = each.details["speculation"]
+            num_tokens = each.details["generated_tokens"]
             assert sum(report["sources"].values()) == num_tokens
-            assert report["steps"] + each["details"]["skipped_tokens"] == num_tokens
+            assert report["steps"] + each.details["skipped_tokens"] == num_tokens
             assert report["accepted"] <= report["drafted"]
             accepted += report["accepted"]
     assert accepted > 100
