@@ -59,8 +59,8 @@ WAITING: tuple[Bar, ...] = (
 )  # fmt: skip
 
 FAIR: tuple[Bar, ...] = (
-    Bar("others' p99 first token while one adapter floods, over without", "adapters-flood", adapters_fair.ROUNDS,
-        adapters_fair.others_wait, 1.5, at_least=False),
+    Bar("others' p99 first token while one adapter floods, over without", "adapters-flood", adapters_fair.FLOOD_ROUNDS,
+        adapters_fair.others_wait, 1.5, at_least=False, over=Over.POOLED),
     Bar("distance of the tokens of weight 3 from three times those of weight 1", "adapters-weights",
         adapters_fair.ROUNDS, adapters_fair.off_weight, 0.3, at_least=False),
 )  # fmt: skip

@@ -28,6 +28,7 @@ from benchmarks.figures import percentile
 from benchmarks.prompts import prompts
 
 ROUNDS = 6
+FLOOD_ROUNDS = 8
 NUM_ADAPTERS = 8
 FLOOD = 20
 RATE = 0.4
@@ -41,7 +42,7 @@ SEED = 41_000
 LENGTH = load.Length(32, 16)
 EXTRA = {"ignore_eos_token": True}
 SETTINGS: dict[str, Any] = {
-    "rounds": ROUNDS,
+    "rounds": FLOOD_ROUNDS,
     "adapters": NUM_ADAPTERS,
     "flood": FLOOD,
     "rate": RATE,
@@ -77,7 +78,7 @@ QUICK = Size(1, 6.0, 1.0, load.Length(8, 4))
 
 def flood(finished: frozenset[str] = frozenset(), base: adapted.Base | None = None, size: Size | None = None) -> Cases:
     """One case per round: calm and flood, the one first that came second in the round before."""
-    base, size, names = _made(base, size)
+    base, size, names = _made(base, size or Size(FLOOD_ROUNDS))
     with adapted.serving("fair", base, "--max-queued-per-adapter", "4096") as server:
         uvloop.run(_warm(server, names, size))
         for number in range(size.rounds):
@@ -220,7 +221,7 @@ def off_weight(raw: Raw) -> float:
 if __name__ == "__main__":
     small = adapted.small() if "--quick" in sys.argv else None
     counts = [int(word) for word in sys.argv[1:] if word.isdigit()]
-    chosen = QUICK if small else Size(counts[0] if counts else ROUNDS)
+    chosen = QUICK if small else Size(counts[0]) if counts else None
     measured, told = (weights, heavy_share) if "--weights" in sys.argv else (flood, others_wait)
     for case in measured(base=small, size=chosen):
         figure = "" if case.error else f"{told(case.raw):.2f}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from benchmarks.figures import Figure, figure
+from benchmarks.figures import Figure, figure, figure_of
 
 Raw = Mapping[str, Any]
 
@@ -44,6 +44,8 @@ class Over(Enum):
     MEDIAN = "median over rounds, 95 % bootstrap interval"
     SUM = "sum over cases"
     WORST = "worst case"
+    POOLED = "of all rounds' samples together, 95 % bootstrap interval over rounds"
+    """For high percentiles of rounds with few samples each: the 99th of a hundred is the slowest one."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,10 @@ class Bar:
     unit: str = ""
     over: Over = Over.MEDIAN
 
-    def measured(self, values: Sequence[float]) -> Figure:
+    def measured(self, raws: Sequence[Raw]) -> Figure:
+        if self.over is Over.POOLED:
+            return figure_of(raws, lambda chosen: self.value(pooled(chosen)))
+        values = [self.value(raw) for raw in raws]
         if self.over is Over.MEDIAN:
             return figure(values)
         total = sum(values) if self.over is Over.SUM else (min(values) if self.at_least else max(values))
@@ -74,6 +79,18 @@ class Bar:
         return low >= self.wanted if self.at_least else high <= self.wanted
 
 
+def pooled(raws: Sequence[Raw]) -> dict[str, Any]:
+    """One round with the samples of all: lists are joined, of all else the last one's counts."""
+    joined: dict[str, Any] = {}
+    for name in raws[-1]:
+        values = [raw[name] for raw in raws]
+        if isinstance(values[-1], Mapping):
+            joined[name] = pooled(values)
+        else:
+            joined[name] = [each for value in values for each in value] if isinstance(values[-1], list) else values[-1]
+    return joined
+
+
 def raw_value(name: str, raw: Raw) -> float:
     """One of the raw values as it is."""
     return float(raw[name])
@@ -83,7 +100,7 @@ def verdict(bar: Bar, cases: Sequence[Case], void: str) -> tuple[str, Figure | N
     """`holds`, `missed`, `void` or `failed`, with the figure where every case has a value."""
     if any(case.error for case in cases) or len(cases) != bar.num_cases:
         return "failed", None
-    measured = bar.measured([bar.value(case.raw) for case in cases])
+    measured = bar.measured([case.raw for case in cases])
     if void:
         return "void", measured
     return ("holds" if bar.reaches(measured.low, measured.high) else "missed"), measured

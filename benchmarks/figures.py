@@ -1,17 +1,19 @@
 """From raw values to a figure: medians, percentiles and bootstrap intervals. Knows no benchmark."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
+Round = TypeVar("Round")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A median and its bootstrap interval over rounds."""
+    """A median, or what stands in its place, and its bootstrap interval over rounds."""
 
     median: float
     low: float
@@ -20,10 +22,15 @@ class Figure:
 
 def figure(values: Sequence[float], seed: int = 0) -> Figure:
     """Median of `values` with the percentile bootstrap interval; the same values give the same interval."""
+    return figure_of(values, median, seed)
+
+
+def figure_of(rounds: Sequence[Round], value: Callable[[Sequence[Round]], float], seed: int = 0) -> Figure:
+    """The same for a value that all rounds have together."""
     draw = random.Random(seed)
-    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    found = sorted(value(draw.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
     outside = (1 - CONFIDENCE) / 2
-    return Figure(median(values), percentile(medians, 100 * outside), percentile(medians, 100 * (1 - outside)))
+    return Figure(value(rounds), percentile(found, 100 * outside), percentile(found, 100 * (1 - outside)))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

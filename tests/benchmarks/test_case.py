@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.case import Bar, Case, Over, verdict
+from benchmarks.case import Bar, Case, Over, pooled, verdict
 
 
 def cases(*values: float) -> list[Case]:
@@ -58,3 +58,14 @@ def test_a_failed_or_absent_case_fails_the_run() -> None:
 
 def test_a_void_run_is_no_win() -> None:
     assert verdict(bar(0.1), SPREAD, "the machine was busy")[0] == "void"
+
+
+def test_a_high_percentile_is_that_of_all_rounds_together() -> None:
+    rounds = [
+        Case(f"round {i}", {"way": {"s": [0.1] * 99 + [slow]}, "load": i}) for i, slow in enumerate([0.1, 0.9, 0.1])
+    ]
+    slowest = Bar("a bar", "a part", 3, lambda raw: float(sorted(raw["way"]["s"])[-2]), 0.5, False, over=Over.POOLED)
+    state, measured = verdict(slowest, rounds, "")
+    assert measured is not None and measured.median == 0.1
+    assert measured.high == 0.9 and state == "missed"  # a resample with the slow one twice
+    assert pooled([each.raw for each in rounds[:2]]) == {"way": {"s": [0.1] * 199 + [0.9]}, "load": 1}
