@@ -72,6 +72,7 @@ class Source(IntEnum):
     BONUS = 6
 
 
+SOURCE_NAMES = tuple(source.name.lower() for source in Source)
 ACCEPTED = frozenset({Source.LOOKUP, Source.MEDUSA, Source.DRAFT})
 """Of tokens that were guessed."""
 
@@ -116,6 +117,7 @@ class Token:
     skipped: bool
     """Emitted by the same step as the token before it."""
     source: int
+    """A Source."""
     alternatives: list[tuple[int, str, float]] | None = None
 
 

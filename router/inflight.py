@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Self
 
 from proto import shard_pb2 as pb
 from router.errors import DeadlineExceeded, GenerationFailed, RouterError
-from router.generation import ACCEPTED, Chunk, FinishReason, GenerationRequest, Token
+from router.generation import Chunk, FinishReason, GenerationRequest, Token
+from router.guessed import Guessed
 from router.text.stop import StopMatcher
 from router.text.tokenizer import Tokenizer
 
@@ -48,10 +49,8 @@ class Generation:
         self.num_skipped = 0
         """Tokens beyond the first of their step."""
         self.num_cached = 0
-        self.num_drafted = 0
-        """Tokens guessed for it so far …"""
-        self.num_accepted = 0
-        """… and those of them that are in its text."""
+        self.guessed = Guessed() if request.speculation.is_possible(has_heads=False) else None
+        """What guessing ahead gave; None where nothing can be guessed."""
         self.emitted_ids: list[int] = []
         """All tokens so far: enough to go on elsewhere."""
         self.deadline: float | None = None
@@ -72,6 +71,8 @@ class Generation:
         self._stop = StopMatcher(request.stop_strings, request.include_stop) if any(request.stop_strings) else None
         self._on_cancel = on_cancel
         self._tokens: list[Token] = []
+        self._is_mid_step = False
+        """Whether the step of the last token goes on in the next message."""
         self._text = ""
         self._wants_prefill = request.prefill_logprobs
         self._wants_alternatives = request.num_alternatives > 0
@@ -145,8 +146,9 @@ class Generation:
         if self.num_generated == 0 and ids:
             self.first_token_at = now
             self.num_cached = output.num_cached_tokens
-        self.num_drafted += sum(output.num_drafted)
         num_tokens = self._take(ids, output) if ids else 0
+        if self.guessed is not None:
+            self.guessed.take(output, num_tokens)
         if num_tokens:
             self.last_token_at = now
         finish = output.finish_reason
@@ -169,11 +171,11 @@ class Generation:
         step_ends = output.step_ends
         num_alternatives = len(output.alternative_ids) // len(ids) if self._wants_alternatives else 0
         special_ids, hidden_ids, tokens, stop = self._special_ids, self._hidden_ids, self._tokens, self._stop
-        skipped = False
+        skipped = self._is_mid_step
         for index, token_id in enumerate(ids):
             text = self._push(token_id)
             logprob = logprobs[index] if logprobs else 0.0
-            source = sources[index] if sources else 0
+            source = sources[index] if sources else pb.SOURCE_TARGET
             token = Token(token_id, text, logprob, token_id in special_ids, skipped, source)
             if num_alternatives:
                 token.alternatives = self._alternatives(output, index, num_alternatives)
@@ -192,8 +194,7 @@ class Generation:
                     last = output.finish_reason == pb.FINISH_LENGTH and index + 1 == len(output.token_ids)
                     self._stopped(at_length=last)
                     break
-        if output.num_accepted:
-            self.num_accepted += sum(source in ACCEPTED for source in sources[: len(ids)])
+        self._is_mid_step = skipped
         self.num_generated += len(ids)
         self.emitted_ids += ids
         return len(ids)

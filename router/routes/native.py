@@ -1,6 +1,5 @@
 """LoRAX's generation routes: `/generate`, `/generate_stream`, and `/` with `/invocations`, which take `stream`."""
 
-from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -14,17 +13,19 @@ from router.collect import Completed, collect_all
 from router.defaults import native_defaults
 from router.disconnect import ClientWatch
 from router.errors import RouterError, lorax_body
-from router.generation import GenerationRequest, Source, Token
+from router.generation import SOURCE_NAMES, GenerationRequest, Token
 from router.headers import Counts, answer_headers, ignored_fields, stream_headers
 from router.inflight import Generation
+from router.routes.speculated import speculation_report
 from router.schemas.native import NativeRequest, check_lengths, check_rules, read_native
 from router.service import Service, Timing, cancel_all, now, random_seed, told
 from router.sse import EventStream, event
 
 _TOKEN_EVENT = (
-    b'data: {"token":{"id":%d,"text":%b,"logprob":%b,"special":%b,"skipped":%b},'
+    b'data: {"token":{"id":%d,"text":%b,"logprob":%b,"special":%b,"skipped":%b,"source":"%b"},'
     b'"generated_text":null,"details":null}\n\n'
 )
+_SOURCES = tuple(name.encode() for name in SOURCE_NAMES)
 
 
 class NativeRoutes:
@@ -74,9 +75,9 @@ class NativeRoutes:
         if parameters.details or parameters.decoder_input_details:
             losers = sequences[:best] + sequences[best + 1 :]
             answer["details"] = self._details(native, wanted, whole, losers if num_sequences > 1 else None)
-            if wanted.speculation.num_tokens:
-                sources = Counter(token.source for token in whole.tokens)
-                answer["details"]["speculation"] = speculation_report(generations[best], sources)
+            report = speculation_report([generations[best]])
+            if report is not None:
+                answer["details"]["speculation"] = report
         request.state.told = told(wanted, len(whole.tokens), whole.finish_reason)
         counts = Counts(len(native.inputs), len(wanted.prompt_ids), len(whole.tokens), whole.num_skipped)
         headers = answer_headers(self._service, timing, generations[best], counts)
@@ -107,13 +108,10 @@ class NativeRoutes:
         try:
             texts: list[str] = []
             num_tokens = 0
-            sources: Counter[int] = Counter()
             while True:
                 chunk = await generation.next()
                 texts.append(chunk.text)
                 num_tokens += len(chunk.tokens)
-                if wanted.speculation.num_tokens:
-                    sources.update(token.source for token in chunk.tokens)
                 if chunk.finish_reason is not None:
                     break
                 if chunk.tokens:
@@ -127,8 +125,9 @@ class NativeRoutes:
                     "generated_tokens": num_tokens,
                     "seed": wanted.seed if wanted.sampling.do_sample else None,
                 }
-                if wanted.speculation.num_tokens:
-                    details["speculation"] = speculation_report(generation, sources)
+                report = speculation_report([generation])
+                if report is not None:
+                    details["speculation"] = report
             whole = Completed(seed=wanted.seed, text="".join(texts))
             last = [token_event(token) for token in chunk.tokens[:-1]]
             token = _token(chunk.tokens[-1]) if chunk.tokens else None
@@ -203,19 +202,6 @@ async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
     yield item
 
 
-def speculation_report(generation: Generation, sources: Counter[int]) -> dict[str, Any]:
-    """What guessing ahead gave: tokens by where they came from, and guesses made for them."""
-    return {
-        "method": generation.request.speculation.method,
-        "steps": generation.num_generated - generation.num_skipped,
-        "drafted": generation.num_drafted,
-        "accepted": generation.num_accepted,
-        "resampled": sources[Source.RESAMPLE],
-        "bonus": sources[Source.BONUS],
-        "sources": {source.name.lower(): sources[source] for source in Source if sources[source]},
-    }
-
-
 def _token(token: Token) -> dict[str, Any]:
     """LoRAX's token. A logprob of minus infinity becomes null, as JSON has no word for it."""
     shown: dict[str, Any] = {
@@ -230,6 +216,7 @@ def _token(token: Token) -> dict[str, Any]:
             for token_id, text, logprob in token.alternatives
         ]
     shown["skipped"] = token.skipped
+    shown["source"] = SOURCE_NAMES[token.source]
     return shown
 
 
@@ -243,6 +230,7 @@ def token_event(token: Token) -> bytes:
         orjson.dumps(round(token.logprob, 7)),
         b"true" if token.special else b"false",
         b"true" if token.skipped else b"false",
+        _SOURCES[token.source],
     )
 
 

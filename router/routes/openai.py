@@ -8,6 +8,7 @@ from typing import Any
 from router.adapter import Adapter
 from router.generation import NO_SPECULATION, FinishReason, GenerationRequest, Speculation, Token
 from router.inflight import Generation
+from router.routes.speculated import speculation_report
 from router.schemas.openai import CommonFields, check_lengths
 from router.service import Service, random_seed
 
@@ -120,12 +121,12 @@ def usage(num_prompt: int, num_cached: int, num_completion: int, generations: li
         "completion_tokens": num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
-    if generations[0].request.speculation.num_tokens:
-        num_accepted = sum(generation.num_accepted for generation in generations)
-        num_drafted = sum(generation.num_drafted for generation in generations)
+    report = speculation_report(generations)
+    if report is not None:
         told["completion_tokens_details"] = {
-            "accepted_prediction_tokens": num_accepted,
-            "rejected_prediction_tokens": num_drafted - num_accepted,
+            "accepted_prediction_tokens": report["accepted"],
+            "rejected_prediction_tokens": report["drafted"] - report["accepted"],
+            "speculation": report,
         }
     return told
 

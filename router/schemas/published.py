@@ -93,7 +93,27 @@ class Token(BaseModel):
     logprob: float | None
     special: bool
     alternative_tokens: list[AlternativeToken] | None = None
-    skipped: bool
+    skipped: bool = Field(description="Emitted by the same step as the token before it")
+    source: Literal["prefill", "target", "lookup", "medusa", "draft", "resample", "bonus"] = Field(
+        description="prefill: the first; target: of a step without guesses; lookup, medusa, draft: a guess that was "
+        "accepted; resample: the target's own where a guess was not; bonus: its own behind guesses that all were"
+    )
+
+
+class SpeculationReport(BaseModel):
+    """What guessing ahead gave: `drafted` guesses were verified, `accepted` of them emitted."""
+
+    method: Literal["auto", "lookup", "medusa", "draft"]
+    verify: Literal["coupled", "rejection"]
+    steps: int
+    drafted: int
+    accepted: int
+    resampled: int
+    bonus: int
+    draft_seconds: float = Field(description="Proposing, in the steps that verified guesses for this request")
+    verify_seconds: float = Field(description="The forward of the model in them")
+    accept_seconds: float = Field(description="Sampling and accepting in them")
+    sources: dict[str, int] = Field(description="Tokens by their `source`; they add up to `generated_tokens`")
 
 
 class BestOfSequence(BaseModel):
@@ -114,6 +134,7 @@ class Details(BaseModel):
     prefill: list[PrefillToken]
     tokens: list[Token]
     best_of_sequences: list[BestOfSequence] | None = None
+    speculation: SpeculationReport | None = Field(None, description="Where guesses were possible")
 
 
 class GenerateResponse(BaseModel):
@@ -126,6 +147,7 @@ class StreamDetails(BaseModel):
     prompt_tokens: int
     generated_tokens: int
     seed: int | None
+    speculation: SpeculationReport | None = Field(None, description="Where guesses were possible")
 
 
 class StreamResponse(BaseModel):
@@ -215,11 +237,18 @@ class ChatCompletionRequest(_OpenAIRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
+class CompletionDetails(BaseModel):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    speculation: SpeculationReport
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: CompletionDetails | None = Field(None, description="Where guesses were possible")
 
 
 class CompletionChoice(BaseModel):

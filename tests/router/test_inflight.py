@@ -228,3 +228,12 @@ def test_cancelling_is_told_once(tokenizer: Tokenizer) -> None:
     finished.feed([60], finish_reason=pb.FINISH_LENGTH)
     finished.generation.cancel()
     assert finished.cancelled == []
+
+
+def test_a_step_may_go_on_in_the_next_message(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer)
+    a, b, c = fed.ids("fox")[:1] * 3
+    fed.feed([a, b], step_ends=bytes([0, 0]))
+    fed.feed([c, a], step_ends=bytes([1, 1]))
+    assert [token.skipped for token in fed.chunk().tokens] == [False, True, True, False]
+    assert fed.generation.num_skipped == 2

@@ -37,8 +37,8 @@ async def test_compat_answers_a_list_of_one_byte_for_byte(server: Serving) -> No
         assert response.text == (
             '[{"generated_text":" there!","details":{"finish_reason":"length","prompt_tokens":2,"generated_tokens":2,'
             '"skipped_tokens":1,"seed":null,"prefill":[],"tokens":['
-            '{"id":262,"text":" there","logprob":-0.4,"special":false,"skipped":false},'
-            '{"id":2,"text":"!","logprob":-0.1,"special":false,"skipped":true}]}}]'
+            '{"id":262,"text":" there","logprob":-0.4,"special":false,"skipped":false,"source":"lookup"},'
+            '{"id":2,"text":"!","logprob":-0.1,"special":false,"skipped":true,"source":"bonus"}]}}]'
         )
 
 
@@ -72,9 +72,9 @@ async def test_stream_byte_for_byte(server: Serving) -> None:
     assert response.headers["x-compute-characters"] == "2"
     assert response.headers["x-model-id"] == MODEL_ID
     assert response.text == (
-        'data: {"token":{"id":262,"text":" there","logprob":-0.4,"special":false,"skipped":false},'
+        'data: {"token":{"id":262,"text":" there","logprob":-0.4,"special":false,"skipped":false,"source":"target"},'
         '"generated_text":null,"details":null}\n\n'
-        'data: {"token":{"id":2,"text":"!","logprob":-0.1,"special":false,"skipped":false},'
+        'data: {"token":{"id":2,"text":"!","logprob":-0.1,"special":false,"skipped":false,"source":"target"},'
         '"generated_text":" there!","details":{"finish_reason":"length","prompt_tokens":2,"generated_tokens":2,'
         '"seed":null}}\n\n'
     )
@@ -236,7 +236,7 @@ async def test_alternative_tokens(server: Serving) -> None:
     server.says("ab", logprobs=[-0.25, float("-inf")])
     answer = await generate(server, details=True, return_k_alternatives=2)
     first, second = answer["details"]["tokens"]
-    assert list(first) == ["id", "text", "logprob", "special", "alternative_tokens", "skipped"]
+    assert list(first) == ["id", "text", "logprob", "special", "alternative_tokens", "skipped", "source"]
     [a, b] = server.ids("ab")
     assert first["alternative_tokens"] == [
         {"id": a, "text": "a", "logprob": -0.25},

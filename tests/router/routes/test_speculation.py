@@ -140,16 +140,6 @@ async def test_refusals(server: Serving, parameters: dict[str, Any], part: str) 
     assert server.shard.submits == []
 
 
-async def test_an_answer_tells_what_guessing_gave(server: Serving) -> None:
-    server.says(" there!", per_step=2)
-    answer = await generate(server, max_new_tokens=2, details=True, speculative_tokens=3)
-    report = answer["details"]["speculation"]
-    assert (report["method"], report["steps"]) == ("auto", 1)
-    assert sum(report["sources"].values()) == answer["details"]["generated_tokens"] == 2
-    server.says(" there!")
-    assert "speculation" not in (await generate(server, max_new_tokens=2, details=True))["details"]
-
-
 PREDICTIONS = (
     {"type": "content", "content": "Hi there"},
     {"type": "content", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]},
@@ -170,10 +160,8 @@ async def test_a_prediction_is_guessed_from_and_told(server: Serving, prediction
         submit = server.shard.submits[-1]
         assert list(submit.prediction_ids) == server.ids("Hi there")
         assert (submit.speculation.method, submit.speculation.num_tokens) == ("auto", 8)
-        assert usage["completion_tokens_details"] == {
-            "accepted_prediction_tokens": 1,
-            "rejected_prediction_tokens": 2,
-        }
+        details = usage["completion_tokens_details"]
+        assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (1, 2)
 
 
 @pytest.mark.parametrize(
