@@ -49,9 +49,9 @@ def serving(told: Told) -> Iterator[Client]:
         server.server_close()
 
 
-def event(text: str | None, whole: str | None = None, **more: Any) -> bytes:
-    token = None if text is None else {"id": 7, "text": text, "logprob": -0.5, "special": False, **more}
-    details = None if whole is None else {"generated_tokens": 2}
+def event(text: str, whole: str | None = None, details: dict[str, Any] | None = None, **more: Any) -> bytes:
+    token = {"id": 7, "text": text, "logprob": -0.5, "special": False, **more}
+    details = None if whole is None else details or {"generated_tokens": 2}
     return b"data: " + json.dumps({"token": token, "generated_text": whole, "details": details}).encode() + b"\n\n"
 
 
