@@ -16,6 +16,8 @@ from shard.model import Model
 from shard.model.adapter_file import AdapterContent, AdapterFiles, Destination
 from shard.model.adapter_memory import Arena, PinnedMemory
 from shard.model.adapter_plan import Form
+from shard.model.heads import HeadsPool
+from shard.model.heads_file import MOST_HEADS
 from shard.model.lora import AdapterSite, compiled
 from shard.slots import AdapterSlots, Content, Device, SlotLimits
 
@@ -28,7 +30,8 @@ HOST_SHARE = 4
 class ModelSlots:
     """The slots of a model's sites."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: HeadsPool) -> None:
+        self._heads = heads
         self._used: dict[int, Sequence[AdapterSite]] = {}
 
     def put(self, slot: int, content: Content) -> None:
@@ -40,6 +43,9 @@ class ModelSlots:
         else:
             for index, site in enumerate(content.sites):
                 site.put(slot, content.weights(index))
+        if content.heads is not None:
+            assert content.heads.packed is not None
+            self._heads.put(slot, content.heads.packed)
         self._used[slot] = content.sites
 
     def is_ready(self, slot: int) -> bool:
@@ -48,6 +54,7 @@ class ModelSlots:
 
     def clear(self, slot: int) -> None:
         """Let `slot` mean nothing."""
+        self._heads.clear(slot)
         for site in self._used.pop(slot):
             site.put(slot, None)
 
@@ -63,7 +70,7 @@ def build_adapters(config: ShardConfig, model: Model, inbox: Inbox) -> AdapterSl
     limits = SlotLimits(config.max_active_adapters, slot_bytes, host_bytes, config.adapter_cycle_time_s)
     model.allocate_adapters(limits.num_slots)
     device, destination, form = _choose_form(config, model, limits)
-    files = AdapterFiles(model.adapter_sites, destination)
+    files = AdapterFiles(model.adapter_sites, destination, model.heads)
     reader = AdapterReader(Path(config.adapter_store), files.read, inbox)
     log.info("adapter memory", slots=limits.num_slots, slot_bytes=slot_bytes, host_bytes=host_bytes, computed_by=form)
     return AdapterSlots(limits, device, reader.ask)
@@ -74,11 +81,13 @@ def _choose_form(config: ShardConfig, model: Model, limits: SlotLimits) -> tuple
     dtype, on = model.info.dtype, model.info.device
     if on.type == "cpu":
         form = "the specification" if compiled(dtype) is None else "compiled code"
-        return ModelSlots(), Destination(dtype, Arena(limits.host_bytes)), form
+        return ModelSlots(model.heads), Destination(dtype, Arena(limits.host_bytes)), form
+    # of tokens, or of rows at the output head, which those of guesses join
+    max_rows = config.step_tokens + config.max_running + config.speculation_max_batch_size * 2 * MOST_HEADS
     try:
-        kernels = model.give_kernels(limits.num_slots, config.step_tokens + config.max_running)
+        kernels = model.give_kernels(limits.num_slots, max_rows)
     except ImportError as missing:
         raise ValueError(f"adapters on {on} need triton, which cannot be imported: {missing}") from missing
     from shard.model.adapter_device import DeviceSlots
 
-    return DeviceSlots(kernels), Destination(dtype, PinnedMemory(limits.host_bytes), kernels), "triton"
+    return DeviceSlots(kernels, model.heads), Destination(dtype, PinnedMemory(limits.host_bytes), kernels), "triton"

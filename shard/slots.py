@@ -27,6 +27,11 @@ class Content(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    @property
+    def num_heads(self) -> int:
+        """Medusa heads that it brings, which guess by the same slot; 0 without."""
+        ...
+
 
 class Device(Protocol):
     """Where slots are."""

@@ -14,6 +14,8 @@ import torch
 from shard.model.adapter_memory import HostMemory
 from shard.model.adapter_plan import NOWHERE, Form, Plan, plan_for, shapes
 from shard.model.adapter_sites import Site
+from shard.model.heads import HeadsPool
+from shard.model.heads_file import HeadsContent, read_heads
 from shard.model.lora import AdapterSite, Kernels, SlotImage, SlotWeights, compiled, library_for
 from shard.model.served_file import ServedFile
 from shard.native import CompilerMissing
@@ -36,10 +38,15 @@ class AdapterContent:
     dtype: torch.dtype
     image: SlotImage | None = None
     """What a device's slot would say of it."""
+    heads: HeadsContent | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.memory.numel()
+        return self.memory.numel() + (0 if self.heads is None else self.heads.num_bytes)
+
+    @property
+    def num_heads(self) -> int:
+        return 0 if self.heads is None else self.heads.shape.num_heads
 
     def addresses(self) -> npt.NDArray[np.int64]:
         """[sites, 5] the entries with addresses in this process, 0 for none."""
@@ -83,8 +90,10 @@ class Destination:
 class AdapterFiles:
     """Reads adapters for the sites of one model. One thread."""
 
-    def __init__(self, sites: Mapping[str, Site], destination: Destination) -> None:
+    def __init__(self, sites: Mapping[str, Site], destination: Destination, heads: HeadsPool | None = None) -> None:
+        """`heads`: where those of adapters are to compute, None where they are refused."""
         self._sites = sites
+        self._heads = heads
         self._destination = destination
         self._form = destination.form
         self._plans: dict[str, Plan] = {}
@@ -104,7 +113,8 @@ class AdapterFiles:
             _view(memory, vector.to, scale.shape, torch.float32).copy_(scale)
         entries, kernels = plan.image(), destination.kernels
         image = None if kernels is None else kernels.image(plan.sites, entries)
-        return AdapterContent(plan.sites, entries, memory, self._form, destination.dtype, image)
+        heads = read_heads(file, self._heads, destination.memory, destination.dtype, kernels is not None)
+        return AdapterContent(plan.sites, entries, memory, self._form, destination.dtype, image, heads)
 
     def _plan(self, file: ServedFile) -> Plan:
         plan = self._plans.get(file.likeness)

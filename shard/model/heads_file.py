@@ -5,7 +5,7 @@ Whoever wrote the file has checked it against the base; here only what would bre
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 from shard.model.adapter_memory import ALIGNMENT, HostMemory
 from shard.model.heads import HeadsPool, Product, SlotHeads
 from shard.model.packing import StreamedMatrix, can_pack, pack
+from shard.model.served_file import HEADS, Place, ServedFile
 
 MOST_HEADS = 32
 MOST_BLOCKS = 8
@@ -60,18 +61,21 @@ class HeadsContent:
 
 
 def read_heads(
-    metadata: Mapping[str, str],
-    tensors: MutableMapping[str, torch.Tensor],
-    pool: HeadsPool,
-    memory: HostMemory,
-    dtype: torch.dtype,
-    is_for_device: bool,
+    file: ServedFile, pool: HeadsPool | None, memory: HostMemory, dtype: torch.dtype, is_for_device: bool
 ) -> HeadsContent | None:
-    """Take an adapter's heads out of its file's tensors, None where it brings none. Raises ValueError with a reason."""
-    if "heads" not in metadata:
+    """The heads in an adapter's file, None where it brings none. Raises ValueError with a reason."""
+    places = {name: place for name, place in file.places().items() if name.startswith(HEADS)}
+    if not places and "heads" not in file.metadata:
         return None
-    shape = _shape(metadata["heads"], tensors, pool)
-    stacked = [_stack(tensors, names, size, dtype) for names, size in zip(_names(shape), shape.tensors(), strict=True)]
+    if pool is None or not pool.is_reached:
+        raise ValueError("the base has no output head that Medusa heads could speak through")
+    shape = _shape(file.metadata.get("heads", ""), pool)
+    stacked = [
+        torch.stack([file.tensor(place).to(dtype) for place in _taken(places, names, size)])
+        for names, size in zip(_names(shape), shape.tensors(), strict=True)
+    ]
+    if places:
+        raise ValueError(f"this shard does not compute {min(places)} of the adapter")
     if is_for_device:
         num_bytes = sum(_up(tensor.numel() * tensor.element_size()) for tensor in stacked)
         room = memory.take(num_bytes)
@@ -126,7 +130,7 @@ def _moved(matrices: Sequence[StreamedMatrix], memory: HostMemory) -> torch.Tens
     return room
 
 
-def _shape(text: str, tensors: Mapping[str, torch.Tensor], pool: HeadsPool) -> HeadsShape:
+def _shape(text: str, pool: HeadsPool) -> HeadsShape:
     try:
         facts = json.loads(text)
         num_heads, version, num_blocks = (int(facts[name]) for name in ("count", "version", "layers"))
@@ -134,8 +138,6 @@ def _shape(text: str, tensors: Mapping[str, torch.Tensor], pool: HeadsPool) -> H
         raise ValueError(f"the adapter's file does not say which heads it holds: {failure}") from None
     if not 0 < num_heads <= MOST_HEADS or not 0 <= num_blocks <= MOST_BLOCKS or version not in (1, 2):
         raise ValueError(f"{num_heads} heads of version {version} and {num_blocks} blocks are not computed here")
-    if not pool.is_reached:
-        raise ValueError("the base has no output head that Medusa heads could speak through")
     return HeadsShape(num_heads, num_blocks, pool.hidden_size, pool.vocab_size if version == 1 else 0)
 
 
@@ -150,15 +152,14 @@ def _names(shape: HeadsShape) -> Iterator[list[str]]:
         yield [f"heads.{head}.output" for head in heads]
 
 
-def _stack(
-    tensors: MutableMapping[str, torch.Tensor], names: Sequence[str], size: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """Takes `names` out of the tensors. Returns [heads, ...], a copy."""
+def _taken(places: dict[str, Place], names: Sequence[str], size: tuple[int, ...]) -> Iterator[Place]:
+    """Takes `names` out of the places; each is to have one head's share of `size`."""
     for name in names:
-        if name not in tensors or tuple(tensors[name].shape) != size[1:]:
-            has = list(tensors[name].shape) if name in tensors else "nothing"
+        place = places.pop(name, None)
+        if place is None or place.shape != size[1:]:
+            has = "nothing" if place is None else list(place.shape)
             raise ValueError(f"{name} of the adapter is {has} where {list(size[1:])} fits the base")
-    return torch.stack([tensors.pop(name).to(dtype) for name in names])
+        yield place
 
 
 def _cut(memory: torch.Tensor, shape: HeadsShape, dtype: torch.dtype) -> Iterator[torch.Tensor]:

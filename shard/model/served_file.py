@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 FORMAT = "lorikeet-adapter-1"
+HEADS = "heads."
+"""Begins the names of tensors that are of Medusa heads and of no module."""
 _PREFIX = 8  # a safetensors file begins with the length of its header, little endian, in so many bytes
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

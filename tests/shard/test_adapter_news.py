@@ -14,6 +14,7 @@ A, B = "a" * 64, "b" * 64
 @dataclass(frozen=True)
 class Weights:
     num_bytes: int
+    num_heads: int = 0
 
 
 class Device:

@@ -18,6 +18,7 @@ class Weights:
 
     digest: str
     num_bytes: int
+    num_heads: int = 0
 
 
 class Device:

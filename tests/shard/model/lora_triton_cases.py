@@ -17,6 +17,7 @@ from shard.batch import Segment, StepInputs
 from shard.model.adapter_device import DeviceSlots
 from shard.model.adapter_file import AdapterFiles, Destination
 from shard.model.adapter_memory import PinnedMemory
+from shard.model.heads import HeadsPool
 from shard.model.lora import AdapterSite, Product, SlotWeights, adapt, adapt_embedding, adapt_row
 from shard.model.lora_device import DeviceKernels
 from shard.model.served_file import FORMAT
@@ -294,7 +295,7 @@ def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> Non
     memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
     destination = Destination(dtype, memory, bench.kernels)
     content = AdapterFiles({each.name: each for each in bench.sites}, destination).read(tmp_path / "file")
-    slots = DeviceSlots(bench.kernels)
+    slots = DeviceSlots(bench.kernels, HeadsPool(bench.inputs))
     slots.put(3, content)
     while not slots.is_ready(3):
         pass

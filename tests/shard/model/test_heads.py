@@ -1,19 +1,24 @@
 """Heads in a step: what plain torch makes of the same rows, bit for bit the same in any company, and nothing else."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from adapters.medusa.format import HeadsFile, HeadsShape
 from adapters.medusa.model import MedusaHeads
+from shard.adapters import ModelSlots
 from shard.batch import HeadsRow, Segment
 from shard.config import ShardConfig
 from shard.model import Model, load_model
+from shard.model.adapter_file import AdapterFiles, Destination
 from shard.model.adapter_memory import Arena
 from shard.model.heads_file import read_heads
+from shard.model.served_file import FORMAT, ServedFile
 from tests import tiny
 from tests.adapters.medusa import small
 
@@ -29,23 +34,18 @@ SHAPES = {
 Worlds = Callable[..., "World"]
 
 
-def served(heads: HeadsFile) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Metadata and tensors of the served layout."""
+def write(path: Path, heads: HeadsFile, metadata: str | None = None) -> ServedFile:
+    """A file of the served layout."""
     shape = heads.shape
     tensors = {}
     for name, tensor in heads.tensors.items():
         head, layer, *rest = name.split(".")
         middle = f".{layer}" if shape.num_layers > 1 else ""
         tensors[f"heads.{head}{middle}.{rest[1]}" if len(rest) > 1 else f"heads.{head}.output"] = tensor
-    return {"heads": f'{{"count":{shape.num_heads},"version":{shape.version},"layers":{shape.num_layers}}}'}, tensors
-
-
-def put(model: Model, slot: int, heads: HeadsFile, is_for_device: bool = False) -> None:
-    metadata, tensors = served(heads)
-    memory = Arena(1 << 24)
-    content = read_heads(metadata, tensors, model.heads, memory, model.info.dtype, is_for_device)
-    assert content is not None and not tensors
-    model.heads.put(slot, content.packed if content.packed is not None else content.on(content.memory.clone()))
+    facts = {"count": shape.num_heads, "version": shape.version, "layers": shape.num_layers}
+    metadata = json.dumps(facts) if metadata is None else metadata
+    save_file(tensors, path, {"format": FORMAT, "digest": "d", "modules": "{}", "heads": metadata})
+    return ServedFile(path)
 
 
 class World:
@@ -57,6 +57,14 @@ class World:
         self.model = load_model(ShardConfig(name, str(folder), "unix:/dev/null", dtype=dtype))
         self.model.allocate_kv(32)
         self.target = small.target(folder)
+        self._folder = folder
+
+    def put(self, slot: int, heads: HeadsFile, is_for_device: bool = False) -> None:
+        file = write(self._folder / f"{slot}.served", heads)
+        content = read_heads(file, self.model.heads, Arena(1 << 24), self.model.info.dtype, is_for_device)
+        assert content is not None
+        on_device = content.on(content.memory.clone()) if content.packed is None else content.packed
+        self.model.heads.put(slot, on_device)
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +87,11 @@ def run(model: Model, rows: Sequence[int], heads: Sequence[HeadsRow], ids: Seque
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_heads_give_what_plain_torch_gives(name: str, shape: str, is_for_device: bool, worlds: Worlds) -> None:
-    model, target = worlds(name).model, worlds(name).target
+    world = worlds(name)
+    model, target = world.model, world.target
     heads, other = small.heads(SHAPES[shape]), small.heads(HeadsShape(1, 1, 64), seed=9)
-    put(model, 4, heads, is_for_device)
-    put(model, 2, other, is_for_device)
+    world.put(4, heads, is_for_device)
+    world.put(2, other, is_for_device)
     (hidden,) = target.rows([IDS])
     wanted = MedusaHeads.of(heads).logits(hidden, target.logits)
     if heads.shape.version == 1:
@@ -98,10 +107,11 @@ def test_heads_give_what_plain_torch_gives(name: str, shape: str, is_for_device:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_guesses_have_equal_bits_in_any_company(shape: str, dtype: str, worlds: Worlds) -> None:
-    model = worlds(dtype=dtype).model
+    world = worlds(dtype=dtype)
+    model = world.model
     count = SHAPES[shape].num_heads
-    put(model, 0, small.heads(SHAPES[shape]))
-    put(model, 1, small.heads(HeadsShape(5, 1, 64), seed=1))
+    world.put(0, small.heads(SHAPES[shape]))
+    world.put(1, small.heads(HeadsShape(5, 1, 64), seed=1))
     plain = run(model, [9], [])
     alone = run(model, [9], [HeadsRow(0, 0, count)])
     assert torch.equal(alone[:1], plain)
@@ -118,21 +128,23 @@ def test_guesses_have_equal_bits_in_any_company(shape: str, dtype: str, worlds: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_version_1_with_the_base_s_matrix_is_version_2(dtype: str, worlds: Worlds) -> None:
-    model = worlds(dtype=dtype).model
+    world = worlds(dtype=dtype)
+    model = world.model
     two = small.heads(HeadsShape(3, 1, 64), scale=0.5)
-    matrix = worlds(dtype=dtype).target.model.get_output_embeddings().weight.detach()
+    matrix = world.target.model.get_output_embeddings().weight.detach()
     own = {f"{head}.1.weight": matrix.clone() for head in range(3)}
     one = HeadsFile(HeadsShape(3, 1, 64, tiny.VOCAB), {**two.tensors, **own})
-    put(model, 0, two)
-    put(model, 1, one)
+    world.put(0, two)
+    world.put(1, one)
     logits = run(model, [4, 9], [HeadsRow(0, 0, 3), HeadsRow(0, 1, 3), HeadsRow(1, 1, 2), HeadsRow(1, 0, 2)])[2:]
     assert torch.equal(logits[:3], logits[3:6]) and torch.equal(logits[6:8], logits[8:])
     assert logits[:3].argmax(-1).unique().numel() > 1
 
 
 def test_more_heads_than_a_slot_has_are_an_error(worlds: Worlds) -> None:
-    model = worlds().model
-    put(model, 0, small.heads(HeadsShape(2, 1, 64)))
+    world = worlds()
+    model = world.model
+    world.put(0, small.heads(HeadsShape(2, 1, 64)))
     with pytest.raises(RuntimeError, match="slot 0 has 2 heads, 3 are to guess"):
         run(model, [4], [HeadsRow(0, 0, 3)])
     model.heads.clear(0)
@@ -150,10 +162,28 @@ def test_more_heads_than_a_slot_has_are_an_error(worlds: Worlds) -> None:
         ('{"count":0,"version":2,"layers":1}', "0 heads"),
         ('{"count":2}', "does not say which heads"),
         ("[]", "does not say which heads"),
+        ('{"count":1,"version":2,"layers":1}', r"does not compute heads\.1\.bias"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(metadata: str, sentence: str, worlds: Worlds) -> None:
-    model = worlds().model
-    _, tensors = served(small.heads(HeadsShape(2, 1, 64)))
+def test_files_that_do_not_fit_are_refused(metadata: str, sentence: str, worlds: Worlds, tmp_path: Path) -> None:
+    pool = worlds().model.heads
+    file = write(tmp_path / "file", small.heads(HeadsShape(2, 1, 64)), metadata)
     with pytest.raises(ValueError, match=sentence):
-        read_heads({"heads": metadata}, tensors, model.heads, Arena(1 << 20), torch.float32, False)
+        read_heads(file, pool, Arena(1 << 20), torch.float32, False)
+
+
+def test_a_slot_of_the_model_holds_what_a_file_holds(worlds: Worlds, tmp_path: Path) -> None:
+    model = worlds().model
+    model.allocate_adapters(8)
+    write(tmp_path / "file", small.heads(HeadsShape(2, 1, 64)))
+    destination = Destination(torch.float32, Arena(1 << 20))
+    content = AdapterFiles(model.adapter_sites, destination, model.heads).read(tmp_path / "file")
+    assert content.num_heads == 2 and content.num_bytes >= 2 * 4 * (64 * 64 + 64)
+    slots = ModelSlots(model.heads)
+    slots.put(7, content)
+    assert run(model, [4], [HeadsRow(0, 7, 2)]).shape == (3, tiny.VOCAB)
+    slots.clear(7)
+    with pytest.raises(RuntimeError, match="slot 7 has no heads"):
+        run(model, [4], [HeadsRow(0, 7, 2)])
+    with pytest.raises(ValueError, match="no output head"):
+        AdapterFiles(model.adapter_sites, destination).read(tmp_path / "file")
