@@ -19,6 +19,7 @@ from router.routes.chat import ChatRoute
 from router.routes.completions import CompletionsRoute
 from router.routes.information import InformationRoutes
 from router.routes.native import NativeRoutes
+from router.routes.predict import PredictRoute
 from router.routes.probes import ProbeRoutes
 from router.service import Service, make_service
 from router.text.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ def _generating(service: Service) -> dict[str, Handle]:
         "/invocations": native.compat,
         "/generate": native.generate,
         "/generate_stream": native.generate_stream,
+        "/predict": PredictRoute(service, native).predict,
         "/v1/completions": CompletionsRoute(service).completions,
         "/v1/chat/completions": ChatRoute(service).chat,
     }

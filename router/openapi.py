@@ -50,6 +50,13 @@ OPERATIONS = (
         published.GenerateRequest,
         streams=published.StreamResponse,
     ),
+    Operation(
+        "post",
+        "/predict",
+        "Generate, in the shape of LLMSpeculativeSampling's server",
+        published.PredictRequest,
+        published.PredictResponse,
+    ),
     Operation("post", "/tokenize", "Tokenize", published.TokenizeRequest, published.TokenizeToken, is_list=True),
     Operation(
         "post", "/v1/completions", "OpenAI's completions", published.CompletionRequest, published.CompletionResponse

@@ -57,6 +57,13 @@ class NativeRoutes:
         return read_native(native_defaults(body, self._service.selection), with_stream=with_stream)
 
     async def _answer(self, request: Request, native: NativeRequest, arrived_at: float, *, as_list: bool) -> Response:
+        answer, headers = await self.answered(request, native, arrived_at)
+        return Response(orjson.dumps([answer] if as_list else answer), headers=headers, media_type="application/json")
+
+    async def answered(
+        self, request: Request, native: NativeRequest, arrived_at: float
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The answer to a request that does not stream, and its headers. Raises RouterError."""
         parameters = native.parameters
         timing = Timing(arrived_at)
         async with ClientWatch(request.receive):
@@ -81,8 +88,7 @@ class NativeRoutes:
         request.state.told = told(wanted, len(whole.tokens), whole.finish_reason)
         counts = Counts(len(native.inputs), len(wanted.prompt_ids), len(whole.tokens), whole.num_skipped)
         headers = answer_headers(self._service, timing, generations[best], counts)
-        content = orjson.dumps([answer] if as_list else answer)
-        return Response(content, headers=headers | ignored_fields(native.ignored), media_type="application/json")
+        return answer, headers | ignored_fields(native.ignored)
 
     async def _stream(self, request: Request, native: NativeRequest, arrived_at: float) -> EventStream:
         """Begins once it is known which adapter answers. The status of a stream is 200 whatever happens, as LoRAX's."""

@@ -6,7 +6,7 @@ two together.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, RootModel
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
@@ -37,7 +37,7 @@ class _Speculative(BaseModel):
     )
 
 
-class GenerateParameters(_Speculative):
+class _Parameters(_Speculative):
     adapter_id: str | None = Field(
         None, description="An alias, or `id` or `id@revision` within the source; empty: the default adapter, if any"
     )
@@ -61,9 +61,22 @@ class GenerateParameters(_Speculative):
     truncate: int | None = Field(None, gt=0, description="Keeps only so many tokens of the end of the prompt")
     return_full_text: bool | None = Field(False, description="Puts the prompt before the text")
     watermark: bool | None = False
+    return_k_alternatives: int | None = Field(None, gt=0, description="So many likeliest tokens beside each token")
+
+
+class GenerateParameters(_Parameters):
     details: bool | None = False
     decoder_input_details: bool | None = Field(False, description="Log probabilities of the prompt; not when streaming")
-    return_k_alternatives: int | None = Field(None, gt=0, description="So many likeliest tokens beside each token")
+
+
+class PredictRequest(_Parameters):
+    """By default 40 tokens, `top_k` 10, `top_p` 0.9, four guesses a step, and the prompt before the text."""
+
+    prompt: str = Field(min_length=1)
+
+
+class PredictResponse(RootModel[str]):
+    """The text alone."""
 
 
 class GenerateRequest(BaseModel):
