@@ -39,7 +39,7 @@ class Flag:
     """Between the values of a repeated flag in its variable."""
     short: str = ""
     variable: bool = True
-    """False for the one flag that no environment variable sets."""
+    """False for a flag that no environment variable sets."""
     secret: bool = False
     """The value is never shown."""
     no_effect: str = ""

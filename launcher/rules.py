@@ -101,6 +101,8 @@ def _check_speculation(settings: Settings) -> None:
         for name in ("draft-revision", "draft-tokenizer-id", "draft-dtype"):
             if settings[name] is not None:
                 _refuse(f"{settings.given[name]} needs --draft-model-id")
+        if settings["speculative-method"] == "draft":
+            _refuse(f"{settings.given['speculative-method']} draft needs --draft-model-id")
     else:
         _check_revision(settings, "draft-model-id", "draft-revision")
     wanted, most = settings["speculative-tokens"] or 0, settings["speculative-tokens-max"]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from launcher import config_file
 from launcher.exits import Exit, LauncherError
 from launcher.flag import Flag, Kind
 from launcher.flags import FLAGS, GROUPS
@@ -39,7 +40,7 @@ class Settings:
 
 
 def read(arguments: Sequence[str], environment: Mapping[str, str], hostname: str) -> Settings:
-    """The settings that `arguments` and `environment` ask for; a flag goes before a variable.
+    """The settings that `arguments` and `environment` ask for; a flag goes before a variable, both before a file.
 
     `hostname` is the machine's own name: HOSTNAME that says no more than that is what every shell sets.
     Raises LauncherError with one sentence.
@@ -47,10 +48,13 @@ def read(arguments: Sequence[str], environment: Mapping[str, str], hostname: str
     parsed = vars(_parse(arguments))
     values: dict[str, Any] = {}
     given: dict[str, str] = {}
+    in_file = {} if parsed["config"] is None else config_file.read(parsed["config"])
     for name, flag in FLAGS.items():
         texts, origin = parsed[name], f"--{name}"
         if texts is None:
             texts, origin = _from_environment(flag, environment, hostname), flag.environment
+        if texts is None and name in in_file:
+            texts, origin = in_file[name].texts, in_file[name].origin
         if texts is None:
             values[name] = flag.default
             continue

@@ -208,6 +208,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("otlp-endpoint", Kind.TEXT, None, "collector of traces", refused="this version sends no traces"),
         Flag("env", Kind.SWITCH, False, "print what it runs on and go on", short="e", variable=False),
+        Flag(
+            "config",
+            Kind.TEXT,
+            None,
+            "YAML file of flags by name, or of AutoGluon-RAG's generator; flags and variables go before it",
+            variable=False,
+            lorax=False,
+        ),
         Flag("print-config", Kind.SWITCH, False, "print the effective configuration as JSON and end", lorax=False),
     ),
 }

@@ -4,7 +4,7 @@ from launcher.flag import Flag, Kind
 
 TOKENS_WITH_A_DRAFT = 4
 """`--speculative-tokens` where there is a draft model and nobody says how many."""
-_LATER = "requests of this version are guessed for by prompt lookup at a constant width"
+_LATER = "guesses of this version come from prompt lookup, at a constant width"
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Speculation": (
@@ -40,13 +40,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             choices=("auto", "lookup", "ngram", "medusa", "draft", "off"),
             lorax=False,
             refused=_LATER,
-            harmless=("auto",),
+            harmless=("auto", "lookup", "ngram", "off"),
         ),
         Flag(
             "speculative-schedule",
             Kind.TEXT,
-            "constant",
+            None,
             "how many tokens are guessed, up to the number above, where a request does not say",
+            default_text="constant",
             choices=("constant", "heuristic", "auto"),
             lorax=False,
             refused=_LATER,

@@ -33,6 +33,16 @@ def test_a_shard_is_told_of_the_draft_model(tmp_path: Path) -> None:
     read_back = ShardConfig.read(configs.write(tmp_path / "shard.json", configs.shard_fields(given)))
     assert (read_back.draft_model, read_back.draft_model_id) == (str(tmp_path / "small"), "owner/small")
     assert (read_back.draft_dtype, read_back.ngram_long) == ("float32", 6)
+    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
+    assert router.draft_model_id == "owner/small"
+    assert router.speculative_tokens is None  # which is four with a draft model, as models.py has it too
+
+
+def test_a_router_is_told_how_to_guess(tmp_path: Path) -> None:
+    given = plan(tmp_path, "--speculative-method", "ngram", "--speculative-schedule", "constant", "--verify", "google")
+    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
+    found = (router.speculative_method, router.speculative_schedule, router.speculative_verify)
+    assert found == ("ngram", "constant", "google")
 
 
 def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
