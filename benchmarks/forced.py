@@ -87,13 +87,34 @@ def draft(texts: Sequence[Text]) -> list[Forced]:
     return found
 
 
+@dataclass(frozen=True)
+class Law:
+    """How tokens are drawn."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """[N, V] logits → [N, V] probabilities, in float64."""
+        scores = logits.double() / self.temperature
+        if self.top_k:
+            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
+        p = scores.softmax(-1)
+        if self.top_p < 1:
+            ordered = p.sort(descending=True)
+            beyond = ordered.values.cumsum(-1) - ordered.values >= self.top_p
+            p = p.masked_fill(torch.zeros_like(beyond).scatter(1, ordered.indices, beyond), 0.0)
+        return p / p.sum(-1, keepdim=True)
+
+
 @torch.no_grad()
-def chances(kind: Kind, texts: Sequence[Text], temperature: float, verify: str) -> list[list[float]]:
-    """For every output the probability that its draft, drawn at a temperature without filters, is accepted."""
+def chances(kind: Kind, texts: Sequence[Text], law: Law, verify: str) -> list[list[float]]:
+    """For every output the probability that its draft, drawn by the same law as the target's, is accepted."""
     found = []
     whose: LlamaForCausalLM = target(kind.adapter).model
     for text in texts:
-        p, q = (_logits(model, text).double().div(temperature).softmax(-1) for model in (whose, draft_model()))
+        p, q = (law.of(_logits(model, text)) for model in (whose, draft_model()))
         if verify == "rejection":
             rows = enumerate(text.output_ids)
             found.append([rejection_chance(float(p[i, token]), float(q[i, token])) for i, token in rows])

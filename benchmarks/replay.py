@@ -202,6 +202,16 @@ class Chain:
         return guessed + [-1] * (width - len(guessed))  # behind the text's end it goes on drafting
 
 
+def share_repeated(text: Text, length: int = 8) -> float:
+    """Share of a text's tokens that end a run of so many which stood in prompt or output before."""
+    ids, seen, num_repeated = [*text.prompt_ids, *text.output_ids], set[tuple[int, ...]](), 0
+    for end in range(length, len(ids) + 1):
+        run = tuple(ids[end - length : end])
+        num_repeated += run in seen and end > len(text.prompt_ids)
+        seen.add(run)
+    return num_repeated / max(1, len(text.output_ids))
+
+
 def iid_tokens_per_step(chance: float, width: int) -> float:
     """τ where every draft is accepted with the same chance: 1 + α + … + α^γ."""
     return sum(chance**k for k in range(width + 1))
@@ -213,10 +223,10 @@ def fitted_chance(rows: Sequence[tuple[int, float]]) -> float:
 
 
 def fitted_cost(rows: Sequence[tuple[int, float, float]]) -> float:
-    """The cost c of a draft's token, in steps of the target, that explains (width, τ, times faster) best in the sum of
-    squares of times faster: τ / (γc + 1).
+    """The cost c of a draft's token, in steps of the target, by (width, τ, times faster): where a step of several tokens
+    costs as much as one, times faster is τ / (γc + 1). The mean over rows.
     """
-    return _smallest(lambda c: sum((tau / (width * c + 1) - faster) ** 2 for width, tau, faster in rows), 0.0, 2.0)
+    return sum((tau / faster - 1) / width for width, tau, faster in rows) / len(rows)
 
 
 def _smallest(loss: "Loss", low: float, high: float) -> float:

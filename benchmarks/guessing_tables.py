@@ -1,0 +1,248 @@
+"""How far guessing gets with the embedded family over HTTP, from the server's own counters, beside the replay oracle's.
+
+One case per way of guessing; every case keeps its counts, the oracle's for the same texts, and seconds. Knows what is
+asked and counted, no table and no bar.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvloop
+
+from benchmarks import guessing, servers
+from benchmarks.case import Case, Cases, Raw
+from benchmarks.guessing import DRAFTING, KINDS, LOOKUP, MEDUSA, Asked, Guessing, Kind, Told
+from benchmarks.replay import (
+    NOTHING,
+    Counts,
+    Text,
+    expected,
+    lorax,
+    replay,
+    share_repeated,
+)
+
+WIDTHS = tuple(range(1, 11))
+SWEEP = tuple(range(1, 9))
+LOOKUP_WIDTHS = (3, 10)
+COPIED = "citation"
+"""The corpus whose answers stand in their prompts."""
+CORPORA = (COPIED, "record", "query", "value", "code")
+CODE = KINDS["code"]
+GENERAL = Kind("citation by general heads", "adapters/citation", "heads/base")
+OWN_HEADS = ("citation", "joined")
+LLMSS_LAW: Mapping[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9}
+CHAT_LAW: Mapping[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 40}
+PLAIN_LAW: Mapping[str, Any] = {"do_sample": True, "temperature": 0.8}
+SETTINGS: dict[str, Any] = {
+    "widths": WIDTHS,
+    "sweep": SWEEP,
+    "lookup_widths": LOOKUP_WIDTHS,
+    "corpora": CORPORA,
+    "laws": [LLMSS_LAW, CHAT_LAW, PLAIN_LAW],
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is asked."""
+
+    prompts: int = 24
+    tokens: int = 256
+    corpus: int = 60
+    widths: tuple[int, ...] = WIDTHS
+    sweep: tuple[int, ...] = SWEEP
+    corpora: tuple[str, ...] = CORPORA
+
+
+QUICK = Size(4, 64, 6, (1, 4), (2, 4), (COPIED, "query"))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Requests of one kind under one law."""
+
+    kind: Kind
+    count: int
+    tokens: int
+    law: Mapping[str, Any] = field(default_factory=dict)
+
+    def asked(self, *, is_seeded: bool) -> list[Asked]:
+        own = {"ignore_eos_token": True} if self.kind == CODE else {}
+        seeds = [{"seed": 100 + i} if is_seeded and self.law else {} for i in range(self.count)]
+        prompts = guessing.prompts(self.kind.name.split()[0], self.count)
+        return [
+            Asked(p, self.kind, self.tokens, {**own, **self.law, **seed})
+            for p, seed in zip(prompts, seeds, strict=True)
+        ]
+
+
+def run(name: str, port: int, corpus: Corpus, how: Guessing | None, clients: int = 1) -> Case:
+    """A corpus under one way of guessing: what the server counts, and what the oracle does of the same texts."""
+    verify = how.verify if how else ""
+    asked = corpus.asked(is_seeded=verify != "rejection")
+    start = time.monotonic()
+    told = uvloop.run(guessing.ask_all(port, [(each, how) for each in asked], clients))
+    seconds = time.monotonic() - start
+    ids = guessing.encode([each.prompt for each in asked])
+    texts = [t.as_text(known, a.max_new_tokens) for t, known, a in zip(told, ids, asked, strict=True)]
+    raw = {
+        **as_raw(sum((answer.counts for answer in told), NOTHING)),
+        "seconds": seconds,
+        "repeated": sum(share_repeated(text) * len(text.output_ids) for text in texts)
+        / max(1, sum(len(text.output_ids) for text in texts)),
+        **{
+            f"{phase}_seconds": sum(answer.report.get(f"{phase}_seconds", 0.0) for answer in told)
+            for phase in ("draft", "verify", "accept")
+        },
+        **_oracle(corpus, how, texts, told),
+    }
+    return Case(name, raw, "; ".join([fault for answer in told for fault in answer.faults()][:3]))
+
+
+def as_raw(counts: Counts) -> dict[str, float]:
+    names = ("tokens", "forwards", "drafted", "accepted", "texts", "variance")
+    return {name: getattr(counts, name) for name in names}
+
+
+def counts_of(raw: Raw) -> Counts:
+    return Counts(**{name: raw[name] for name in as_raw(NOTHING)})
+
+
+def _oracle(corpus: Corpus, how: Guessing | None, texts: Sequence[Text], told: Sequence[Told]) -> dict[str, Any]:
+    """The oracle's counts of the same texts, and how many answers differ from them."""
+    if how is None:
+        return {}
+    from benchmarks import forced  # torch
+
+    kind = corpus.kind
+    if how.method == DRAFTING and corpus.law:
+        law = forced.Law(**{key: value for key, value in corpus.law.items() if key != "do_sample"})
+        laws = forced.chances(kind, texts, law, how.verify)
+        counted = [expected(text, chances, how.width) for text, chances in zip(texts, laws, strict=True)]
+        return {"oracle": as_raw(sum(counted, NOTHING))}
+    rules = forced.rules(how.method, [kind] * len(texts), texts)
+    counted = [replay(text, each.rule, how.width) for text, each in zip(texts, rules, strict=True)]
+    rows = list(zip(told, counted, rules, strict=True))
+    found = {
+        "oracle": as_raw(sum(counted, NOTHING)),
+        "miscounted": sum(answer.counts != wanted and not each.is_tied for answer, wanted, each in rows),
+        "ties": sum(answer.counts != wanted and each.is_tied for answer, wanted, each in rows),
+    }
+    if how.method == LOOKUP:
+        unbounded = (replay(text, lorax, how.width, is_bounded=False) for text in texts)
+        found["lorax"] = as_raw(sum(unbounded, NOTHING))
+    return found
+
+
+@contextmanager
+def _server(**values: Any) -> Iterator[int]:
+    with servers.running("tables", guessing.command(**values)) as server:
+        yield server.port
+
+
+def gamma(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
+    """LMFlow's table on our pair: without guessing, then with 1, 2, … drafts, greedily, one request at a time."""
+    size = size or Size()
+    corpus = Corpus(CODE, size.prompts, size.tokens)
+    with _server() as port:
+        run("warm up", port, Corpus(CODE, 2, 16), Guessing(DRAFTING, 3))
+        for width in (0, *size.widths):
+            if f"width {width}" not in finished:
+                yield run(f"width {width}", port, corpus, Guessing(DRAFTING, width) if width else None)
+
+
+def three_rows(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
+    """LLMSpeculativeSampling's rows: the draft model alone, the target alone, and both with a sweep of widths; sampled
+    as there.
+    """
+    size = size or Size()
+    corpus = Corpus(CODE, size.prompts, 100, LLMSS_LAW)
+    if "draft alone" not in finished:
+        with _server(model=guessing.DRAFT, draft=None) as port:
+            run("warm up", port, Corpus(CODE, 2, 16), None)
+            yield run("draft alone", port, corpus, None)
+    with _server() as port:
+        run("warm up", port, Corpus(CODE, 2, 16), Guessing(DRAFTING, 3))
+        if "target alone" not in finished:
+            yield run("target alone", port, corpus, None)
+        for width in size.sweep:
+            if f"width {width}" not in finished:
+                yield run(f"width {width}", port, corpus, Guessing(DRAFTING, width, verify="rejection"))
+
+
+def chat(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
+    """Xinference's figures: accepted over drafted at four drafts, and seconds with and without."""
+    size = size or Size()
+    corpus = Corpus(CODE, size.prompts, size.tokens, CHAT_LAW)
+    with _server() as port:
+        run("warm up", port, Corpus(CODE, 2, 16), Guessing(DRAFTING, 3))
+        for name, how in (("off", None), ("width 4", Guessing(DRAFTING, 4, verify="rejection"))):
+            if name not in finished:
+                yield run(name, port, corpus, how)
+
+
+def sampled(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
+    """The draft model under both rules at a temperature: counts against what is to be expected of them."""
+    size = size or Size()
+    corpus = Corpus(CODE, 2 * size.prompts, size.tokens // 2, PLAIN_LAW)
+    with _server() as port:
+        for verify in ("coupled", "rejection"):
+            for width in (1, 4, 8):
+                if f"{verify} {width}" not in finished:
+                    yield run(f"{verify} {width}", port, corpus, Guessing(DRAFTING, width, verify=verify), 8)
+
+
+def lookup(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
+    """Prompt lookup on every corpus of the family, and LoRAX's rule on the same texts."""
+    size = size or Size()
+    with _server() as port:
+        for kind in size.corpora:
+            for width in LOOKUP_WIDTHS:
+                if f"{kind} {width}" not in finished:
+                    corpus = Corpus(KINDS[kind], size.corpus, 96)
+                    yield run(f"{kind} {width}", port, corpus, Guessing(LOOKUP, width), 8)
+
+
+def medusa(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
+    """Chains of heads: general ones on code and on adapters' texts, and those made for the citation adapter."""
+    size = size or Size()
+    with _server() as port:
+        for kind in (*(KINDS[name] for name in ("code", "record")), GENERAL, *(KINDS[name] for name in OWN_HEADS)):
+            if kind.name not in finished:
+                yield run(kind.name, port, Corpus(kind, size.corpus, 96), Guessing(MEDUSA, 3), 8)
+
+
+def tau(raw: Raw) -> float:
+    return counts_of(raw).tokens_per_step
+
+
+def oracle(raw: Raw) -> Counts:
+    return counts_of(raw["oracle"])
+
+
+def num_miscounted(raw: Raw) -> float:
+    return float(raw.get("miscounted", 0))
+
+
+def distance(raw: Raw) -> float:
+    """Steps from the expected ones, in standard errors."""
+    wanted = oracle(raw)
+    return abs(counts_of(raw).forwards - wanted.forwards) / max(1e-9, wanted.variance) ** 0.5
+
+
+def over_lorax(raw: Raw) -> float:
+    """Tokens per step over those that LoRAX's rule gives with as many drafts."""
+    return tau(raw) / counts_of(raw["lorax"]).tokens_per_step
+
+
+def rows_over_lorax(raw: Raw) -> float:
+    return float(raw["drafted"] / raw["lorax"]["drafted"])
+
+
+def speed(raw: Raw) -> float:
+    """Tokens per second, prompts included."""
+    return float(raw["tokens"] / raw["seconds"])
