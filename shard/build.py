@@ -5,6 +5,7 @@ from proto.version import version
 from shard.adapters import build_adapters
 from shard.budget import Limits
 from shard.config import ShardConfig
+from shard.drafter import Drafter
 from shard.engine import Engine, Pacing
 from shard.inbox import Inbox
 from shard.kv_cache import KvCache
@@ -21,12 +22,14 @@ CROWD_TOKENS = {"cpu": 16, "cuda": 512}
 """By device: so many prompt tokens make a step about as long again as one that only decodes."""
 
 
-def build_engine(config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox) -> Engine:
-    """Memory, bookkeeping and the loop around a loaded model."""
-    if config.draft_model is not None:
-        raise ValueError(f"cannot serve with the draft model {config.draft_model_id}: draft models do not work yet")
-    num_pages = choose_num_pages(config, model)
+def build_engine(
+    config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox, draft_model: Model | None = None
+) -> Engine:
+    """Memory, bookkeeping and the loop around a loaded model, and the draft model beside it."""
+    num_pages = choose_num_pages(config, model, draft_model)
     model.allocate_kv(num_pages)
+    if draft_model is not None:
+        draft_model.allocate_kv(num_pages)
     cache = KvCache(num_pages, model.page_size, config.prefix_caching)
     adapters = build_adapters(config, model, inbox)
     scheduler = Scheduler(
@@ -38,7 +41,13 @@ def build_engine(config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox
             crowd_tokens=CROWD_TOKENS.get(model.info.device.type),
         ),
         adapters,
-        Guessers(config.speculation_max_batch_size, config.ngram_min, config.ngram_max, config.ngram_long),
+        Guessers(
+            config.speculation_max_batch_size,
+            config.ngram_min,
+            config.ngram_max,
+            config.ngram_long,
+            has_draft_model=draft_model is not None,
+        ),
     )
     sampler = Sampler(
         model.info.vocab_size,
@@ -50,7 +59,13 @@ def build_engine(config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox
     lag = config.commit_lag
     if lag is None:
         lag = 1 if model.info.device.type == "cuda" else 0
-    return Engine(model, sampler, scheduler, (inbox, outbox), Pacing(lag, config.max_waiting))
+    drafter = None if draft_model is None else build_drafter(model, draft_model, sampler)
+    return Engine(model, sampler, scheduler, (inbox, outbox), Pacing(lag, config.max_waiting), drafter)
+
+
+def build_drafter(model: Model, draft_model: Model, sampler: Sampler) -> Drafter:
+    """The draft model's part of a step."""
+    return Drafter(draft_model, sampler, model.info.vocab_size, draft_model.info.vocab_size)
 
 
 def describe(config: ShardConfig, model: Model, engine: Engine) -> Facts:
@@ -70,8 +85,15 @@ def describe(config: ShardConfig, model: Model, engine: Engine) -> Facts:
         max_running=config.max_running,
         prefix_caching=config.prefix_caching,
         chunked_prefill=config.chunked_prefill,
+        draft_model_id="" if config.draft_model is None else config.draft_model_id,
     )
     num_kv_tokens = cache.num_pages * cache.page_size
     has_adapters = engine.scheduler.adapters is not None
-    bounds = Bounds(model.info.vocab_size, config.max_total_tokens, num_kv_tokens, has_adapters)
+    bounds = Bounds(
+        model.info.vocab_size,
+        config.max_total_tokens,
+        num_kv_tokens,
+        has_adapters,
+        has_draft_model=config.draft_model is not None,
+    )
     return Facts(info, bounds, lambda: engine.running_step)

@@ -6,22 +6,24 @@ One thread owns everything here. It hears of the world through the inbox and tel
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 import torch
 
-from shard.batch import StepInputs
+from shard.drafter import Drafter
 from shard.durations import Durations
 from shard.inbox import Inbox
 from shard.intake import Intake
+from shard.network import Network
 from shard.outbox import AdapterNews, Outbox, Output, Status
-from shard.request import FinishReason, Request
+from shard.request import FinishReason, Method, Request, Rule, Speculation
 from shard.sampling import Sampled, Sampler
+from shard.sampling.drafting import DraftDraws
 from shard.scheduler import Scheduler
 from shard.share import Share
 from shard.slots import Residency
 from shard.step import Layout, Step, agreed, error_output, fill_inputs, score_output, scored_span, token_output
+from shard.stopwatch import Stopwatch
 
 log = structlog.get_logger()
 
@@ -33,16 +35,6 @@ NEWS_S, NEWS = 0.004, 0.2
 """A step is worth a word to the routers if it should differ from the last by so much, in seconds and as a part."""
 COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
-
-
-class Network(Protocol):
-    """What the engine needs of a model."""
-
-    inputs: StepInputs
-
-    def forward(self) -> torch.Tensor:
-        """Logits of `inputs.logits_rows`: [S, V] float32."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -59,13 +51,20 @@ class Engine:
     """One model, its scheduler, and the loop that moves both."""
 
     def __init__(
-        self, network: Network, sampler: Sampler, scheduler: Scheduler, mail: tuple[Inbox, Outbox], pacing: Pacing
+        self,
+        network: Network,
+        sampler: Sampler,
+        scheduler: Scheduler,
+        mail: tuple[Inbox, Outbox],
+        pacing: Pacing,
+        drafter: Drafter | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.running_step = (0, 0.0)
         """Number and start of the step at hand, (0, …) between steps. Read by other threads."""
         self._network = network
         self._sampler = sampler
+        self._drafter = drafter
         self._inbox, self._outbox = mail
         self._pacing = pacing
         self._intake = Intake(self._inbox, scheduler, scheduler.limits.max_running + pacing.max_waiting)
@@ -126,8 +125,10 @@ class Engine:
         self._inbox.wake()
 
     def warm_up(self) -> None:
-        """Run a request of two tokens from end to end, so that what cannot work fails before anyone is served."""
+        """Run a request of few tokens from end to end, so that what cannot work fails before anyone is served."""
         request = Request(WARM_UP_KEY, token_ids=[0] * 2, num_prompt=2, max_new_tokens=2)
+        if self._drafter is not None:
+            request.max_new_tokens, request.speculation = 4, Speculation(Method.DRAFT, 2)
         self.scheduler.add(request)
         while not self.scheduler.is_idle:
             self.step()
@@ -162,24 +163,34 @@ class Engine:
             step.error = f"the step failed: {type(error).__name__}"
 
     def _compute(self, step: Step) -> None:
+        watch = None
+        if any(share.draft_ids for share in step.shares):
+            watch = step.watch = Stopwatch(self._network.inputs.device)
+        draws = None if self._drafter is None else self._drafter.draft(step.shares)
+        if watch is not None:
+            watch.mark()
         layout = Layout()
         for share in step.shares:
             layout.add(share)
         fill_inputs(self._network.inputs, layout, step.shares, self._sampler)
         # [S + M, V]
         logits = self._network.forward()
+        if watch is not None:
+            watch.mark()
         num_sampled = len(layout.sample_indices)
         if num_sampled:
-            step.sampled = self._sample(logits[:num_sampled], [share for share in step.shares if share.samples])
+            step.sampled = self._sample(logits[:num_sampled], [share for share in step.shares if share.samples], draws)
+        if watch is not None:
+            watch.mark()
         if layout.target_ids:
             target_ids = torch.tensor(layout.target_ids, dtype=torch.long).to(logits.device, non_blocking=True)
             step.scores = self._sampler.prompt_logprobs(logits[num_sampled:], target_ids, layout.num_score_alternatives)
 
-    def _sample(self, logits: torch.Tensor, shares: list[Share]) -> Sampled:
+    def _sample(self, logits: torch.Tensor, shares: list[Share], draws: DraftDraws | None) -> Sampled:
         """logits: [S, V], one row per sampled token of each share."""
         rows, positions = [share.request.row for share in shares], [share.end for share in shares]
         if any(share.draft_ids for share in shares):
-            return self._sampler.verify(logits, rows, positions, [share.draft_ids for share in shares])
+            return self._sampler.verify(logits, rows, positions, [share.draft_ids for share in shares], draws)
         return self._sampler.sample(logits, rows, positions)
 
     def _refresh_rows(self) -> None:
@@ -192,7 +203,9 @@ class Engine:
                 self._sampler.remove(row)
         while admitted:
             request = admitted.pop()
-            self._sampler.add(request.row, request.sampling, request.logprobs, request.token_ids, request.num_prompt)
+            rejects = request.speculation.verify is Rule.REJECTION
+            known = (request.token_ids, request.num_prompt)
+            self._sampler.add(request.row, request.sampling, request.logprobs, *known, rejects)
             self._rows.add(request.row)
 
     def _commit(self, step: Step) -> None:
@@ -203,6 +216,7 @@ class Engine:
             return
         sampled = step.sampled.to_host() if step.sampled else None
         scores = step.scores.to_host() if step.scores else None
+        seconds = step.seconds()
         row = first_score = 0
         for share in step.shares:
             span = scored_span(share)
@@ -219,7 +233,7 @@ class Engine:
                 self._outputs.append(score_output(share, span, scores, first_score))
             first_score += len(span)
             if num_taken > 0 and sampled is not None:
-                self._outputs.append(token_output(share, sampled, row, num_taken))
+                self._outputs.append(token_output(share, sampled, row, num_taken, seconds))
             row += share.num_sampled
         now = time.monotonic()
         self._last = (round((now - step.started) * 1000), step.num_tokens)

@@ -102,6 +102,13 @@ class KvCache:
             request.page_ids.append(self._take())
         return True
 
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """Take the pages from a request that its first `num_tokens` tokens do not need. They hold nothing committed."""
+        for page in reversed(request.page_ids[self.num_needed(num_tokens) :]):
+            self._num_owners[page] -= 1
+            self._free.appendleft(page)
+        del request.page_ids[self.num_needed(num_tokens) :]
+
     def skip_draft(self, request: Request) -> int:
         """Move a request's count of what the draft model has computed over pages where that is there already."""
         num_full = request.num_draft_computed // self.page_size

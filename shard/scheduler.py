@@ -128,6 +128,8 @@ class Scheduler:
             self.proposer.committed(share, num_accepted)
         if request.num_committed >= (request.num_published + 1) * self.cache.page_size:
             self.cache.publish(request)
+        if share.draft_ids:
+            self.cache.shrink(request, len(request.token_ids))  # pages of drafts that failed are for anybody
         if reason:
             self.finish(request, reason)
         return len(taken)
@@ -209,11 +211,11 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Find pages, preempting the latest. False if the request itself had to go, or if the latest is still being
-        computed: its pages are free after the next commit, so the plan ends here.
+        computed, or drafts are: pages are free after the next commit, so the plan ends here.
         """
         while not self.cache.grow(request, num_tokens):
             latest = self.running[-1]
-            if latest.num_launched:
+            if latest.num_launched or any(other.is_guessed for other in self.running):
                 return False
             self._preempt(latest)
             if latest is request:

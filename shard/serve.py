@@ -9,6 +9,7 @@ import torch
 from shard import logs
 from shard.build import build_engine, describe
 from shard.config import ShardConfig
+from shard.draft_model import load_draft_model
 from shard.engine import Engine
 from shard.inbox import Inbox
 from shard.model import load_model
@@ -47,10 +48,12 @@ def serve(config: ShardConfig) -> None:
     server = Server(config.listen, inbox, outbox)
     address = server.start()
     model = load_model(config)
+    draft_model = load_draft_model(config, model)
     logs.adopt_libraries()  # of those that loading needed
-    engine = build_engine(config, model, inbox, outbox)
+    engine = build_engine(config, model, inbox, outbox, draft_model)
     engine.warm_up()
-    Prefault([site.kv for site in model.sites if site.kv is not None], engine.scheduler.cache).start()
+    sites = model.sites + ([] if draft_model is None else draft_model.sites)
+    Prefault([site.kv for site in sites if site.kv is not None], engine.scheduler.cache).start()
     # What exists now lives as long as the process: a walk of the collector over it halts a step for 0.2 s.
     gc.collect()
     gc.freeze()

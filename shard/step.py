@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from shard.batch import Segment, StepInputs
-from shard.outbox import DRAFTED, Details, Output
+from shard.outbox import DRAFTED, NO_SECONDS, Details, Output
 from shard.request import FinishReason, Request, Source
 from shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
 from shard.share import Share
+from shard.stopwatch import Stopwatch
 
 STEP_END = b"\1"
 NO_SPAN = range(0)
@@ -30,12 +31,21 @@ class Step:
     """One row per token that is sampled, in order of shares and positions."""
     scores: PromptLogprobs | None = None
     """One row per prompt token whose log probability is wanted, in order of shares."""
+    watch: Stopwatch | None = None
+    """Of a step with drafts."""
     error: str = ""
     """Why the step gave nothing."""
 
     @property
     def num_tokens(self) -> int:
         return sum(share.num_tokens for share in self.shares)
+
+    def seconds(self) -> tuple[float, float, float]:
+        """What proposing, verifying and accepting took, where the step had drafts. Waits for the step."""
+        if self.watch is None:
+            return NO_SECONDS
+        draft, verify, accept = self.watch.seconds()
+        return draft, verify, accept
 
 
 @dataclass
@@ -109,8 +119,12 @@ def agreed(share: Share, sampled: HostSampled, row: int) -> list[int]:
     return token_ids
 
 
-def token_output(share: Share, sampled: HostSampled, row: int, num_taken: int) -> Output:
-    """What a share gives whose first `num_taken` tokens were committed, from row `row` of the step's samples on."""
+def token_output(
+    share: Share, sampled: HostSampled, row: int, num_taken: int, seconds: tuple[float, float, float]
+) -> Output:
+    """What a share gives whose first `num_taken` tokens were committed, from row `row` of the step's samples on;
+    `seconds` are those of the step's phases.
+    """
     request, params = share.request, share.request.logprobs
     rows = slice(row, row + num_taken)
     output = Output(
@@ -124,6 +138,7 @@ def token_output(share: Share, sampled: HostSampled, row: int, num_taken: int) -
     if share.draft_ids:
         output.num_drafted = tuple(len(share.draft_ids) if share.source is source else 0 for source in DRAFTED)
         output.num_accepted = num_accepted(share, output.token_ids)
+        output.seconds = seconds
     if params.alternatives:
         output.details = Details()
         for ids, logprobs in zip(sampled.alternative_ids[rows], sampled.alternative_logprobs[rows], strict=True):

@@ -33,6 +33,7 @@ class Bounds:
     max_total_tokens: int
     num_kv_tokens: int
     has_adapters: bool = False
+    has_draft_model: bool = False
 
 
 def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
@@ -135,7 +136,7 @@ def find_speculation_fault(submit: pb.Submit, bounds: Bounds) -> str:
     """Why nothing can be guessed like this, in a sentence; empty if it can."""
     wanted = submit.speculation
     known: dict[str, tuple[str, set[str]]] = {
-        "method": (wanted.method, METHODS),
+        "method": (wanted.method, METHODS | {Method.DRAFT.value} if bounds.has_draft_model else METHODS),
         "schedule": (wanted.schedule, SCHEDULES),
         "verification": (wanted.verify, RULES),
     }

@@ -24,6 +24,12 @@ class Purpose(IntEnum):
 
     DRAW = 1
     GREEN_LIST = 2
+    DRAFT = 3
+    """Draws of a draft model under the rejection rule …"""
+    ACCEPT = 4
+    """… whether they stand …"""
+    RESIDUAL = 5
+    """… and the target's own draws there."""
 
 
 def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -63,6 +69,11 @@ def hash_bits(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     bits ^= bits >> 32
     bits *= _FIRST
     return bits
+
+
+def uniforms(keys: torch.Tensor) -> torch.Tensor:
+    """keys: [S] int64. Returns [S] float64 in [0, 1)."""
+    return _logical_shift(mix(keys), 11).to(torch.float64) * 2.0**-53
 
 
 def log_exponentials(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

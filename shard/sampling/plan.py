@@ -31,6 +31,8 @@ class Row:
     logprobs: LogprobParams
     slot: int
     """Row of the token counts, -1 without penalties."""
+    rejects: bool = False
+    """Whether its draft model's drafts are verified by the rejection rule."""
 
     @property
     def shaped(self) -> bool:
@@ -78,6 +80,8 @@ class Chunk:
 
     # [S'] rows of the batch
     batch_rows: torch.Tensor
+    members: list[int]
+    """The same for the host."""
     drawn: bool
     bias: Bias | None
     # [n] rows of the chunk with a watermark
@@ -156,6 +160,7 @@ class Planner:
         marked = [at for at, row in enumerate(rows) if row.params.watermark]
         return Chunk(
             batch_rows=self.tensor([index for index, _ in members]),
+            members=[index for index, _ in members],
             drawn=rows[0].params.do_sample,
             bias=self._bias(rows),
             marked=self.tensor(marked) if marked else None,

@@ -12,10 +12,12 @@ import torch
 from shard.request import LogprobParams, SamplingParams
 from shard.sampling import filters
 from shard.sampling.block import Block
+from shard.sampling.drafting import DraftDraws
 from shard.sampling.highest import arg_max
 from shard.sampling.noise import Purpose, log_exponentials, row_keys, token_words
 from shard.sampling.penalties import TokenCounts, Watermark
 from shard.sampling.plan import Chunk, Filter, Plan, Planner, Row
+from shard.sampling.rejection import DraftLaws, settle
 from shard.sampling.report import Outcome, PromptLogprobs, Sampled, prompt_logprobs
 
 
@@ -43,9 +45,17 @@ class Sampler:
         self._planned: list[int] = []
 
     def add(
-        self, row: int, params: SamplingParams, logprobs: LogprobParams, token_ids: list[int], num_prompt: int
+        self,
+        row: int,
+        params: SamplingParams,
+        logprobs: LogprobParams,
+        token_ids: list[int],
+        num_prompt: int,
+        rejects: bool = False,
     ) -> None:
-        """Take a request into `row`; its first `num_prompt` known tokens are prompt, the others earlier output."""
+        """Take a request into `row`; its first `num_prompt` known tokens are prompt, the others earlier output. With
+        `rejects` the drafts of a draft model are verified by the rejection rule, where tokens are drawn at all.
+        """
         if row in self._rows:
             raise ValueError(f"row {row} is taken")
         penalised = params.repetition_penalty != 1.0 or params.frequency_penalty != 0 or params.presence_penalty != 0
@@ -58,6 +68,7 @@ class Sampler:
                 alternatives=min(logprobs.alternatives, self._vocab_size),
             ),
             slot=self._counts.take(token_ids, num_prompt) if penalised else -1,
+            rejects=rejects and params.do_sample,
         )
         self.last_tokens[row] = token_ids[-1]
         self._plan = None
@@ -85,12 +96,18 @@ class Sampler:
         return outcome.sampled()
 
     def verify(
-        self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int], drafts: Sequence[Sequence[int]]
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+        draws: DraftDraws | None = None,
     ) -> Sampled:
         """The target's own token at every position of every row, as if all drafts before it had been emitted.
 
         logits: [S, V], of each of `rows` one more than it has drafts; its first token is at `positions`. The row's
         state goes on behind the last token that is emitted: the first that is no draft, or the one after all drafts.
+        `draws` are those of the draft model in this step; a draft of theirs may be verified by the rejection rule.
         """
         block = Block([self._rows[row] for row in rows], positions, drafts)
         outcome = Outcome(block.num_tokens, block.num_alternatives, self._device)
@@ -98,13 +115,23 @@ class Sampler:
             outcome.token_ids = arg_max(logits)
             outcome.bad = _is_bad(logits, outcome.token_ids)
         places = self._planner.tensor(block.positions)
+        laws = None if draws is None else draws.laws(block)
         for depth, members in enumerate(block.waves()):
             if depth:
                 self._suppose(block, depth)
+            if laws is not None:
+                rejecting = [member for member in members if member[1].row in laws.of]
+                members = [member for member in members if member[1].row not in laws.of]
+                for chunk in self._planner.plan_some(rejecting).chunks:
+                    self._sample_chunk(chunk, logits, places, outcome, laws)
             for chunk in self._planner.plan_some(members).chunks:
                 self._sample_chunk(chunk, logits, places, outcome)
         self._settle(block, outcome)
         return outcome.sampled()
+
+    def begin_drafts(self) -> DraftDraws:
+        """Begin to draw a step's drafts from a draft model: by each request's own transforms and noise."""
+        return DraftDraws(self._rows, self._planner, self._counts, self.last_tokens, self._words, self._law)
 
     def _suppose(self, block: Block, depth: int) -> None:
         """Go on as if the draft before this depth had been emitted, where the law looks back."""
@@ -148,19 +175,29 @@ class Sampler:
         return self._plan
 
     def _sample_chunk(
-        self, chunk: Chunk, logits: torch.Tensor, positions: torch.Tensor | None, outcome: Outcome
+        self,
+        chunk: Chunk,
+        logits: torch.Tensor,
+        positions: torch.Tensor | None,
+        outcome: Outcome,
+        laws: DraftLaws | None = None,
     ) -> None:
-        """logits: [S, V]; positions: [S], wanted where tokens are drawn."""
+        """logits: [S, V]; positions: [S], wanted where tokens are drawn; laws: where the rejection rule holds."""
         scores = logits.index_select(0, chunk.batch_rows)
         if chunk.raw is not None and chunk.changes_scores:
             logits = scores.clone()
         else:
             logits = scores
-        self._shape(chunk, scores)
+        scores = self._law(chunk, scores)
         if chunk.drawn and positions is not None:
-            scores = _filter(chunk, scores.div_(chunk.temperature))
-            keys = row_keys(chunk.seeds, positions.index_select(0, chunk.batch_rows), Purpose.DRAW)
-            token_ids = arg_max(scores - log_exponentials(self._words, keys))
+            places = positions.index_select(0, chunk.batch_rows)
+            if laws is None:
+                keys = row_keys(chunk.seeds, places, Purpose.DRAW)
+                token_ids = arg_max(scores - log_exponentials(self._words, keys))
+            else:
+                law_q = laws.table.index_select(0, laws.at.index_select(0, chunk.batch_rows))
+                drafted = laws.drafted.index_select(0, chunk.batch_rows)
+                token_ids = settle(scores, law_q, drafted, chunk.seeds, places, self._words)
         else:
             token_ids = arg_max(scores)
         outcome.token_ids.index_copy_(0, chunk.batch_rows, token_ids)
@@ -170,14 +207,15 @@ class Sampler:
         if chunk.raw is not None:
             outcome.report(chunk.raw, logits, token_ids)
 
-    def _shape(self, chunk: Chunk, scores: torch.Tensor) -> None:
-        """scores: [S', V], changed in place."""
+    def _law(self, chunk: Chunk, scores: torch.Tensor) -> torch.Tensor:
+        """scores: [S', V], perhaps changed in place. Returns [S', V]: those that tokens are chosen by."""
         if chunk.bias is not None:
             chunk.bias.apply(scores)
         if chunk.marked is not None and chunk.marked_rows is not None:
             self._watermark.apply(scores, chunk.marked, self.last_tokens.index_select(0, chunk.marked_rows))
         if chunk.penalties is not None:
             chunk.penalties.apply(scores, self._counts)
+        return _filter(chunk, scores.div_(chunk.temperature)) if chunk.drawn else scores
 
 
 def _summed(bias: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

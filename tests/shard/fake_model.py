@@ -3,8 +3,10 @@ or an order changes the text. As in real KV, a slot's content depends on all tok
 alone is computed here without pages.
 """
 
+import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
 import torch
@@ -82,7 +84,7 @@ class FakeModel:
         assert len(set(kv_slots)) == len(kv_slots), "two tokens in one slot"
         # [T] slots seen by each token, itself last
         seen = [
-            self._slots(segment.page_ids, position + 1)
+            self.slots_of(segment.page_ids, position + 1)
             for segment in inputs.segments
             for position in range(segment.start, segment.kv_len)
         ]
@@ -100,6 +102,33 @@ class FakeModel:
                 logits[row] = float("nan")
         return logits
 
-    def _slots(self, page_ids: Sequence[int], num_tokens: int) -> list[int]:
+    def slots_of(self, page_ids: Sequence[int], num_tokens: int) -> list[int]:
         page_size = self.inputs.page_size
         return [page_ids[p // page_size] * page_size + p % page_size for p in range(num_tokens)]
+
+
+class FakeDraft(FakeModel):
+    """A draft model that mostly wants what the model wants: its own text too is found through the page table."""
+
+    def __init__(self, num_pages: int, page_size: int, chance: float) -> None:
+        super().__init__(num_pages, page_size)
+        self._chance = chance
+
+    def forward(self) -> torch.Tensor:
+        """[S, V] logits, at some places those of another text."""
+        logits = super().forward()
+        for row in logits:
+            if random.Random(row[0].item()).random() >= self._chance:
+                row.copy_(row.roll(7))
+        return logits
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """How the draft model beside a fake model is made."""
+
+    chance: float = 1.0
+    """How often it has the same law."""
+
+    def make(self, num_pages: int, page_size: int) -> FakeDraft:
+        return FakeDraft(num_pages, page_size, self.chance)

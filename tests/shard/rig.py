@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shard.budget import Limits
+from shard.drafter import Drafter
 from shard.engine import Engine, Pacing
 from shard.inbox import Commands, Inbox, StreamOpened
 from shard.kv_cache import KvCache
@@ -13,7 +14,7 @@ from shard.request import LogprobParams, Request, SamplingParams
 from shard.sampling import Sampler
 from shard.scheduler import Scheduler
 from shard.speculation import Guessers
-from tests.shard.fake_model import VOCAB_SIZE, FakeModel
+from tests.shard.fake_model import VOCAB_SIZE, DraftModel, FakeModel, states_of
 
 EPOCH = 1
 
@@ -32,6 +33,7 @@ class Setup:
     commit_lag: int = 0
     max_scored: int = 512
     guessers: Guessers | None = None
+    draft: DraftModel | None = None
 
 
 class Rig:
@@ -39,15 +41,19 @@ class Rig:
 
     def __init__(self, setup: Setup | None = None) -> None:
         setup = setup or Setup()
+        self.draft: FakeModel | None = None
         self.model = FakeModel(setup.num_pages, setup.page_size)
         limits = Limits(setup.step_tokens, setup.max_running, setup.chunked_prefill, setup.max_scored)
         cache = KvCache(setup.num_pages, setup.page_size, setup.prefix_caching)
         self.scheduler = Scheduler(cache, limits, guessers=setup.guessers)
         self.inbox, self.outbox = Inbox(), Outbox()
-        sampler = Sampler(VOCAB_SIZE, setup.max_running, torch.device("cpu"))
+        sampler = self.sampler = Sampler(VOCAB_SIZE, setup.max_running, torch.device("cpu"))
         pacing = Pacing(setup.commit_lag, setup.max_waiting)
-        self.engine = Engine(self.model, sampler, self.scheduler, (self.inbox, self.outbox), pacing)
+        self.engine = Engine(
+            self.model, sampler, self.scheduler, (self.inbox, self.outbox), pacing, self._drafter(setup)
+        )
         self.num_wakes = 0
+        self.watches_kv = False
         self.outbox.open(EPOCH, wake=self._wake)
         self.inbox.put(StreamOpened(EPOCH))
         self.outputs: dict[int, Output] = {}
@@ -62,6 +68,8 @@ class Rig:
         """Step, and gather what was said."""
         for _ in range(num_steps):
             self.engine.step()
+            if self.watches_kv:
+                self.assert_kv_is_true()
         mail = self.outbox.take(EPOCH)
         for output in mail.outputs:
             earlier = self.outputs.setdefault(output.key[1], output)
@@ -82,10 +90,28 @@ class Rig:
         self.assert_clean()
         return self.outputs
 
+    def assert_kv_is_true(self) -> None:
+        """What the slots of every running request hold is what its text gives, for target and draft model."""
+        for request in self.scheduler.running:
+            states = states_of(request.token_ids)
+            parts = [(self.model, request.num_committed)]
+            if self.draft is not None and not request.num_launched:
+                parts.append((self.draft, request.num_draft_computed))
+            for model, num_tokens in parts:
+                assert num_tokens <= len(request.token_ids)
+                found = [model.slots[slot] for slot in model.slots_of(request.page_ids, num_tokens)]
+                assert found == states[:num_tokens]
+
     def assert_clean(self) -> None:
         assert self.scheduler.is_idle
         self.scheduler.check()
         assert self.scheduler.cache.num_owned == 0
+
+    def _drafter(self, setup: Setup) -> Drafter | None:
+        if setup.draft is None:
+            return None
+        self.draft = setup.draft.make(setup.num_pages, setup.page_size)
+        return Drafter(self.draft, self.sampler, VOCAB_SIZE, VOCAB_SIZE)
 
     def _wake(self) -> None:
         self.num_wakes += 1

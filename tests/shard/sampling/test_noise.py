@@ -1,5 +1,7 @@
 """The noise: the published hash, uniform, and unrelated between neighbouring tokens, positions, seeds and purposes."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 import torch
@@ -86,9 +88,10 @@ def test_who_is_smallest_is_independent_between_rows(name: str) -> None:
     assert oracle.fit(counts, np.full(256, 1 / 256)) > SAFE
 
 
-def test_purposes_are_unrelated() -> None:
+@pytest.mark.parametrize("pair", list(combinations(Purpose, 2)), ids=str)
+def test_purposes_are_unrelated(pair: tuple[Purpose, Purpose]) -> None:
     words = token_words(SIDE, CPU)
-    one, two = (hash_bits(words, keys([5] * 64, list(range(64)), purpose)) >> 59 for purpose in Purpose)
+    one, two = (hash_bits(words, keys([5] * 64, list(range(64)), purpose)) >> 59 for purpose in pair)
     counts = np.bincount(((one + 16) * 32 + two + 16).ravel().numpy(), minlength=1024)
     assert oracle.fit(counts, np.full(1024, 1 / 1024)) > SAFE
 

@@ -1,0 +1,50 @@
+"""The rejection rule: a draft that was drawn from q stands with probability min(1, p / q), else the target draws from
+what p has more than q. Leviathan et al. 2023 (Algorithm 1), Chen et al. 2023. The emitted token follows p exactly.
+
+Knows laws, drafts and noise; nothing of requests, and nothing of how p and q came about.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+
+from shard.sampling.highest import arg_max
+from shard.sampling.noise import Purpose, log_exponentials, row_keys, uniforms
+
+
+@dataclass(frozen=True)
+class DraftLaws:
+    """The laws that the drafts of some rows were really drawn from, after all transforms of their requests."""
+
+    of: Set[int]
+    """These rows."""
+    # [Q, V] float32 probabilities; the first row is zero: nothing was drafted
+    table: torch.Tensor
+    # [S] row of the table of each position of a step
+    at: torch.Tensor
+    # [S] the draft at each position, 0 where there is none
+    drafted: torch.Tensor
+
+
+def settle(
+    scores: torch.Tensor,
+    law_q: torch.Tensor,
+    drafted: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    words: torch.Tensor,
+) -> torch.Tensor:
+    """scores: [S, V] of the target, transformed; law_q: [S, V] probabilities, zero where nothing was drafted; drafted,
+    seeds, positions: [S]; words: [V]. Returns [S] the emitted tokens: the draft where it stands.
+    """
+    law_p = torch.softmax(scores, dim=-1)
+    ids = drafted[:, None]
+    p, q = law_p.gather(1, ids)[:, 0], law_q.gather(1, ids)[:, 0]
+    stands = uniforms(row_keys(seeds, positions, Purpose.ACCEPT)) * q < p
+    stands &= q > 0  # nothing was drafted where q is zero
+    residual = (law_p - law_q).clamp_(min=0)
+    # Equal laws leave no residual: what is drawn there is never rejected but by rounding, and then p is right.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, law_p)
+    noise = log_exponentials(words, row_keys(seeds, positions, Purpose.RESIDUAL))
+    return torch.where(stands, drafted, arg_max(residual.log_() - noise))

@@ -1,0 +1,114 @@
+"""A draft model beside the target: no text changes, its KV is true after any history, and it is asked for no more than
+it must be.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from shard.request import Method, Request, Source, Speculation
+from shard.speculation import Guessers
+from tests.shard.fake_model import DraftModel
+from tests.shard.rig import Rig, Setup, copy_of, make_request
+from tests.shard.test_speculation import LAWS, SETUPS, assert_equal, make_mix, mixed_laws, texts_alone
+
+GUESSERS = Guessers(has_draft_model=True)
+WIDTHS = (1, 3, 5, 10)
+
+
+def drafting(requests: list[Request], method: Method = Method.DRAFT) -> list[Request]:
+    """All but every fourth guess."""
+    for i, request in enumerate(requests):
+        request.speculation = Speculation(method, WIDTHS[i % 4]) if i % 4 else Speculation()
+    return requests
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
+def test_every_text_is_what_it_is_without(setup: Setup, chance: float) -> None:
+    requests = drafting(mixed_laws())
+    alone = texts_alone(requests)
+    rig = Rig(replace(setup, guessers=GUESSERS, draft=DraftModel(chance)))
+    rig.watches_kv = True
+    outputs = rig.run(*requests)
+    for request in requests:
+        assert_equal(outputs[request.key[1]], alone[request.key[1]])
+    num_drafted = sum(sum(output.num_drafted) for output in outputs.values())
+    num_accepted = sum(output.num_accepted for output in outputs.values())
+    assert num_drafted > 15
+    low, high = {0.0: (0.0, 0.2), 0.7: (0.2, 0.9), 1.0: (0.8, 1.0)}[chance]  # drafts behind a stop are not emitted
+    assert low <= num_accepted / num_drafted <= high
+    for output in outputs.values():
+        assert output.sources.count(Source.DRAFT) == output.num_accepted <= sum(output.num_drafted)
+
+
+@pytest.mark.parametrize("values", LAWS.values(), ids=LAWS.keys())
+def test_the_same_model_drafts_what_is_drawn(values: dict[str, object]) -> None:
+    """Every transform holds for drafts as for the target, each in its place; noise too."""
+    requests = drafting(make_mix(**values))
+    alone = texts_alone(requests)
+    outputs = Rig(Setup(guessers=GUESSERS, draft=DraftModel())).run(*requests)
+    for request in requests:
+        assert_equal(outputs[request.key[1]], alone[request.key[1]])
+        assert outputs[request.key[1]].num_accepted == sum(outputs[request.key[1]].num_drafted)
+
+
+def test_right_drafts_take_fewer_steps() -> None:
+    request = make_request(1, [1, 2, 3], 41, speculation=Speculation(Method.DRAFT, 4))
+    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    output = rig.run(request)[1]
+    assert output.num_drafted == (0, 0, 32) and output.num_accepted == 32
+    assert rig.model.num_steps == 1 + 40 // 5
+    assert rig.draft is not None
+    assert rig.draft.num_steps == 1 + 4 * 8
+    # the prompt; the first token; then each time the last draft, which it drew but never took in, and the bonus
+    assert rig.draft.num_tokens == 3 + (1 + 3) + 7 * (2 + 3)
+    assert output.seconds[0] > 0 and output.seconds[1] > 0 and output.seconds[2] > 0
+
+
+def test_a_prefix_that_the_draft_model_knows_is_not_taken_in_again() -> None:
+    prompt = list(range(40))
+    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    assert rig.draft is not None
+    rig.run(make_request(1, prompt, 2, speculation=Speculation(Method.DRAFT, 4)))
+    first = rig.draft.num_tokens
+    assert first == 40  # there is no room for a draft behind the first token of two
+    rig.run(make_request(2, prompt, 2, speculation=Speculation(Method.DRAFT, 4)))
+    assert rig.draft.num_tokens - first == 4
+
+
+def test_a_prefix_that_only_the_target_knows_is_taken_in() -> None:
+    prompt = list(range(40))
+    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    assert rig.draft is not None
+    rig.watches_kv = True
+    rig.run(make_request(1, prompt, 10))
+    assert rig.draft.num_tokens == 0
+    requests = [make_request(i, prompt, 10, speculation=Speculation(Method.DRAFT, 4)) for i in (2, 3)]
+    alone = texts_alone(requests)
+    outputs = rig.run(*requests)
+    for request in requests:
+        assert_equal(outputs[request.key[1]], alone[request.key[1]])
+        assert outputs[request.key[1]].num_accepted > 0
+
+
+def test_lookup_goes_before_the_draft_model_which_then_catches_up() -> None:
+    request = make_request(1, [1, 2, 3, 4, 5, 6, 7, 8] * 3, 40, speculation=Speculation(Method.AUTO, 4))
+    alone = Rig().run(copy_of(request, 1))[1]
+    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    rig.watches_kv = True
+    output = rig.run(request)[1]
+    assert output.token_ids == alone.token_ids
+    assert output.num_drafted[2] > 0
+
+
+def test_nobody_is_preempted_for_a_draft() -> None:
+    """Another's drafts fill the memory; when a request needs a page, those that failed have given theirs back."""
+    guessing = make_request(1, [1] * 8, 16, speculation=Speculation(Method.DRAFT, 10))
+    other = make_request(2, [2] * 8, 5)
+    rig = Rig(Setup(num_pages=6, guessers=GUESSERS, draft=DraftModel(0.0), prefix_caching=False))
+    rig.submit(guessing, other)
+    rig.step(2)
+    assert len(guessing.page_ids) == 3 and sum(rig.outputs[1].num_drafted) == 3
+    rig.step(3)
+    assert other.finish_reason and not rig.scheduler.num_preempted
