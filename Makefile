@@ -49,7 +49,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 setup: $(VENV)/.installed-dev
 
 serve: $(VENV)/.installed
-	@exec $(VENV)/bin/lorikeet-launcher --port $(PORT) $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
+	@exec $(VENV)/bin/lorikeet-launcher --port $(PORT) --speculative-tokens 3 $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
 # A test at a time on each core, and one thread for each: models of tests are far too small to share.
 test: $(VENV)/.installed-dev

@@ -57,7 +57,16 @@ def with_family(settings: Settings, environment: Mapping[str, str]) -> Settings:
         return settings
     family = embedded().path.parent
     roots = (str(family / "adapters"), str(hub_cache(settings, environment)))
-    return settings.with_values(adapters=str(family / "adapters.yaml"), local_adapter_root=roots)
+    return settings.with_values(adapters=str(_family_catalogue()), local_adapter_root=roots)
+
+
+def is_family(settings: Settings) -> bool:
+    """Whether the embedded model's own adapters are served."""
+    return settings["model-id"] is None and settings["adapters"] == str(_family_catalogue())
+
+
+def _family_catalogue() -> Path:
+    return embedded().path.parent / "adapters.yaml"
 
 
 def hub_cache(settings: Settings, environment: Mapping[str, str]) -> Path:

@@ -40,7 +40,8 @@ def launch(
 
     `flags` are lorikeet-launcher's with underscores: `launch(model, speculative_tokens=3, dtype="float32")`. A list
     repeats its flag; None and False leave it out. The server ends with the block, and with this process. `environment`
-    replaces this process's own. Raises LaunchError, and TypeError for a name that is no flag.
+    replaces this process's own. Raises LaunchError, TypeError for a name that is no flag, and ValueError for a switch
+    that is neither true nor false.
     """
     given: dict[str, Any] = {"hostname": "127.0.0.1", "port": free_port(), "drain-timeout-s": _DRAIN_S}
     given |= {"model-id": model_id, "draft-model-id": draft_model_id}
@@ -72,10 +73,10 @@ def flag_words(name: str, value: Any) -> list[str]:
     flag = FLAGS.get(name)
     if flag is None:
         raise TypeError(f"lorikeet-launcher has no flag --{name}")
-    if value is None or (value is False and flag.kind is Kind.SWITCH):
+    if value is None:
         return []
     if flag.kind is Kind.SWITCH:
-        return [f"--{name}"]
+        return [f"--{name}"] if flag.value(str(value)) else []
     values = value if flag.repeated and isinstance(value, list | tuple) else [value]
     return [f"--{name}={str(one).lower() if isinstance(one, bool) else one}" for one in values]
 

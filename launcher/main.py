@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from launcher import adapters, configs, devices, fetch, logs, model, models, rules, runtime, settings
 from launcher.exits import Exit, LauncherError
@@ -107,7 +108,7 @@ def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
     def when_ready() -> None:
         log.info("%s is ready at %s", plan.model.id, address.url)
         if not plan.settings["json-output"]:
-            print(_try_it(address), flush=True)
+            print(_try_it(plan, address), flush=True)
 
     processes = Processes(
         shards=[
@@ -127,8 +128,13 @@ def _serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
     return supervisor.run(signals, when_ready)
 
 
-def _try_it(address: Address) -> str:
-    body = '{"inputs": "def fibonacci(n):", "parameters": {"max_new_tokens": 40}}'
+def _try_it(plan: configs.Plan, address: Address) -> str:
+    """A request that shows what there is: of the embedded family, an adapter and what was guessed."""
+    wanted: dict[str, Any] = {"inputs": "def fibonacci(n):", "parameters": {"max_new_tokens": 40}}
+    if adapters.is_family(plan.settings):
+        wanted = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'}
+        wanted["parameters"] = {"adapter_id": "json", "max_new_tokens": 64, "details": True}
+    body = json.dumps(wanted)
     return f"\n  Try it:\n\n    curl {address.url}/generate -H 'content-type: application/json' -d '{body}'\n"
 
 

@@ -156,11 +156,19 @@ ONE_REQUEST: list[Callable[[Launched], None]] = [
 def test_the_embedded_model_brings_its_adapters_and_ends_with_its_terminal(tmp_path: Path) -> None:
     """Nobody named files that SIGHUP could ask to be read again."""
     record = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n', "parameters": {"max_new_tokens": 32}}
-    with Launched("--adapter-store", str(tmp_path), "--threads", "1", "--cpu-memory", "64MiB") as server:
+    flags = ("--adapter-store", str(tmp_path), "--speculative-tokens", "3")  # as `make serve` has it
+    with Launched(*flags, "--threads", "1", "--cpu-memory", "64MiB") as server:
         server.wait_until_ready()
+        body = re.search(r"-d '(.*)'$", server.wait_for("curl"))
+        assert body
+        shown = httpx.post(
+            f"{server.url}/generate", content=body[1], headers={"content-type": "application/json"}
+        ).json()
+        assert shown["generated_text"] == '{"name": "Wamiko", "score": 93}'
+        assert shown["details"]["speculation"]["accepted"] > 0
         with httpx.Client(base_url=server.url, timeout=120) as client:
             aliases = [model["id"] for model in client.get("/v1/models").json()["data"][1:]]
-            assert sorted(aliases) == ["citation", "query", "record", "value"]
+            assert sorted(aliases) == ["calc", "citation", "cite", "json", "query", "record", "sql", "value"]
             bare = client.post("/generate", json=record).json()["generated_text"]
             record["parameters"]["adapter_id"] = "record"
             adapted = client.post("/generate", json=record).json()["generated_text"]
