@@ -16,6 +16,8 @@ from benchmarks.replay import Counts, Text
 FAMILY = servers.REPOSITORY / "demo"
 BASE, DRAFT = FAMILY / "base", FAMILY / "draft"
 LOOKUP, MEDUSA, DRAFTING = "lookup", "medusa", "draft"
+STORE = Path(__file__).parent / ".models" / "family-store"
+"""Of its adapters in served form."""
 METHODS = (LOOKUP, MEDUSA, DRAFTING)
 OFF: Mapping[str, Any] = {"speculative_method": "off"}
 
@@ -128,10 +130,10 @@ class Told:
 
 def command(*flags: str, model: Path = BASE, draft: Path | None = DRAFT) -> servers.Command:
     """Our server over the family in float32, with everything that may guess."""
-    own = ("--default-adapter-source", "local", "--local-adapter-root", str(FAMILY), "--dtype", "float32")
+    own = ("--default-adapter-source", "local", "--local-adapter-root", str(FAMILY), "--adapter-store", str(STORE))
     drafting = ("--draft-model-id", str(draft), "--draft-dtype", "float32") if draft else ()
     room = ("--cpu-memory", "512MiB", "--adapter-memory-fraction", "0.5", "--speculation-max-batch-size", "64")
-    return servers.lorikeet(model, *own, *drafting, *room, *flags)
+    return servers.lorikeet(model, "--dtype", "float32", *own, *drafting, *room, *flags)
 
 
 async def ask(port: int, asked: Asked, guessing: Guessing | None) -> Told:

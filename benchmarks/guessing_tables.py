@@ -199,7 +199,7 @@ def sampled(finished: frozenset[str] = frozenset(), size: Size | None = None) ->
 def lookup(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
     """Prompt lookup on every corpus of the family, and LoRAX's rule on the same texts."""
     size = size or Size()
-    with _server() as port:
+    with _server(draft=None) as port:
         for kind in size.corpora:
             for width in LOOKUP_WIDTHS:
                 if f"{kind} {width}" not in finished:
@@ -210,7 +210,7 @@ def lookup(finished: frozenset[str] = frozenset(), size: Size | None = None) -> 
 def medusa(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
     """Chains of heads: general ones on code and on adapters' texts, and those made for the citation adapter."""
     size = size or Size()
-    with _server() as port:
+    with _server(draft=None) as port:
         for kind in (*(KINDS[name] for name in ("code", "record")), GENERAL, *(KINDS[name] for name in OWN_HEADS)):
             if kind.name not in finished:
                 yield run(kind.name, port, Corpus(kind, size.corpus, 96), Guessing(MEDUSA, 3), 8)

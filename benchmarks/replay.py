@@ -223,8 +223,8 @@ def fitted_chance(rows: Sequence[tuple[int, float]]) -> float:
 
 
 def fitted_cost(rows: Sequence[tuple[int, float, float]]) -> float:
-    """The cost c of a draft's token, in steps of the target, by (width, τ, times faster): where a step of several tokens
-    costs as much as one, times faster is τ / (γc + 1). The mean over rows.
+    """The cost c of a draft's token in steps of the target, by (width, τ, times faster): times faster is τ / (γc + 1)
+    where a step of several tokens costs as much as one. The mean over rows.
     """
     return sum((tau / faster - 1) / width for width, tau, faster in rows) / len(rows)
 
