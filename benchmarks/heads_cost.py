@@ -1,0 +1,132 @@
+"""What Medusa heads cost: steps of the random 200 M Llama with guesses of three heads against the same steps without.
+
+One row with one set of heads, and four rows of four requests with four different sets. In one process, by turns. Knows
+the model alone: no scheduling, sampling or wire.
+
+    python -m benchmarks.heads_cost [--quick]
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.case import Case, Cases, Raw
+
+ROUNDS = 8
+TURNS = 40
+"""Steps of each sort in a round."""
+NUM_HEADS = 3
+NUM_SETS = 4
+KV_LEN = 256
+SEED = 20261122
+SETTINGS: dict[str, Any] = {
+    "rounds": ROUNDS,
+    "turns": TURNS,
+    "heads": NUM_HEADS,
+    "sets": NUM_SETS,
+    "kv_len": KV_LEN,
+    "seed": SEED,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured, of which model."""
+
+    rounds: int = ROUNDS
+    turns: int = TURNS
+    folder: Path | None = None
+    """None is the 200 M Llama."""
+    dtype: str | None = None
+
+
+def measure(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
+    """One case per round, with the median seconds of each sort of step."""
+    import torch
+
+    size = size or Size()
+    model = _model(size)
+    with torch.inference_mode():
+        for number in range(-1, size.rounds):
+            if f"round {number}" not in finished:
+                raw = _round(model, size.turns)
+                if number >= 0:  # the first one warms up
+                    yield Case(f"round {number}", raw)
+
+
+def _model(size: Size) -> Any:
+    """The model with as many sets of random heads in its first slots."""
+    import torch
+
+    from benchmarks import peers
+    from shard.config import ShardConfig
+    from shard.model import load_model
+    from shard.model.heads_file import HeadsShape, bind
+    from shard.model.packing import can_pack, pack
+
+    folder = size.folder or peers.model_folder()
+    model = load_model(ShardConfig("random", str(folder), "unix:/dev/null", dtype=size.dtype))
+    pages = -(-(KV_LEN + 1) // model.page_size)
+    model.allocate_kv(NUM_SETS * pages)
+    model.allocate_adapters(NUM_SETS)
+    torch.manual_seed(SEED)
+    shape, dtype = HeadsShape(NUM_HEADS, 1, model.heads.hidden_size, 0), model.info.dtype
+    for slot in range(NUM_SETS):
+        tensors = [(torch.randn(each) * 0.02).to(dtype) for each in shape.tensors()]
+        model.heads.put(slot, bind(shape, tensors, pack if can_pack(dtype) else _plain))
+    return model
+
+
+def _plain(weight: Any, bias: Any) -> Any:
+    from torch.nn.functional import linear
+
+    return lambda x: linear(x, weight, bias)
+
+
+def _round(model: Any, turns: int) -> dict[str, float]:
+    """Medians over turns, the sorts one after the other in each."""
+    sorts = {"one": (1, False), "one with heads": (1, True), "four": (NUM_SETS, False), "four with heads": (4, True)}
+    seconds: dict[str, list[float]] = {name: [] for name in sorts}
+    for _ in range(turns):
+        for name, (num_rows, has_heads) in sorts.items():
+            start = time.perf_counter()
+            _step(model, num_rows, range(num_rows) if has_heads else ())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def _step(model: Any, num_rows: int, slots: Sequence[int]) -> None:
+    """One token of each of so many requests; row i is guessed from by the heads in slot i."""
+    import torch
+
+    from shard.batch import HeadsRow, Segment
+
+    pages = -(-(KV_LEN + 1) // model.page_size)
+    segments = [Segment(KV_LEN, 1, range(i * pages, (i + 1) * pages)) for i in range(num_rows)]
+    rows = list(range(num_rows))
+    heads = [HeadsRow(row, slot, NUM_HEADS) for row, slot in zip(rows, slots, strict=False)]
+    ids = torch.full((num_rows,), 300)
+    model.inputs.fill(segments, ids, torch.tensor(rows), rows, heads)
+    logits = model.forward()
+    if heads:
+        logits[num_rows:].argmax(-1)
+
+
+def over_plain(name: str, raw: Raw) -> float:
+    """Seconds of a step with heads over one without."""
+    return float(raw[f"{name} with heads"] / raw[name])
+
+
+if __name__ == "__main__":
+    small = Size(2, 5)
+    cases = [case.raw for case in measure(size=small if "--quick" in sys.argv else None)]
+    print("| rows | without ms | with heads ms | times |\n|---|---|---|---|")
+    for name in ("one", "four"):
+        plain, with_heads = (1e3 * median(raw[key] for raw in cases) for key in (name, f"{name} with heads"))
+        print(f"| {name} | {plain:.2f} | {with_heads:.2f} | {median(over_plain(name, raw) for raw in cases):.3f} |")
+    print(json.dumps(cases))
