@@ -28,7 +28,7 @@ LONGEST_ALIAS = 256
 SOURCES = (Source.HUB, Source.LOCAL, Source.S3)
 _NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _INTEGERS = ("top_k", "max_new_tokens", "seed", "truncate", "speculative_tokens")
-_TEXTS = ("speculative_method", "speculative_schedule", "speculative_verify")
+_TEXTS = ("speculative_method", "speculative_schedule", "speculative_verify", "heads_id")
 _SWITCHES = ("do_sample", "ignore_eos_token", "return_full_text")
 _FIELDS = ("source", "id", "revision", "revisions", "weight", "pin", "parameters", "chat_template", "keys")
 

@@ -23,6 +23,16 @@ class Merging:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Medusa heads that guess beside a request's adapter."""
+
+    adapter: "Adapter"
+    """That brings them; nothing else of it is used."""
+    is_default: bool
+    """Whether the operator named them: they step back for the adapter's own, and a request goes on without them."""
+
+
+@dataclass(frozen=True)
 class Adapter:
     """What a request runs with beside the base model."""
 

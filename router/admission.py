@@ -47,23 +47,27 @@ class Admission:
         self._leaving: dict[tuple[int, str], list[asyncio.Future[None]]] = {}
         """Who waits for a content to be gone from a shard, by the shard's index and the digest."""
 
-    def admit(self, generation: Generation, adapter: Adapter) -> None:
-        """Queue it where its adapter's content is known, or let it wait for that. May raise what `enqueue` raises."""
-        known = self.loading.known(adapter)
-        if known is None:
-            self.loading.wait(adapter, generation)
-            return
-        generation.digest = known.digest
-        self._queue(generation, adapter)
+    def admit(self, generation: Generation) -> None:
+        """Queue it where all is known of its adapter and heads, or let it wait for what is not.
+
+        Raises ValidationError where the heads that it asks for are none, and what `enqueue` raises.
+        """
+        while (missing := generation.contents.missing) is not None:
+            known = self.loading.known(missing)
+            if known is None:
+                self.loading.wait(missing, generation)
+                return
+            generation.contents.learn(known)
+        generation.admit()
+        self._queue(generation)
 
     @property
     def pinned(self) -> frozenset[str]:
         return frozenset(self._pins)
 
     def leave(self, generation: Generation) -> None:
-        """It ended while it waited for its content, or elsewhere."""
-        if generation.request.adapter is not None:
-            self.loading.leave(generation.request.adapter, generation)
+        """It ended while it waited for a content, or elsewhere."""
+        self.loading.leave(generation)
 
     async def content(self, adapter: Adapter) -> Loaded:
         """What an adapter's content is, loaded where it was not. Raises AdapterError."""
@@ -73,9 +77,9 @@ class Admission:
         """Look at the adapter's configuration and headers alone. Raises AdapterError for one that is not served."""
         await self._loader.ask({"check": adapter.pins[0].as_dict(), "token": adapter.token}).answer
 
-    def prefetch(self, digest: str, adapter: Adapter) -> None:
-        """Have the shard that it belongs to bring it near."""
-        link = self._placement.home(digest)
+    def prefetch(self, digest: str, adapter: Adapter, home: str = "") -> None:
+        """Have the shard that it belongs to, or the one of `home`, bring it near."""
+        link = self._placement.home(home or digest)
         if link.residency.prefetch(digest):
             link.client.tell(pb.Command(prefetches=[adapter_pin(adapter, digest)]))
 
@@ -160,22 +164,36 @@ class Admission:
                 log.warning("adapter_failed_in_shard", digest=state.digest[:16], reason=state.reason[:512])
                 self.loading.forget(state.digest)
 
-    def _queue(self, generation: Generation, adapter: Adapter) -> None:
-        self.prefetch(generation.digest, adapter)
-        self._enqueue(generation, adapter.lane, adapter.weight)
+    def _queue(self, generation: Generation) -> None:
+        contents, adapter = generation.contents, generation.request.adapter
+        for pin in (contents.adapter_pin, contents.heads_pin):
+            if pin is not None and contents.home:
+                self.prefetch(pin[1], pin[0], contents.home)
+        self._enqueue(generation, generation.lane, 1.0 if adapter is None else adapter.weight)
 
-    def _ready(self, generation: Generation) -> None:
-        assert generation.request.adapter is not None
+    def _ready(self, generation: Generation, content: Loaded) -> None:
+        generation.contents.learn(content)
+        self._go_on(generation)
+
+    def _go_on(self, generation: Generation) -> None:
         try:
-            self._queue(generation, generation.request.adapter)
+            self.admit(generation)
         except RouterError as error:
             self._fail(generation, error)
         generation.wake()
 
     def _failed(self, generation: Generation, error: AdapterError) -> None:
-        if generation.request.adapter is not None:
+        heads = generation.request.heads if generation.contents.awaits_heads else None
+        if heads is not None and heads.is_default:
+            generation.contents.do_without_heads()
+            self._go_on(generation)
+            return
+        problem = adapter_problem(error)
+        if heads is not None:
+            problem.param = "heads_id"
+        elif generation.request.adapter is not None:
             self._metrics.failed(generation.request.adapter, generation.digest)
-        self._fail(generation, adapter_problem(error))
+        self._fail(generation, problem)
 
     def _loaded(self, adapter: Adapter, content: Loaded, seconds: float) -> None:
         self._metrics.loaded(content.tier, seconds)

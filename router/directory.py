@@ -41,6 +41,8 @@ class Directory:
         self._unread: dict[str, str] = {}
         self._wrong: dict[str, tuple[Entry, str]] = {}
         """What was found when an entry's adapter was looked at."""
+        self._heads: tuple[Entry, int] | None = None
+        """The default adapter, where it was found to hold heads alone, and how many."""
         self._created = int(time.time())
         self.on_change: list[Callable[[], None]] = []
         if catalogue is not None:
@@ -84,6 +86,21 @@ class Directory:
             self._wrong[entry.alias] = (entry, problem)
         else:
             self._wrong.pop(entry.alias, None)
+
+    def note_heads(self, entry: Entry, num_heads: int) -> None:
+        """How many heads, and nothing else, an entry's adapter holds; 0 for one that is more than heads."""
+        if entry.alias == self.default:
+            self._heads = (entry, num_heads) if num_heads else None
+
+    @property
+    def default_heads(self) -> Entry | None:
+        """The default adapter, where it holds heads alone: they guess for every request that brings none."""
+        return self._heads[0] if self.num_default_heads and self._heads is not None else None
+
+    @property
+    def num_default_heads(self) -> int:
+        is_current = self._heads is not None and self.find(self.default or "") == self._heads[0]
+        return self._heads[1] if is_current and self._heads is not None else 0
 
     def news(self, catalogue: Catalogue) -> Iterator[Entry]:
         """Entries of a new file that were not in the old one as they are."""

@@ -14,13 +14,11 @@ from collections.abc import Callable
 import structlog
 
 from proto import shard_pb2 as pb
-from router.adapter import Adapter
 from router.admission import Admission
 from router.config import RouterConfig
 from router.errors import (
     DeadlineExceeded,
     GenerationFailed,
-    NoHeads,
     NoShard,
     Overloaded,
     QueueTimeout,
@@ -134,20 +132,19 @@ class Dispatcher:
     # Requests
 
     def submit(self, request: GenerationRequest, *, deadline: float | None = None) -> Generation:
-        """Queue a request; `deadline` in time.monotonic()'s seconds. Raises ShuttingDown, NoShard or Overloaded."""
+        """Queue a request; `deadline` in time.monotonic()'s seconds. Raises ValidationError or a leaf of Refused."""
         if self.draining:
             raise ShuttingDown
         if not self.ready:
             raise NoShard
         if self.num_active >= self._config.max_concurrent_requests:
             raise Overloaded(self._retry_after())
-        if request.speculation.needs_heads:
-            raise NoHeads
         generation = Generation(next(self._numbers), request, self._tokenizer, self._release)
-        if request.adapter is None:
+        if generation.is_admitted:
+            generation.contents.check()
             self._enqueue(generation, BASE_KEY)
         else:
-            self._admit(generation, request.adapter)
+            self._admit(generation)
         self._queued[generation.number] = generation
         self._empty.clear()
         self._note_active()
@@ -164,13 +161,14 @@ class Dispatcher:
             raise Overloaded(self._retry_after()) from None
         self._pump_later()
 
-    def _admit(self, generation: Generation, adapter: Adapter) -> None:
-        """Raises Overloaded where too many wait for that adapter."""
+    def _admit(self, generation: Generation) -> None:
+        """Raises ValidationError, or Overloaded where too many wait for that adapter."""
         assert self.admission is not None
-        num_waiting = self.admission.loading.num_waiting(adapter.lane) + self._queue.num_waiting(adapter.lane)
-        if num_waiting >= self._config.most_queued_per_adapter:
+        lane = generation.lane
+        num_waiting = self.admission.loading.num_waiting(lane) + self._queue.num_waiting(lane)
+        if generation.request.adapter is not None and num_waiting >= self._config.most_queued_per_adapter:
             raise Overloaded(self._retry_after())
-        self.admission.admit(generation, adapter)
+        self.admission.admit(generation)
 
     def _fail(self, generation: Generation, error: RouterError) -> None:
         self._release(generation)
@@ -272,7 +270,7 @@ class Dispatcher:
     def _fits(self, number: int) -> bool:
         """Whether there is a shard for the request now. One whose turn has yet to come is waited for."""
         generation = self._queued[number]
-        link = self._placement.choose(generation.digest, len(generation.request.prompt_ids))
+        link = self._placement.choose(generation.contents.home, len(generation.request.prompt_ids))
         if link is None or link not in self._open:
             return False
         self._chosen = link
@@ -287,7 +285,7 @@ class Dispatcher:
         if request.adapter is not None and self.admission is not None:
             self.admission.sent(request.adapter, generation, link)
         deadline_ms = 0 if generation.deadline is None else max(1, round(1000 * (generation.deadline - now)))
-        return submit_message(generation.wire_id, request, self._tokenizer.eos_ids, deadline_ms, generation.digest)
+        return submit_message(generation, self._tokenizer.eos_ids, deadline_ms)
 
     # What shards say (LinkOwner)
 

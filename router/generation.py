@@ -6,7 +6,7 @@ Knows tokens and text, not HTTP and not the wire.
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
-from router.adapter import Adapter
+from router.adapter import Adapter, Heads
 
 
 class FinishReason(Enum):
@@ -102,6 +102,8 @@ class GenerationRequest:
     cache_salt: str = ""
     adapter: Adapter | None = None
     """None for the bare base model."""
+    heads: Heads | None = None
+    """None for the adapter's own, if it brings any."""
     speculation: Speculation = NO_SPECULATION
 
 

@@ -12,6 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from proto import shard_pb2 as pb
+from router.adapter import Adapter
+from router.contents import Contents
 from router.errors import DeadlineExceeded, GenerationFailed, RouterError
 from router.generation import Chunk, FinishReason, GenerationRequest, Token
 from router.guessed import Guessed
@@ -60,6 +62,11 @@ class Generation:
         """The shard that it runs on."""
         self.digest = ""
         """Of the adapter's content, once it is known; empty for the base model."""
+        self.contents = Contents(request)
+        self.awaits: Adapter | None = None
+        """Whose content it waits for."""
+        self.is_admitted = request.adapter is None and request.heads is None
+        """Whether all is known of its adapter and heads."""
         self.lane = "" if request.adapter is None else request.adapter.lane
         """The queue that its tokens are charged to."""
         self.timers: list[asyncio.TimerHandle] = []
@@ -104,12 +111,20 @@ class Generation:
         return chunk
 
     async def named(self) -> None:
-        """Wait until it is known what the adapter's content is. Raises what ended the request before that."""
-        while self.request.adapter is not None and not self.digest:
+        """Wait until it is known what adapter and heads hold. Raises what ended the request before that."""
+        while not self.is_admitted:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+
+    def admit(self) -> None:
+        """All is known of its adapter and heads. Raises ValidationError where that is not what was asked for."""
+        self.contents.check()
+        self.digest = self.contents.digest
+        if self.contents.can_speculate and self.guessed is None:
+            self.guessed = Guessed()
+        self.is_admitted = True
 
     def __aiter__(self) -> Self:
         return self

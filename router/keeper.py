@@ -87,11 +87,14 @@ class Keeper:
         """Digests of a pinned entry, all loaded; None where it is worth trying again."""
         directory = self._selection.directory
         digests = []
+        num_heads = []
         try:
             for version in entry.versions:
                 async with self._places:
                     adapter = await self._selection.opened(entry, version.ref)
-                    digests.append((await self._admission.content(adapter)).digest)
+                    content = await self._admission.content(adapter)
+                digests.append(content.digest)
+                num_heads.append(content.num_heads if content.is_heads_only else 0)
                 self._pin(digests[-1], adapter, entry)
         except (SourceUnreachable, LoaderFailed) as error:
             log.warning("adapter_not_kept_yet", adapter=entry.alias[:256], reason=str(error)[:512])
@@ -100,6 +103,7 @@ class Keeper:
             directory.note(entry, str(error))
             return digests
         directory.note(entry, "")
+        directory.note_heads(entry, min(num_heads))
         return digests
 
     def _pin(self, digest: str, adapter: Adapter, entry: Entry) -> None:

@@ -32,6 +32,13 @@ class Loaded:
     rank: int
     tier: str
     """Where it came from: `source` or `disk`."""
+    num_heads: int = 0
+    """Medusa heads in it."""
+
+    @property
+    def is_heads_only(self) -> bool:
+        """Whether it changes nothing of what the base model says."""
+        return self.num_heads > 0 and self.rank == 0
 
 
 class LoaderLost(LoaderFailed):
@@ -157,6 +164,12 @@ class LoaderClient:
 def loaded(answer: dict[str, Any]) -> Loaded:
     """Read an answer to `fetch` or `merge`. Raises LoaderFailed."""
     try:
-        return Loaded(str(answer["digest"]), int(answer["num_bytes"]), int(answer["rank"]), str(answer["tier"]))
+        return Loaded(
+            str(answer["digest"]),
+            int(answer["num_bytes"]),
+            int(answer["rank"]),
+            str(answer["tier"]),
+            int(answer.get("num_heads", 0)),
+        )
     except (KeyError, TypeError, ValueError):
         raise LoaderFailed("the adapter loader's answer could not be read") from None

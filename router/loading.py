@@ -44,7 +44,7 @@ class Loading:
     def __init__(
         self,
         loader: LoaderClient,
-        on_ready: Callable[[Generation], None],
+        on_ready: Callable[[Generation, Loaded], None],
         on_failed: Callable[[Generation, AdapterError], None],
         on_loaded: Callable[[Adapter, Loaded, float], None],
     ) -> None:
@@ -86,7 +86,8 @@ class Loading:
             self._ask(load)
         else:
             load.waiting[generation.number] = generation
-        self._num_waiting[adapter.lane] = self.num_waiting(adapter.lane) + 1
+        generation.awaits = adapter
+        self._num_waiting[generation.lane] = self.num_waiting(generation.lane) + 1
 
     async def content(self, adapter: Adapter) -> Loaded:
         """The same without a request: an operator's wish. Raises AdapterError."""
@@ -99,12 +100,13 @@ class Loading:
         self._on_loaded(adapter, content, time.monotonic() - began)
         return content
 
-    def leave(self, adapter: Adapter, generation: Generation) -> None:
+    def leave(self, generation: Generation) -> None:
         """It ended while it waited. The last one that leaves ends the load."""
-        load = self._loads.get(adapter.content)
-        if load is None or load.waiting.pop(generation.number, None) is None:
+        adapter = generation.awaits
+        load = None if adapter is None else self._loads.get(adapter.content)
+        if adapter is None or load is None or load.waiting.pop(generation.number, None) is None:
             return
-        self._left(adapter.lane)
+        self._left(generation.lane)
         if not load.waiting:
             del self._loads[adapter.content]
             self._stop(load)
@@ -151,8 +153,7 @@ class Loading:
         self._on_loaded(load.adapter, content, time.monotonic() - load.began_at)
         del self._loads[load.adapter.content]
         for generation in self._take(load):
-            generation.digest = content.digest
-            self._on_ready(generation)
+            self._on_ready(generation, content)
 
     def _remember(self, adapter: Adapter, content: Loaded) -> None:
         self._known[adapter.content] = (content, time.monotonic())
@@ -170,7 +171,7 @@ class Loading:
         for generation in self._take(load, but=spared):
             self._on_failed(generation, error)
         if spared:
-            adapter = next(iter(spared.values())).request.adapter
+            adapter = next(iter(spared.values())).awaits
             assert adapter is not None
             load.adapter = adapter
             self._ask(load)
@@ -185,7 +186,7 @@ class Loading:
         return {
             number: generation
             for number, generation in load.waiting.items()
-            if generation.request.adapter is not None and generation.request.adapter.token != refused
+            if generation.awaits is not None and generation.awaits.token != refused
         }
 
     def _take(self, load: _Load, but: dict[int, Generation] | None = None) -> list[Generation]:
@@ -194,8 +195,7 @@ class Loading:
         taken = [generation for number, generation in load.waiting.items() if number not in kept]
         load.waiting = dict(kept)
         for generation in taken:
-            assert generation.request.adapter is not None
-            self._left(generation.request.adapter.lane)
+            self._left(generation.lane)
         return taken
 
     def _left(self, lane: str) -> None:

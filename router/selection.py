@@ -12,11 +12,11 @@ from adapters.keys import Keys
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
 from adapters.rights import Rights
-from router.adapter import Adapter
+from router.adapter import Adapter, Heads
 from router.caller import Caller
 from router.config import RouterConfig
 from router.directory import Directory
-from router.errors import ModelNotFound, UnsupportedField, ValidationError, adapter_problem
+from router.errors import AdapterProblem, ModelNotFound, UnsupportedField, ValidationError, adapter_problem
 from router.schemas.adapters import AdapterFields, MergeFields
 
 BASE_NAMES = ("__base_model__",)
@@ -48,14 +48,27 @@ class Selection:
         except AdapterNotFound as error:
             if fields.is_model:
                 raise ModelNotFound((fields.name or "")[:256], str(error)) from None
-            raise adapter_problem(error) from None
+            raise self._problem(error, fields) from None
         except AdapterError as error:
-            raise adapter_problem(error) from None
+            raise self._problem(error, fields) from None
+
+    async def choose_heads(self, fields: AdapterFields, caller: Caller) -> Heads | None:
+        """Whose heads guess beside the adapter: the request's own word, else the operator's. Raises as `choose`."""
+        if fields.name:
+            adapter = await self.choose(fields, caller)
+            return None if adapter is None else Heads(adapter, is_default=False)
+        entry = self.directory.default_heads
+        if entry is None or not self.may_see(entry, caller):
+            return None
+        try:
+            return Heads(await self.opened(entry, entry.choose(caller.request_id).ref), is_default=True)
+        except AdapterError:
+            return None  # no word of the text depends on them, and the keeper says what is wrong
 
     def is_base(self, name: str | None) -> bool:
         """Whether the bare base model is meant."""
         if not name:
-            return self.directory.default is None
+            return self.directory.default is None or self.directory.default_heads is not None
         return name == self._config.model_id or name in BASE_NAMES
 
     def entry(self, name: str | None, source: str | None = None) -> Entry | None:
@@ -111,7 +124,7 @@ class Selection:
 
     async def _dynamic(self, fields: AdapterFields, caller: Caller) -> Adapter:
         """An adapter that the operator did not name: the caller's own token decides."""
-        ref = self._parsed(fields.name or "", self.source(fields.source), fields.is_model)
+        ref = self._parsed(fields.name or "", self.source(fields.source), fields.is_model, fields.field)
         unread = self.directory.problem(ref.id)
         if unread and fields.source is None:
             raise NotServed(f"{ref.id} is not served: {unread}")
@@ -137,13 +150,13 @@ class Selection:
             return (await self.named(entry, caller, fields.user or caller.request_id)).pins[0]
         return await self._pin(self._parsed(name, self.source(fields.source), is_model=False), token)
 
-    def _parsed(self, name: str, source: Source, is_model: bool) -> Ref:
+    def _parsed(self, name: str, source: Source, is_model: bool, field: str = "adapter_id") -> Ref:
         try:
             return refs.parse(name, source)
         except ValueError as error:
             if is_model:
                 raise ModelNotFound(name[:256], str(error)) from None
-            raise ValidationError(str(error), "adapter_id") from None
+            raise ValidationError(str(error), field) from None
 
     async def _pin(self, ref: Ref, token: str | None) -> Pin:
         assert self.rights is not None
@@ -154,4 +167,11 @@ class Selection:
             return ModelNotFound((fields.name or "")[:256])
         if fields.merge is not None:
             return UnsupportedField("merged_adapters")
-        return UnsupportedField("adapter_id", _BASE_ONLY)
+        return UnsupportedField(fields.field, _BASE_ONLY)
+
+    @staticmethod
+    def _problem(error: AdapterError, fields: AdapterFields) -> AdapterProblem:
+        problem = adapter_problem(error)
+        if fields.field != "adapter_id":
+            problem.param = fields.field
+        return problem

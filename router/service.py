@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from adapters.rights import Rights
 from adapters.sources.registry import Sources
-from router.adapter import Adapter
+from router.adapter import Adapter, Heads
 from router.admission import Admission
 from router.caller import Caller, caller
 from router.config import RouterConfig
@@ -20,7 +20,7 @@ from router.keeper import Keeper
 from router.metrics import Metrics
 from router.reload import Reloading, read_catalogue, read_keys
 from router.schemas.adapters import AdapterFields
-from router.schemas.speculation import SpeculationFields, make_offer, settle_speculation
+from router.schemas.speculation import Offer, SpeculationFields, make_offer, settle_speculation
 from router.selection import Selection
 from router.templates import Templates
 from router.text.tokenizer import Tokenizer
@@ -61,6 +61,12 @@ class Service:
         return self.selection.rights
 
     @property
+    def offer(self) -> Offer:
+        """How far ahead the server can guess."""
+        info = self.dispatcher.info
+        return make_offer(self.config, "" if info is None else info.draft_model_id)
+
+    @property
     def settled(self) -> bool:
         """Whether the operator's adapters were looked at."""
         return self.keeper is None or self.keeper.settled.is_set()
@@ -73,11 +79,16 @@ class Service:
         """The adapter that the caller asks for; None is the bare base model. Raises RouterError."""
         return await self.selection.choose(fields, caller)
 
+    async def heads(self, caller: Caller, fields: AdapterFields, speculation: Speculation) -> Heads | None:
+        """Whose heads guess beside the request's adapter, where heads may guess at all. Raises RouterError."""
+        if not fields.name and not speculation.num_heads:
+            return None
+        heads = await self.selection.choose_heads(fields, caller)
+        return heads if speculation.num_heads else None
+
     def speculation(self, wanted: SpeculationFields, *, is_seeded: bool) -> Speculation:
         """How far ahead is guessed for a request. Raises ValidationError."""
-        info = self.dispatcher.info
-        offer = make_offer(self.config, "" if info is None else info.draft_model_id)
-        return settle_speculation(wanted, offer, is_seeded=is_seeded)
+        return settle_speculation(wanted, self.offer, is_seeded=is_seeded)
 
     def validated(self, timing: Timing) -> None:
         """The request is checked and tokenized."""

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from proto import shard_pb2 as pb
 from router.adapter import Adapter
-from router.generation import GenerationRequest, Speculation
+from router.generation import Speculation
+from router.inflight import Generation
 
 
 def adapter_pin(adapter: Adapter, digest: str) -> pb.AdapterPin:
@@ -17,13 +18,13 @@ def adapter_pin(adapter: Adapter, digest: str) -> pb.AdapterPin:
     )
 
 
-def submit_message(
-    wire_id: int, request: GenerationRequest, stop_ids: Iterable[int], deadline_ms: int = 0, digest: str = ""
-) -> pb.Submit:
-    """`deadline_ms` from now, 0 never; `digest` of the request's adapter."""
+def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms: int = 0) -> pb.Submit:
+    """Of a request that was admitted; `deadline_ms` from now, 0 never."""
+    request, contents = generation.request, generation.contents
     sampling = request.sampling
+    adapter, heads = contents.adapter_pin, contents.heads_pin
     return pb.Submit(
-        id=wire_id,
+        id=generation.wire_id,
         prompt_ids=request.prompt_ids,
         max_new_tokens=request.max_new_tokens,
         seed=request.seed,
@@ -52,8 +53,9 @@ def submit_message(
             prefill_alternatives=request.num_prefill_alternatives,
         ),
         cache_salt=request.cache_salt,
-        adapter=None if request.adapter is None else adapter_pin(request.adapter, digest),
-        speculation=_speculation(request.speculation) if request.speculation.num_tokens else None,
+        adapter=None if adapter is None else adapter_pin(*adapter),
+        heads=None if heads is None else adapter_pin(*heads),
+        speculation=_speculation(request.speculation) if contents.can_speculate else None,
         prediction_ids=request.speculation.prediction_ids,
     )
 

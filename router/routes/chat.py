@@ -18,13 +18,12 @@ from router.inflight import Generation
 from router.routes.openai import (
     FINISH_REASONS,
     Envelope,
-    Group,
     LogprobsWanted,
     VisibleTokens,
     chat_logprobs,
     envelope,
+    group_of,
     requests_for,
-    speculation,
     usage,
 )
 from router.schemas.openai import ChatRequest, read_chat
@@ -51,9 +50,7 @@ class ChatRoute:
             prompt_ids = await service.tokenizer.encode(prompt, add_special_tokens=False)
             logprobs = LogprobsWanted(wanted.num_logprobs)
             num_choices = wanted.common.num_choices
-            group = Group(
-                request.state.request_id, adapter, caller.cache_salt, await speculation(service, wanted.common)
-            )
+            group = await group_of(service, caller, wanted.common, adapter)
             requests = requests_for(service, wanted.common, prompt_ids, num_choices, logprobs, group)
             service.validated(timing)
             generations = service.submit(requests, timing.arrived_at)

@@ -24,9 +24,9 @@ from router.routes.openai import (
     VisibleTokens,
     completion_logprobs,
     envelope,
+    group_of,
     prompt_logprobs,
     requests_for,
-    speculation,
     usage,
 )
 from router.schemas.openai import CompletionRequest, read_completion
@@ -57,9 +57,7 @@ class CompletionsRoute:
             prompts = [await self._prompt(given, wanted.echo) for given in wanted.prompts]
             caller = service.caller(request)
             adapter = await service.adapter(caller, wanted.common.adapter)
-            group = Group(
-                request.state.request_id, adapter, caller.cache_salt, await speculation(service, wanted.common)
-            )
+            group = await group_of(service, caller, wanted.common, adapter)
             requests = self._requests(wanted, prompts, group)
             service.validated(timing)
             generations = service.submit(requests, timing.arrived_at)

@@ -55,7 +55,9 @@ class InformationRoutes:
             "request_logger_url": None,
             "max_body_bytes": config.max_body_bytes,
             "shards": [_shard(link.info) for link in self._service.dispatcher.links if link.info is not None],
-            "speculate": config.speculative_tokens or 0,
+            "speculate": max(self._service.offer.num_tokens, self._service.selection.directory.num_default_heads),
+            "speculative_method": self._service.offer.method,
+            "draft_model_id": config.draft_model_id or (shard.draft_model_id if shard is not None else "") or None,
             "effective_configuration": effective,
         }
         return _json(content)

@@ -153,12 +153,14 @@ class NativeRoutes:
         if parameters.truncate is not None:
             prompt_ids = prompt_ids[-parameters.truncate :]
         max_new_tokens = check_lengths(len(prompt_ids), parameters.max_new_tokens, config)
+        speculation = self._service.speculation(parameters.speculation, is_seeded=parameters.seed is not None)
         return GenerationRequest(
             prompt_ids=prompt_ids,
             max_new_tokens=max_new_tokens,
             adapter=await self._service.adapter(caller, fields),
+            heads=await self._service.heads(caller, parameters.heads, speculation),
             cache_salt=caller.cache_salt,
-            speculation=self._service.speculation(parameters.speculation, is_seeded=parameters.seed is not None),
+            speculation=speculation,
             seed=random_seed() if parameters.seed is None else parameters.seed,
             sampling=parameters.sampling(),
             stop_strings=parameters.stop,

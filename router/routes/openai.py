@@ -5,7 +5,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from router.adapter import Adapter
+from router.adapter import Adapter, Heads
+from router.caller import Caller
 from router.generation import NO_SPECULATION, FinishReason, GenerationRequest, Speculation, Token
 from router.inflight import Generation
 from router.routes.speculated import speculation_report
@@ -34,6 +35,7 @@ class Group:
     adapter: Adapter | None
     cache_salt: str = ""
     speculation: Speculation = NO_SPECULATION
+    heads: Heads | None = None
 
 
 def requests_for(
@@ -65,6 +67,7 @@ def requests_for(
         adapter=group.adapter,
         cache_salt=group.cache_salt,
         speculation=group.speculation,
+        heads=group.heads,
     )
     seeds = [random_seed() if common.seed is None else (common.seed + index) % 2**64 for index in range(num_sequences)]
     return [replace(first, seed=seed) for seed in seeds]
@@ -103,7 +106,14 @@ def envelope(service: Service, prefix: str, kind: str, common: CommonFields) -> 
     return Envelope(f"{prefix}-{secrets.token_hex(16)}", kind, int(time.time()), model, fingerprint)
 
 
-async def speculation(service: Service, common: CommonFields) -> Speculation:
+async def group_of(service: Service, caller: Caller, common: CommonFields, adapter: Adapter | None) -> Group:
+    """What all sequences of one request share. Raises RouterError."""
+    guessing = await _speculation(service, common)
+    heads = await service.heads(caller, common.heads, guessing)
+    return Group(caller.request_id, adapter, caller.cache_salt, guessing, heads)
+
+
+async def _speculation(service: Service, common: CommonFields) -> Speculation:
     """How far ahead is guessed, with the tokens of the text that the output may repeat, as far as it is looked at."""
     settled = service.speculation(common.speculation, is_seeded=common.seed is not None)
     prediction = common.speculation.prediction

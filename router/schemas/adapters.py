@@ -31,6 +31,8 @@ class AdapterFields:
     merge: MergeFields | None = None
     is_model: bool = False
     """Whether `name` was OpenAI's `model`."""
+    field: str = "adapter_id"
+    """The request's word for `name`."""
     user: str | None = None
     """OpenAI's `user`: who always gets the same version of a roll-out."""
 

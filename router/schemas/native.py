@@ -28,6 +28,7 @@ class NativeParameters:
     """`parameters`, typed but not yet checked."""
 
     adapter_id: str | None
+    heads_id: str | None
     adapter_source: str | None
     api_token: str | None = field(repr=False)
     merged_adapters: dict[str, Any] | None
@@ -54,6 +55,11 @@ class NativeParameters:
     speculation: SpeculationFields
     unserved: str | None
     """The first field of `LATER_FIELDS` that is set."""
+
+    @property
+    def heads(self) -> AdapterFields:
+        """What is said of the heads beside the adapter, under the adapter's rules."""
+        return AdapterFields(self.heads_id, self.adapter_source, self.api_token, field="heads_id")
 
     @property
     def wants_sampling(self) -> bool:
@@ -107,6 +113,7 @@ def read_native(body: dict[str, Any], *, with_stream: bool) -> NativeRequest:
 def _read_parameters(fields: Fields) -> NativeParameters:
     return NativeParameters(
         adapter_id=fields.text("adapter_id"),
+        heads_id=fields.text("heads_id"),
         adapter_source=fields.text("adapter_source"),
         api_token=fields.text("api_token"),
         merged_adapters=fields.mapping("merged_adapters"),

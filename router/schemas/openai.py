@@ -52,6 +52,8 @@ class CommonFields:
     """What both routes share."""
 
     adapter: AdapterFields
+    heads: AdapterFields
+    """Beside the adapter, under its rules."""
     sampling: Sampling
     num_choices: int
     max_tokens: int | None
@@ -162,6 +164,7 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
     adapter = AdapterFields(
         model, fields.text("adapter_source"), fields.text("api_token"), is_model=True, user=fields.text("user")
     )
+    heads = replace(adapter, name=fields.text("heads_id"), is_model=False, field="heads_id")
     num_choices = fields.integer("n", "u32")
     if num_choices is not None and not 1 <= num_choices <= MAX_CHOICES:
         raise ValidationError(f"`n` must be >= 1 and <= {MAX_CHOICES}. Given: {num_choices}", "n")
@@ -180,6 +183,7 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         raise ValidationError("`stream_options` needs `stream` to be true", "stream_options")
     return CommonFields(
         adapter=adapter,
+        heads=heads,
         sampling=_sampling(fields),
         num_choices=num_choices or 1,
         max_tokens=max_tokens,

@@ -35,6 +35,9 @@ class _Speculative(BaseModel):
         None,
         description="How a draft model's guesses are verified; with a `seed` always coupled, which keeps the text too",
     )
+    heads_id: str | None = Field(
+        None, description="An adapter whose Medusa heads guess beside the request's own adapter; named as that is"
+    )
 
 
 class _Parameters(_Speculative):

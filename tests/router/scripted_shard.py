@@ -46,6 +46,7 @@ class ScriptedShard:
     folder: Path
     answer: Callable[[shard_pb2.Submit], Script]
     device: str = "cuda:0"
+    draft_model_id: str = ""
     max_total_tokens: int = 2048
     vocab_size: int = 300
     credit_requests: int = 256
@@ -108,6 +109,7 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
             num_pages=4096,
             step_tokens=4096,
             max_running=256,
+            draft_model_id=shard.draft_model_id,
             prefix_caching=True,
             chunked_prefill=True,
         )

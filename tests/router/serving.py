@@ -126,7 +126,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
 
     `adapters=True` serves adapters too, through a scripted loader, from local folders.
     """
-    loader = ScriptedLoader(folder, check=fields.pop("loader_check", finds_all))
+    loader = ScriptedLoader(folder, fields.pop("loader_answer", finds_all), fields.pop("loader_check", finds_all))
     if fields.pop("adapters", False):
         (folder / "roots").mkdir(exist_ok=True)
         fields = {
@@ -137,7 +137,8 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
         }
     model_folder = write_model_folder(folder / "model", chat_template=fields.pop("chat_template", True))
     device = fields.pop("device", "cuda:0")
-    shard = ScriptedShard(folder, lambda submit: Script([5] * submit.max_new_tokens), device=device)
+    shards_draft = fields.pop("shards_draft_model", "")
+    shard = ScriptedShard(folder, lambda submit: Script([5] * submit.max_new_tokens), device, shards_draft)
     config = RouterConfig(
         **{
             "model_id": MODEL_ID,

@@ -197,3 +197,17 @@ async def test_an_alias_has_defaults_and_a_request_goes_before_them(tmp_path: Pa
                 response = await server.client.post(route, json={**body, "model": "copy", **own})
                 assert response.status_code == 200, response.text
             assert sent_of(server) == [sent] * 3
+
+
+async def test_a_draft_model_that_only_the_shard_tells_of(tmp_path: Path) -> None:
+    async with serving(tmp_path, shards_draft_model="test/draft", speculative_tokens_max=3) as server:
+        info = (await server.client.get("/info")).json()
+        assert (info["speculate"], info["speculative_method"], info["draft_model_id"]) == (3, "auto", "test/draft")
+        assert set(await ask_all(server, speculative_verify="google")) == {("auto", 3, 255, "", "rejection")}
+
+
+async def test_what_a_server_says_of_itself(server: Serving, drafting: Serving) -> None:
+    info = (await server.client.get("/info")).json()
+    assert (info["speculate"], info["speculative_method"], info["draft_model_id"]) == (0, "auto", None)
+    info = (await drafting.client.get("/info")).json()
+    assert (info["speculate"], info["speculative_method"], info["draft_model_id"]) == (4, "auto", "test/draft")
