@@ -19,6 +19,8 @@ from shard.outbox import AdapterNews, Outbox, Output, Status
 from shard.request import FinishReason, Method, Request, Rule, Speculation
 from shard.sampling import Sampled, Sampler
 from shard.sampling.drafting import DraftDraws
+from shard.sampling.highest import arg_max
+from shard.sampling.transfer import HostCopy
 from shard.scheduler import Scheduler
 from shard.share import Share
 from shard.slots import Residency
@@ -173,18 +175,23 @@ class Engine:
         for share in step.shares:
             layout.add(share)
         fill_inputs(self._network.inputs, layout, step.shares, self._sampler)
-        # [S + M, V]
+        # [S + M + E, V]
         logits = self._network.forward()
         if watch is not None:
             watch.mark()
         num_sampled = len(layout.sample_indices)
+        num_scored = len(layout.score_indices)
         if num_sampled:
             step.sampled = self._sample(logits[:num_sampled], [share for share in step.shares if share.samples], draws)
         if watch is not None:
             watch.mark()
+        if layout.heads:
+            step.head_ids = HostCopy(arg_max(logits[num_sampled + num_scored :]))
         if layout.target_ids:
             target_ids = torch.tensor(layout.target_ids, dtype=torch.long).to(logits.device, non_blocking=True)
-            step.scores = self._sampler.prompt_logprobs(logits[num_sampled:], target_ids, layout.num_score_alternatives)
+            step.scores = self._sampler.prompt_logprobs(
+                logits[num_sampled:][:num_scored], target_ids, layout.num_score_alternatives
+            )
 
     def _sample(self, logits: torch.Tensor, shares: list[Share], draws: DraftDraws | None) -> Sampled:
         """logits: [S, V], one row per sampled token of each share."""
@@ -217,7 +224,8 @@ class Engine:
         sampled = step.sampled.to_host() if step.sampled else None
         scores = step.scores.to_host() if step.scores else None
         seconds = step.seconds()
-        row = first_score = 0
+        head_ids: list[int] = step.head_ids.wait()[0].tolist() if step.head_ids else []
+        row = first_score = first_head = 0
         for share in step.shares:
             span = scored_span(share)
             token_ids: list[int] = []
@@ -226,6 +234,7 @@ class Engine:
                 if not token_ids:
                     self._fail(share, BAD_LOGITS, retryable=False)
                     row += share.num_sampled
+                    first_head += share.num_sampled * share.num_heads
                     first_score += len(span)
                     continue
             num_taken = self.scheduler.commit(share, token_ids)
@@ -234,7 +243,11 @@ class Engine:
             first_score += len(span)
             if num_taken > 0 and sampled is not None:
                 self._outputs.append(token_output(share, sampled, row, num_taken, seconds))
+                if share.num_heads:
+                    at = first_head + (num_taken - 1) * share.num_heads
+                    share.request.head_ids = head_ids[at : at + share.num_heads]
             row += share.num_sampled
+            first_head += share.num_sampled * share.num_heads
         now = time.monotonic()
         self._last = (round((now - step.started) * 1000), step.num_tokens)
         self._durations.observe(step.num_tokens, now - max(step.started, self._committed_at))

@@ -93,6 +93,9 @@ class Intake:
             return Refusal(submit.key, "the shard takes no more requests", retryable=True)
         if num_open - self._scheduler.num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
             return Refusal(submit.key, "more requests than credit", retryable=True)
+        adapters = self._scheduler.adapters
+        if adapters is not None and len(submit.digests) > adapters.limits.num_slots:
+            return Refusal(submit.key, "an adapter and heads of another need two slots; this shard has one")
         return None
 
     def _end(self, epoch: int) -> None:

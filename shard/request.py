@@ -74,6 +74,11 @@ class Speculation:
     prediction_ids: tuple[int, ...] = ()
     """A text that the output may repeat."""
 
+    @property
+    def takes_heads(self) -> bool:
+        """Whether heads may guess."""
+        return self.num_heads > 0 and self.method in (Method.MEDUSA, Method.AUTO)
+
 
 NO_SPECULATION = Speculation()
 
@@ -166,8 +171,10 @@ class Request:
     """KV pages in the order of positions."""
     page_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the leading full pages, as far as they were needed."""
+    heads_slot: int = -1
+    """The slot of the heads that guess for the request while it runs, -1 without …"""
     num_heads: int = 0
-    """Heads that could guess for the request while it runs."""
+    """… and how many they are."""
     head_ids: Sequence[int] = ()
     """What heads say comes next, as of the newest committed token."""
     num_computed: int = 0
@@ -192,6 +199,14 @@ class Request:
     """Output tokens handed over so far, without those of an earlier run."""
     awaited_hash: bytes | None = None
     """Hash of the page that another request is computing and this one waits for."""
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """What must be in slots while the request runs: its adapter, and heads of another."""
+        adapter, heads = self.adapter_digest, self.heads_digest
+        if heads and heads != adapter and self.speculation.takes_heads:
+            return (adapter, heads) if adapter else (heads,)
+        return (adapter,) if adapter else ()
 
     @property
     def num_output(self) -> int:

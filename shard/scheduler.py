@@ -119,6 +119,7 @@ class Scheduler:
         if taken:
             request.num_in_flight -= 1
             request.token_ids += taken
+            request.head_ids = ()
             if request.guesser is not None:
                 request.guesser.extend(taken)
         num_accepted = max(0, len(taken) - 1)
@@ -158,7 +159,7 @@ class Scheduler:
 
     def fail_adapter(self, digest: str) -> list[Request]:
         """End the requests that wait for an adapter which will not come."""
-        lost = [request for request in self.waiting if request.adapter_digest == digest]
+        lost = [request for request in self.waiting if digest in request.digests]
         for request in lost:
             self.finish(request, FinishReason.ERROR)
         return lost
@@ -169,8 +170,7 @@ class Scheduler:
         adapters = self.adapters
         if adapters is None:
             return 0
-        digests = (request.adapter_digest for request in self.waiting)
-        return sum(1 for digest in digests if digest and not adapters.is_resident(digest))
+        return sum(1 for request in self.waiting if not all(map(adapters.is_resident, request.digests)))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now; its pages and row go back as soon as no launched step writes them."""
@@ -191,7 +191,7 @@ class Scheduler:
         if sorted([*self._rows, *(request.row for request in owners)]) != list(range(self.limits.max_running)):
             raise RuntimeError("rows of device state leaked")
         if self.adapters is not None:
-            self.adapters.check(request.adapter_digest for request in owners if request.slot >= 0)
+            self.adapters.check(digest for request in owners for digest in request.digests)
 
     def _launch(self, request: Request, num_tokens: int, budget: Budget) -> Share:
         if num_tokens > 1:
@@ -258,18 +258,30 @@ class Scheduler:
                 shares.append(self._launch(request, num_tokens, budget))
 
     def _take_slot(self, request: Request) -> bool:
-        if self.adapters is None or not request.adapter_digest:
+        """All slots that the request needs, or none and False."""
+        digests = request.digests
+        if self.adapters is None or not digests:
             return True
-        slot = self.adapters.acquire(request.adapter_digest)
-        if slot is None:
-            return False
-        request.slot = slot
+        slots: dict[str, int] = {}
+        for digest in digests:
+            slot = self.adapters.acquire(digest)
+            if slot is None:
+                for taken in slots:
+                    self.adapters.release(taken)
+                return False
+            slots[digest] = slot
+        request.slot = slots.get(request.adapter_digest, -1)
+        if request.speculation.takes_heads:
+            guessing = request.heads_digest or request.adapter_digest
+            request.heads_slot, request.num_heads = slots[guessing], self.adapters.num_heads(guessing)
         return True
 
     def _give_back_slot(self, request: Request) -> None:
-        if self.adapters is not None and request.slot >= 0:
-            self.adapters.release(request.adapter_digest)
-            request.slot = -1
+        if self.adapters is not None:
+            for digest in request.digests:
+                self.adapters.release(digest)
+        request.slot = request.heads_slot = -1
+        request.num_heads = 0
 
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda other: other.order)

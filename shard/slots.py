@@ -138,6 +138,10 @@ class AdapterSlots:
         self._held.move_to_end(digest)
         return held.slot
 
+    def num_heads(self, digest: str) -> int:
+        """Heads that an adapter in a slot brings."""
+        return self._held[digest].content.num_heads
+
     def release(self, digest: str) -> None:
         """One running request less."""
         held = self._held[digest]

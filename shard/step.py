@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shard.batch import Segment, StepInputs
+from shard.batch import HeadsRow, Segment, StepInputs
 from shard.outbox import DRAFTED, NO_SECONDS, Details, Output
 from shard.request import FinishReason, Request, Source
 from shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
+from shard.sampling.transfer import HostCopy
 from shard.share import Share
 from shard.stopwatch import Stopwatch
 
@@ -31,6 +32,8 @@ class Step:
     """One row per token that is sampled, in order of shares and positions."""
     scores: PromptLogprobs | None = None
     """One row per prompt token whose log probability is wanted, in order of shares."""
+    head_ids: HostCopy | None = None
+    """[E] what heads guess after the sampled tokens, in order of shares, positions and heads."""
     watch: Stopwatch | None = None
     """Of a step with drafts."""
     error: str = ""
@@ -64,6 +67,8 @@ class Layout:
     target_ids: list[int] = field(default_factory=list)
     """Those prompt tokens."""
     num_score_alternatives: int = 0
+    heads: list[HeadsRow] = field(default_factory=list)
+    """What heads are to guess after sampled tokens."""
 
     def add(self, share: Share) -> None:
         """Append a share."""
@@ -76,6 +81,9 @@ class Layout:
         offset = len(self.input_ids) - share.end
         if share.samples:
             self.input_ids += share.draft_ids
+            if share.num_heads:
+                rows = range(len(self.sample_indices), len(self.sample_indices) + share.num_sampled)
+                self.heads += [HeadsRow(row, request.heads_slot, share.num_heads) for row in rows]
             self.sample_indices += range(offset + share.end - 1, len(self.input_ids))
         if request.logprobs.prefill and (span := scored_span(share)):
             self.score_indices += range(span.start + offset, span.stop + offset)
@@ -102,7 +110,7 @@ def fill_inputs(inputs: StepInputs, layout: Layout, shares: list[Share], sampler
     host_rows = layout.sample_indices + layout.score_indices
     logits_rows = torch.tensor(host_rows, dtype=torch.long)
     segments = [Segment(share.start, share.num_tokens, share.request.page_ids, share.request.slot) for share in shares]
-    inputs.fill(segments, input_ids, logits_rows.to(device, non_blocking=True), host_rows)
+    inputs.fill(segments, input_ids, logits_rows.to(device, non_blocking=True), host_rows, layout.heads)
 
 
 def agreed(share: Share, sampled: HostSampled, row: int) -> list[int]:

@@ -19,7 +19,6 @@ BYTES_PER_ITEM = 10
 """No token id, log probability or flag takes more, two alternatives' parts counted one by one."""
 MAX_ALTERNATIVES = 256
 MAX_DRAFTS = 64
-METHODS = {Method.OFF.value, Method.AUTO.value, Method.LOOKUP.value}
 SCHEDULES = {Schedule.CONSTANT.value}
 RULES = {Rule.COUPLED.value}
 HEX_DIGITS = frozenset("0123456789abcdef")
@@ -136,20 +135,30 @@ def find_speculation_fault(submit: pb.Submit, bounds: Bounds) -> str:
     """Why nothing can be guessed like this, in a sentence; empty if it can."""
     wanted = submit.speculation
     known: dict[str, tuple[str, set[str]]] = {
-        "method": (wanted.method, METHODS | {Method.DRAFT.value} if bounds.has_draft_model else METHODS),
+        "method": (wanted.method, methods_of(bounds)),
         "schedule": (wanted.schedule, SCHEDULES),
         "verification": (wanted.verify, RULES),
     }
     for name, (word, words) in known.items():
         if word and word not in words:
             return f"{word} is no {name} of speculation here; there are: {', '.join(sorted(words))}"
-    if submit.heads.digest:
-        return "heads beside an adapter are not supported yet"
+    if submit.heads.digest and not (bounds.has_adapters and is_digest(submit.heads.digest)):
+        return "this shard serves no adapters" if not bounds.has_adapters else "a digest of heads is 64 hex digits"
     if wanted.num_tokens > MAX_DRAFTS:
         return f"at most {MAX_DRAFTS} tokens can be guessed in a step"
     if max(submit.prediction_ids, default=0) >= bounds.vocab_size:
         return f"token id {max(submit.prediction_ids)} of the prediction is outside the vocabulary"
     return ""
+
+
+def methods_of(bounds: Bounds) -> set[str]:
+    """What can guess here."""
+    found = {Method.OFF.value, Method.AUTO.value, Method.LOOKUP.value}
+    if bounds.has_adapters:
+        found.add(Method.MEDUSA.value)
+    if bounds.has_draft_model:
+        found.add(Method.DRAFT.value)
+    return found
 
 
 def is_digest(text: str) -> bool:

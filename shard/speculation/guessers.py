@@ -40,7 +40,7 @@ class Guessers:
     def num_heads(self, request: Request) -> int:
         """Guesses of heads that the request takes in a step."""
         wanted = request.speculation
-        return min(request.num_heads, wanted.num_heads) if wanted.method in (Method.MEDUSA, Method.AUTO) else 0
+        return min(request.num_heads, wanted.num_heads) if wanted.takes_heads else 0
 
     def takes_draft_model(self, request: Request) -> bool:
         """Whether a draft model may guess for the request: heads go before it."""

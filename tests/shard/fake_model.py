@@ -14,6 +14,8 @@ import torch
 from shard.batch import StepInputs
 
 VOCAB_SIZE = 61
+WRONG_EVERY = 4
+"""Heads err about so many tokens."""
 
 
 def extend(state: int, token_id: int) -> int:
@@ -94,13 +96,28 @@ class FakeModel:
             self.poisoned.discard(slot)
             if token_id == self.poison:
                 self.poisoned.add(slot)
-        logits = torch.empty(len(inputs.logits_rows), VOCAB_SIZE)
+        logits = torch.empty(inputs.num_logits, VOCAB_SIZE)
         for row, index in enumerate(inputs.logits_rows.tolist()):
             if self.poisoned.isdisjoint(seen[index]):
                 logits[row] = logits_after([self.slots[slot] for slot in seen[index]])
             else:
                 logits[row] = float("nan")
+        place = len(inputs.logits_rows)
+        for heads in inputs.heads:
+            states = [self.slots[slot] for slot in seen[int(inputs.logits_rows[heads.row])]]
+            for guess in self.heads(states, heads.num_guesses):
+                logits[place] = torch.nn.functional.one_hot(torch.tensor(guess), VOCAB_SIZE)
+                place += 1
         return logits
+
+    def heads(self, states: Sequence[int], num_guesses: int) -> list[int]:
+        """What heads guess behind the token that follows a text: its greedy continuation, wrong now and then."""
+        states = [*states, extend(states[-1], next_token(states))]
+        guesses = []
+        for _ in range(num_guesses):
+            guesses.append(next_token(states))
+            states.append(extend(states[-1], guesses[-1]))
+        return [guess if guess % WRONG_EVERY else (guess + 1) % VOCAB_SIZE for guess in guesses]
 
     def slots_of(self, page_ids: Sequence[int], num_tokens: int) -> list[int]:
         page_size = self.inputs.page_size

@@ -80,7 +80,8 @@ class Rig:
 
     def run(self, *requests: Request) -> dict[int, Output]:
         """Run to the end; then every page must be back."""
-        self.submit(*requests)
+        if requests:
+            self.submit(*requests)
         self.step()
         num_left = sum(len(r.token_ids) + r.max_new_tokens for r in self.scheduler.requests.values())
         for _ in range(4 * num_left + 4):
