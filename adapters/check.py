@@ -36,6 +36,8 @@ class Row:
     reason: str = ""
     rank: int | None = None
     modules: int | None = None
+    heads: int | None = None
+    """Medusa heads."""
     num_bytes: int | None = None
 
 
@@ -141,8 +143,9 @@ def _judged(judge: Judge, row: Row, seen: Seen | None) -> Row:
     except AdapterError as error:
         return _refused(row, error)
     row.rank, row.modules, row.num_bytes = verdict.rank, verdict.num_modules, verdict.num_bytes
+    row.heads, row.reason = verdict.num_heads, "; ".join(verdict.notes)
     if not verdict.is_whole:
-        row.state, row.reason = "unseen", "a .bin file is looked into when it is loaded"
+        row.state, row.reason = "unseen", "a file without a header (.bin, .pt) is looked into when it is loaded"
     return row
 
 
@@ -157,13 +160,13 @@ def _json(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [("ALIAS", "STATE", "RANK", "MODULES", "BYTES", "ADAPTER", "REASON")]
+    lines = [("ALIAS", "STATE", "RANK", "MODULES", "HEADS", "BYTES", "ADAPTER", "REASON")]
     for row in rows:
-        numbers = ("" if number is None else str(number) for number in (row.rank, row.modules, row.num_bytes))
-        rank, modules, num_bytes = numbers
-        lines.append((row.alias, row.state, rank, modules, num_bytes, row.id, row.reason))
-    widths = [max(len(line[column]) for line in lines) for column in range(6)]
-    table = ["  ".join([*map(str.ljust, line[:6], widths), line[6]]).rstrip() for line in lines]
+        known = (row.rank, row.modules, row.heads, row.num_bytes)
+        rank, modules, heads, num_bytes = ("" if number is None else str(number) for number in known)
+        lines.append((row.alias, row.state, rank, modules, heads, num_bytes, row.id, row.reason))
+    widths = [max(len(line[column]) for line in lines) for column in range(7)]
+    table = ["  ".join([*map(str.ljust, line[:7], widths), line[7]]).rstrip() for line in lines]
     num_refused = sum(row.state == "refused" for row in rows)
     return "\n".join([*table, "", f"{len(rows) - num_refused} of {len(rows)} adapters would be served"])
 

@@ -4,8 +4,8 @@ Knows one base. The libraries that this takes are loaded with the first judge.
 """
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,7 +15,7 @@ from adapters.formats.header import MAX_HEADER, PREFIX, header_len
 from adapters.formats.tokenizer import Tokenizers
 from adapters.pin import Pin
 from adapters.refs import Source
-from adapters.sources.base import CONFIG, SMALL_NAMES, AdapterSource, FileHead
+from adapters.sources.base import CONFIG, HEADS_CONFIG, SMALL_NAMES, AdapterSource, FileHead, find_heads
 
 if TYPE_CHECKING:
     from adapters.formats.reader import Reader
@@ -41,11 +41,15 @@ class Verdict:
     """An adapter that would be served, as far as that can be seen."""
 
     rank: int
-    """The largest of its modules."""
+    """The largest of its modules, 0 where it changes none."""
     num_modules: int | None
     num_bytes: int
     is_whole: bool
     """Nothing was left unseen but values."""
+    num_heads: int | None = 0
+    """Medusa heads; None where their file has no header."""
+    notes: tuple[str, ...] = ()
+    """What is odd and no fault, in sentences."""
 
 
 class Judge:
@@ -58,28 +62,51 @@ class Judge:
 
         self._reader = Reader(Skeleton(model_path, trust_remote_code))
         self._tokenizers = Tokenizers(model_path)
+        self._kinds = frozenset(configuration.SERVED_KINDS)
 
     @classmethod
-    def over(cls, reader: "Reader", tokenizers: Tokenizers) -> Self:
+    def over(cls, reader: "Reader", tokenizers: Tokenizers, kinds: frozenset[str]) -> Self:
         """With what another has loaded already."""
         judge = cls.__new__(cls)
-        judge._reader, judge._tokenizers = reader, tokenizers
+        judge._reader, judge._tokenizers, judge._kinds = reader, tokenizers, kinds
         return judge
 
     def judge(self, seen: Seen) -> Verdict:
         """Raises AdapterInvalid or NotServed with the reason."""
+        from adapters.formats.contents import Contents
+        from adapters.formats.weights import hollow
+
+        heads_name = find_heads(seen.small.keys() | seen.heads.keys(), lambda name: seen.heads[name].content)
+        if CONFIG not in seen.small and heads_name is None:
+            raise AdapterInvalid(f"there is no {CONFIG}")
+        self._tokenizers.check_files(dict(seen.small))
+        heads = {} if heads_name is None else {heads_name: seen.heads[heads_name]}
+        changes = {name: head for name, head in seen.heads.items() if name != heads_name}
+        verdict = self._changes(seen, changes) if CONFIG in seen.small else Verdict(0, 0, 0, is_whole=True)
+        num_bytes = sum(head.size for head in seen.heads.values())
+        if not heads:
+            return replace(verdict, num_bytes=num_bytes)
+        if not _have_headers(heads):
+            return replace(verdict, num_bytes=num_bytes, num_heads=None, is_whole=False)
+        contents = Contents(None, None, hollow(heads), heads_name or "", seen.small.get(HEADS_CONFIG))
+        found = contents.found_heads(self._reader, self._kinds)
+        assert found is not None
+        return replace(verdict, num_bytes=num_bytes, num_heads=found.shape.num_heads, notes=found.notes)
+
+    def _changes(self, seen: Seen, heads: Mapping[str, FileHead]) -> Verdict:
+        """Of what PEFT saved."""
         from adapters.formats import weights
 
-        if CONFIG not in seen.small:
-            raise AdapterInvalid(f"there is no {CONFIG}")
         values = configuration.parse(seen.small[CONFIG])
         settings = configuration.served(values)
-        self._tokenizers.check_files(dict(seen.small))
-        num_bytes = sum(head.size for head in seen.heads.values())
-        if not all(name.endswith(".safetensors") for name in seen.heads):
-            return Verdict(max(_ranks(settings)), None, num_bytes, is_whole=False)
-        found = [each for each in self._reader.read(values, weights.hollow(seen.heads)) if _is_served(each, settings)]
-        return Verdict(max((each.rank for each in found), default=0), len(found), num_bytes, is_whole=True)
+        if not _have_headers(heads):
+            return Verdict(max(_ranks(settings)), None, 0, is_whole=False)
+        found = [each for each in self._reader.read(values, weights.hollow(heads)) if _is_served(each, settings)]
+        return Verdict(max((each.rank for each in found), default=0), len(found), 0, is_whole=True)
+
+
+def _have_headers(names: Iterable[str]) -> bool:
+    return all(name.endswith(".safetensors") for name in names)
 
 
 async def look(source: AdapterSource, pin: Pin, token: str | None) -> Seen:

@@ -35,7 +35,9 @@ class Entry:
     digest: str
     num_bytes: int
     rank: int
-    """The largest of its modules."""
+    """The largest of its modules, 0 where it changes none."""
+    num_heads: int = 0
+    """Medusa heads that it brings."""
 
     def as_dict(self) -> dict[str, Any]:
         """As `from_dict` reads it."""
@@ -44,10 +46,11 @@ class Entry:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Raises ValueError."""
-        digest, num_bytes, rank = values.get("digest"), values.get("num_bytes"), values.get("rank")
-        if not isinstance(digest, str) or not isinstance(num_bytes, int) or not isinstance(rank, int):
+        digest, *numbers = (values.get(name) for name in ("digest", "num_bytes", "rank", "num_heads"))
+        # without a number of heads it is of a time when heads were passed over: what is there is looked at again
+        if not isinstance(digest, str) or not all(isinstance(number, int) for number in numbers):
             raise ValueError("no entry of the store")
-        return cls(digest, num_bytes, rank)
+        return cls(digest, *(number for number in numbers if isinstance(number, int)))
 
 
 class Store:
@@ -113,8 +116,9 @@ class Store:
         path = self.path(digest)
         try:
             metadata, size = _metadata(path)
-            return Entry(digest, size, int(metadata["rank"]))
-        except (OSError, ValueError, KeyError, AdapterError):
+            num_heads = json.loads(metadata["heads"])["count"] if "heads" in metadata else 0
+            return Entry(digest, size, int(metadata["rank"]), int(num_heads))
+        except (OSError, ValueError, KeyError, TypeError, AdapterError):
             raise LoaderFailed("the adapter was removed from the store as soon as it was there", status=503) from None
 
     def add(self, digest: str, write: Callable[[Path], None]) -> int:

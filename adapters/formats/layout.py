@@ -3,6 +3,8 @@
 For a module `m` of the base: `m.A` [rank, in] and `m.B` [out, rank] (the scaling inside B), `m.magnitude` and `m.bias`
 [out] float32 (what is added to the base's bias). An embedding's A is [rank, V]. Experts have a first axis more, and are
 named by their parameter. `m.weight` stands in place of the base's. The file's metadata say the kind and rank of each.
+Medusa heads are `heads.j.weight` [H, H] and `heads.j.bias` [H] (`heads.j.l.weight` where they have several blocks);
+those of version 1 `heads.j.output` [V, H] besides; the metadata say how many, their version and number of blocks.
 """
 
 import json
@@ -40,6 +42,8 @@ class Layout:
     tensors: dict[str, torch.Tensor]
     modules: dict[str, dict[str, Any]]
     """Module → kind and rank."""
+    heads: dict[str, int] | None = None
+    """Of Medusa heads: count, version, layers (residual blocks)."""
 
     @property
     def rank(self) -> int:
@@ -104,6 +108,8 @@ def write(layout: Layout, path: Path, digest: str, base: Base) -> None:
         "rank": str(layout.rank),
         "modules": json.dumps(layout.modules, separators=(",", ":")),
     }
+    if layout.heads is not None:
+        metadata["heads"] = json.dumps(layout.heads, separators=(",", ":"))
     save_file(layout.tensors, path, metadata=metadata)
 
 
@@ -121,7 +127,7 @@ def _module(found: Found, base: Base) -> dict[str, torch.Tensor]:
     if found.weight is not None:
         parts["weight"] = found.weight.to(base.dtype)
     for tensor in parts.values():
-        if not _is_finite(tensor):
+        if not is_finite(tensor):
             raise AdapterInvalid(_fault(found, base.dtype))
     return {part: tensor.contiguous() for part, tensor in parts.items()}
 
@@ -149,12 +155,18 @@ def _added_bias(found: Found, values: BaseValues) -> torch.Tensor | None:
 
 def _fault(found: Found, dtype: torch.dtype) -> str:
     tensors = (getattr(found, field) for field in TENSORS)
-    if all(tensor is None or _is_finite(tensor) for tensor in tensors):
-        return f"a number of {found.module} is too large for {str(dtype).removeprefix('torch.')}"
-    return f"it holds numbers that are not finite (NaN or infinite), in {found.module}"
+    return not_finite(found.module, all(tensor is None or is_finite(tensor) for tensor in tensors), dtype)
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def not_finite(where: str, was_finite: bool, dtype: torch.dtype) -> str:
+    """Why numbers are not finite in `dtype`: whether they were in the adapter's file."""
+    if was_finite:
+        return f"a number of {where} is too large for {str(dtype).removeprefix('torch.')}"
+    return f"it holds numbers that are not finite (NaN or infinite), in {where}"
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every number is."""
     if tensor.numel() == 0:
         return True
     least, most = tensor.aminmax()

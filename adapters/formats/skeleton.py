@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ class Skeleton:
                 module._parameters.update(parameters)
             for name in set(vars(self._network)) - self._attributes:
                 delattr(self._network, name)
+
+    @cached_property
+    def output_shape(self) -> tuple[int, int] | None:
+        """Rows and columns of the output head, [V, H]; None where the network has none."""
+        output = self._network.get_output_embeddings()  # type: ignore[operator]
+        if output is None:
+            return None
+        num_rows, num_columns = output.weight.shape
+        return int(num_rows), int(num_columns)
 
     def parameter_ids(self) -> set[int]:
         """Identities of the base's own parameters: any other in the network was put there by an adapter."""

@@ -10,7 +10,7 @@ import mmap
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,12 +53,13 @@ class Weights:
 
 
 @contextmanager
-def opened(folder: Path, limit: int) -> Iterator[Weights]:
-    """The weights in `folder`, of at most `limit` bytes. Tensors are valid inside only.
+def opened(folder: Path, limit: int, names: Sequence[str] = ()) -> Iterator[Weights]:
+    """The weights in `folder`, of at most `limit` bytes: those in the files of these names, else an adapter's. Tensors
+    are valid inside only.
 
     Raises AdapterInvalid or AdapterTooLarge with a sentence that names the file at fault.
     """
-    names = weight_files(folder)
+    names = names or weight_files(folder)
     weights = Weights({}, hashlib.sha256(), 0, names[0].endswith(".safetensors"))
     try:
         for name in names:

@@ -103,7 +103,8 @@ class Jobs:
         """What can be said of a pin without its weights. Raises AdapterError where it would not be served."""
         entry = self._store.of_pin(pin)
         if entry is not None:
-            return {"rank": entry.rank, "modules": None, "num_bytes": entry.num_bytes}
+            known = {"rank": entry.rank, "modules": None, "num_bytes": entry.num_bytes}
+            return {**known, "num_heads": entry.num_heads}
         job = Job(pin.id, token)
         question = {"do": "check", "pin": pin.as_dict(), "token": token}
         verdict: dict[str, Any] = (await self._done(job, self._fetching, job.fetching, question, "check"))["verdict"]

@@ -15,8 +15,8 @@ from typing import Any
 import structlog
 
 from adapters import digests
-from adapters.errors import AdapterError, LoaderFailed
-from adapters.formats import configuration, tokenizer, weights
+from adapters.errors import AdapterError, LoaderFailed, NotServed
+from adapters.formats import contents, tokenizer
 from adapters.formats.base_values import BaseValues
 from adapters.formats.layout import Base, Layout, lay_out, settled, write
 from adapters.formats.reader import Reader
@@ -26,7 +26,6 @@ from adapters.judging import Judge, look
 from adapters.loader.config import LoaderConfig
 from adapters.merging import merge
 from adapters.pin import Pin
-from adapters.sources.base import CONFIG
 from adapters.sources.registry import Sources
 from adapters.store import Store
 
@@ -79,19 +78,21 @@ class Jobs:
         pin = Pin.from_dict(job["pin"])
         seen = self._loop.run(look(self._sources[pin.source], pin, job.get("token")))
         self._allow(0)
-        verdict = Judge.over(self._work.reader, self._work.tokenizers).judge(seen)
-        return {"verdict": {"rank": verdict.rank, "modules": verdict.num_modules, "num_bytes": verdict.num_bytes}}
+        verdict = Judge.over(self._work.reader, self._work.tokenizers, self._work.base.kinds).judge(seen)
+        told = {"rank": verdict.rank, "modules": verdict.num_modules, "num_bytes": verdict.num_bytes}
+        return {"verdict": {**told, "num_heads": verdict.num_heads}}
 
     def convert(self, job: dict[str, Any]) -> dict[str, Any]:
         """Have the store hold the served layout of the files in a folder."""
         folder, limit = Path(job["folder"]), self._work.config.sources.max_adapter_bytes
-        values = configuration.parse(weights.read_small(folder / CONFIG))
-        with weights.opened(folder, limit) as opened:
-            digest = digests.of_adapter(configuration.canonical(values), opened.hash.digest())
+        with contents.opened(folder, limit) as opened:
+            digest = opened.digest
             if not self._store.touch(digest):
                 self._allow(opened.num_bytes)
                 self._work.tokenizers.check(folder)
-                layout = lay_out(self._work.reader.read(values, opened), self._work.base)
+                layout, notes = opened.lay_out(self._work.reader, self._work.base)
+                for note in notes:
+                    log.warning("an adapter is odd", adapter=job.get("name"), note=note)
                 opened.check_unchanged()
                 self._put(digest, layout)
         return {"entry": self._store.entry(digest).as_dict()}
@@ -104,12 +105,13 @@ class Jobs:
         names: list[str] = []
         with ExitStack() as held:
             for folder in map(Path, job["folders"]):
-                values = configuration.parse(weights.read_small(folder / CONFIG))
-                opened = held.enter_context(weights.opened(folder, limit))
-                names.append(digests.of_adapter(configuration.canonical(values), opened.hash.digest()))
+                opened = held.enter_context(contents.opened(folder, limit))
+                if opened.values is None or opened.changes is None or opened.heads is not None:
+                    raise NotServed(f"merging adapters with Medusa heads ({opened.heads_name}) is not served")
+                names.append(opened.digest)
                 self._allow(opened.num_bytes)
                 self._work.tokenizers.check(folder)
-                parts.append(list(settled(self._work.reader.read(values, opened), self._work.base)))
+                parts.append(list(settled(self._work.reader.read(opened.values, opened.changes), self._work.base)))
                 opened.check_unchanged()
             digest = wanted.digest(names)
             if not self._store.touch(digest):

@@ -9,7 +9,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,20 @@ def read(folder: Path, warn: Callable[[str], None]) -> HeadsFile:
     Raises HeadsError.
     """
     tensors = _read_tensors(folder)
-    ours = {name: tensor for name, tensor in tensors.items() if _BLOCK.fullmatch(name) or _MATRIX.fullmatch(name)}
-    if extra := sorted(set(tensors) - set(ours)):
-        warn(f"{folder}: {len(extra)} tensors belong to no head and are left out, among them {extra[0]}")
+    ours = of_heads(tensors, str(folder), warn)
     shape = shape_of(ours, str(folder))
     config = _read_config(folder)
-    _compare(config, shape, folder, warn)
+    compare(config, shape, str(folder / CONFIG_FILE), warn)
     name = config.get("base_model_name_or_path")
     return HeadsFile(shape, ours, name if isinstance(name, str) else None)
+
+
+def of_heads(tensors: Mapping[str, Tensor], where: str, warn: Callable[[str], None]) -> dict[str, Tensor]:
+    """Those that are named like a head's."""
+    ours = {name: tensor for name, tensor in tensors.items() if _BLOCK.fullmatch(name) or _MATRIX.fullmatch(name)}
+    if extra := sorted(set(tensors) - set(ours)):
+        warn(f"{where}: {len(extra)} tensors belong to no head and are left out, among them {extra[0][:80]}")
+    return ours
 
 
 def holds_heads(folder: Path) -> bool:
@@ -89,6 +95,8 @@ def shape_of(tensors: dict[str, Tensor], where: str) -> HeadsShape:
         raise HeadsError(f"{where} holds no Medusa heads: no tensor is named like 0.0.linear.weight or 0.0.weight")
     num_heads = 1 + max(int(head) for head, _ in blocks | matrices)
     num_layers = 1 + max((int(layer) for _, layer in blocks), default=-1)
+    if num_heads > len(tensors) or num_layers > len(tensors):
+        raise HeadsError(f"{where} names more heads or blocks than it holds tensors: {len(tensors)}")
     own = f"0.{num_layers}.weight" in tensors
     sample = tensors[f"0.{num_layers}.weight"] if own else tensors.get("0.0.linear.weight")
     if sample is None or sample.dim() != 2:
@@ -187,7 +195,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _compare(config: dict[str, Any], shape: HeadsShape, folder: Path, warn: Callable[[str], None]) -> None:
+def compare(config: Mapping[str, Any], shape: HeadsShape, where: str, warn: Callable[[str], None]) -> None:
     """Tensors decide; published configurations are known to be wrong."""
     counted = {"medusa_num_heads": shape.num_heads, "medusa_num_layers": shape.num_layers}
     if "version" in config:
@@ -195,4 +203,4 @@ def _compare(config: dict[str, Any], shape: HeadsShape, folder: Path, warn: Call
     for name, value in counted.items():
         stated = config.get(name)
         if stated is not None and str(stated).removesuffix(".0") != str(value):
-            warn(f"{folder / CONFIG_FILE} says {name} is {stated}, the tensors say {value}; the tensors decide")
+            warn(f"{where} says {name} is {str(stated)[:40]}, the tensors say {value}; the tensors decide")

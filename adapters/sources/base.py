@@ -3,7 +3,8 @@
 The router calls `resolve` and `small_files` for a caller, with the caller's token; the loader's process calls `fetch`.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +23,16 @@ MAX_SMALL_BYTES = 32 << 20
 MAX_CONFIG_BYTES = 1 << 20
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 """By preference."""
+HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""Of Medusa heads, by preference."""
+HEADS_CONFIG = "config.json"
+PEEK_BYTES = 64 << 10
+"""By so much of a file's beginning it is told whether it holds heads."""
+_MOST_UNNAMED = 8
+_HEADS_KEY = re.compile(rb'"\d{1,4}\.\d{1,4}\.(linear\.)?weight" *:')
+
+Peek = Callable[[str], bytes]
+"""The first PEEK_BYTES of a file, by name."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,8 @@ class AdapterSource(Protocol):
         """Those of `names` that are there, each of bounded size."""
 
     def fetch(self, pin: Pin, token: str | None, folder: Path) -> Path:
-        """Bring the files to this machine; the path of a folder with CONFIG and one of WEIGHTS (or an index and parts).
+        """Bring the files to this machine; the path of a folder with CONFIG and one of WEIGHTS (or an index and parts),
+        with heads, or with both.
 
         `folder` belongs to this pin alone; it may hold what an earlier attempt left, to be resumed. A source whose
         files lie here already answers with their own folder. Sizes are checked against the limit before a byte of
@@ -71,17 +83,31 @@ def parts(chosen: Iterable[str]) -> list[str]:
     return [name for name in chosen if name not in SMALL_NAMES and not name.endswith(".index.json")]
 
 
-def choose(sizes: Mapping[str, int | None], name: str, limit: int) -> list[str]:
-    """Names to fetch out of a listing (name → bytes, None where unknown).
+def find_heads(names: Collection[str], peek: Peek) -> str | None:
+    """Which of a folder's files holds Medusa heads: one of HEADS, else one that holds tensors of such names.
+
+    Beside an adapter other files are left alone: checkpoints lie there too.
+    """
+    named = next((each for each in HEADS if each in names), None)
+    if named is not None or CONFIG in names:
+        return named
+    others = sorted(each for each in names if each.endswith(".safetensors") and each not in WEIGHTS)
+    return next((each for each in others[:_MOST_UNNAMED] if _HEADS_KEY.search(peek(each))), None)
+
+
+def choose(sizes: Mapping[str, int | None], name: str, limit: int, peek: Peek) -> list[str]:
+    """Names to fetch out of a listing (name → bytes, None where unknown), heads before the adapter's own weights.
 
     Raises AdapterInvalid where no adapter is there and AdapterTooLarge above `limit` bytes in all. `name` is for the
     message. Weights in parts (`adapter_model-00001-of-…`) come with their index.
     """
-    if CONFIG not in sizes:
-        raise AdapterInvalid(f"{name} holds no {CONFIG}, so it is not an adapter")
+    heads = find_heads(sizes.keys(), peek)
+    if CONFIG not in sizes and (heads is None or _weights(sizes)):
+        raise AdapterInvalid(f"{name} holds no {CONFIG} and no {HEADS[0]}, so it is not an adapter")
     weights = _weights(sizes)
-    if not weights:
+    if CONFIG in sizes and not weights:
         raise AdapterInvalid(f"{name} holds no {' and no '.join(WEIGHTS)}")
+    weights = weights if heads is None else [heads, *weights]
     chosen = [*sorted(SMALL_NAMES & set(sizes)), *weights]
     for each in chosen:
         size = sizes[each] or 0

@@ -24,7 +24,21 @@ from adapters.errors import (
 )
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
-from adapters.sources.base import CONFIG, MAX_SMALL_BYTES, SMALL_NAMES, WEIGHTS, FileHead, Resolved, choose, parts
+from adapters.sources.base import (
+    CONFIG,
+    HEADS,
+    HEADS_CONFIG,
+    MAX_SMALL_BYTES,
+    PEEK_BYTES,
+    SMALL_NAMES,
+    WEIGHTS,
+    FileHead,
+    Peek,
+    Resolved,
+    choose,
+    find_heads,
+    parts,
+)
 
 T = TypeVar("T")
 
@@ -55,11 +69,11 @@ class HubSource:
         """Through the cache what is public, else into `folder`. What the cache holds whole needs no hub."""
         cached = self._snapshot(pin.id, pin.revision)
         if cached is not None and _is_whole(cached):
-            choose(_sizes(cached), pin.id, self._max_bytes)
+            choose(_sizes(cached), pin.id, self._max_bytes, _peeking(cached))
             return cached
         info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, sizes=True)
         sizes = {file.rfilename: file.size for file in info.siblings or [] if "/" not in file.rfilename}
-        wanted = choose(sizes, pin.id, self._max_bytes)
+        wanted = choose(sizes, pin.id, self._max_bytes, self._peeking(pin, token))
         where: dict[str, Any] = {"local_dir": folder} if _needs_token(info) else {"cache_dir": self._cache}
         paths = [self._download(pin, name, token, where) for name in wanted]
         return paths[0].parent
@@ -68,11 +82,11 @@ class HubSource:
         """Out of the cache where that holds it whole, else by ranges."""
         cached = self._snapshot(pin.id, pin.revision)
         if cached is not None and _is_whole(cached):
-            names = parts(choose(_sizes(cached), pin.id, self._max_bytes))
+            names = parts(choose(_sizes(cached), pin.id, self._max_bytes, _peeking(cached)))
             return {name: _head(cached / name, num_bytes) for name in names}
         info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, sizes=True)
         sizes = {file.rfilename: file.size for file in info.siblings or [] if "/" not in file.rfilename}
-        names = parts(choose(sizes, pin.id, self._max_bytes))
+        names = parts(choose(sizes, pin.id, self._max_bytes, self._peeking(pin, token)))
         return {name: FileHead(self._range(pin, name, token, num_bytes), sizes[name] or 0) for name in names}
 
     async def close(self) -> None:
@@ -143,12 +157,15 @@ class HubSource:
         )
         return Path(str(path))
 
+    def _peeking(self, pin: Pin, token: str | None) -> Peek:
+        return lambda name: self._range(pin, name, token, PEEK_BYTES)
+
     def _range(self, pin: Pin, name: str, token: str | None, num_bytes: int) -> bytes:
         """The first bytes of a file, and no more of it."""
         import huggingface_hub
 
         utils: Any = huggingface_hub.utils
-        url = huggingface_hub.hf_hub_url(pin.id, name, revision=pin.revision)
+        url = huggingface_hub.hf_hub_url(pin.id, name, revision=pin.revision, endpoint=self._endpoint)
         headers = {**utils.build_hf_headers(token=token or False), "Range": f"bytes=0-{num_bytes - 1}"}
 
         def read() -> bytes:
@@ -168,8 +185,11 @@ class HubSource:
         """The folder in the cache, if there is one."""
         import huggingface_hub
 
-        found = huggingface_hub.try_to_load_from_cache(id, CONFIG, cache_dir=self._cache, revision=revision)
-        return Path(found).parent if isinstance(found, str) else None
+        for name in (CONFIG, *HEADS, HEADS_CONFIG):
+            found = huggingface_hub.try_to_load_from_cache(id, name, cache_dir=self._cache, revision=revision)
+            if isinstance(found, str):
+                return Path(found).parent
+        return None
 
     def _note(self, ref: Ref, commit: str | None) -> None:
         """Remember that everybody may have that commit, or that it is no longer so."""
@@ -218,8 +238,28 @@ def _head(path: Path, num_bytes: int) -> FileHead:
         return FileHead(file.read(num_bytes), path.stat().st_size)
 
 
+def _peeking(folder: Path) -> Peek:
+    return lambda name: _head(folder / name, PEEK_BYTES).content
+
+
 def _is_whole(folder: Path) -> bool:
-    """Whether a snapshot holds weights beside the configuration: an interrupted one may not."""
+    """Whether a snapshot holds the weights that belong to its configurations: an interrupted one may not."""
+    names = {path.name for path in folder.iterdir()}
+    has_heads = find_heads(names, _peeking(folder)) is not None
+    if CONFIG not in names:
+        return has_heads
+    return _has_weights(folder) and (has_heads or not _names_heads(folder / HEADS_CONFIG))
+
+
+def _names_heads(config: Path) -> bool:
+    """Whether a configuration speaks of Medusa heads."""
+    try:
+        return config.stat().st_size <= MAX_SMALL_BYTES and b'"medusa_num_heads"' in config.read_bytes()
+    except OSError:
+        return False
+
+
+def _has_weights(folder: Path) -> bool:
     for name in WEIGHTS:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():

@@ -13,7 +13,7 @@ from pathlib import Path
 from adapters.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
-from adapters.sources.base import MAX_SMALL_BYTES, SMALL_NAMES, FileHead, Resolved, choose, parts
+from adapters.sources.base import MAX_SMALL_BYTES, PEEK_BYTES, SMALL_NAMES, FileHead, Resolved, choose, parts
 
 _HUB_CACHE_FOLDERS = ("models--", "datasets--", "spaces--")
 _MOST_FILES = 10_000
@@ -38,7 +38,7 @@ class LocalSource:
         """The folder itself: nothing is copied. A folder of links joins files that lie elsewhere below a root."""
         found, files = self._listed(pin.id)
         sizes: dict[str, int | None] = {name: status.st_size for name, (_, status) in files.items()}
-        wanted = choose(sizes, pin.id, self._max_bytes)
+        wanted = choose(sizes, pin.id, self._max_bytes, lambda name: _head(files[name], PEEK_BYTES, pin).content)
         if _revision(files) != pin.revision:
             raise AdapterNotFound(f"{pin.id} has changed since it was looked up: ask again")
         if all(files[name][0] == found / name for name in wanted):
@@ -50,15 +50,8 @@ class LocalSource:
     def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
         _, files = self._listed(pin.id)
         sizes: dict[str, int | None] = {name: status.st_size for name, (_, status) in files.items()}
-        found = {}
-        for name in parts(choose(sizes, pin.id, self._max_bytes)):
-            path, status = files[name]
-            try:
-                with path.open("rb") as file:
-                    found[name] = FileHead(file.read(num_bytes), status.st_size)
-            except OSError as error:
-                raise AdapterNotFound(f"{name} of {pin.id} cannot be read: {_reason(error)}") from None
-        return found
+        names = choose(sizes, pin.id, self._max_bytes, lambda name: _head(files[name], PEEK_BYTES, pin).content)
+        return {name: _head(files[name], num_bytes, pin) for name in parts(names)}
 
     async def close(self) -> None:
         """Nothing is held open."""
@@ -121,6 +114,15 @@ class LocalSource:
             and not any(part.startswith(_HUB_CACHE_FOLDERS) for part in path.relative_to(root).parts)
             for root in self._roots
         )
+
+
+def _head(file: tuple[Path, os.stat_result], num_bytes: int, pin: Pin) -> FileHead:
+    path, status = file
+    try:
+        with path.open("rb") as opened:
+            return FileHead(opened.read(num_bytes), status.st_size)
+    except OSError as error:
+        raise AdapterNotFound(f"{path.name} of {pin.id} cannot be read: {_reason(error)}") from None
 
 
 def _revision(files: dict[str, tuple[Path, os.stat_result]]) -> str:

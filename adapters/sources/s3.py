@@ -23,7 +23,7 @@ from adapters.errors import (
 )
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
-from adapters.sources.base import MAX_SMALL_BYTES, SMALL_NAMES, FileHead, Resolved, choose, parts
+from adapters.sources.base import MAX_SMALL_BYTES, PEEK_BYTES, SMALL_NAMES, FileHead, Resolved, choose, parts
 
 T = TypeVar("T")
 
@@ -52,21 +52,26 @@ class S3Source:
         objects = self._listed(pin.id)
         if _revision(objects) != pin.revision:
             raise AdapterNotFound(f"{pin.id} has changed since it was looked up: ask again")
-        for name in choose({name: meta["size"] for name, meta in objects.items()}, pin.id, self._max_bytes):
+        for name in self._chosen(pin.id, objects):
             self._download(pin.id, objects[name], folder / name)
         return folder
 
     def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
         objects = self._listed(pin.id)
         found = {}
-        for name in parts(choose({name: meta["size"] for name, meta in objects.items()}, pin.id, self._max_bytes)):
-            meta = objects[name]
-            read = functools.partial(_first, self._store(pin.id), meta["path"], min(num_bytes, meta["size"]))
-            found[name] = FileHead(_told(read, pin.id), meta["size"])
+        for name in parts(self._chosen(pin.id, objects)):
+            found[name] = FileHead(self._head(pin.id, objects[name], num_bytes), objects[name]["size"])
         return found
 
     async def close(self) -> None:
         """Connections go with the process."""
+
+    def _chosen(self, id: str, objects: Mapping[str, Any]) -> list[str]:
+        sizes = {name: meta["size"] for name, meta in objects.items()}
+        return choose(sizes, id, self._max_bytes, lambda name: self._head(id, objects[name], PEEK_BYTES))
+
+    def _head(self, id: str, meta: Any, num_bytes: int) -> bytes:
+        return _told(functools.partial(_first, self._store(id), meta["path"], min(num_bytes, meta["size"])), id)
 
     def _resolve(self, ref: Ref) -> Resolved:
         return Resolved(Pin(Source.S3, ref.id, _revision(self._listed(ref.id))), is_public=True)

@@ -14,8 +14,12 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from adapters import check
+from adapters.formats import configuration
+from adapters.medusa import format as heads_files
+from adapters.medusa.format import HeadsShape
 from tests import tiny
 from tests.adapters import making
+from tests.adapters.medusa import small
 from tests.hub_server import Repository, hub
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +108,28 @@ def test_a_bin_file_is_not_looked_into(world: World, capsys: pytest.CaptureFixtu
     assert code == 0 and rows["pickled"]["state"] == "unseen" and rows["pickled"]["rank"] == 4
 
 
+def test_heads_are_judged_alone_and_beside_a_lora(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, joined, other = world.root / "heads", world.copy("joined"), world.root / "other-heads"
+    names = ["heads", "joined", "other-heads", "pickled-heads"]
+    heads_files.write(alone, small.heads(HeadsShape(3, 1, 64)))
+    heads_files.write(joined, small.heads(HeadsShape(2, 1, 64, tiny.VOCAB)))
+    heads_files.write(other, small.heads(HeadsShape(3, 1, 32)))
+    (joined / "config.json").write_text('{"medusa_num_heads": 5}')
+    (world.root / "pickled-heads").mkdir()
+    torch.save(small.heads(HeadsShape(1, 1, 64)).tensors, world.root / "pickled-heads" / "medusa_lm_head.pt")
+    refused = world.check({name: local(name) for name in names}, capsys)[1]
+    assert {refused[name]["state"] for name in names[:3]} == {"refused"} and "Medusa" in refused["heads"]["reason"]
+    monkeypatch.setattr(configuration, "SERVED_KINDS", (*configuration.SERVED_KINDS, "heads"))
+    code, rows = world.check({name: local(name) for name in names}, capsys)
+    assert code == 1 and [rows[name]["state"] for name in names] == ["served", "served", "refused", "unseen"]
+    assert [(row["heads"], row["rank"], row["modules"]) for row in rows.values()][:2] == [(3, 0, 0), (2, 4, 3)]
+    assert "hidden rows of 32, the base has 64" in rows["other-heads"]["reason"]
+    assert "medusa_num_heads is 5, the tensors say 2" in rows["joined"]["reason"]
+    assert rows["pickled-heads"]["heads"] is None and rows["joined"]["num_bytes"] > rows["heads"]["num_bytes"]
+
+
 def test_no_byte_of_weights_is_read(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """A file whose tensors are a hole in a file system is judged like any other."""
     path = world.copy("hollow") / WEIGHTS
@@ -143,7 +169,8 @@ def test_a_table_for_people(world: World, capsys: pytest.CaptureFixture[str]) ->
     file.write_text(json.dumps({"good": local("sound0"), "bad": local("nowhere")}))
     code = check.main(["check", str(file), "--model-id", str(world.base), "--local-adapter-root", str(world.root)])
     lines = capsys.readouterr().out.splitlines()
-    assert code == 1 and lines[0].split() == ["ALIAS", "STATE", "RANK", "MODULES", "BYTES", "ADAPTER", "REASON"]
+    header = "ALIAS STATE RANK MODULES HEADS BYTES ADAPTER REASON"
+    assert code == 1 and lines[0].split() == header.split()
     assert lines[1].split()[:4] == ["good", "served", "4", "3"] and "refused" in lines[2]
     assert lines[-1] == "1 of 2 adapters would be served"
 

@@ -202,3 +202,38 @@ async def test_a_download_goes_on_where_it_ended(server: HubServer, tmp_path: Pa
         folder = here.fetch(pin, "hf_right", tmp_path / "own")
     assert (folder / "adapter_model.safetensors").read_bytes() == weights
     assert any(not asked.startswith("bytes=0-") for asked in server.ranges)
+
+
+LORA = {name: FILES[name] for name in ("adapter_config.json", "adapter_model.safetensors")}
+HEADS = {"config.json": b'{"medusa_num_heads": 3}', "medusa_lm_head.safetensors": b"heads" * 10}
+UNNAMED = b"12345678" + b'{"0.0.linear.weight":{"dtype"' + b" " * 5000
+
+
+@pytest.mark.parametrize("files", [{**LORA, **HEADS}, HEADS], ids=["beside a LoRA", "alone"])
+async def test_heads_come_along(server: HubServer, tmp_path: Path, files: dict[str, bytes]) -> None:
+    server.repositories["a/heads"] = Repository({**files, "pytorch_model.bin": b"never"})
+    here = source(server, tmp_path)
+    pin = (await here.resolve(parse("a/heads"), None)).pin
+    assert here.heads(pin, None, 4)["medusa_lm_head.safetensors"].content == b"head"
+    folder = here.fetch(pin, None, tmp_path)
+    assert {file.name for file in folder.iterdir()} == set(files)
+    asked = len(server.requests)
+    assert here.fetch(pin, None, tmp_path) == folder and len(server.requests) == asked
+    (folder / "medusa_lm_head.safetensors").unlink()
+    assert (here.fetch(pin, None, tmp_path) / "medusa_lm_head.safetensors").exists(), (
+        "without its heads it is not whole"
+    )
+
+
+async def test_heads_under_another_name_are_told_by_their_first_bytes(server: HubServer, tmp_path: Path) -> None:
+    model = {"config.json": b"{}", "model.safetensors": b"12345678" + b'{"model.norm.weight":{' + b" " * 200_000}
+    server.repositories["a/model"] = Repository(model)
+    server.repositories["a/odd"] = Repository({**model, "odd.safetensors": UNNAMED})
+    here = source(server, tmp_path)
+    pin = (await here.resolve(parse("a/model"), None)).pin
+    with pytest.raises(AdapterInvalid, match=r"no adapter_config\.json and no medusa_lm_head\.safetensors"):
+        here.fetch(pin, None, tmp_path)
+    assert all(asked.startswith("bytes=0-") and asked != "bytes=0-" for asked in server.ranges) and server.ranges
+    pin = (await here.resolve(parse("a/odd"), None)).pin
+    folder = here.fetch(pin, None, tmp_path)
+    assert {file.name for file in folder.iterdir()} == {"config.json", "odd.safetensors"}

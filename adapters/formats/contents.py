@@ -1,0 +1,99 @@
+"""What an adapter's folder holds: changes to modules as PEFT saved them, Medusa heads, or both under one name."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapters import digests
+from adapters.errors import AdapterInvalid, NotServed
+from adapters.formats import configuration, heads, weights
+from adapters.formats.heads import FoundHeads
+from adapters.formats.layout import Base, Layout, lay_out
+from adapters.formats.reader import Reader
+from adapters.formats.weights import Weights
+from adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, PEEK_BYTES, find_heads
+
+_ALONE = b"medusa heads"
+"""In place of a configuration in the digest of heads without one: theirs says nothing that counts."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Files of one adapter, open."""
+
+    values: dict[str, Any] | None
+    """The configuration, unjudged; None where there are heads alone."""
+    changes: Weights | None
+    heads: Weights | None
+    heads_name: str = ""
+    heads_config: bytes | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in (self.changes, self.heads) if each is not None)
+
+    @property
+    def digest(self) -> str:
+        """What the adapter is called below the router."""
+        known = _ALONE if self.values is None else configuration.canonical(self.values)
+        parts = [each.hash.digest() for each in (self.changes, self.heads) if each is not None]
+        return digests.of_adapter(known, b"".join(parts))
+
+    def found_heads(self, reader: Reader, kinds: frozenset[str]) -> FoundHeads | None:
+        """Raises AdapterInvalid or NotServed."""
+        if self.heads is None:
+            return None
+        if heads.KIND not in kinds:
+            raise NotServed(f"an adapter with Medusa heads ({self.heads_name}) is not served")
+        return heads.read(self.heads_name, self.heads.tensors, self.heads_config, reader.skeleton.output_shape)
+
+    def lay_out(self, reader: Reader, base: Base) -> tuple[Layout, tuple[str, ...]]:
+        """The served layout, and what is odd and no fault. Raises AdapterInvalid or NotServed."""
+        found = self.found_heads(reader, base.kinds)
+        layout = Layout({}, {})
+        if self.values is not None and self.changes is not None:
+            layout = lay_out(reader.read(self.values, self.changes), base)
+        if found is None:
+            return layout, ()
+        assert reader.skeleton.output_shape is not None
+        tensors = heads.lay_out(found, reader.skeleton.output_shape[0], base.dtype)
+        return Layout({**layout.tensors, **tensors}, layout.modules, heads.facts(found.shape)), found.notes
+
+    def check_unchanged(self) -> None:
+        """Raises AdapterInvalid if a file is no longer what was read."""
+        for each in (self.changes, self.heads):
+            if each is not None:
+                each.check_unchanged()
+
+
+@contextmanager
+def opened(folder: Path, limit: int) -> Iterator[Contents]:
+    """The adapter in `folder`, of at most `limit` bytes of weights. Tensors are valid inside only.
+
+    Raises AdapterInvalid or AdapterTooLarge with a sentence that names the file at fault.
+    """
+    names = os.listdir(folder)
+    heads_name = find_heads(names, lambda name: _first(folder / name))
+    if CONFIG not in names and heads_name is None:
+        raise AdapterInvalid(f"there is no {CONFIG} and no {HEADS[0]}")
+    with ExitStack() as held:
+        values = changes = found = None
+        if CONFIG in names:
+            values = configuration.parse(weights.read_small(folder / CONFIG))
+            changes = held.enter_context(weights.opened(folder, limit))
+        if heads_name is not None:
+            left = limit if changes is None else limit - changes.num_bytes
+            found = held.enter_context(weights.opened(folder, left, [heads_name]))
+        config = weights.read_small(folder / HEADS_CONFIG) if found is not None and HEADS_CONFIG in names else None
+        yield Contents(values, changes, found, heads_name or "", config)
+
+
+def _first(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(PEEK_BYTES)
+    except OSError as error:
+        raise AdapterInvalid(f"cannot read {path.name}: {error.strerror}") from None
