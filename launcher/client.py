@@ -74,9 +74,13 @@ class Client:
         return Answer(answer["generated_text"], answer.get("details") or {})
 
     def chat(self, messages: str | Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        """OpenAI's chat completion of `messages`, or of one user's message; `fields` stand beside them in the body."""
+        """OpenAI's chat completion of `messages`, or of one user's message; `fields` stand beside them in the body.
+
+        Without `model` it is whoever answers those that name none: the base, or the server's default adapter.
+        """
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        answer: dict[str, Any] = self.post("/v1/chat/completions", {"messages": said, **fields})
+        fields = {"model": "", **fields, "messages": said}
+        answer: dict[str, Any] = self.post("/v1/chat/completions", fields)
         return answer
 
     def stream(self, prompt: str, **parameters: Any) -> "Stream":

@@ -4,7 +4,7 @@ from launcher.flag import Flag, Kind
 
 TOKENS_WITH_A_DRAFT = 4
 """`--speculative-tokens` where there is a draft model and nobody says how many."""
-_LATER = "guesses of this version come from prompt lookup, at a constant width"
+_LATER = "this version guesses at a constant width and verifies by coupling"
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Speculation": (
@@ -39,8 +39,6 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "what guesses where a request does not say; `ngram` is `lookup`",
             choices=("auto", "lookup", "ngram", "medusa", "draft", "off"),
             lorax=False,
-            refused=_LATER,
-            harmless=("auto", "lookup", "ngram", "off"),
         ),
         Flag(
             "speculative-schedule",

@@ -39,7 +39,7 @@ def serving(told: Told) -> Iterator[Client]:
             """Nothing."""
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield Client(f"http://127.0.0.1:{server.server_port}/", token="secret", timeout_s=20)
@@ -97,8 +97,8 @@ def test_a_chat_is_openai_s() -> None:
         client.chat([{"role": "system", "content": "be brief"}])
     (path, _, first), (_, _, second) = told.asked
     assert path == "/v1/chat/completions"
-    assert first == {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}
-    assert second == {"messages": [{"role": "system", "content": "be brief"}]}
+    assert first == {"model": "", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
+    assert second == {"model": "", "messages": [{"role": "system", "content": "be brief"}]}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""LLMSpeculativeSampling's comparison on servers of our own: its flags, its four texts, its `-v`.
+
+    python examples/compare.py --input "def add(a, b):" --target_model_name T --approx_model_name D -v
+
+Writes the target's text, the small model's, and the target's as both papers guess it ahead (Chen et al. 2023, Leviathan
+et al. 2023). With a seed the last two are the first, token by token: a seed promises a text here. `-b` measures.
+"""
+
+import argparse
+import time
+from contextlib import ExitStack
+from importlib.resources import files
+from typing import Any
+
+from launcher import Client, launch, provenance
+
+LAW = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9}
+RUNS = 10
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="One prompt, four texts.")
+    parser.add_argument("--input", default="def read_lines(path):\n")
+    parser.add_argument("--approx_model_name", default=str(files("demo") / "draft"))
+    parser.add_argument("--target_model_name", default=str(files("demo") / "base"))
+    parser.add_argument("-v", "--verbose", action="store_true", help="colour tokens by who brought them, and count")
+    parser.add_argument("-s", "--seed", type=int)
+    parser.add_argument("-b", "--benchmark", action="store_true", help=f"tokens per second over {RUNS} runs")
+    parser.add_argument("-p", "--profiling", action="store_true", help="seconds by part; same line as -v's")
+    parser.add_argument("-M", "--max_tokens", type=int, default=20)
+    parser.add_argument("-g", "--gamma", type=int, default=4)
+    parser.add_argument("--set", action="append", default=[], metavar="FLAG=VALUE", help="any flag of the launcher")
+    return parser.parse_args(arguments)
+
+
+def show(title: str, client: Client, given: argparse.Namespace, **parameters: Any) -> None:
+    """One text under its title."""
+    law = LAW | {"max_new_tokens": given.max_tokens} | ({} if given.seed is None else {"seed": given.seed})
+    began = time.monotonic()
+    answer = client.generate(given.input, **law, **parameters)
+    seconds = time.monotonic() - began
+    paint = provenance.painter(given.verbose)
+    print(f"\x1b[31m{title}\x1b[0m\n{given.input}" + "".join(map(paint, answer.tokens)))
+    if given.verbose or given.profiling:
+        print(provenance.summary(answer.details, seconds))
+    if given.benchmark:
+        began = time.monotonic()
+        texts = [client.generate(given.input, **law, **parameters) for _ in range(RUNS)]
+        num_tokens = sum(text.details["generated_tokens"] for text in texts)
+        print(f"{num_tokens / (time.monotonic() - began):.1f} tokens/s")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
+    flags: dict[str, Any] = dict(one.split("=", 1) for one in given.set)
+    width = {"speculative_tokens": given.gamma, "speculative_tokens_max": max(given.gamma, 16)}
+    width |= {"speculative_schedule": "constant"}
+    with ExitStack() as both:
+        small = both.enter_context(launch(given.approx_model_name, **flags))
+        large = both.enter_context(launch(given.target_model_name, given.approx_model_name, **width, **flags))
+        show("target model", large, given, speculative_tokens=0)
+        show("approximation model", small, given)
+        guessed = {"speculative_method": "draft"}
+        show("DeepMind's speculative sampling", large, given, speculative_verify="deepmind", **guessed)
+        show("Google's speculative decoding", large, given, speculative_verify="google", **guessed)
+        if given.verbose:
+            print(provenance.legend(colours=True))
+
+
+if __name__ == "__main__":
+    main()
