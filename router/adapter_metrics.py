@@ -46,16 +46,16 @@ class AdapterMetrics:
 
     def sent(self, adapter: Adapter, digest: str, num_prompt: int, was_resident: bool) -> None:
         """A request left for a shard."""
-        label = self._label(adapter, digest)
+        label = self.label(adapter, digest)
         self.requests.add(1, label)
         self.prompt_tokens.add(num_prompt, label)
         self.hits.add(1, "slot" if was_resident else "elsewhere")
 
     def received(self, adapter: Adapter, digest: str, num_tokens: int) -> None:
-        self.generated_tokens.add(num_tokens, self._label(adapter, digest))
+        self.generated_tokens.add(num_tokens, self.label(adapter, digest))
 
     def failed(self, adapter: Adapter, digest: str) -> None:
-        self.errors.add(1, self._label(adapter, digest))
+        self.errors.add(1, self.label(adapter, digest))
 
     def loaded(self, tier: str, seconds: float) -> None:
         """The loader brought one."""
@@ -65,7 +65,8 @@ class AdapterMetrics:
             histogram = self.load_seconds[tier] = Histogram(_SECONDS)
         histogram.observe(seconds)
 
-    def _label(self, adapter: Adapter, digest: str) -> str:
+    def label(self, adapter: Adapter, digest: str) -> str:
+        """What an adapter is called in metrics."""
         label = adapter.alias or digest[:12] or OTHER
         if label not in self._labels:
             if len(self._labels) >= MOST_LABELS:

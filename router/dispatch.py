@@ -367,8 +367,7 @@ class Dispatcher:
             else:
                 metrics.first_token(now - generation.queued_at, generation.num_cached)
         if part.num_drafted:
-            metrics.drafted_tokens.add(sum(part.num_drafted))
-            metrics.accepted_tokens.add(part.num_accepted)
+            metrics.guessed(part, num_tokens, generation.request.adapter, generation.digest)
         if generation.state is State.DONE:
             self._end(generation, part, now)
         return num_tokens

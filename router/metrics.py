@@ -12,8 +12,11 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Met
 from prometheus_client.utils import floatToGoString
 
 from proto import shard_pb2 as pb
+from router.adapter import Adapter
 from router.adapter_metrics import AdapterMetrics
+from router.guessed import num_emitted
 from router.histogram import Counter, Histogram
+from router.speculation_metrics import BASE, SpeculationMetrics
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATIONS = [0.00015 * 1.5**power for power in range(35)]
@@ -80,6 +83,7 @@ class Metrics:
         self.shard_messages = Counter()
         self.shard_reconnects = Counter()
         self.adapters = AdapterMetrics()
+        self.speculation = SpeculationMetrics()
         self.gauges: dict[str, float] = {}
         """Gauges by full name; the dispatcher sets them as shards speak."""
         self._page_size = 0
@@ -146,6 +150,13 @@ class Metrics:
             self.prefix_hits.add()
             self.cached_prompt_tokens.add(num_cached)
 
+    def guessed(self, output: pb.RequestOutput, num_kept: int, adapter: Adapter | None, digest: str) -> None:
+        """A message tells of drafts; the first `num_kept` of its tokens are in the request's text."""
+        self.drafted_tokens.add(sum(output.num_drafted))
+        self.accepted_tokens.add(num_emitted(output, num_kept))
+        label = BASE if adapter is None else self.adapters.label(adapter, digest)
+        self.speculation.observe(output, num_kept, label)
+
     def generation_ended(
         self, seconds: float, num_generated: int, num_skipped: int, num_prompt: int, max_new_tokens: int
     ) -> None:
@@ -192,6 +203,7 @@ class Metrics:
         yield from self._batches()
         yield from self._own()
         yield from self.adapters.collect()
+        yield from self.speculation.collect()
         self._note_loads()
         for name, value in self.gauges.items():
             yield GaugeMetricFamily(name, _GAUGES.get(name, name), value=value)

@@ -176,3 +176,16 @@ async def test_there_is_one_of_zeros_where_nothing_was_guessed(server: Serving) 
     report = (await generate(server, max_new_tokens=2, details=True, speculative_tokens=3))["details"]["speculation"]
     assert (report["steps"], report["drafted"], report["accepted"]) == (2, 0, 0)
     assert report["sources"] == {"target": 2}
+
+
+async def test_metrics_count_what_texts_hold(server: Serving) -> None:
+    tells(server)
+
+    def count(name: str, method: str) -> float:
+        return server.metrics.speculation.values[name].get((method, "__base_model__"), 0)
+
+    before = {(name, method): count(name, method) for name in ("drafted_tokens", "accepted_tokens") for method in NAMES}
+    await generate(server, max_new_tokens=9, speculative_tokens=4, stop=["h"])
+    grown = {key: count(*key) - number for key, number in before.items()}
+    assert [grown["drafted_tokens", name] for name in ("lookup", "medusa", "draft")] == [1, 5, 4]
+    assert [grown["accepted_tokens", name] for name in ("lookup", "medusa", "draft")] == [1, 1, 1]
