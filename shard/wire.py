@@ -20,7 +20,7 @@ BYTES_PER_ITEM = 10
 MAX_ALTERNATIVES = 256
 MAX_DRAFTS = 64
 SCHEDULES = {Schedule.CONSTANT.value}
-RULES = {Rule.COUPLED.value}
+RULES = set(map(str, Rule))
 HEX_DIGITS = frozenset("0123456789abcdef")
 
 

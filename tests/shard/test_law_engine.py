@@ -12,13 +12,15 @@ import torch
 
 from shard.batch import StepInputs
 from shard.budget import Limits
+from shard.drafter import Drafter
 from shard.engine import Engine, Pacing
 from shard.inbox import Commands, Inbox, StreamOpened
 from shard.kv_cache import KvCache
 from shard.outbox import Outbox
-from shard.request import FinishReason, Request, SamplingParams
+from shard.request import FinishReason, Method, Request, Rule, SamplingParams, Speculation
 from shard.sampling import Sampler
 from shard.scheduler import Scheduler
+from shard.speculation import Guessers
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import params
 from tests.shard.sampling.oracle import Case
@@ -32,12 +34,15 @@ NUM_REQUESTS = 20_000
 PROMPTS = ([3, 3, 7, 1, 9, 2, 6], [5, 2, 8])
 """The last pages fill up while the text is drawn, so that pages run short."""
 LOGITS = np.random.default_rng(3).normal(size=(V, V, V)).astype(np.float32) * 2
+DRAFT_LOGITS = LOGITS + np.random.default_rng(4).normal(size=(V, V, V)).astype(np.float32) * 1.5
+"""Of the draft model: it often wants the same."""
 
 
 class MarkovModel:
     """The next token depends on the last two, as found in the pages."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, logits: np.ndarray = LOGITS) -> None:
+        self._logits = logits
         self.inputs = StepInputs(PAGE_SIZE, torch.device("cpu"))
         # [N * P] the token in each slot
         self.slots = np.zeros(num_pages * PAGE_SIZE, dtype=np.int64)
@@ -55,7 +60,7 @@ class MarkovModel:
             ]
         )
         rows = inputs.logits_rows.numpy()
-        return torch.from_numpy(LOGITS[self.slots[before[rows]], inputs.input_ids.numpy()[rows]])
+        return torch.from_numpy(self._logits[self.slots[before[rows]], inputs.input_ids.numpy()[rows]])
 
 
 @dataclass
@@ -88,9 +93,11 @@ class Running:
     commit_lag: int
     num_pages: int
     step_tokens: int
+    rule: Rule | None = None
+    """How drafts are verified, where a draft model guesses."""
 
 
-def make_requests(laws: list[Law]) -> list[Request]:
+def make_requests(laws: list[Law], rule: Rule | None) -> list[Request]:
     """Requests for every law in turn, each with its own seed; every fifth is somebody else's."""
     requests = []
     for i in range(NUM_REQUESTS * 5 // 4):
@@ -98,18 +105,24 @@ def make_requests(laws: list[Law]) -> list[Request]:
         sampling = SamplingParams(presence_penalty=1.0) if i % 5 == 4 else params(law.case, seed=i)
         prompt_ids = list(law.prompt_ids)
         requests.append(Request((EPOCH, i), prompt_ids, len(prompt_ids), NUM_TOKENS, sampling=sampling))
+        if rule is not None:
+            requests[-1].speculation = Speculation(Method.DRAFT, 1 + i % 3, verify=rule)
+            requests[-1].max_new_tokens += 2  # room for drafts of all three
     return requests
 
 
 def run(requests: list[Request], running: Running) -> int:
     """Run them all to the end, so many at a time. Returns how often one was preempted."""
     scheduler = Scheduler(
-        KvCache(running.num_pages, PAGE_SIZE, prefix_caching=True), Limits(running.step_tokens, MAX_RUNNING, True, 512)
+        KvCache(running.num_pages, PAGE_SIZE, prefix_caching=True),
+        Limits(running.step_tokens, MAX_RUNNING, True, 512),
+        guessers=Guessers(MAX_RUNNING, has_draft_model=True),
     )
     inbox, outbox = Inbox(), Outbox()
     sampler = Sampler(V, MAX_RUNNING, torch.device("cpu"))
     pacing = Pacing(running.commit_lag, max_waiting=MAX_RUNNING)
-    engine = Engine(MarkovModel(running.num_pages), sampler, scheduler, (inbox, outbox), pacing)
+    drafter = Drafter(MarkovModel(running.num_pages, DRAFT_LOGITS), sampler, V, V)
+    engine = Engine(MarkovModel(running.num_pages), sampler, scheduler, (inbox, outbox), pacing, drafter)
     outbox.open(EPOCH, wake=lambda: None)
     inbox.put(StreamOpened(EPOCH))
     for start in range(0, len(requests), MAX_RUNNING):
@@ -133,6 +146,12 @@ RUNS = {
             Case(temperature=0.8, top_p=0.9, presence_penalty=0.7, logit_bias=((4, 1.0),)),
         ],
     ),
+    "drafts, coupled": (Running(0, 2000, 512, Rule.COUPLED), [Case(top_k=8)]),
+    "drafts, rejection": (Running(0, 2000, 512, Rule.REJECTION), [Case(top_k=8)]),
+    "drafts, rejection, all transforms, lag 1": (
+        Running(1, 2000, 512, Rule.REJECTION),
+        [Case(temperature=1.3, top_k=8, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias=((4, 1.0),))],
+    ),
 }
 
 
@@ -140,13 +159,14 @@ RUNS = {
 def test_three_tokens_follow_the_exact_joint_law(name: str) -> None:
     running, cases = RUNS[name]
     laws = [Law(prompt_ids, case) for case in cases for prompt_ids in PROMPTS]
-    requests = make_requests(laws)
+    requests = make_requests(laws, running.rule)
     num_preempted = run(requests, running)
     assert (num_preempted > 0) == (running.num_pages < MAX_RUNNING)
     for i, request in enumerate(requests):
         assert request.finish_reason is FinishReason.LENGTH
         if i % 5 != 4:
-            laws[i % len(laws)].counts[tuple(request.token_ids[request.num_prompt :])] += 1
+            output = request.token_ids[request.num_prompt :]
+            laws[i % len(laws)].counts[tuple(output[:NUM_TOKENS])] += 1
     assert sum(law.counts.sum() for law in laws) == NUM_REQUESTS
     for law in laws:
         assert oracle.fit(law.counts, law.exact()) > 1e-6 / 6

@@ -241,7 +241,6 @@ BAD_SUBMITS = {
     "this shard serves no adapters": make_submit(1, [1], adapter=pb.AdapterPin(digest="d" * 64)),
     "medusa is no method of speculation": make_submit(1, [1], speculation=pb.Speculation(method="medusa")),
     "auto is no schedule of speculation": make_submit(1, [1], speculation=pb.Speculation(schedule="auto")),
-    "rejection is no verification": make_submit(1, [1], speculation=pb.Speculation(verify="rejection")),
     "grammars are not supported": make_submit(1, [1], grammar="root ::= [a]"),
     "alternatives can be given": make_submit(1, [1], logprobs=pb.Logprobs(alternatives=VOCAB_SIZE + 1)),
     "temperature is out of range": make_submit(1, [1], sampling=pb.Sampling(temperature=float("nan"))),
