@@ -58,6 +58,7 @@ class AdminRoutes:
                 "digest": each.digest,
                 "num_bytes": each.num_bytes,
                 "rank": each.rank,
+                "num_heads": each.num_heads,
                 "resident": admission.is_resident(each.digest),
                 "pinned": each.digest in admission.pinned,
             }

@@ -211,3 +211,12 @@ async def test_a_server_of_the_base_model_alone_refuses_heads_by_name(tmp_path: 
             response = await server.client.post(path, json=request_to(path, None, heads_id="heads"))
             assert response.status_code == 422
             assert "`heads_id` is not supported" in response.text
+
+
+async def test_an_administrator_sees_how_many_there_are(tmp_path: Path) -> None:
+    made(tmp_path, *HOLDS)
+    fields: dict[str, Any] = {"loader_answer": finds_heads, "admin_key_sha256": sha256("admin")}
+    async with serving(tmp_path, adapters=True, **fields) as server:
+        await told(server, "/generate", "lora", heads_id="heads")
+        loaded = (await server.client.get("/admin/adapters", headers=bearer("admin"))).json()["loaded"]
+        assert sorted((each["rank"], each["num_heads"]) for each in loaded) == [(0, 3), (8, 0)]

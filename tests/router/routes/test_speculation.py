@@ -211,3 +211,14 @@ async def test_what_a_server_says_of_itself(server: Serving, drafting: Serving) 
     assert (info["speculate"], info["speculative_method"], info["draft_model_id"]) == (0, "auto", None)
     info = (await drafting.client.get("/info")).json()
     assert (info["speculate"], info["speculative_method"], info["draft_model_id"]) == (4, "auto", "test/draft")
+
+
+async def test_an_answer_says_by_which_rule_it_was_verified(drafting: Serving) -> None:
+    drafting.says(" there")
+    for own, verify in (({}, "rejection"), ({"seed": 5}, "coupled"), ({"speculative_method": "lookup"}, "coupled")):
+        asked = {"max_new_tokens": 1, "details": True, "speculative_verify": "google", **own}
+        assert (await generate(drafting, **asked))["details"]["speculation"]["verify"] == verify
+        for path, body in BOTH:
+            request = {**body, "speculative_verify": "google", **own}
+            usage = (await drafting.client.post(path, json=request)).json()["usage"]
+            assert usage["completion_tokens_details"]["speculation"]["verify"] == verify
