@@ -13,8 +13,8 @@ where they are not. Flags marked *new* are not in LoRAX.
   *true or false* take one, as in LoRAX. Variables of either kind understand `true`, `false`, `1`, `0`, `yes`, `no`,
   `on` and `off`. Flags that may be repeated read several values from their variable, with commas between them
   (`LOCAL_ADAPTER_ROOT`: colons).
-- `--config FILE` is YAML that gives flags by their names (`speculative-tokens: 3`; a list repeats a flag), or the keys by
-  which AutoGluon-RAG describes a generator ([seeds.md](seeds.md)). Flags and variables go before it.
+- `--config FILE` is YAML that gives flags by their names (`speculative-tokens: 3`; a list repeats a flag), or the keys
+  by which AutoGluon-RAG describes a generator ([seeds.md](seeds.md)). Flags and variables go before it.
 - Bytes are written as `1073741824`, `512MiB` or `4GiB`.
 - An unknown flag, a wrong value or an impossible combination ends the launcher with one sentence, before anything is
   downloaded or started.
@@ -41,9 +41,9 @@ _TAIL = """
 `id@revision`. Safetensors are preferred; `.bin` files are fetched only where there are none. A hub that cannot be asked
 is no error if the cache holds the whole model: a warning says so.
 
-`--draft-model-id` is found in the same way. A draft model guesses in the base model's token ids, so its vocabulary is compared with
-the base's before anything is loaded, token by token; another one ends the launcher, naming both. So it does where
-`--draft-tokenizer-id` says whose tokenizer the draft model has.
+`--draft-model-id` is found in the same way. A draft model guesses in the base model's token ids, so its vocabulary is
+compared with the base's before anything is loaded, token by token; another one ends the launcher, naming both. So does
+another vocabulary of `--draft-tokenizer-id`, which says whose tokenizer the draft model has.
 
 ## Start and end
 

@@ -8,6 +8,8 @@ from launcher.exits import Exit, LauncherError
 from launcher.flags import FLAGS
 from launcher.settings import Settings
 
+_WITHOUT_A_DRAFT = ("auto", "lookup", "ngram", "medusa", "off")
+
 
 def check(settings: Settings) -> None:
     """Raise LauncherError with one sentence for the first thing that can't be served."""
@@ -101,8 +103,9 @@ def _check_speculation(settings: Settings) -> None:
         for name in ("draft-revision", "draft-tokenizer-id", "draft-dtype"):
             if settings[name] is not None:
                 _refuse(f"{settings.given[name]} needs --draft-model-id")
-        if settings["speculative-method"] == "draft":
-            _refuse(f"{settings.given['speculative-method']} draft needs --draft-model-id")
+        for name, harmless in (("speculative-method", _WITHOUT_A_DRAFT), ("verify", ("coupled",))):
+            if settings[name] not in harmless:
+                _refuse(f"{settings.given[name]} {settings[name]} needs --draft-model-id")
     else:
         _check_revision(settings, "draft-model-id", "draft-revision")
     wanted, most = settings["speculative-tokens"] or 0, settings["speculative-tokens-max"]

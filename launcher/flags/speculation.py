@@ -4,7 +4,7 @@ from launcher.flag import Flag, Kind
 
 TOKENS_WITH_A_DRAFT = 4
 """`--speculative-tokens` where there is a draft model and nobody says how many."""
-_LATER = "this version guesses at a constant width and verifies by coupling"
+_LATER = "this version guesses at a constant width"
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Speculation": (
@@ -58,8 +58,6 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "rule by which guesses of a draft model are accepted; `google` and `deepmind` are `rejection`",
             choices=("coupled", "rejection", "google", "deepmind"),
             lorax=False,
-            refused=_LATER,
-            harmless=("coupled",),
         ),
         Flag("ngram-min", Kind.INTEGER, 1, "tokens that prompt lookup must find again", least=1, most=32, lorax=False),
         Flag("ngram-max", Kind.INTEGER, 8, "tokens that prompt lookup looks for", least=1, most=32, lorax=False),
