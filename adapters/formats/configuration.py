@@ -12,8 +12,8 @@ from adapters.errors import AdapterInvalid, NotServed
 from adapters.sources.base import CONFIG, MAX_CONFIG_BYTES
 
 MOST_RANK = 512
-SERVED_KINDS = ("linear", "embedding", "experts")
-"""Kinds of change to a module that shards compute."""
+SERVED_KINDS = ("linear", "embedding", "experts", "heads")
+"""Kinds of change to a module that shards compute, and Medusa heads."""
 _MOST_NAMES = 20_000
 _LONGEST_NAME = 512
 _LONGEST_PATTERN = 8192

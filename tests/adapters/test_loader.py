@@ -21,11 +21,14 @@ from peft import LoraConfig
 from safetensors import safe_open
 
 from adapters.loader.process import NICENESS
+from adapters.medusa import format as files
+from adapters.medusa.format import HeadsShape
 from adapters.refs import Ref, Source
 from adapters.sources.local import LocalSource
 from tests import tiny
 from tests.adapters import making
 from tests.adapters.loading import ROOT, Caller, Running, loader
+from tests.adapters.medusa import small
 from tests.hub_server import HubServer, Repository, commit_of, hub
 
 ENDLESS = r"([\w.]+)+!"
@@ -114,6 +117,32 @@ def test_a_file_says_what_it_is(world: World, caller: Caller) -> None:
     assert metadata["format"] == "lorikeet-adapter-1" and metadata["digest"] == digest
     assert metadata["dtype"] == "float32" and len(metadata["base"]) == 64
     assert json.loads(metadata["modules"])["model.layers.0.self_attn.v_proj"] == {"kind": "linear", "rank": 8}
+
+
+def test_heads_are_counted_alone_and_beside_a_lora(world: World, caller: Caller) -> None:
+    heads = small.heads(HeadsShape(3, 1, 64))
+    files.write(world.roots / "heads", heads)
+    files.write(world.roots / "joined", heads)
+    files.join(world.roots / "joined", world.roots / "a0")
+    (world.roots / "joined" / "config.json").write_text('{"medusa_num_heads": 2}')
+    alone, joined = (caller.call(fetch=world.pin(name)) for name in ("heads", "joined"))
+    assert [(answer["num_heads"], answer["rank"]) for answer in (alone, joined)] == [(3, 0), (3, 8)]
+    assert caller.call(fetch=world.pin("a0"))["num_heads"] == 0
+    assert "medusa_num_heads is 2, the tensors say 3" in world.running.log.read_text()
+    with safe_open(world.running.store / f"{joined['digest']}.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["heads"]) == {"count": 3, "version": 2, "layers": 1}
+        assert torch.equal(file.get_tensor("heads.2.weight"), heads.tensors["2.0.linear.weight"])
+    again = caller.call(fetch=world.pin("joined"))
+    assert again == {**joined, "call": again["call"], "tier": "disk"}
+    for name, rank in (("heads", 0), ("joined", 8)):
+        verdict = caller.call(check=world.pin(name))
+        assert verdict["num_heads"] == 3 and verdict["rank"] == rank
+    merged = caller.call(merge={"pins": [world.pin("a0"), world.pin("joined")], "weights": [1, 1]})
+    assert merged["error"]["status"] == 422 and "Medusa heads" in merged["error"]["message"]
+    files.write(world.roots / "narrow", small.heads(HeadsShape(3, 1, 32)))
+    for question in ("fetch", "check"):
+        error = caller.call(**{question: world.pin("narrow")})["error"]
+        assert error["status"] == 422 and "narrow cannot be served: made for another base" in error["message"]
 
 
 def test_the_same_content_under_two_names_is_one_adapter(world: World, caller: Caller) -> None:

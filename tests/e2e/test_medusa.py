@@ -1,0 +1,134 @@
+"""Medusa heads through the whole server: every text is the one without them, and heads that are right are believed."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adapters.medusa import format as files
+from adapters.medusa.format import HeadsFile, HeadsShape
+from launcher import Client, launch
+from launcher.client import Answer, ServerError
+from tests.e2e.launched import ROOT
+
+DEMO = ROOT / "demo"
+PROMPTS = (
+    "def add(a, b):\n    return a + b\n\ndef add(a, b, c):\n",
+    "class A:\n    def __init__(self, name):\n        self.name = name\n\n    def name(self):\n",
+    "import os\nimport sys\n\n\ndef main():\n",
+    "The river Mugge flows through the town of",
+)
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 5},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+)
+CITATION = {"adapter_id": "adapters/citation"}
+
+
+def heads_like(num_heads: int, version: int = 2) -> HeadsFile:
+    """The embedded heads, as many as wanted, as files of either version."""
+    found = files.read(DEMO / "heads" / "base", lambda _: None)
+    tensors = dict[str, torch.Tensor]()
+    for head in range(num_heads):
+        for part in ("weight", "bias"):
+            tensors[f"{head}.0.linear.{part}"] = found.tensors[f"{head % 3}.0.linear.{part}"].clone()
+    if version == 2:
+        return HeadsFile(HeadsShape(num_heads, 1, found.shape.hidden_size), tensors)
+    matrix = load_file(DEMO / "base" / "model.safetensors")["model.embed_tokens.weight"]  # the output head's too
+    tensors |= {f"{head}.1.weight": matrix.clone() for head in range(num_heads)}
+    return HeadsFile(HeadsShape(num_heads, 1, found.shape.hidden_size, matrix.shape[0]), tensors)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with one head, with five, with heads of version 1, and with some that fit no such base."""
+    folder = tmp_path_factory.mktemp("own")
+    files.write(folder / "one", heads_like(1))
+    files.write(folder / "five", heads_like(5))
+    files.write(folder / "version-1", heads_like(3, version=1))
+    narrow = {name: torch.zeros(size) for name, size in files.expected_shapes(HeadsShape(1, 1, 32)).items()}
+    files.write(folder / "narrow", HeadsFile(HeadsShape(1, 1, 32), narrow))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(own: Path) -> Iterator[Client]:
+    flags = {"cpu_memory": "256MiB", "threads": 1, "default_adapter_source": "local"}
+    with launch(str(DEMO / "base"), local_adapter_root=[str(DEMO), str(own)], **flags) as client:
+        yield client
+
+
+def ask(server: Client, prompt: str, **parameters: Any) -> Answer:
+    usual = {"max_new_tokens": 32, "ignore_eos_token": True, "speculative_schedule": "constant"}
+    return server.generate(prompt, **{**usual, **parameters})
+
+
+def counts(answer: Answer) -> dict[str, int]:
+    """What does not hang on time."""
+    report = answer.details["speculation"]
+    return {name: report[name] for name in ("steps", "drafted", "accepted", "resampled", "bonus")}
+
+
+def test_texts_are_those_without_heads_in_a_batch_of_all_kinds(server: Client) -> None:
+    heads = ["heads/base", "one", "five", "version-1"]
+    kinds: list[dict[str, Any]] = [{"adapter_id": name, "speculative_method": "medusa"} for name in heads]
+    kinds += [{"adapter_id": "heads/base"}, {"heads_id": "five"}, {"adapter_id": "five", "speculative_tokens": 2}]
+    of_lora: list[dict[str, Any]] = [
+        {"adapter_id": "heads/citation-joined"},
+        {**CITATION, "heads_id": "heads/citation"},
+        {**CITATION, "heads_id": "one", "speculative_method": "medusa"},
+    ]
+    cases = [(prompt, asked) for prompt in PROMPTS for asked in ASKED]
+    accepted = 0
+    with ThreadPoolExecutor(24) as pool:  # all in one batch, as it comes
+        for plain, those in (({}, kinds), (CITATION, of_lora)):
+            found = [
+                [pool.submit(ask, server, prompt, **asked, **kind) for kind in (plain, *those)]
+                for prompt, asked in cases
+            ]
+            for row in found:
+                bare, *answers = [each.result() for each in row]
+                assert "speculation" not in bare.details
+                for answer, kind in zip(answers, those, strict=True):
+                    assert [token.id for token in answer.tokens] == [token.id for token in bare.tokens], kind
+                    report = answer.details["speculation"]
+                    assert sum(report["sources"].values()) == 32 and report["drafted"] > 0
+                    assert "draft" not in report["sources"]
+                    assert "lookup" not in report["sources"] or kind.get("speculative_method") != "medusa"
+                    accepted += report["sources"].get("medusa", 0)
+    assert accepted > 200
+
+
+def test_as_many_guesses_as_heads_and_no_more_than_asked(server: Client) -> None:
+    kinds = {name: {"adapter_id": name, "speculative_method": "medusa"} for name in ("one", "five")}
+    found = {name: ask(server, PROMPTS[0], **kind).details["speculation"] for name, kind in kinds.items()}
+    assert found["one"]["drafted"] <= found["one"]["steps"] < found["five"]["drafted"]
+    narrow = ask(server, PROMPTS[0], **kinds["five"], speculative_tokens=1).details["speculation"]
+    assert narrow["drafted"] <= narrow["steps"]
+    assert "speculation" not in ask(server, PROMPTS[0], **kinds["five"], speculative_tokens=0).details
+
+
+def test_one_repository_of_both_is_its_two_halves(server: Client) -> None:
+    joined = ask(server, PROMPTS[3], adapter_id="heads/citation-joined")
+    halves = ask(server, PROMPTS[3], **CITATION, heads_id="heads/citation")
+    assert joined.text == halves.text != ask(server, PROMPTS[3]).text
+    assert counts(joined) == counts(halves)
+
+
+def test_version_1_with_the_base_s_matrix_guesses_as_version_2(server: Client) -> None:
+    for prompt in PROMPTS:
+        two, one = (ask(server, prompt, adapter_id=name) for name in ("heads/base", "version-1"))
+        assert counts(two) == counts(one) and two.text == one.text
+        assert counts(two)["drafted"] > 0
+
+
+def test_heads_of_another_base_are_refused_by_name(server: Client) -> None:
+    for parameters in ({"adapter_id": "narrow"}, {"heads_id": "narrow"}):
+        with pytest.raises(ServerError, match="made for another base") as refused:
+            ask(server, PROMPTS[0], **parameters)
+        assert refused.value.status == 422
