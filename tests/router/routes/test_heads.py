@@ -1,5 +1,6 @@
 """Medusa heads as requests name them and operators offer them: which ones the shard is told of, and what is refused."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,19 @@ async def test_an_administrator_sees_how_many_there_are(tmp_path: Path) -> None:
         await told(server, "/generate", "lora", heads_id="heads")
         loaded = (await server.client.get("/admin/adapters", headers=bearer("admin"))).json()["loaded"]
         assert sorted((each["rank"], each["num_heads"]) for each in loaded) == [(0, 3), (8, 0)]
+
+
+async def test_who_leaves_while_heads_are_on_their_way_leaves_nothing_behind(server: Serving) -> None:
+    loading = server.service.admission.loading
+    assert await told(server, "/generate", "lora") == ("lora", "", 0)
+    loading._known = type(loading._known)((name, each) for name, each in loading._known.items() if ":lora@" in name)
+    server.loader.may_answer.clear()
+    for adapter in ("lora", None):
+        request = body("/generate", adapter, heads_id="heads")
+        asking = asyncio.create_task(server.client.post("/generate", json=request))
+        await server.shard.until(lambda: loading.num_loading == 1)
+        asking.cancel()
+        await server.shard.until(lambda: loading.num_loading == 0 and server.dispatcher.num_active == 0)
+    assert loading._num_waiting == {}
+    server.loader.may_answer.set()
+    assert await told(server, "/generate", "lora", heads_id="heads") == ("lora", "heads", 255)
