@@ -39,7 +39,7 @@ def launch(
     """A server of `model_id` (the embedded model without one) on a free port of the loopback, and a client of it.
 
     `flags` are lorikeet-launcher's with underscores: `launch(model, speculative_tokens=3, dtype="float32")`. A list
-    repeats its flag; None and False leave it out. `environment` replaces this process's own. The server ends with the
+    repeats its flag; None leaves it out. `environment` replaces this process's own. The server ends with the
     block, and with the thread that entered it. Raises LaunchError, TypeError for a name that is no flag, and ValueError
     for a switch that is neither true nor false.
     """

@@ -21,13 +21,13 @@ def check(base: ModelFolder, draft: ModelFolder, tokenizer: ModelFolder | None =
     `tokenizer` is where somebody says that the draft model's tokenizer is; its own files are not passed over for that.
     """
     cannot = f"{draft.id} cannot guess for {base.id}"
-    ours, theirs = (_size(configuration(model.path)) for model in (base, draft))
-    if None not in (ours, theirs) and ours != theirs:
-        _refuse(f"{cannot}: it has {theirs} token ids, the base model {ours}")
     if tokenizer is None or any((draft.path / name).exists() for name in (_FILE, *_OTHER_FILES)):
         _compare(base.path, draft.path, f"{cannot}: its tokenizer")
     if tokenizer is not None:
         _compare(base.path, tokenizer.path, f"{cannot}: its tokenizer {tokenizer.id}")
+    ours, theirs = (_size(configuration(model.path)) for model in (base, draft))
+    if ours is not None and theirs is not None and ours != theirs:
+        _check_padding(base.path, (tokenizer or draft).path, f"{cannot}: it has {theirs} token ids, the base {ours}")
 
 
 def _compare(base: Path, other: Path, whose: str) -> None:
@@ -42,6 +42,13 @@ def _compare(base: Path, other: Path, whose: str) -> None:
     for number in sorted(ours.keys() & theirs.keys()):
         if ours[number] != theirs[number]:
             _refuse(f"{whose} is another one: token {number} is {theirs[number]!r}, in the base model {ours[number]!r}")
+
+
+def _check_padding(base: Path, other: Path, sentence: str) -> None:
+    """Output heads of two sizes are one vocabulary where the tokenizers name the same ids: the rest is padding."""
+    ours, theirs = _tokens(base / _FILE), _tokens(other / _FILE)
+    if None not in (ours, theirs) and ours != theirs:
+        _refuse(sentence)
 
 
 def _size(config: dict[str, Any]) -> int | None:

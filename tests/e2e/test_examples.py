@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher import Client, launch, rules
+from launcher import Client, generate, launch, provenance, rules
 from launcher.launching import flag_words
 from launcher.main import main
 from launcher.settings import read
@@ -110,6 +110,16 @@ def test_xinference_s_arguments(example: Any, capsys: Any) -> None:
     assert len(re.findall(r"draft: \d\.\d+ s, verify: \d\.\d+ s, accept: \d\.\d+ s\n", printed)) == 2
     named = [launching._id(*pair) for pair in (("Qwen/Qwen2.5", 7.0), ("Qwen/Qwen2.5-0.5B", 0.5), ("a/b", None))]
     assert named == ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-0.5B", "a/b"]
+
+
+def test_the_command_line_client_shows_who_brought_each_token(server: Client, capsys: Any) -> None:
+    asked = ["def add(a, b):\n", "-M", "24", "--speculative-method", "draft", "-v", "--color", "always"]
+    assert generate.main(["--url", server.url, *asked]) == 0
+    printed = capsys.readouterr()
+    counts = COUNTS.search(printed.err)
+    assert counts is not None, printed.err
+    assert printed.out.count(provenance.COLOURS["draft"]) == int(counts[3]) > 0
+    assert PAINT.sub("", printed.out) == server.generate(asked[0], max_new_tokens=24, speculative_tokens=0).text + "\n"
 
 
 def test_autogluon_rag_s_first_fragment(server: Client) -> None:

@@ -56,9 +56,10 @@ def test_what_cannot_be_is_said_in_one_line(
 
 def test_another_vocabulary_ends_it_naming_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 7}')
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"word": 0}}}')
     assert main(["--draft-model-id", str(tmp_path)]) == Exit.ARGUMENT_VALIDATION
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path} cannot guess for lorikeet/base: it has 7 token ids, the base model " in line
+    assert f"{tmp_path} cannot guess for lorikeet/base: its tokenizer is another one: token 0 is 'word'" in line
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,16 @@ def test_another_word_behind_an_id_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_number_of_ids_is_refused(tmp_path: Path) -> None:
-    said = refusal(folder(tmp_path / "base", bpe(WORDS)), folder(tmp_path / "draft", bpe(WORDS), size=5))
-    assert said.endswith("it has 5 token ids, the base model 4")
+    larger = folder(tmp_path / "draft", bpe({**WORDS, "d": 3}), size=4)
+    said = refusal(folder(tmp_path / "base", bpe(WORDS), size=3), larger)
+    assert said.endswith("it has 4 token ids, the base 3")
+
+
+def test_rows_behind_the_vocabulary_are_no_ids(tmp_path: Path) -> None:
+    """As in families whose larger members have wider output heads."""
+    base = folder(tmp_path / "base", bpe(WORDS), size=128)
+    vocabulary.check(base, folder(tmp_path / "draft", {**bpe(WORDS), "normalizer": None}, size=64))
+    vocabulary.check(base, folder(tmp_path / "bare", size=64), folder(tmp_path / "named", bpe(WORDS)))
 
 
 def test_older_files_are_compared_as_they_are(tmp_path: Path) -> None:
