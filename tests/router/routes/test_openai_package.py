@@ -84,3 +84,31 @@ async def test_overload_is_a_rate_limit(tmp_path_factory: pytest.TempPathFactory
             assert int(refused.value.response.headers["retry-after"]) >= 1
             await stream.close()
         await server.idle()
+
+
+async def test_a_prediction_and_our_own_fields(server: Serving) -> None:
+    server.says(" there!", per_step=2, num_rejected=1)
+    async with package(server) as client:
+        answer = await client.chat.completions.create(
+            model=MODEL_ID,
+            messages=MESSAGES,
+            max_tokens=2,
+            prediction={"type": "content", "content": [{"type": "text", "text": "Hi there!"}]},
+            extra_body={"speculative_tokens": 4, "speculative_method": "lookup"},
+        )
+        stream = await client.chat.completions.create(
+            model=MODEL_ID,
+            messages=MESSAGES,
+            max_tokens=2,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"speculative_tokens": 4, "speculative_method": "lookup"},
+        )
+        last = [chunk async for chunk in stream][-1]
+    submit = server.shard.submits[0]
+    assert list(submit.prediction_ids) == server.ids("Hi there!")
+    assert (submit.speculation.method, submit.speculation.num_tokens) == ("lookup", 4)
+    for usage in (answer.usage, last.usage):
+        details = usage.completion_tokens_details
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (1, 1)
+        assert details.model_extra["speculation"]["method"] == "lookup"
