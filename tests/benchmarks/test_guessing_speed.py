@@ -1,0 +1,39 @@
+"""One small round of the speeds of guessing, and what figures a round gives."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import guessing_speed, harness
+from benchmarks.guessing_speed import Size
+from tests import tiny
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": tiny.VOCAB, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def test_a_small_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "MODELS", tmp_path)
+    target = harness.random_llama("target", 1, 8.0, **{**TINY, "num_hidden_layers": 2})
+    size = Size(1, 16, 2, (2,), target, TINY, "float32")
+    (case,) = guessing_speed.measure(size=size)
+    assert case.error == ""
+    assert all(value(case.raw) >= 0 for value in guessing_speed.FIGURES.values())
+    drafted = case.raw["drafted 8"]
+    assert drafted["accepted"] > 0
+    assert drafted["steps"] < drafted["tokens"]
+    assert case.raw["off 8"]["steps"] == case.raw["off 8"]["tokens"]
+
+
+def test_figures_follow_from_a_round() -> None:
+    raw = {
+        "weight_ratio": 0.1, "repeated": 0.0, "target 1 x 1": 0.010, "target 1 x 4": 0.011, "target 1 x 5": 0.012,
+        "target 1 x 8": 0.013, "draft 1 x 1": 0.001, "off 1": {"tokens_per_second": 100.0},
+        "drafted 1": {"tokens_per_second": 250.0, "tokens": 440, "steps": 100},
+    }  # fmt: skip
+    assert guessing_speed.cost(8, raw) == pytest.approx(1.3)
+    assert guessing_speed.cost_over_bytes(raw) == pytest.approx(1.0)
+    assert guessing_speed.efficiency(1, raw) == pytest.approx(2.5 / (4.4 / (0.4 + 1.2)))
+    assert guessing_speed.efficiency_of_bytes(raw) == pytest.approx(2.5 / (4.4 / (0.4 + 1)))
