@@ -78,7 +78,7 @@ class Generation:
         self._stop = StopMatcher(request.stop_strings, request.include_stop) if any(request.stop_strings) else None
         self._on_cancel = on_cancel
         self._tokens: list[Token] = []
-        self._is_mid_step = False
+        self.is_mid_step = False
         """Whether the step of the last token goes on in the next message."""
         self._text = ""
         self._wants_prefill = request.prefill_logprobs
@@ -186,7 +186,7 @@ class Generation:
         step_ends = output.step_ends
         num_alternatives = len(output.alternative_ids) // len(ids) if self._wants_alternatives else 0
         special_ids, hidden_ids, tokens, stop = self._special_ids, self._hidden_ids, self._tokens, self._stop
-        skipped = self._is_mid_step
+        skipped = self.is_mid_step
         for index, token_id in enumerate(ids):
             text = self._push(token_id)
             logprob = logprobs[index] if logprobs else 0.0
@@ -209,7 +209,7 @@ class Generation:
                     last = output.finish_reason == pb.FINISH_LENGTH and index + 1 == len(output.token_ids)
                     self._stopped(at_length=last)
                     break
-        self._is_mid_step = skipped
+        self.is_mid_step = skipped
         self.num_generated += len(ids)
         self.emitted_ids += ids
         return len(ids)

@@ -72,6 +72,7 @@ class ShardLink:
         generation.link = self
         generation.state = State.RUNNING
         generation.sent_at = now
+        generation.is_mid_step = False
         self.running[generation.wire_id] = generation
         self.credit.sent(len(generation.request.prompt_ids))
 

@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from proto import shard_pb2 as pb
 from router.errors import DeadlineExceeded, GenerationFailed
-from router.generation import Chunk, FinishReason, GenerationRequest
+from router.generation import Chunk, FinishReason, GenerationRequest, Speculation
 from router.inflight import Generation, State
+from router.shard_link import LinkOwner, ShardLink
 from router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 
@@ -237,3 +238,21 @@ def test_a_step_may_go_on_in_the_next_message(tokenizer: Tokenizer) -> None:
     fed.feed([c, a], step_ends=bytes([1, 1]))
     assert [token.skipped for token in fed.chunk().tokens] == [False, True, True, False]
     assert fed.generation.num_skipped == 2
+
+
+def test_counts_go_on_where_a_request_goes_on(tokenizer: Tokenizer) -> None:
+    """A shard that was lost in the middle of a step, and another one that takes the request over."""
+    speculation = Speculation("auto", 4)
+    fed = Fed(tokenizer, speculation=speculation)
+    ids = fed.ids("the lazy fox jumps over")
+    first = {"sources": bytes([0, 2, 2]), "step_ends": bytes([1, 0, 0]), "num_drafted": [3, 0, 0], "num_accepted": 2}
+    fed.feed(ids[:3], **first, verify_seconds=0.5)
+    link = ShardLink(0, "unix:nowhere", cast(LinkOwner, None))
+    link.take(fed.generation, now=6.0)
+    second = {"sources": bytes([1, 4, 6]), "step_ends": bytes([1, 0, 1]), "num_drafted": [0, 0, 1], "num_accepted": 1}
+    fed.feed(ids[3:6], **second, verify_seconds=0.25)
+    guessed = fed.generation.guessed
+    assert guessed is not None
+    assert [token.skipped for token in fed.chunk().tokens] == [False, False, True, False, False, True]
+    assert (guessed.num_drafted, guessed.num_accepted, guessed.verify_seconds) == (4, 3, 0.75)
+    assert sum(guessed.sources.values()) == fed.generation.num_generated == 6
