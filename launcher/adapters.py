@@ -56,7 +56,7 @@ def with_family(settings: Settings, environment: Mapping[str, str]) -> Settings:
     if settings["model-id"] is not None or settings["adapters"] is not None or settings["local-adapter-root"]:
         return settings
     family = embedded().path.parent
-    roots = (str(family / "adapters"), str(hub_cache(settings, environment)))
+    roots = (str(family / "adapters"), str(family), str(hub_cache(settings, environment)))
     return settings.with_values(adapters=str(_family_catalogue()), local_adapter_root=roots)
 
 

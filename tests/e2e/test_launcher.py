@@ -168,11 +168,18 @@ def test_the_embedded_model_brings_its_adapters_and_ends_with_its_terminal(tmp_p
         assert shown["details"]["speculation"]["accepted"] > 0
         with httpx.Client(base_url=server.url, timeout=120) as client:
             aliases = [model["id"] for model in client.get("/v1/models").json()["data"][1:]]
-            assert sorted(aliases) == ["calc", "citation", "cite", "json", "query", "record", "sql", "value"]
+            assert sorted(aliases) == [
+                *("calc", "citation", "cite", "cite-heads", "heads", "json", "query", "record", "sql", "value")
+            ]
             bare = client.post("/generate", json=record).json()["generated_text"]
             record["parameters"]["adapter_id"] = "record"
             adapted = client.post("/generate", json=record).json()["generated_text"]
-        assert adapted == '{"name": "Wamiko", "score": 93}' != bare
+            medusa = {"adapter_id": "heads", "speculative_method": "medusa", "max_new_tokens": 32, "details": True}
+            guessed = client.post("/generate", json={**record, "parameters": medusa}).json()
+            medusa["adapter_id"] = "cite"  # which names its heads itself
+            assert client.post("/generate", json={**record, "parameters": medusa}).status_code == 200
+        assert adapted == '{"name": "Wamiko", "score": 93}' != bare == guessed["generated_text"]
+        assert guessed["details"]["speculation"]["sources"]["medusa"] > 0
         server.signal_group(signal.SIGHUP)
         assert server.wait() == Exit.OK
 
