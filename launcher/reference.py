@@ -45,6 +45,24 @@ is no error if the cache holds the whole model: a warning says so.
 compared with the base's before anything is loaded, token by token; another one ends the launcher, naming both. So does
 another vocabulary of `--draft-tokenizer-id`, which says whose tokenizer the draft model has.
 
+## From Python, and in a terminal
+
+```python
+from launcher import launch
+
+with launch("owner/model", draft_model_id="owner/small", dtype="bfloat16") as client:  # any flag, with underscores
+    print(client.generate("def add(a, b):", max_new_tokens=32).text)
+    print(client.chat("Say it in Python.", max_tokens=32)["choices"][0]["message"]["content"])
+    for token in client.stream("import os", max_new_tokens=32, speculative_method="lookup"):
+        print(token.text, token.source)
+```
+
+`launch` starts the processes on a free port of the loopback, waits until they are ready, and ends them with the block;
+a server that does not start raises an error that holds its last lines. `launcher.Client(url)` talks to any server.
+
+`lorikeet-generate PROMPT --url http://127.0.0.1:3000` writes one text as it comes (`--help` lists the fields of a
+request); `-v` colours its tokens by who brought them, and counts guesses, steps and seconds.
+
 ## Start and end
 
 The launcher makes a private folder (0700), writes one configuration file per process, starts a shard and the router,
