@@ -19,18 +19,18 @@ from shard.model.fused_layer import fuse_layer
 from shard.model.fusion import FusedNorm, fuse
 from shard.model.legacy import replace_legacy
 from shard.model.lora import AdapterSite, adapt_output
-from shard.model.packing import can_pack, pack, return_freed_memory
+from shard.model.packing import PackedMatrix, SharedMatrix, can_pack, pack, return_freed_memory
+from shard.model.routers import replace_router_weights
 from shard.model.site import AttentionSite
 
 
 class PackedLinear(nn.Module):
-    """`y = x Wᵀ + bias` with a packed weight that it alone owns."""
+    """`y = x Wᵀ + bias` with a packed weight that it alone owns, or one that is shared."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, adapters: AdapterSite | None = None) -> None:
-        """weight: [out, in]; bias: [out]."""
+    def __init__(self, matrix: PackedMatrix, adapters: AdapterSite | None = None) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.matrix = pack(weight, bias)
+        self.out_features, self.in_features = matrix.out_features, matrix.in_features
+        self.matrix = matrix
         self.adapters = adapters
         if adapters is not None:
             adapters.project = self.matrix.project
@@ -70,8 +70,9 @@ def _pack_layers(network: nn.Module, dtype: torch.dtype) -> None:
             parent.lorikeet_experts = PackedExperts(parent)
             continue
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear | Conv1D) and id(child.weight) not in tied:
-                setattr(parent, name, _packed(child))
+            if isinstance(child, nn.Linear | Conv1D):
+                setattr(parent, name, _packed(child, is_shared=id(child.weight) in tied))
+    replace_router_weights(network)
     _leave_the_file(network)
     return_freed_memory()
 
@@ -87,11 +88,13 @@ def _fuse_children(parent: nn.Module, shared: set[int]) -> None:
             setattr(parent, name, twin)
 
 
-def _packed(module: nn.Linear | Conv1D) -> PackedLinear:
+def _packed(module: nn.Linear | Conv1D, is_shared: bool) -> PackedLinear:
     """The packed layer of a module, whose own weight is dropped. Conv1D keeps its weight as [in, out]."""
-    weight = module.weight.detach()
     bias = None if module.bias is None else module.bias.detach()
-    packed = PackedLinear(weight.t() if isinstance(module, Conv1D) else weight, bias, site_of(module))
+    if is_shared and isinstance(module, nn.Linear):
+        return PackedLinear(SharedMatrix(module.weight, bias), site_of(module))
+    weight = module.weight.detach()
+    packed = PackedLinear(pack(weight.t() if isinstance(module, Conv1D) else weight, bias), site_of(module))
     del module.weight
     return packed
 

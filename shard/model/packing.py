@@ -1,14 +1,19 @@
 """Weight matrices laid out for the processor, each with the product that reads its layout. CPU only.
 
-Either way of `pack` gives equal bits for a row whatever other rows there are, from two rows on.
+Every way gives equal bits for a row whatever other rows there are, from two rows on. torch's own `linear` does not: in
+float32 it goes to a library that sums otherwise for few rows than for many, on some processors.
 """
 
 import ctypes
+import os
 from abc import ABC, abstractmethod
 
 import torch
 
 from shard.model import kernels
+
+# With AMX oneDNN's bfloat16 products depend on the number of rows. It reads this when it is first used.
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
 ROWS_HINT = 64
 """Row count that oneDNN's layout is chosen for; measured: 1 to 512 give the same speed."""
@@ -45,6 +50,27 @@ class BlockedMatrix(PackedMatrix):
     def project(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
         return y
+
+
+class SharedMatrix(PackedMatrix):
+    """A plain weight that another module reads as well, such as an embedding's."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.weight = weight
+        self.bias = None if bias is None else bias.clone()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply(x, self.weight, self.bias)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply(x, self.weight)
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x Wᵀ + bias` by a plain weight. x: [..., in]; weight: [out, in]; bias: [out]. Returns [..., out]."""
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
 
 
 class StreamedMatrix(PackedMatrix):

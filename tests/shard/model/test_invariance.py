@@ -11,6 +11,13 @@ from shard.model import Model, load_model
 from tests import tiny
 
 LENGTH = 40
+WIDE = {"vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 1}
+"""Where a processor's product has more ways than one to go about it."""
+CASES = {
+    **{name: (name, {}) for name in ("llama", "gpt2", "mixtral", "gemma3_text", "gpt_oss")},
+    "tied": ("llama", {**WIDE, "tie_word_embeddings": True}),
+    "wide mixtral": ("mixtral", WIDE),
+}
 
 
 def logits_of(model: Model, shares: list[tuple[int, list[int], torch.Tensor]]) -> list[torch.Tensor]:
@@ -22,9 +29,10 @@ def logits_of(model: Model, shares: list[tuple[int, list[int], torch.Tensor]]) -
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3_text"])
+@pytest.mark.parametrize("name", CASES)
 def test_equal_bits_however_a_request_is_run(name: str, dtype: str, tmp_path: Path) -> None:
-    folder = tiny.make(name, tmp_path)
+    architecture, values = CASES[name]
+    folder = tiny.make(architecture, tmp_path, **values)
     model = load_model(ShardConfig(name, str(folder), "unix:/dev/null", dtype=dtype))
     model.allocate_kv(16)
     generator = torch.Generator().manual_seed(3)
