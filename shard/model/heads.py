@@ -87,6 +87,7 @@ class HeadsPool:
     def _before(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Append the rows of guesses to the output head's input, [1, rows, H]."""
         self.is_reached = True
+        self._own.clear()  # of a step that failed half way
         wanted = self._inputs.heads
         if not wanted:
             return None

@@ -20,6 +20,8 @@ from shard.model.served_file import HEADS, Place, ServedFile
 MOST_HEADS = 32
 MOST_BLOCKS = 8
 
+Stacked = torch.Tensor | Sequence[torch.Tensor]
+"""One tensor per head."""
 Make = Callable[[torch.Tensor, torch.Tensor | None], Product]
 """weight: [out, in], bias: [out]."""
 
@@ -50,7 +52,7 @@ class HeadsContent:
     shape: HeadsShape
     dtype: torch.dtype
     num_bytes: int
-    # [bytes] uint8 where all of them lie one after the other, for a device to copy; on CPU what packed matrices use
+    # [bytes] uint8 where all of them lie one after the other, for a device to copy; empty on CPU
     memory: torch.Tensor
     packed: SlotHeads | None = None
     """On CPU, ready to compute."""
@@ -70,64 +72,58 @@ def read_heads(
     if pool is None or not pool.is_reached:
         raise ValueError("the base has no output head that Medusa heads could speak through")
     shape = _shape(file.metadata.get("heads", ""), pool)
-    stacked = [
-        torch.stack([file.tensor(place).to(dtype) for place in _taken(places, names, size)])
-        for names, size in zip(_names(shape), shape.tensors(), strict=True)
-    ]
+    parts = [list(_taken(places, names, size)) for names, size in zip(_names(shape), shape.tensors(), strict=True)]
     if places:
         raise ValueError(f"this shard does not compute {min(places)} of the adapter")
-    if is_for_device:
-        num_bytes = sum(_up(tensor.numel() * tensor.element_size()) for tensor in stacked)
-        room = memory.take(num_bytes)
-        for place, tensor in zip(_cut(room, shape, dtype), stacked, strict=True):
-            place.copy_(tensor)
-        return HeadsContent(shape, dtype, num_bytes, room)
-    if not can_pack(dtype):
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stacked)
-        return HeadsContent(shape, dtype, num_bytes, torch.empty(0, dtype=torch.uint8), bind(shape, stacked, _plain))
-    matrices: list[StreamedMatrix] = []
-    packed = bind(shape, stacked, partial(_packed, matrices))
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stacked)
-    return HeadsContent(shape, dtype, num_bytes, _moved(matrices, memory), packed)
+    num_bytes = sum(_up(math.prod(size) * dtype.itemsize) for size in shape.tensors())
+    if not is_for_device:
+        tensors = [[file.tensor(place).to(dtype) for place in of_heads] for of_heads in parts]
+        product = partial(_packed, memory) if can_pack(dtype) else _copied
+        return HeadsContent(shape, dtype, num_bytes, torch.empty(0, dtype=torch.uint8), bind(shape, tensors, product))
+    room = memory.take(num_bytes)
+    for stacked, of_heads in zip(_cut(room, shape, dtype), parts, strict=True):
+        for tensor, place in zip(stacked, of_heads, strict=True):
+            tensor.copy_(file.tensor(place))
+    return HeadsContent(shape, dtype, num_bytes, room)
 
 
-def bind(shape: HeadsShape, tensors: Sequence[torch.Tensor], product: Make) -> SlotHeads:
+def bind(shape: HeadsShape, tensors: Sequence[Stacked], product: Make) -> SlotHeads:
     """tensors: as `HeadsShape.tensors` lists them."""
     blocks: list[list[Product]] = []
     for block in range(shape.num_blocks):
         weights, biases = tensors[2 * block : 2 * block + 2]
         if block == 0:
-            blocks.append([product(weights.flatten(0, 1), biases.flatten())])
+            blocks.append([product(_joined(weights), _joined(biases))])
         else:
             blocks.append([product(weight, bias) for weight, bias in zip(weights, biases, strict=True)])
     outputs = [product(weight, None) for weight in tensors[-1]] if shape.vocab_size else []
     return SlotHeads(shape.num_heads, shape.hidden_size, blocks, outputs)
 
 
+def _joined(tensors: Stacked) -> torch.Tensor:
+    """[heads, n, ...]. Returns [heads * n, ...]."""
+    return tensors.flatten(0, 1) if isinstance(tensors, torch.Tensor) else torch.cat(list(tensors))
+
+
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     return partial(_linear, weight, bias)
+
+
+def _copied(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    return _plain(weight.clone(), None if bias is None else bias.clone())
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, weight, bias)
 
 
-def _packed(made: list[StreamedMatrix], weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def _packed(memory: HostMemory, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """Where the layout is ours, in memory that is kept for adapters."""
     matrix = pack(weight, bias)
     if isinstance(matrix, StreamedMatrix):
-        made.append(matrix)
+        room = memory.take(2 * matrix.packed.numel())
+        matrix.packed = room.view(torch.bfloat16).copy_(matrix.packed)
     return matrix
-
-
-def _moved(matrices: Sequence[StreamedMatrix], memory: HostMemory) -> torch.Tensor:
-    """Let the matrices lie in memory that is kept for adapters; returns it."""
-    room = memory.take(sum(_up(2 * matrix.packed.numel()) for matrix in matrices))
-    offset = 0
-    for matrix in matrices:
-        num_bytes = 2 * matrix.packed.numel()
-        matrix.packed = room[offset : offset + num_bytes].view(torch.bfloat16).copy_(matrix.packed)
-        offset += _up(num_bytes)
-    return room
 
 
 def _shape(text: str, pool: HeadsPool) -> HeadsShape:

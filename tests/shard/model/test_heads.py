@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from adapters.formats import contents, layout
+from adapters.medusa import format as files
 from adapters.medusa.format import HeadsFile, HeadsShape
 from adapters.medusa.model import MedusaHeads
 from shard.adapters import ModelSlots
@@ -20,6 +23,7 @@ from shard.model.adapter_memory import Arena
 from shard.model.heads_file import read_heads
 from shard.model.served_file import FORMAT, ServedFile
 from tests import tiny
+from tests.adapters import making
 from tests.adapters.medusa import small
 
 IDS = [3, 250, 17, 17, 96, 5, 301, 44, 8, 120, 77]
@@ -124,6 +128,35 @@ def test_guesses_have_equal_bits_in_any_company(shape: str, dtype: str, worlds: 
     begin = len(rows) + sum(each.num_guesses for each in company[:9])
     assert torch.equal(together[begin : begin + count], alone[1:])
     assert torch.equal(together[9:10], plain)
+
+
+def test_guesses_speak_through_the_output_head_that_the_request_has(tmp_path: Path) -> None:
+    """A LoRA on the output head counts for heads too, from its own file and from another's: so they were trained."""
+    folder = small.base(tmp_path / "base")
+    small.lora(folder, tmp_path / "both", ("q_proj", "lm_head"))
+    heads = small.heads(HeadsShape(3, 1, 64), scale=0.3)
+    files.write(tmp_path / "alone", heads)
+    files.write(tmp_path / "both", heads)
+    reader, facts = making.make_reader(folder)
+    facts = replace(facts, kinds=facts.kinds | {"heads"})
+    model = load_model(ShardConfig("llama", str(folder), "unix:/dev/null", dtype="float32"))
+    model.allocate_kv(32)
+    model.allocate_adapters(8)
+    reading = AdapterFiles(model.adapter_sites, Destination(torch.float32, Arena(1 << 20)), model.heads)
+    slots = ModelSlots(model.heads)
+    for slot, name in ((3, "both"), (5, "alone")):
+        with contents.opened(tmp_path / name, making.LIMIT) as opened:
+            layout.write(opened.lay_out(reader, facts)[0], tmp_path / f"{name}.served", "d", facts)
+        slots.put(slot, reading.read(tmp_path / f"{name}.served"))
+    adapted, plain = small.target(folder, tmp_path / "both"), small.target(folder)
+    for slot, target in ((3, adapted), (-1, plain)):
+        (hidden,) = target.rows([IDS])
+        wanted = MedusaHeads.of(heads).logits(hidden, target.logits)
+        segment = Segment(0, len(IDS), [1, 2], slot)
+        asked = [HeadsRow(0, 5, 2), HeadsRow(1, 5 if slot < 0 else 3, 3)]
+        model.inputs.fill([segment], torch.tensor(IDS), torch.tensor([10, 4]), [10, 4], asked)
+        expected = torch.cat([target.logits(hidden[[10, 4]]), wanted[10, :2], wanted[4]])
+        torch.testing.assert_close(model.forward(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
