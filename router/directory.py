@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from adapters import refs
 from adapters.catalogue import Catalogue, Entry, Version
 from adapters.refs import Ref, Source
+from router.adapter import Adapter
 from router.config import RouterConfig
 
 
@@ -23,6 +24,20 @@ class Listed:
     problem: str
     """Why it is not served; empty for one that is."""
     created: int
+
+
+@dataclass(frozen=True)
+class DefaultHeads:
+    """The default adapter, where it holds heads alone, as it was when it was loaded."""
+
+    entry: Entry
+    adapters: Mapping[Ref, Adapter]
+    """Of each version."""
+    num_heads: int
+
+    def choose(self, who: str) -> Adapter:
+        """The version for `who`. No source is asked: nobody's text depends on heads, so nobody waits for one."""
+        return self.adapters[self.entry.choose(who).ref]
 
 
 class Directory:
@@ -41,8 +56,7 @@ class Directory:
         self._unread: dict[str, str] = {}
         self._wrong: dict[str, tuple[Entry, str]] = {}
         """What was found when an entry's adapter was looked at."""
-        self._heads: tuple[Entry, int] | None = None
-        """The default adapter, where it was found to hold heads alone, and how many."""
+        self._heads: DefaultHeads | None = None
         self._created = int(time.time())
         self.on_change: list[Callable[[], None]] = []
         if catalogue is not None:
@@ -87,20 +101,16 @@ class Directory:
         else:
             self._wrong.pop(entry.alias, None)
 
-    def note_heads(self, entry: Entry, num_heads: int) -> None:
-        """How many heads, and nothing else, an entry's adapter holds; 0 for one that is more than heads."""
+    def note_heads(self, entry: Entry, adapters: Mapping[Ref, Adapter], num_heads: int) -> None:
+        """How many heads, and nothing else, an entry's adapters hold; 0 where one is more than heads."""
         if entry.alias == self.default:
-            self._heads = (entry, num_heads) if num_heads else None
+            self._heads = DefaultHeads(entry, adapters, num_heads) if num_heads else None
 
     @property
-    def default_heads(self) -> Entry | None:
-        """The default adapter, where it holds heads alone: they guess for every request that brings none."""
-        return self._heads[0] if self.num_default_heads and self._heads is not None else None
-
-    @property
-    def num_default_heads(self) -> int:
-        is_current = self._heads is not None and self.find(self.default or "") == self._heads[0]
-        return self._heads[1] if is_current and self._heads is not None else 0
+    def default_heads(self) -> DefaultHeads | None:
+        """What guesses for every request that brings no heads."""
+        heads = self._heads
+        return heads if heads is not None and self.find(heads.entry.alias) == heads.entry else None
 
     def news(self, catalogue: Catalogue) -> Iterator[Entry]:
         """Entries of a new file that were not in the old one as they are."""

@@ -10,6 +10,7 @@ import structlog
 
 from adapters.catalogue import Entry
 from adapters.errors import AdapterError, LoaderFailed, SourceUnreachable
+from adapters.refs import Ref
 from router.adapter import Adapter
 from router.admission import Admission
 from router.selection import Selection
@@ -87,12 +88,14 @@ class Keeper:
         """Digests of a pinned entry, all loaded; None where it is worth trying again."""
         directory = self._selection.directory
         digests = []
+        adapters: dict[Ref, Adapter] = {}
         num_heads = []
         try:
             for version in entry.versions:
                 async with self._places:
                     adapter = await self._selection.opened(entry, version.ref)
                     content = await self._admission.content(adapter)
+                adapters[version.ref] = adapter
                 digests.append(content.digest)
                 num_heads.append(content.num_heads if content.is_heads_only else 0)
                 self._pin(digests[-1], adapter, entry)
@@ -103,7 +106,7 @@ class Keeper:
             directory.note(entry, str(error))
             return digests
         directory.note(entry, "")
-        directory.note_heads(entry, min(num_heads))
+        directory.note_heads(entry, adapters, min(num_heads))
         return digests
 
     def _pin(self, digest: str, adapter: Adapter, entry: Entry) -> None:

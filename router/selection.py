@@ -57,13 +57,10 @@ class Selection:
         if fields.name:
             adapter = await self.choose(fields, caller)
             return None if adapter is None else Heads(adapter, is_default=False)
-        entry = self.directory.default_heads
-        if entry is None or not self.may_see(entry, caller):
+        heads = self.directory.default_heads
+        if heads is None or not self.may_see(heads.entry, caller):
             return None
-        try:
-            return Heads(await self.opened(entry, entry.choose(caller.request_id).ref), is_default=True)
-        except AdapterError:
-            return None  # no word of the text depends on them, and the keeper says what is wrong
+        return Heads(heads.choose(fields.user or caller.request_id), is_default=True)
 
     def is_base(self, name: str | None) -> bool:
         """Whether the bare base model is meant."""

@@ -32,6 +32,7 @@ class InformationRoutes:
         effective = config.effective_configuration or {}
         flags = effective.get("flags", {})
         launcher = {name: flags.get(name.replace("_", "-")) for name in _FROM_LAUNCHER}
+        heads = self._service.selection.directory.default_heads
         device = None if shard is None else shard.device.partition(":")[0]
         content = {
             "model_id": config.model_id,
@@ -55,7 +56,7 @@ class InformationRoutes:
             "request_logger_url": None,
             "max_body_bytes": config.max_body_bytes,
             "shards": [_shard(link.info) for link in self._service.dispatcher.links if link.info is not None],
-            "speculate": max(self._service.offer.num_tokens, self._service.selection.directory.num_default_heads),
+            "speculate": max(self._service.offer.num_tokens, 0 if heads is None else heads.num_heads),
             "speculative_method": self._service.offer.method,
             "draft_model_id": config.draft_model_id or (shard.draft_model_id if shard is not None else "") or None,
             "effective_configuration": effective,

@@ -1,6 +1,7 @@
 """Medusa heads as requests name them and operators offer them: which ones the shard is told of, and what is refused."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,14 @@ async def test_who_leaves_while_heads_are_on_their_way_leaves_nothing_behind(ser
     assert loading._num_waiting == {}
     server.loader.may_answer.set()
     assert await told(server, "/generate", "lora", heads_id="heads") == ("lora", "heads", 255)
+
+
+async def test_nobody_waits_for_the_source_of_default_heads(tmp_path: Path) -> None:
+    made(tmp_path, *HOLDS)
+    fields: dict[str, Any] = {"loader_answer": finds_heads, "adapter_id": "heads", "auth_cache_ttl_s": 0.0}
+    async with serving(tmp_path, adapters=True, **fields) as server:
+        assert server.service.keeper is not None
+        await server.service.keeper.settled.wait()
+        shutil.rmtree(tmp_path / "roots" / "heads")
+        assert await told(server, "/generate", None) == ("", "heads", 255)
+        assert await told(server, "/generate", "lora") == ("lora", "heads", 255)
