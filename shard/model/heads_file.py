@@ -66,9 +66,9 @@ def read_heads(
     file: ServedFile, pool: HeadsPool | None, memory: HostMemory, dtype: torch.dtype, is_for_device: bool
 ) -> HeadsContent | None:
     """The heads in an adapter's file, None where it brings none. Raises ValueError with a reason."""
-    places = {name: place for name, place in file.places().items() if name.startswith(HEADS)}
-    if not places and "heads" not in file.metadata:
+    if "heads" not in file.metadata:
         return None
+    places = {name: place for name, place in file.places().items() if name.startswith(HEADS)}
     if pool is None or not pool.is_reached:
         raise ValueError("the base has no output head that Medusa heads could speak through")
     shape = _shape(file.metadata.get("heads", ""), pool)

@@ -40,7 +40,7 @@ class ServedFile:
             self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
             if self.metadata.get("format") != FORMAT:
                 raise ValueError(f"it is not in the served layout {FORMAT}")
-            self.likeness = f"{self.metadata.get('modules')} {self._header}"
+            self.likeness = f"{self.metadata.get('modules')} {self.metadata.get('heads')} {self._header}"
             """Equal for files whose tensors have the same names, types, shapes and places."""
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
             raise ValueError(f"the adapter's file cannot be read: {type(failure).__name__}: {failure}") from failure

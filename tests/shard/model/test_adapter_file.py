@@ -45,7 +45,7 @@ def make_tensors(sites: dict[str, AdapterSite], rank: int, dtype: torch.dtype) -
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], digest: str = "d", **metadata: str) -> Path:
-    modules = json.dumps({name.rpartition(".")[0]: {} for name in tensors})
+    modules = json.dumps({name.rpartition(".")[0]: {} for name in tensors if not name.startswith("heads.")})
     save_file(tensors, path, {"format": FORMAT, "digest": digest, "modules": modules, **metadata})
     return path
 
@@ -141,6 +141,7 @@ def bad(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         (bad("linear-0.bias", torch.ones(23)), "does not fit 24 outputs"),
         (bad("linear-0.magnitude", torch.ones(24)), "no rows whose length"),
         (bad("another.A", torch.ones(2, 40)), "no module another"),
+        (bad("heads.0.weight", torch.ones(2, 2)), "does not compute heads.0.weight"),
         (bad("linear-0.weight", torch.ones(24, 40)), "does not compute"),
         ({"linear-0.A": torch.ones(513, 40), "linear-0.B": torch.ones(24, 513)}, "do not fit"),
     ],
