@@ -250,7 +250,11 @@ class Engine:
             first_head += share.num_sampled * share.num_heads
         now = time.monotonic()
         self._last = (round((now - step.started) * 1000), step.num_tokens)
-        self._durations.observe(step.num_tokens, now - max(step.started, self._committed_at))
+        elapsed = now - max(step.started, self._committed_at)
+        self._durations.observe(step.num_tokens, elapsed)
+        proposer = self.scheduler.proposer
+        if proposer is not None and proposer.pacer.is_used:
+            proposer.pacer.observe(step.shares, elapsed, seconds[0])
         self._committed_at = now
 
     def _fail(self, share: Share, error: str, retryable: bool) -> None:

@@ -7,7 +7,10 @@ the first. There is no prefill or decode phase. Imports no torch.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from shard.speculation.pacer import Pace
 
 
 class FinishReason(IntEnum):
@@ -157,6 +160,8 @@ class Request:
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""
     speculation: Speculation = NO_SPECULATION
+    pace: "Pace | None" = None
+    """What the request's schedule remembers; None with a constant one."""
     guesser: Guesser | None = None
     """What looks up its tokens. Made at the first step that could use it."""
 

@@ -126,7 +126,7 @@ class Scheduler:
         request.num_computed += num_accepted
         request.num_committed = share.end + num_accepted
         if self.proposer is not None:
-            self.proposer.committed(share, num_accepted)
+            self.proposer.committed(share, num_accepted, bool(reason))
         if request.num_committed >= (request.num_published + 1) * self.cache.page_size:
             self.cache.publish(request)
         if share.draft_ids:

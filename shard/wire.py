@@ -19,7 +19,7 @@ BYTES_PER_ITEM = 10
 """No token id, log probability or flag takes more, two alternatives' parts counted one by one."""
 MAX_ALTERNATIVES = 256
 MAX_DRAFTS = 64
-SCHEDULES = {Schedule.CONSTANT.value}
+SCHEDULES = set(map(str, Schedule))
 RULES = set(map(str, Rule))
 HEX_DIGITS = frozenset("0123456789abcdef")
 

@@ -15,7 +15,9 @@ class Offer:
     width: int
     """How many tokens at most."""
     draft_ids: list[int]
-    """These tokens, most of all the first; empty where a draft model has yet to draw them."""
+    """These tokens; empty where a draft model has yet to draw them."""
+    is_long: bool = False
+    """Whether lookup found a long stretch again."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Guessers:
         if method is Method.LOOKUP:
             return self._found(request, num_tokens)
         found = self._found(request, num_tokens)
-        if found is not None and request.guesser is not None and request.guesser.match_length >= self.ngram_long:
+        if found is not None and found.is_long:
             return found
         return self._told_by_heads(request, room) or self._drawn(request, num_tokens) or found
 
@@ -75,7 +77,10 @@ class Guessers:
         if request.guesser is None:
             request.guesser = self.make(request)
         draft_ids = request.guesser.guess(num_tokens)
-        return Offer(request, request.guesser.source, len(draft_ids), draft_ids) if draft_ids else None
+        if not draft_ids:
+            return None
+        is_long = request.guesser.match_length >= self.ngram_long
+        return Offer(request, request.guesser.source, len(draft_ids), draft_ids, is_long)
 
     def _told_by_heads(self, request: Request, room: int) -> Offer | None:
         draft_ids = list(request.head_ids[: max(0, min(room, self.num_heads(request)))])

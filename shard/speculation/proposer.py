@@ -11,6 +11,7 @@ from shard.kv_cache import KvCache
 from shard.request import Method, Request, Source
 from shard.share import Share
 from shard.speculation.guessers import Guessers, Offer
+from shard.speculation.pacer import Load, Pacer
 
 ALWAYS_FITS = 2
 """Tokens that a draft model lags behind after a step whose drafts were all accepted."""
@@ -21,11 +22,12 @@ class Proposer:
 
     def __init__(self, cache: KvCache, guessers: Guessers) -> None:
         self.guessers = guessers
+        self.pacer = Pacer(guessers)
         self._cache = cache
 
     def may_guess(self, request: Request, num_running: int) -> bool:
         """Whether the request may have drafts now, so that its next step hangs on tokens that must be known."""
-        return self.guessers.may_guess(request, num_running)
+        return self.guessers.may_guess(request, num_running) and self.pacer.wants(request)
 
     def propose(self, shares: Sequence[Share], num_running: int, budget: Budget) -> None:
         """Add drafts to the shares behind which they can count."""
@@ -35,6 +37,9 @@ class Proposer:
             request = share.request
             if request.speculation.method is Method.OFF or not self.guessers.may_guess(request, num_running):
                 continue
+            if not self.pacer.wants(request):
+                self.pacer.skipped(request)
+                continue
             if share.samples:
                 share.num_heads = self.guessers.num_heads(request)
             offer = self._offer(share)
@@ -43,11 +48,18 @@ class Proposer:
                 self._catch_up(share, budget, taken_in)
             if offer is not None and (not is_drawn or share.draft_end == share.end):
                 offers.append((share, offer))
-        for share, offer in offers:
-            self._add(share, offer, offer.width)
+        if not offers:
+            return
+        load = Load(sum(share.samples for share in shares), sum(share.num_tokens for share in shares))
+        widths = self.pacer.choose([offer for _, offer in offers], load)
+        for (share, offer), width in zip(offers, widths, strict=True):
+            self._add(share, offer, width)
 
-    def committed(self, share: Share, num_accepted: int) -> None:
-        """Take note of what the draft model has computed in a step that is committed."""
+    def committed(self, share: Share, num_accepted: int, has_ended: bool) -> None:
+        """Take note of how many drafts of a committed step were right, and of what the draft model has computed."""
+        if share.draft_ids:
+            was_rejected = num_accepted < len(share.draft_ids) and not has_ended
+            self.pacer.verified(share, num_accepted, was_rejected)
         if share.draft_end <= share.draft_start:
             return
         end = share.draft_end

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shard.request import Method, Request, Source, Speculation
+from shard.request import Method, Request, Schedule, Source, Speculation
 from shard.speculation import Guessers
 from tests.shard.fake_model import DraftModel
 from tests.shard.rig import Rig, Setup, copy_of, make_request
@@ -23,9 +23,12 @@ def drafting(requests: list[Request], method: Method = Method.DRAFT) -> list[Req
     return requests
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
-def test_every_text_is_what_it_is_without(setup: Setup, chance: float) -> None:
+CHANCES = (0.7, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("case", range(len(SETUPS)), ids=SETUPS.keys())
+def test_every_text_is_what_it_is_without(case: int) -> None:
+    setup, chance = list(SETUPS.values())[case], CHANCES[case % 3]
     requests = drafting(mixed_laws())
     alone = texts_alone(requests)
     rig = Rig(replace(setup, guessers=GUESSERS, draft=DraftModel(chance)))
@@ -51,6 +54,21 @@ def test_the_same_model_drafts_what_is_drawn(values: dict[str, object]) -> None:
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
         assert outputs[request.key[1]].num_accepted == sum(outputs[request.key[1]].num_drafted)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.HEURISTIC, Schedule.AUTO])
+@pytest.mark.parametrize("name", ["default", "lag 1", "few pages, lag 1, chunks of 7, no prefixes"])
+def test_no_schedule_changes_a_text(name: str, schedule: Schedule) -> None:
+    requests = drafting(mixed_laws(), Method.AUTO)
+    for request in requests:
+        request.speculation = replace(request.speculation, schedule=schedule)
+    alone = texts_alone(requests)
+    rig = Rig(replace(SETUPS[name], guessers=GUESSERS, draft=DraftModel(0.6)))
+    rig.watches_kv = True
+    outputs = rig.run(*requests)
+    for request in requests:
+        assert_equal(outputs[request.key[1]], alone[request.key[1]])
+    assert sum(sum(output.num_drafted) for output in outputs.values()) > 15
 
 
 def test_right_drafts_take_fewer_steps() -> None:

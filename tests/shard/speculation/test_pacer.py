@@ -1,0 +1,110 @@
+"""Schedules: what they learn, and that they end where the best fixed width is, by exact arithmetic over known costs."""
+
+import random
+
+import pytest
+
+from shard.request import Method, Request, Schedule, Source, Speculation
+from shard.share import Share
+from shard.speculation import Guessers, Offer
+from shard.speculation.pacer import Load, Pacer
+from tests.shard.rig import make_request
+
+MOST = 8
+
+
+def make(schedule: Schedule = Schedule.AUTO, number: int = 1) -> Request:
+    method = Speculation(Method.DRAFT, MOST, schedule=schedule)
+    return make_request(number, [1, 2, 3], 10_000, speculation=method, order=number)
+
+
+class World:
+    """Guesses that are right with a given chance each, and steps that cost what is said."""
+
+    def __init__(self, chance: float, slope: float, pass_cost: float, num_requests: int = 1) -> None:
+        self.pacer = Pacer(Guessers(has_draft_model=True))
+        self.requests = [make(number=i) for i in range(num_requests)]
+        self.chance, self._slope, self._pass_cost = chance, slope, pass_cost
+        self._random = random.Random(3)
+
+    def cost(self, num_drafts: int, depth: int) -> float:
+        return 1 + self._slope * num_drafts + self._pass_cost * depth
+
+    def run(self, num_steps: int) -> tuple[float, float]:
+        """Tokens and seconds."""
+        tokens = seconds = 0.0
+        for _ in range(num_steps):
+            wanting = [request for request in self.requests if self.pacer.wants(request)]
+            for request in self.requests:
+                if request not in wanting:
+                    self.pacer.skipped(request)
+            offers = [Offer(request, Source.DRAFT, MOST, []) for request in wanting]
+            widths = self.pacer.choose(offers, Load(len(self.requests), len(self.requests))) if offers else []
+            shares = [Share(request, 9, 10, samples=True) for request in self.requests]
+            for request, width in zip(wanting, widths, strict=True):
+                share = shares[self.requests.index(request)]
+                share.draft_ids, share.source = [0] * width, Source.DRAFT if width else Source.TARGET
+            cost = self.cost(sum(widths), max(widths, default=0))
+            self.pacer.observe(shares, cost, self._pass_cost * max(widths, default=0))
+            for share in shares:
+                width, right = len(share.draft_ids), 0
+                while right < width and self._random.random() < self.chance:
+                    right += 1
+                if width:
+                    self.pacer.verified(share, right, right < width)
+                tokens += 1 + right
+            seconds += cost
+        return tokens, seconds
+
+    def best_fixed(self) -> float:
+        """Tokens per second of the best width for all, by arithmetic."""
+        count = len(self.requests)
+        gains = [sum(self.chance**j for j in range(1, width + 1)) for width in range(MOST + 1)]
+        return max(count * (1 + gain) / self.cost(count * width, width) for width, gain in enumerate(gains))
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 32])
+@pytest.mark.parametrize("pass_cost", [0.02, 0.3])
+@pytest.mark.parametrize("slope", [0.002, 0.05])
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.9])
+def test_auto_is_as_fast_as_the_best_fixed_width(
+    chance: float, slope: float, pass_cost: float, num_requests: int
+) -> None:
+    world = World(chance, slope, pass_cost, num_requests)
+    tokens, seconds = world.run(300)
+    assert tokens / seconds > 0.88 * world.best_fixed()  # learning included
+    tokens, seconds = world.run(700)
+    assert tokens / seconds > (0.95 if chance else 0.99) * world.best_fixed()
+
+
+def test_auto_comes_back_when_guesses_become_right() -> None:
+    world = World(0.0, 0.01, 0.05)
+    world.run(1000)
+    world.chance = 0.95
+    world.run(700)
+    tokens, seconds = world.run(300)
+    assert tokens / seconds > 0.9 * world.best_fixed()
+
+
+def test_a_new_request_learns_from_others() -> None:
+    world = World(0.0, 0.05, 0.3, num_requests=4)
+    world.run(300)
+    newcomer = make(number=2)
+    assert not world.pacer.wants(newcomer)
+
+
+def test_heuristic_follows_its_rule() -> None:
+    pacer, request = Pacer(Guessers(has_draft_model=True)), make(Schedule.HEURISTIC)
+    widths = []
+    for right in (0, 0, 99, 99, 0):
+        (width,) = pacer.choose([Offer(request, Source.DRAFT, MOST, [])], Load(1, 1))
+        widths.append(width)
+        share = Share(request, 9, 10, samples=True, draft_ids=[0] * width, source=Source.DRAFT)
+        pacer.verified(share, min(right, width), right < width)
+    assert widths == [8, 7, 6, 8, 8]
+
+
+def test_constant_takes_all() -> None:
+    pacer, request = Pacer(Guessers(has_draft_model=True)), make(Schedule.CONSTANT)
+    assert pacer.choose([Offer(request, Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
+    assert not pacer.is_used
