@@ -23,16 +23,6 @@ class Merging:
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Medusa heads that guess beside a request's adapter."""
-
-    adapter: "Adapter"
-    """That brings them; nothing else of it is used."""
-    is_default: bool
-    """Whether the operator named them: they step back for the adapter's own, and a request goes on without them."""
-
-
-@dataclass(frozen=True)
 class Adapter:
     """What a request runs with beside the base model."""
 
@@ -85,3 +75,31 @@ class Adapter:
     @property
     def revision(self) -> str:
         return ",".join(pin.revision for pin in self.pins)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the loader said of an adapter whose file lies in the store now."""
+
+    digest: str
+    num_bytes: int
+    rank: int
+    tier: str
+    """Where it came from: `source` or `disk`."""
+    num_heads: int = 0
+    """Medusa heads in it."""
+
+    @property
+    def is_heads_only(self) -> bool:
+        """Whether it changes nothing of what the base model says."""
+        return self.num_heads > 0 and self.rank == 0
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Medusa heads that guess beside a request's adapter."""
+
+    adapter: Adapter
+    """That brings them; nothing else of it is used."""
+    content: Loaded | None = None
+    """Of heads that the operator has for everybody, who keeps them loaded: they step back for the adapter's own."""

@@ -10,11 +10,11 @@ import structlog
 
 from adapters.errors import AdapterError
 from proto import shard_pb2 as pb
-from router.adapter import Adapter
+from router.adapter import Adapter, Loaded
 from router.adapter_metrics import AdapterMetrics
 from router.errors import RouterError, adapter_problem
 from router.inflight import Generation
-from router.loader_client import Loaded, LoaderClient
+from router.loader_client import LoaderClient
 from router.loading import Loading
 from router.placement import Placement
 from router.shard_link import ShardLink
@@ -173,9 +173,6 @@ class Admission:
 
     def _ready(self, generation: Generation, content: Loaded) -> None:
         generation.contents.learn(content)
-        self._go_on(generation)
-
-    def _go_on(self, generation: Generation) -> None:
         try:
             self.admit(generation)
         except RouterError as error:
@@ -183,13 +180,8 @@ class Admission:
         generation.wake()
 
     def _failed(self, generation: Generation, error: AdapterError) -> None:
-        heads = generation.request.heads if generation.contents.awaits_heads else None
-        if heads is not None and heads.is_default:
-            generation.contents.do_without_heads()
-            self._go_on(generation)
-            return
         problem = adapter_problem(error)
-        if heads is not None:
+        if generation.contents.awaits_heads:
             problem.param = "heads_id"
         elif generation.request.adapter is not None:
             self._metrics.failed(generation.request.adapter, generation.digest)

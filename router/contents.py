@@ -4,10 +4,9 @@ Knows neither loader nor shard. An adapter that holds heads alone changes nothin
 router such a request runs on the bare base, and shares its pages, with the heads beside.
 """
 
-from router.adapter import Adapter
+from router.adapter import Adapter, Loaded
 from router.errors import NoHeads, ValidationError
 from router.generation import GenerationRequest
-from router.loader_client import Loaded
 
 
 class Contents:
@@ -17,7 +16,6 @@ class Contents:
         self._request = request
         self._adapter: Loaded | None = None
         self._heads: Loaded | None = None
-        self._without_heads = False
 
     @property
     def missing(self) -> Adapter | None:
@@ -25,10 +23,9 @@ class Contents:
         request, heads = self._request, self._request.heads
         if request.adapter is not None and self._adapter is None:
             return request.adapter
-        if heads is None or self._heads is not None or self._without_heads:
+        if heads is None or heads.content is not None or self._heads is not None:
             return None
-        brings_own = self._adapter is not None and self._adapter.num_heads > 0
-        return None if heads.is_default and brings_own else heads.adapter
+        return heads.adapter
 
     @property
     def awaits_heads(self) -> bool:
@@ -42,22 +39,27 @@ class Contents:
         else:
             self._adapter = content
 
-    def do_without_heads(self) -> None:
-        """They cannot be had, and nobody asked for them by name."""
-        self._without_heads = True
-
     def check(self) -> None:
         """Whether the heads that were asked for are there. Raises ValidationError."""
         heads = self._request.heads
-        if heads is not None and not heads.is_default and self._heads is not None and not self._heads.num_heads:
+        if heads is not None and self._heads is not None and not self._heads.num_heads:
             raise ValidationError(f"`heads_id` {heads.adapter.name[:256]} brings no heads", "heads_id")
         if self._request.speculation.needs_heads and not self.num_heads:
             raise NoHeads
 
     @property
+    def _beside(self) -> Loaded | None:
+        """The heads that guess instead of the adapter's own: those that the request names, else the operator's."""
+        heads = self._request.heads
+        brings_own = self._adapter is not None and self._adapter.num_heads > 0
+        if heads is None or (heads.content is not None and brings_own):
+            return None
+        return self._heads or heads.content
+
+    @property
     def num_heads(self) -> int:
         """Of the heads that guess for the request."""
-        guessing = self._heads or self._adapter
+        guessing = self._beside or self._adapter
         return 0 if guessing is None else guessing.num_heads
 
     @property
@@ -73,9 +75,7 @@ class Contents:
     @property
     def home(self) -> str:
         """The digest by which a shard is chosen; "" for any shard."""
-        heads = self._request.heads
-        beside = "" if heads is None or heads.is_default or self._heads is None else self._heads.digest
-        return self.digest or beside
+        return self.digest or ("" if self._heads is None else self._heads.digest)
 
     @property
     def adapter_pin(self) -> tuple[Adapter, str] | None:
@@ -90,9 +90,9 @@ class Contents:
         """Whose heads guess, where those are not the adapter's own, and their digest."""
         if not self.num_heads or not self._request.speculation.num_heads:
             return None
-        if self._heads is not None and self._request.heads is not None:
-            return self._request.heads.adapter, self._heads.digest
-        adapter = self._request.adapter
+        heads, beside, adapter = self._request.heads, self._beside, self._request.adapter
+        if heads is not None and beside is not None:
+            return heads.adapter, beside.digest
         if adapter is None or self._adapter is None or not self._adapter.is_heads_only:
             return None
         return adapter, self._adapter.digest

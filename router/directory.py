@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from adapters import refs
 from adapters.catalogue import Catalogue, Entry, Version
 from adapters.refs import Ref, Source
-from router.adapter import Adapter
+from router.adapter import Heads
 from router.config import RouterConfig
 
 
@@ -31,13 +31,16 @@ class DefaultHeads:
     """The default adapter, where it holds heads alone, as it was when it was loaded."""
 
     entry: Entry
-    adapters: Mapping[Ref, Adapter]
-    """Of each version."""
-    num_heads: int
+    versions: Mapping[Ref, Heads]
 
-    def choose(self, who: str) -> Adapter:
-        """The version for `who`. No source is asked: nobody's text depends on heads, so nobody waits for one."""
-        return self.adapters[self.entry.choose(who).ref]
+    def choose(self, who: str) -> Heads:
+        """The version for `who`. Nobody is asked for it: no text depends on heads, so no request waits for them."""
+        return self.versions[self.entry.choose(who).ref]
+
+    @property
+    def num_heads(self) -> int:
+        """That each version brings at least."""
+        return min(heads.content.num_heads for heads in self.versions.values() if heads.content is not None)
 
 
 class Directory:
@@ -101,10 +104,13 @@ class Directory:
         else:
             self._wrong.pop(entry.alias, None)
 
-    def note_heads(self, entry: Entry, adapters: Mapping[Ref, Adapter], num_heads: int) -> None:
-        """How many heads, and nothing else, an entry's adapters hold; 0 where one is more than heads."""
+    def note_contents(self, entry: Entry, versions: Mapping[Ref, Heads]) -> None:
+        """What the versions of an entry hold that is loaded and stays."""
         if entry.alias == self.default:
-            self._heads = DefaultHeads(entry, adapters, num_heads) if num_heads else None
+            is_heads_only = all(
+                heads.content is not None and heads.content.is_heads_only for heads in versions.values()
+            )
+            self._heads = DefaultHeads(entry, versions) if is_heads_only else None
 
     @property
     def default_heads(self) -> DefaultHeads | None:

@@ -11,7 +11,7 @@ import structlog
 from adapters.catalogue import Entry
 from adapters.errors import AdapterError, LoaderFailed, SourceUnreachable
 from adapters.refs import Ref
-from router.adapter import Adapter
+from router.adapter import Adapter, Heads
 from router.admission import Admission
 from router.selection import Selection
 
@@ -88,16 +88,14 @@ class Keeper:
         """Digests of a pinned entry, all loaded; None where it is worth trying again."""
         directory = self._selection.directory
         digests = []
-        adapters: dict[Ref, Adapter] = {}
-        num_heads = []
+        versions: dict[Ref, Heads] = {}
         try:
             for version in entry.versions:
                 async with self._places:
                     adapter = await self._selection.opened(entry, version.ref)
                     content = await self._admission.content(adapter)
-                adapters[version.ref] = adapter
+                versions[version.ref] = Heads(adapter, content)
                 digests.append(content.digest)
-                num_heads.append(content.num_heads if content.is_heads_only else 0)
                 self._pin(digests[-1], adapter, entry)
         except (SourceUnreachable, LoaderFailed) as error:
             log.warning("adapter_not_kept_yet", adapter=entry.alias[:256], reason=str(error)[:512])
@@ -106,7 +104,7 @@ class Keeper:
             directory.note(entry, str(error))
             return digests
         directory.note(entry, "")
-        directory.note_heads(entry, adapters, min(num_heads))
+        directory.note_contents(entry, versions)
         return digests
 
     def _pin(self, digest: str, adapter: Adapter, entry: Entry) -> None:

@@ -7,13 +7,13 @@ of an answer, is `loading`'s matter.
 import asyncio
 import contextlib
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 import structlog
 
 from adapters.errors import LoaderFailed, from_dict
+from router.adapter import Loaded
 
 log = structlog.get_logger()
 
@@ -21,24 +21,6 @@ LONGEST_LINE = 4 << 20
 CONNECT_SECONDS = 30.0
 """A call that found no loader for so long fails."""
 _RETRY_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What the loader said of an adapter whose file lies in the store now."""
-
-    digest: str
-    num_bytes: int
-    rank: int
-    tier: str
-    """Where it came from: `source` or `disk`."""
-    num_heads: int = 0
-    """Medusa heads in it."""
-
-    @property
-    def is_heads_only(self) -> bool:
-        """Whether it changes nothing of what the base model says."""
-        return self.num_heads > 0 and self.rank == 0
 
 
 class LoaderLost(LoaderFailed):

@@ -14,9 +14,9 @@ import structlog
 
 from adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound
 from adapters.refs import Ref
-from router.adapter import Adapter
+from router.adapter import Adapter, Loaded
 from router.inflight import Generation
-from router.loader_client import Call, Loaded, LoaderClient, LoaderLost, loaded
+from router.loader_client import Call, LoaderClient, LoaderLost, loaded
 
 log = structlog.get_logger()
 

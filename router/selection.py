@@ -56,11 +56,11 @@ class Selection:
         """Whose heads guess beside the adapter: the request's own word, else the operator's. Raises as `choose`."""
         if fields.name:
             adapter = await self.choose(fields, caller)
-            return None if adapter is None else Heads(adapter, is_default=False)
+            return None if adapter is None else Heads(adapter)
         heads = self.directory.default_heads
         if heads is None or not self.may_see(heads.entry, caller):
             return None
-        return Heads(heads.choose(fields.user or caller.request_id), is_default=True)
+        return heads.choose(fields.user or caller.request_id)
 
     def is_base(self, name: str | None) -> bool:
         """Whether the bare base model is meant."""

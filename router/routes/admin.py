@@ -14,6 +14,7 @@ from adapters import refs
 from adapters.catalogue import Entry
 from adapters.errors import AdapterError
 from adapters.refs import Ref
+from router.adapter import Loaded
 from router.body import read_json
 from router.directory import single
 from router.errors import (
@@ -25,7 +26,6 @@ from router.errors import (
     ValidationError,
     adapter_problem,
 )
-from router.loader_client import Loaded
 from router.schemas.fields import Fields
 from router.service import Service
 

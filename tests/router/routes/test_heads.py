@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from adapters.errors import AdapterInvalid
 from adapters.keys import sha256
 from tests.router.routes.test_adapters import body
 from tests.router.routes.test_catalogue import bearer, made, write
@@ -138,26 +137,6 @@ async def test_default_heads_are_shown(default: Serving) -> None:
     assert response.headers["x-adapter-id"] == "lora"
 
 
-async def test_default_heads_that_cannot_be_had_are_done_without(default: Serving) -> None:
-    """No word of a text depends on them."""
-    admission = default.service.admission
-    admission.loading._known.clear()
-
-    async def finds_no_heads(call: dict[str, Any]) -> dict[str, Any]:
-        if call["fetch"]["id"] == "heads":
-            raise AdapterInvalid("it is broken")
-        return await finds_heads(call)
-
-    default.loader.answer = finds_no_heads
-    try:
-        assert await told(default, "/generate", "lora") == ("lora", "", 0)
-        assert await told(default, "/v1/completions", None) == ("", "", 0)
-        refused = await default.client.post("/generate", json=body("/generate", "lora", heads_id="heads"))
-        assert refused.status_code == 422 and "it is broken" in refused.json()["error"]
-    finally:
-        default.loader.answer = finds_heads
-
-
 async def test_an_alias_may_name_heads(tmp_path: Path) -> None:
     made(tmp_path, *HOLDS)
     path = write(tmp_path, "fast: {id: lora, parameters: {heads_id: guess}}\nguess: {id: heads}")
@@ -240,12 +219,17 @@ async def test_who_leaves_while_heads_are_on_their_way_leaves_nothing_behind(ser
     assert await told(server, "/generate", "lora", heads_id="heads") == ("lora", "heads", 255)
 
 
-async def test_nobody_waits_for_the_source_of_default_heads(tmp_path: Path) -> None:
+async def test_nobody_waits_for_default_heads(tmp_path: Path) -> None:
+    """Neither for their source nor for the loader, from whose death on requests for the base would stand still."""
     made(tmp_path, *HOLDS)
     fields: dict[str, Any] = {"loader_answer": finds_heads, "adapter_id": "heads", "auth_cache_ttl_s": 0.0}
     async with serving(tmp_path, adapters=True, **fields) as server:
         assert server.service.keeper is not None
         await server.service.keeper.settled.wait()
+        assert await told(server, "/generate", "lora") == ("lora", "heads", 255)
+        server.service.admission.loading._known.clear()
+        server.loader.may_answer.clear()
         shutil.rmtree(tmp_path / "roots" / "heads")
         assert await told(server, "/generate", None) == ("", "heads", 255)
+        server.loader.may_answer.set()
         assert await told(server, "/generate", "lora") == ("lora", "heads", 255)
