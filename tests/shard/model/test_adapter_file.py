@@ -141,7 +141,7 @@ def bad(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         (bad("linear-0.bias", torch.ones(23)), "does not fit 24 outputs"),
         (bad("linear-0.magnitude", torch.ones(24)), "no rows whose length"),
         (bad("another.A", torch.ones(2, 40)), "no module another"),
-        (bad("heads.0.weight", torch.ones(2, 2)), "does not compute heads.0.weight"),
+        (bad("heads.0.weight", torch.ones(2, 2)), "does not compute what heads.0.weight"),
         (bad("linear-0.weight", torch.ones(24, 40)), "does not compute"),
         ({"linear-0.A": torch.ones(513, 40), "linear-0.B": torch.ones(24, 513)}, "do not fit"),
     ],
