@@ -54,13 +54,12 @@ def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
     flags: dict[str, Any] = dict(one.split("=", 1) for one in given.set)
     width = {"speculative_tokens": given.gamma, "speculative_tokens_max": max(given.gamma, 16)}
-    width |= {"speculative_schedule": "constant"}
     with ExitStack() as both:
         small = both.enter_context(launch(given.approx_model_name, **flags))
         large = both.enter_context(launch(given.target_model_name, given.approx_model_name, **width, **flags))
         show("target model", large, given, speculative_tokens=0)
         show("approximation model", small, given)
-        guessed = {"speculative_method": "draft"}
+        guessed = {"speculative_method": "draft", "speculative_schedule": "constant"}
         show("DeepMind's speculative sampling", large, given, speculative_verify="deepmind", **guessed)
         show("Google's speculative decoding", large, given, speculative_verify="google", **guessed)
         if given.verbose:

@@ -15,6 +15,7 @@ from typing import Any
 from launcher import Client, launch
 
 FLOWER = "def bouquet(flowers):\n"
+GUESSED = {"speculative_method": "draft", "speculative_schedule": "constant"}
 
 
 def launch_speculative_llm(
@@ -53,12 +54,12 @@ def main(arguments: list[str] | None = None) -> None:
     given = vars(parser.parse_args(arguments))
     flags = dict(one.split("=", 1) for one in given.pop("set"))
     with launch_speculative_llm(**given, **flags) as model:
-        answer = model.generate(FLOWER, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.95)
+        answer = model.generate(FLOWER, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.95, **GUESSED)
         print(answer.text)
         _log(answer.details["speculation"])
         said = model.chat("Write a function: Return the length of the list.", max_tokens=64, temperature=0)
         print(said["choices"][0]["message"]["content"])
-        stream = model.stream(FLOWER, max_new_tokens=64, stop=["\n\n"])
+        stream = model.stream(FLOWER, max_new_tokens=64, stop=["\n\n"], **GUESSED)
         print("".join(token.text for token in stream))
         _log(stream.details["speculation"])
 

@@ -34,6 +34,7 @@ def answer(client: Client, prompt: str, given: argparse.Namespace) -> None:
     """Write the prompt and what follows it, then what the guesses were worth."""
     law: dict[str, Any] = {"do_sample": True, "temperature": given.temperature} if given.temperature > 1e-6 else {}
     print(prompt, end="")
+    law |= {"speculative_method": "draft", "speculative_schedule": "constant"}
     stream = client.stream(prompt, max_new_tokens=given.max_new_tokens, ignore_eos_token=given.ignore_eos, **law)
     for token in stream:
         if given.ignore_eos or not token.special:
@@ -48,7 +49,6 @@ def main(arguments: list[str] | None = None) -> None:
     flags: dict[str, Any] = dict(one.split("=", 1) for one in given.set)
     flags |= {"device": f"cuda:{given.gpu}"} if given.gpu else {}
     flags |= {"speculative_tokens": given.gamma, "speculative_tokens_max": max(given.gamma, 16)}
-    flags |= {"speculative_method": "draft", "speculative_schedule": "constant"}
     with launch(given.model, given.draft_model, **flags) as client:
         print(PROMPT, end="", flush=True)
         for line in sys.stdin:

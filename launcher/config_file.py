@@ -60,6 +60,7 @@ _GENERATOR: dict[str, _Key] = {
             "assistant_model": "draft-model-id",
             "assistant_tokenizer": "draft-tokenizer-id",
             "num_assistant_tokens": "speculative-tokens",
+            "num_assistant_tokens_schedule": "speculative-schedule",
             "prompt_lookup_num_tokens": "speculative-tokens",
         },
         "vllm_init_params": {

@@ -46,7 +46,7 @@ def launch(
     given: dict[str, Any] = {"hostname": "127.0.0.1", "port": free_port(), "drain-timeout-s": _DRAIN_S}
     given |= {"model-id": model_id, "draft-model-id": draft_model_id}
     given |= {name.replace("_", "-"): value for name, value in flags.items()}
-    address = Address(given["hostname"], given["port"])
+    address = Address(given["hostname"], int(given["port"]))
     words = [word for name, value in given.items() for word in flag_words(name, value)]
     base = os.environ if environment is None else environment
     with tempfile.TemporaryFile() as log:
@@ -56,7 +56,7 @@ def launch(
             yield Client(address.url)
         finally:
             server.terminate()
-            server.wait(given["drain-timeout-s"] + _GRACE_S)
+            server.wait(float(given["drain-timeout-s"]) + _GRACE_S)
             server.kill()
 
 

@@ -31,7 +31,8 @@ def ask(server: Client, prompt: str, **parameters: Any) -> Answer:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Client]:
-    with launch(str(ROOT / "demo" / "base"), cpu_memory="64MiB", threads=1, speculative_tokens=5) as client:
+    flags = {"speculative_tokens": 5, "speculative_schedule": "constant"}
+    with launch(str(ROOT / "demo" / "base"), cpu_memory="64MiB", threads=1, **flags) as client:
         yield client
 
 

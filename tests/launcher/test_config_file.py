@@ -77,6 +77,10 @@ def test_what_autogluon_rag_documents(tmp_path: Path) -> None:
     [
         ("hf_generate_params: {assistant_tokenizer: a/b}", {"draft-tokenizer-id": "a/b"}),
         ("hf_generate_params: {num_assistant_tokens: 7}", {"speculative-tokens": 7}),
+        (
+            "hf_generate_params: {num_assistant_tokens_schedule: heuristic}",
+            {"speculative-schedule": "heuristic"},
+        ),
         ("hf_model_params: {torch_dtype: bfloat16, trust_remote_code: true}", {"dtype": "bfloat16", "trust": True}),
         ("vllm_init_params: {max_model_len: 900, dtype: float32}", {"max-total-tokens": 900, "dtype": "float32"}),
         (

@@ -28,7 +28,9 @@ def test_a_name_that_is_no_flag_starts_nothing() -> None:
 def test_what_a_server_said_is_in_the_error() -> None:
     with (
         pytest.raises(launching.LaunchError, match=r"(?s)exit code 4.*the folder /nowhere/at/all does not exist"),
-        launcher.launch("/nowhere/at/all"),
+        launcher.launch(
+            "/nowhere/at/all", port=str(launching.free_port()), drain_timeout_s="1"
+        ),  # as on a command line
     ):
         pass
 
