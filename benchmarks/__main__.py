@@ -26,6 +26,12 @@ BENCHMARKS = {
     "adapters_known": "memory of 10 000 aliases in the router",
     "adapters_hostile": "broken adapters and fuzzed headers against a running server",
     "adapters_tenants": "one tenant asks for another's private adapter",
+    "lossless": "[--quick] [METHOD…]: texts with and without guessing over HTTP, and counts against the oracle",
+    "speculation": "[--quick] [TABLE…]: the tables that other systems publish about speculation",
+    "dialled": "[--quick] [WIDTH…]: LMFlow's and Xinference's acceptance through the engine, by a dialled draft",
+    "guessing_speed": "[--quick] [--schedule CLIENTS]: what a draft model is worth in time, and schedules",
+    "lookup_speed": "[--quick] [--peer]: the copy-heavy adapter with prompt lookup and without, or against vLLM",
+    "heads_cost": "[--quick]: steps with Medusa heads against plain ones",
     "proof": "every bar at full size: --part, --list, --check",
 }
 

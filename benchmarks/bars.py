@@ -3,7 +3,18 @@
 from collections.abc import Mapping
 from functools import partial
 
-from benchmarks import adapter_bars, clients, closed_loop, exactness, family_bars, leak, open_loop, start, whole
+from benchmarks import (
+    adapter_bars,
+    clients,
+    closed_loop,
+    exactness,
+    family_bars,
+    leak,
+    open_loop,
+    speculation_bars,
+    start,
+    whole,
+)
 from benchmarks.case import Bar, Over, Part, raw_value
 
 CLOSED = (1, 8, 32)
@@ -28,6 +39,7 @@ PARTS: tuple[Part, ...] = (
     *family_bars.PARTS,
     Part("clone", whole.clone),
     *adapter_bars.PARTS,
+    *speculation_bars.PARTS,
 )
 
 
@@ -78,6 +90,7 @@ BARS: tuple[Bar, ...] = (
     Bar("make test in a fresh clone", "clone", 1, partial(raw_value, "seconds"), 600.0, at_least=False, unit="s",
         over=Over.WORST),
     *adapter_bars.BARS,
+    *speculation_bars.BARS,
 )  # fmt: skip
 
 NOT_REACHED: dict[str, str] = {

@@ -30,10 +30,13 @@ SWEEP = tuple(range(1, 9))
 LOOKUP_WIDTHS = (3, 10)
 COPIED = "citation"
 """The corpus whose answers stand in their prompts."""
-CORPORA = (COPIED, "record", "query", "value", "code")
+UNCOPIED = ("record", "query", "value", "code")
 CODE = KINDS["code"]
 GENERAL = Kind("citation by general heads", "adapters/citation", "heads/base")
-OWN_HEADS = ("citation", "joined")
+WITH_HEADS = (CODE, KINDS["record"], GENERAL, KINDS["citation"], KINDS["joined"])
+NUM_HEADS_KINDS, NUM_UNCOPIED = len(WITH_HEADS), len(UNCOPIED) * len(LOOKUP_WIDTHS)
+SAMPLED = tuple((verify, width) for verify in ("coupled", "rejection") for width in (1, 4, 8))
+NUM_SAMPLED = len(SAMPLED)
 LLMSS_LAW: Mapping[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9}
 CHAT_LAW: Mapping[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 40}
 PLAIN_LAW: Mapping[str, Any] = {"do_sample": True, "temperature": 0.8}
@@ -41,7 +44,7 @@ SETTINGS: dict[str, Any] = {
     "widths": WIDTHS,
     "sweep": SWEEP,
     "lookup_widths": LOOKUP_WIDTHS,
-    "corpora": CORPORA,
+    "uncopied": UNCOPIED,
     "laws": [LLMSS_LAW, CHAT_LAW, PLAIN_LAW],
 }
 
@@ -55,10 +58,9 @@ class Size:
     corpus: int = 60
     widths: tuple[int, ...] = WIDTHS
     sweep: tuple[int, ...] = SWEEP
-    corpora: tuple[str, ...] = CORPORA
 
 
-QUICK = Size(4, 64, 6, (1, 4), (2, 4), (COPIED, "query"))
+QUICK = Size(4, 64, 6, (1, 4), (2, 4))
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def run(name: str, port: int, corpus: Corpus, how: Guessing | None, clients: int
     texts = [t.as_text(known, a.max_new_tokens) for t, known, a in zip(told, ids, asked, strict=True)]
     raw = {
         **as_raw(sum((answer.counts for answer in told), NOTHING)),
+        "width": how.width if how else 0,
         "seconds": seconds,
         "repeated": sum(share_repeated(text) * len(text.output_ids) for text in texts)
         / max(1, sum(len(text.output_ids) for text in texts)),
@@ -190,17 +193,24 @@ def sampled(finished: frozenset[str] = frozenset(), size: Size | None = None) ->
     size = size or Size()
     corpus = Corpus(CODE, 2 * size.prompts, size.tokens // 2, PLAIN_LAW)
     with _server() as port:
-        for verify in ("coupled", "rejection"):
-            for width in (1, 4, 8):
-                if f"{verify} {width}" not in finished:
-                    yield run(f"{verify} {width}", port, corpus, Guessing(DRAFTING, width, verify=verify), 8)
+        for verify, width in SAMPLED:
+            if f"{verify} {width}" not in finished:
+                yield run(f"{verify} {width}", port, corpus, Guessing(DRAFTING, width, verify=verify), 8)
 
 
-def lookup(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
-    """Prompt lookup on every corpus of the family, and LoRAX's rule on the same texts."""
-    size = size or Size()
+def copied(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
+    """Prompt lookup on texts that are copied from their prompts, and LoRAX's rule on the same ones."""
+    return _lookup((COPIED,), finished, size or Size())
+
+
+def uncopied(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
+    """The same on the other texts of the family."""
+    return _lookup(UNCOPIED, finished, size or Size())
+
+
+def _lookup(kinds: Sequence[str], finished: frozenset[str], size: Size) -> Cases:
     with _server(draft=None) as port:
-        for kind in size.corpora:
+        for kind in kinds:
             for width in LOOKUP_WIDTHS:
                 if f"{kind} {width}" not in finished:
                     corpus = Corpus(KINDS[kind], size.corpus, 96)
@@ -211,7 +221,7 @@ def medusa(finished: frozenset[str] = frozenset(), size: Size | None = None) -> 
     """Chains of heads: general ones on code and on adapters' texts, and those made for the citation adapter."""
     size = size or Size()
     with _server(draft=None) as port:
-        for kind in (*(KINDS[name] for name in ("code", "record")), GENERAL, *(KINDS[name] for name in OWN_HEADS)):
+        for kind in WITH_HEADS:
             if kind.name not in finished:
                 yield run(kind.name, port, Corpus(kind, size.corpus, 96), Guessing(MEDUSA, 3), 8)
 

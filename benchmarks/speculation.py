@@ -1,7 +1,7 @@
 """The tables that other systems publish about speculation, measured on the embedded family from the server's counters,
 beside their figures and the replay oracle's. A dialled draft gives their own acceptance (`benchmarks.dialled`).
 
-    python -m benchmarks.speculation [--quick] [gamma] [rows] [chat] [sampled] [lookup] [medusa]
+    python -m benchmarks.speculation [--quick] [gamma] [rows] [chat] [sampled] [copied] [uncopied] [medusa]
 """
 
 import json
@@ -139,7 +139,8 @@ TABLES: dict[str, tuple[Callable[..., Cases], Callable[[Sequence[Case]], None]]]
     "rows": (tables.three_rows, rows),
     "chat": (tables.chat, chat),
     "sampled": (tables.sampled, sampled),
-    "lookup": (tables.lookup, lookup),
+    "copied": (tables.copied, lookup),
+    "uncopied": (tables.uncopied, lookup),
     "medusa": (tables.medusa, medusa),
 }
 

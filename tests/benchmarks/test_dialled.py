@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import dialled, harness
-from benchmarks.dialled import Dial, Pair, tally
+from benchmarks.dial import Dial, Pair
+from benchmarks.dialled import tally
 from benchmarks.replay import NOTHING, Chain, Counts, Text, replay
 
 TEXT = 40
