@@ -172,7 +172,7 @@ def router_fields(plan: Plan) -> dict[str, Any]:
         "speculative_tokens": settings["speculative-tokens"],
         "speculative_tokens_max": settings["speculative-tokens-max"],
         "speculative_method": settings["speculative-method"],
-        "speculative_schedule": settings["speculative-schedule"] or "",
+        "speculative_schedule": settings["speculative-schedule"],
         "speculative_verify": settings["verify"],
         "draft_model_id": None if plan.draft is None else plan.draft.id,
         "max_body_bytes": settings["max-body-bytes"],

@@ -134,6 +134,7 @@ def _try_it(plan: configs.Plan, address: Address) -> str:
     if adapters.is_family(plan.settings):
         wanted = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'}
         wanted["parameters"] = {"adapter_id": "json", "max_new_tokens": 64, "details": True}
+        wanted["parameters"] |= {"speculative_schedule": "constant"}  # `auto` need not find that guesses pay just now
     body = json.dumps(wanted)
     return f"\n  Try it:\n\n    curl {address.url}/generate -H 'content-type: application/json' -d '{body}'\n"
 

@@ -40,8 +40,8 @@ class RouterConfig:
     """What a request may ask for."""
     speculative_method: str = "auto"
     """What guesses for requests that don't say: auto, lookup, medusa, draft or off."""
-    speculative_schedule: str = ""
-    """How many tokens are guessed where a request doesn't say: constant, heuristic or auto; empty is the shard's."""
+    speculative_schedule: str = "auto"
+    """How many tokens are guessed, up to that number, where a request doesn't say: constant, heuristic or auto."""
     speculative_verify: str = "coupled"
     """How guesses are verified where a request doesn't say: coupled or rejection."""
     draft_model_id: str | None = None

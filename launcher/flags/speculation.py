@@ -4,7 +4,6 @@ from launcher.flag import Flag, Kind
 
 TOKENS_WITH_A_DRAFT = 4
 """`--speculative-tokens` where there is a draft model and nobody says how many."""
-_LATER = "this version guesses at a constant width"
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Speculation": (
@@ -43,13 +42,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "speculative-schedule",
             Kind.TEXT,
-            None,
+            "auto",
             "how many tokens are guessed, up to the number above, where a request does not say",
-            default_text="constant",
             choices=("constant", "heuristic", "auto"),
             lorax=False,
-            refused=_LATER,
-            harmless=("constant",),
         ),
         Flag(
             "verify",

@@ -156,7 +156,7 @@ ONE_REQUEST: list[Callable[[Launched], None]] = [
 def test_the_embedded_model_brings_its_adapters_and_ends_with_its_terminal(tmp_path: Path) -> None:
     """Nobody named files that SIGHUP could ask to be read again."""
     record = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n', "parameters": {"max_new_tokens": 32}}
-    flags = ("--adapter-store", str(tmp_path), "--speculative-tokens", "3", "--speculative-schedule", "constant")
+    flags = ("--adapter-store", str(tmp_path), "--speculative-tokens", "3")  # as `make serve` has it
     with Launched(*flags, "--threads", "1", "--cpu-memory", "64MiB") as server:
         server.wait_until_ready()
         body = re.search(r"-d '(.*)'$", server.wait_for("curl"))
@@ -175,6 +175,7 @@ def test_the_embedded_model_brings_its_adapters_and_ends_with_its_terminal(tmp_p
             record["parameters"]["adapter_id"] = "record"
             adapted = client.post("/generate", json=record).json()["generated_text"]
             medusa = {"adapter_id": "heads", "speculative_method": "medusa", "max_new_tokens": 32, "details": True}
+            medusa["speculative_schedule"] = "constant"
             guessed = client.post("/generate", json={**record, "parameters": medusa}).json()
             medusa["adapter_id"] = "cite"  # which names its heads itself
             assert client.post("/generate", json={**record, "parameters": medusa}).status_code == 200

@@ -26,7 +26,6 @@ REFUSED = {
     "source": "s3",
     "quantize": "bitsandbytes-nf4",
     "draft-quantize": "fp8",
-    "speculative-schedule": "auto",
     "embedding-dim": "512",
     "merge-adapter-weights": None,
     "sharded": "true",

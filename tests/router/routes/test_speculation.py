@@ -56,16 +56,16 @@ async def ask_all(server: Serving, **parameters: Any) -> list[tuple[Any, ...]]:
     ("parameters", "sent"),
     [
         ({}, ()),
-        ({"speculative_tokens": 4}, ("auto", 4, 4, "", "coupled")),
-        ({"speculative_tokens": 16, "speculative_method": "lookup"}, ("lookup", 16, 0, "", "coupled")),
-        ({"speculative_tokens": 2, "speculative_method": "ngram"}, ("lookup", 2, 0, "", "coupled")),
-        ({"speculative_method": "ngram"}, ("lookup", 3, 0, "", "coupled")),
-        ({"speculative_method": "auto"}, ("auto", 3, 255, "", "coupled")),
+        ({"speculative_tokens": 4}, ("auto", 4, 4, "auto", "coupled")),
+        ({"speculative_tokens": 16, "speculative_method": "lookup"}, ("lookup", 16, 0, "auto", "coupled")),
+        ({"speculative_tokens": 2, "speculative_method": "ngram"}, ("lookup", 2, 0, "auto", "coupled")),
+        ({"speculative_method": "ngram"}, ("lookup", 3, 0, "auto", "coupled")),
+        ({"speculative_method": "auto"}, ("auto", 3, 255, "auto", "coupled")),
         ({"speculative_tokens": 0, "speculative_method": "lookup"}, ()),
         ({"speculative_tokens": 4, "speculative_method": "off"}, ()),
         ({"speculative_tokens": None, "speculative_method": None, "speculative_schedule": None}, ()),
         ({"speculative_tokens": 1, "speculative_schedule": "heuristic"}, ("auto", 1, 1, "heuristic", "coupled")),
-        ({"speculative_tokens": 1, "speculative_verify": "coupled"}, ("auto", 1, 1, "", "coupled")),
+        ({"speculative_tokens": 1, "speculative_verify": "coupled"}, ("auto", 1, 1, "auto", "coupled")),
     ],
 )
 async def test_what_is_asked_reaches_the_shard(server: Serving, parameters: dict[str, Any], sent: Any) -> None:
@@ -75,14 +75,14 @@ async def test_what_is_asked_reaches_the_shard(server: Serving, parameters: dict
 @pytest.mark.parametrize(
     ("parameters", "sent"),
     [
-        ({}, ("auto", 4, 255, "", "coupled")),
-        ({"speculative_method": "draft"}, ("draft", 4, 0, "", "coupled")),
-        ({"speculative_tokens": 2, "speculative_verify": "rejection"}, ("auto", 2, 2, "", "rejection")),
-        ({"speculative_method": "draft", "speculative_verify": "google"}, ("draft", 4, 0, "", "rejection")),
-        ({"speculative_method": "draft", "speculative_verify": "deepmind"}, ("draft", 4, 0, "", "rejection")),
-        ({"speculative_method": "lookup", "speculative_verify": "rejection"}, ("lookup", 4, 0, "", "coupled")),
-        ({"speculative_verify": "rejection", "seed": 5}, ("auto", 4, 255, "", "coupled")),
-        ({"speculative_verify": "rejection", "seed": None}, ("auto", 4, 255, "", "rejection")),
+        ({}, ("auto", 4, 255, "auto", "coupled")),
+        ({"speculative_method": "draft"}, ("draft", 4, 0, "auto", "coupled")),
+        ({"speculative_tokens": 2, "speculative_verify": "rejection"}, ("auto", 2, 2, "auto", "rejection")),
+        ({"speculative_method": "draft", "speculative_verify": "google"}, ("draft", 4, 0, "auto", "rejection")),
+        ({"speculative_method": "draft", "speculative_verify": "deepmind"}, ("draft", 4, 0, "auto", "rejection")),
+        ({"speculative_method": "lookup", "speculative_verify": "rejection"}, ("lookup", 4, 0, "auto", "coupled")),
+        ({"speculative_verify": "rejection", "seed": 5}, ("auto", 4, 255, "auto", "coupled")),
+        ({"speculative_verify": "rejection", "seed": None}, ("auto", 4, 255, "auto", "rejection")),
     ],
 )
 async def test_with_a_draft_model(drafting: Serving, parameters: dict[str, Any], sent: Any) -> None:
@@ -203,7 +203,7 @@ async def test_a_draft_model_that_only_the_shard_tells_of(tmp_path: Path) -> Non
     async with serving(tmp_path, shards_draft_model="test/draft", speculative_tokens_max=3) as server:
         info = (await server.client.get("/info")).json()
         assert (info["speculate"], info["speculative_method"], info["draft_model_id"]) == (3, "auto", "test/draft")
-        assert set(await ask_all(server, speculative_verify="google")) == {("auto", 3, 255, "", "rejection")}
+        assert set(await ask_all(server, speculative_verify="google")) == {("auto", 3, 255, "auto", "rejection")}
 
 
 async def test_what_a_server_says_of_itself(server: Serving, drafting: Serving) -> None:
