@@ -170,3 +170,17 @@ async def test_credentials_without_a_right(monkeypatch: pytest.MonkeyPatch, stat
 def test_cloudflare_s_store_is_found_by_its_account() -> None:
     source = S3Source(1000, {"R2_ACCOUNT_ID": "abc"})
     assert source._options["endpoint"] == "https://abc.r2.cloudflarestorage.com"
+
+
+async def test_heads_come_before_the_weights(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
+    source = S3Source(10_000_000, account)
+    alone = {"config.json": b"{}", "medusa_lm_head.safetensors": b"heads"}
+    adapter = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+    for folder, files in (("alone", alone), ("both", {**alone, **adapter})):
+        for name, content in files.items():
+            obstore.put(bucket, f"team/{folder}/{name}", content)
+        pin = (await source.resolve(ref(f"adapters/team/{folder}"), None)).pin
+        (tmp_path / folder).mkdir()
+        fetched = source.fetch(pin, None, tmp_path / folder)
+        assert {path.name: path.read_bytes() for path in fetched.iterdir()} == files
+        assert next(iter(source.heads(pin, None, 3))) == "medusa_lm_head.safetensors"

@@ -83,7 +83,7 @@ def test_texts_are_those_without_heads_in_a_batch_of_all_kinds(server: Client) -
         {**CITATION, "heads_id": "heads/citation"},
         {**CITATION, "heads_id": "one", "speculative_method": "medusa"},
     ]
-    cases = [(prompt, asked) for prompt in PROMPTS for asked in ASKED]
+    cases = [(prompt, asked) for prompt in PROMPTS[:2] for asked in ASKED]
     accepted = 0
     with ThreadPoolExecutor(24) as pool:  # all in one batch, as it comes
         for plain, those in (({}, kinds), (CITATION, of_lora)):
@@ -101,7 +101,7 @@ def test_texts_are_those_without_heads_in_a_batch_of_all_kinds(server: Client) -
                     assert "draft" not in report["sources"]
                     assert "lookup" not in report["sources"] or kind.get("speculative_method") != "medusa"
                     accepted += report["sources"].get("medusa", 0)
-    assert accepted > 200
+    assert accepted > 100
 
 
 def test_as_many_guesses_as_heads_and_no_more_than_asked(server: Client) -> None:
@@ -132,3 +132,17 @@ def test_heads_of_another_base_are_refused_by_name(server: Client) -> None:
         with pytest.raises(ServerError, match="made for another base") as refused:
             ask(server, PROMPTS[0], **parameters)
         assert refused.value.status == 422
+
+
+def test_heads_of_the_server_guess_for_who_brings_none(own: Path) -> None:
+    """`--adapter-id` with heads alone: also beside a LoRA, and not for a request with heads of its own."""
+    flags = {"cpu_memory": "128MiB", "threads": 1, "default_adapter_source": "local", "adapter_source": "local"}
+    roots = [str(DEMO), str(own)]
+    with launch(str(DEMO / "base"), adapter_id="five", local_adapter_root=roots, **flags) as client:
+        medusa = {"speculative_method": "medusa"}
+        found = [ask(client, PROMPTS[0], **medusa, **more) for more in ({}, CITATION, {"adapter_id": "one"})]
+        reports = [answer.details["speculation"] for answer in found]
+        assert all(report["drafted"] > 2 * report["steps"] for report in reports[:2])
+        assert 0 < reports[2]["drafted"] <= reports[2]["steps"]
+        texts = [ask(client, PROMPTS[0], speculative_tokens=0, **more).text for more in ({}, CITATION)]
+        assert [answer.text for answer in found[:2]] == texts and texts[0] != texts[1]

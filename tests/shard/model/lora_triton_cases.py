@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import lora_kernels
-from shard.batch import Segment, StepInputs
+from shard.batch import HeadsRow, Segment, StepInputs
 from shard.model.adapter_device import DeviceSlots
 from shard.model.adapter_file import AdapterFiles, Destination
 from shard.model.adapter_memory import PinnedMemory
@@ -312,6 +312,40 @@ def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> Non
     before = y.clone()
     adapt(linear.rows, Product(linear, x, y))
     assert torch.equal(y, before)
+
+
+def test_heads_from_a_file_guess_from_their_slot(tmp_path: Path) -> None:
+    dtype = torch.float32
+    bench = Bench(dtype, [site("linear", 24, 20)])
+    output = torch.nn.Linear(24, 40, bias=False).to(DEVICE).requires_grad_(False)
+    network = torch.nn.Module()
+    network.get_output_embeddings = lambda: output  # type: ignore[assignment]
+    pool = HeadsPool(bench.inputs)
+    pool.attach(network, 40, 24)
+    bench.step([-1], [1])
+    output(bench.random(1, 1, 24))
+    parts = {"weight": (24, 24), "bias": (24,), "output": (40, 24)}
+    tensors = {f"heads.{head}.{part}": bench.random(*shape) for head in (0, 1) for part, shape in parts.items()}
+    facts = {"format": FORMAT, "modules": "{}", "heads": json.dumps({"count": 2, "version": 1, "layers": 1})}
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, str(tmp_path / "file"), facts)
+    memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
+    content = AdapterFiles({}, Destination(dtype, memory, bench.kernels), pool).read(tmp_path / "file")
+    slots = DeviceSlots(bench.kernels, pool)
+    slots.put(6, content)
+    while not slots.is_ready(6):
+        pass
+    x = bench.random(1, 2, 24)
+    ids = torch.arange(2, device=DEVICE)
+    bench.inputs.fill([Segment(0, 2, range(8))], ids, ids, [0, 1], [HeadsRow(1, 6, 2), HeadsRow(0, 6, 1)])
+    wanted = [x[0] @ output.weight.t()]
+    for row, head in ((1, 0), (1, 1), (0, 0)):
+        weight, bias, matrix = (tensors[f"heads.{head}.{part}"] for part in ("weight", "bias", "output"))
+        hidden = x[0, row] + torch.nn.functional.silu(weight @ x[0, row] + bias)
+        wanted.append((matrix @ hidden)[None])
+    torch.testing.assert_close(output(x)[0], torch.cat(wanted), rtol=1e-4, atol=1e-4)
+    slots.clear(6)
+    with pytest.raises(RuntimeError, match="slot 6 has no heads"):
+        output(x)
 
 
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
