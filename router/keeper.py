@@ -66,13 +66,10 @@ class Keeper:
         directory = self._selection.directory
         entries = list(directory.entries())
         self._looked_at = {alias: entry for alias, entry in self._looked_at.items() if directory.find(alias) == entry}
-        new = [
-            entry
-            for entry in entries
-            if not entry.pin and (self._looked_at.get(entry.alias) != entry or directory.problem(entry.alias))
-        ]
+        looked = [entry for entry in entries if not self._is_kept(entry)]
+        new = [entry for entry in looked if self._looked_at.get(entry.alias) != entry or directory.problem(entry.alias)]
         kept, problems = await asyncio.gather(
-            asyncio.gather(*(self._keep(entry) for entry in entries if entry.pin)), self.look(new)
+            asyncio.gather(*(self._keep(entry) for entry in entries if self._is_kept(entry))), self.look(new)
         )
         for entry in new:
             self._looked_at[entry.alias] = entry
@@ -83,6 +80,10 @@ class Keeper:
                 del self._pinned[digest]
                 self._admission.unpin(digest)
         return all(each is not None for each in kept)
+
+    def _is_kept(self, entry: Entry) -> bool:
+        """The adapter of everybody who names none is among them, whoever lists it."""
+        return entry.pin or entry.alias == self._selection.directory.default
 
     async def _keep(self, entry: Entry) -> list[str] | None:
         """Digests of a pinned entry, all loaded; None where it is worth trying again."""

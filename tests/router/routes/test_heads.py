@@ -233,3 +233,18 @@ async def test_nobody_waits_for_default_heads(tmp_path: Path) -> None:
         assert await told(server, "/generate", None) == ("", "heads", 255)
         server.loader.may_answer.set()
         assert await told(server, "/generate", "lora") == ("lora", "heads", 255)
+
+
+async def test_default_heads_may_be_an_alias_of_the_catalogue(tmp_path: Path) -> None:
+    made(tmp_path, *HOLDS)
+    path = write(tmp_path, "general: {id: more}\nfast: {id: heads}")
+    fields: dict[str, Any] = {"loader_answer": finds_heads, "catalogue_path": path, "adapter_id": "general"}
+    async with serving(tmp_path, adapters=True, **fields) as server:
+        assert server.service.keeper is not None
+        await server.service.keeper.settled.wait()
+        assert await told(server, "/generate", None) == ("", "more", 255)
+        assert await told(server, "/generate", "lora") == ("lora", "more", 255)
+        (tmp_path / "catalogue.yaml").write_text("general: {id: heads}")
+        await server.service.reloading.reload()
+        await server.shard.until(lambda: server.service.selection.directory.default_heads is not None)
+        assert await told(server, "/generate", "lora") == ("lora", "heads", 255)
