@@ -160,7 +160,9 @@ def test_the_embedded_model_brings_its_adapters_and_ends_with_its_terminal(tmp_p
     with Launched(*flags, "--threads", "1", "--cpu-memory", "64MiB") as server:
         server.wait_until_ready()
         body = re.search(r"-d '(.*)'$", server.wait_for("curl"))
-        assert body
+        first = re.search(r"-d '(.*?)'", (ROOT / "README.md").read_text(), re.DOTALL)
+        assert body and first
+        assert json.loads(body[1]) == json.loads(first[1])
         shown = httpx.post(
             f"{server.url}/generate", content=body[1], headers={"content-type": "application/json"}
         ).json()
