@@ -35,13 +35,15 @@ class LocalSource:
         return await asyncio.to_thread(self._small_files, pin, names)
 
     def fetch(self, pin: Pin, token: str | None, folder: Path) -> Path:
-        """The folder itself: nothing is copied. A folder of links joins files that lie elsewhere below a root."""
+        """The folder itself: nothing is copied. A folder of links joins files that lie elsewhere below a root, and
+        leaves out what links out of the roots or is no plain file.
+        """
         found, files = self._listed(pin.id)
         sizes: dict[str, int | None] = {name: status.st_size for name, (_, status) in files.items()}
         wanted = choose(sizes, pin.id, self._max_bytes, lambda name: _head(files[name], PEEK_BYTES, pin).content)
         if _revision(files) != pin.revision:
             raise AdapterNotFound(f"{pin.id} has changed since it was looked up: ask again")
-        if all(files[name][0] == found / name for name in wanted):
+        if all(files[name][0] == found / name for name in wanted) and not _others(found) - files.keys():
             return found
         for name in wanted:
             (folder / name).symlink_to(files[name][0])
@@ -114,6 +116,12 @@ class LocalSource:
             and not any(part.startswith(_HUB_CACHE_FOLDERS) for part in path.relative_to(root).parts)
             for root in self._roots
         )
+
+
+def _others(folder: Path) -> set[str]:
+    """Names of all that is no folder."""
+    with os.scandir(folder) as entries:
+        return {entry.name for entry in entries if not entry.is_dir()}
 
 
 def _head(file: tuple[Path, os.stat_result], num_bytes: int, pin: Pin) -> FileHead:

@@ -99,6 +99,24 @@ async def test_files_that_link_out_are_not_there(tmp_path: Path) -> None:
         local.fetch(pin, None, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["medusa_lm_head.safetensors", "config.json"])
+async def test_what_links_out_is_not_among_what_is_fetched(tmp_path: Path, name: str) -> None:
+    """Whoever reads the folder would find it otherwise, beside the files that were chosen."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    folder = make(tmp_path / "root" / "a", **{"chat_template.jinja": "{{ }}"})
+    (folder / "checkpoint-1").mkdir()
+    local = source(tmp_path / "root")
+    pin = (await local.resolve(ref("a"), None)).pin
+    assert local.fetch(pin, None, tmp_path) == folder
+    (folder / name).symlink_to(secret)
+    pin = (await local.resolve(ref("a"), None)).pin
+    (tmp_path / "own").mkdir()
+    fetched = local.fetch(pin, None, tmp_path / "own")
+    found = sorted(path.name for path in fetched.iterdir())
+    assert found == ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"]
+
+
 async def test_files_that_link_within_the_roots_are(tmp_path: Path) -> None:
     folder = make(tmp_path / "root" / "a")
     (tmp_path / "root" / "weights").write_text("elsewhere")
