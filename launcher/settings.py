@@ -5,6 +5,7 @@ Knows how flags are written; what they mean together is rules.py.
 
 import argparse
 import difflib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -69,9 +70,17 @@ def asks_for_json(arguments: Sequence[str], environment: Mapping[str, str]) -> b
     if f"--{flag.name}" in arguments:
         return True
     try:
-        return bool(flag.value(environment.get(flag.environment) or "false"))
-    except ValueError:
+        return bool(flag.value(environment.get(flag.environment) or _in_file(arguments, flag) or "false"))
+    except (ValueError, LauncherError):
         return False
+
+
+def _in_file(arguments: Sequence[str], flag: Flag) -> str:
+    """What the configuration file says of a flag that is not repeated; empty for nothing. Raises LauncherError."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    paths = [path for word, path in itertools.pairwise(words) if word == "--config"]
+    given = config_file.read(paths[-1]).get(flag.name) if paths else None
+    return "" if given is None else str(given.texts)
 
 
 def parser() -> argparse.ArgumentParser:

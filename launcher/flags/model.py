@@ -76,7 +76,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             None,
             "folder that holds the weight files; everything else still comes from the model",
         ),
-        Flag("download-only", Kind.SWITCH, False, "download the model and end"),
+        Flag("download-only", Kind.SWITCH, False, "download the model, and the draft model if there is one, and end"),
     ),
     "Limits of a request": (
         Flag(

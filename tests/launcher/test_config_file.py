@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launcher.exits import Exit, LauncherError
-from launcher.settings import Settings, read
+from launcher.settings import Settings, asks_for_json, read
 
 HUGGINGFACE = """
 generator_model_name: meta-llama/Llama-3.1-8B
@@ -136,6 +136,16 @@ def test_prompt_lookup_by_their_names(tmp_path: Path, arguments: str, tokens: in
 )
 def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:
     assert refusal(tmp_path, text).startswith(said)
+
+
+def test_it_decides_how_errors_are_written_too(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("json-output: true\nprot: 80\n")
+    assert not asks_for_json(["--config", str(file)], {})  # it cannot be read
+    file.write_text("json-output: true\nport: http\n")
+    assert asks_for_json(["--config", str(file)], {}) and asks_for_json([f"--config={file}"], {})
+    assert not asks_for_json(["--config", str(file)], {"JSON_OUTPUT": "false"})
+    assert not asks_for_json(["--config"], {}) and not asks_for_json(["--config", "/nowhere"], {})
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
