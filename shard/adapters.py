@@ -20,6 +20,7 @@ from shard.model.heads import HeadsPool
 from shard.model.heads_file import MOST_HEADS
 from shard.model.lora import AdapterSite, compiled
 from shard.slots import AdapterSlots, Content, Device, SlotLimits
+from shard.wire import MAX_DRAFTS
 
 log = structlog.get_logger()
 
@@ -82,8 +83,9 @@ def _choose_form(config: ShardConfig, model: Model, limits: SlotLimits) -> tuple
     if on.type == "cpu":
         form = "the specification" if compiled(dtype) is None else "compiled code"
         return ModelSlots(model.heads), Destination(dtype, Arena(limits.host_bytes)), form
-    # of tokens, or of rows at the output head, which those of guesses join
-    max_rows = config.step_tokens + config.max_running + config.speculation_max_batch_size * 2 * MOST_HEADS
+    # at the output head, where each draft's row may have those of all heads behind it
+    num_guessed = config.speculation_max_batch_size * (1 + MAX_DRAFTS) * (1 + MOST_HEADS)
+    max_rows = config.step_tokens + config.max_running + num_guessed
     try:
         kernels = model.give_kernels(limits.num_slots, max_rows)
     except ImportError as missing:
