@@ -61,17 +61,28 @@ def rules(method: str, kinds: Sequence[Kind], texts: Sequence[Text]) -> list[For
     return [found[place] for place in range(len(texts))]
 
 
-@torch.no_grad()
 def medusa(kind: Kind, texts: Sequence[Text]) -> list[Forced]:
     """What the heads of a kind guess."""
+    return [
+        Forced(Table(best.indices[..., 0].tolist()), bool((best.values[..., 0] - best.values[..., 1] < TIE).any()))
+        for best in _best_of_heads(kind, texts, 2)
+    ]
+
+
+def candidates(kind: Kind, texts: Sequence[Text], count: int) -> list[list[list[list[int]]]]:
+    """Per text, output and head so many of the likeliest tokens, the best one first."""
+    return [best.indices.tolist() for best in _best_of_heads(kind, texts, count)]
+
+
+@torch.no_grad()
+def _best_of_heads(kind: Kind, texts: Sequence[Text], count: int) -> list[torch.return_types.topk]:
+    """Per text [outputs, heads, count]: what the heads of a kind find likeliest."""
     from_heads, whose = heads(kind.heads or kind.adapter or ""), target(kind.adapter)
-    found: dict[int, Forced] = {}
+    found: dict[int, torch.return_types.topk] = {}
     written = [WrittenText(text.prompt_ids, text.output_ids) for text in texts]
     for batch in batches(written):
         for number, rows in zip(batch, written_rows(whose, [written[i] for i in batch]), strict=True):
-            best = from_heads.logits(rows, whose.logits)[..., : whose.vocab_size].topk(2)
-            tied = bool(((best.values[..., 0] - best.values[..., 1]) < TIE).any())
-            found[number] = Forced(Table(best.indices[..., 0].tolist()), tied)
+            found[number] = from_heads.logits(rows, whose.logits)[..., : whose.vocab_size].topk(count)
     return [found[number] for number in range(len(texts))]
 
 

@@ -96,12 +96,12 @@ def steps(pair: Pair, turns: int) -> dict[str, float]:
     for _ in range(turns):
         for name, (model, batch, count) in sorts.items():
             start = time.perf_counter()
-            _pass(model, batch, count)
+            one_pass(model, batch, count)
             seconds[name].append(time.perf_counter() - start)
     return {name: median(values) for name, values in seconds.items()}
 
 
-def _pass(model: Model, batch: int, count: int) -> None:
+def one_pass(model: Model, batch: int, count: int) -> None:
     """`count` tokens each of so many requests, and their best next tokens."""
     pages = -(-(KV_LEN + count) // model.page_size)
     segments = [Segment(KV_LEN, count, range(i * pages, (i + 1) * pages)) for i in range(batch)]
