@@ -84,7 +84,7 @@ class Corpus:
 
 def run(name: str, port: int, corpus: Corpus, how: Guessing | None, clients: int = 1) -> Case:
     """A corpus under one way of guessing: what the server counts, and what the oracle does of the same texts."""
-    verify = how.verify if how else ""
+    verify = (how.verify or "coupled") if how else ""
     asked = corpus.asked(is_seeded=verify != "rejection")
     start = time.monotonic()
     told = uvloop.run(guessing.ask_all(port, [(each, how) for each in asked], clients))
@@ -103,7 +103,9 @@ def run(name: str, port: int, corpus: Corpus, how: Guessing | None, clients: int
         },
         **_oracle(corpus, how, texts, told),
     }
-    return Case(name, raw, "; ".join([fault for answer in told for fault in answer.faults()][:3]))
+    faults = [fault for answer in told for fault in answer.faults()]
+    faults += [f"verified by {rule}" for rule in {answer.report.get("verify") for answer in told} - {verify or None}]
+    return Case(name, raw, "; ".join(faults[:3]) if how else "")
 
 
 def as_raw(counts: Counts) -> dict[str, float]:
