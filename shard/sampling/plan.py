@@ -31,8 +31,18 @@ class Row:
     logprobs: LogprobParams
     slot: int
     """Row of the token counts, -1 without penalties."""
-    rejects: bool = False
-    """Whether its draft model's drafts are verified by the rejection rule."""
+    by_rejection: bool = False
+    """Whether a draft model's drafts are verified by the rejection rule, where tokens are drawn at all."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether its tokens are drawn; else they are the arg max."""
+        return self.params.do_sample
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a draft model's drafts are verified by the rejection rule."""
+        return self.by_rejection and self.draws
 
     @property
     def shaped(self) -> bool:
@@ -47,7 +57,7 @@ class Row:
     @property
     def plain(self) -> bool:
         """Whether its arg max is all there is to it."""
-        return not (self.params.do_sample or self.shaped or self.logprobs.wanted)
+        return not (self.draws or self.shaped or self.logprobs.wanted)
 
 
 @dataclass(frozen=True)
@@ -134,8 +144,8 @@ class Planner:
 
     def plan_some(self, indexed: Sequence[tuple[int, Row]]) -> Plan:
         """Of some rows of the batch, each behind its index there."""
-        drawn = [(index, row) for index, row in indexed if row.params.do_sample]
-        greedy = [(index, row) for index, row in indexed if not row.params.do_sample and not row.plain]
+        drawn = [(index, row) for index, row in indexed if row.draws]
+        greedy = [(index, row) for index, row in indexed if not row.draws and not row.plain]
         chunks = []
         for kind in (drawn, greedy):
             for start in range(0, len(kind), self._chunk_rows):
@@ -161,7 +171,7 @@ class Planner:
         return Chunk(
             batch_rows=self.tensor([index for index, _ in members]),
             members=[index for index, _ in members],
-            drawn=rows[0].params.do_sample,
+            drawn=rows[0].draws,
             bias=self._bias(rows),
             marked=self.tensor(marked) if marked else None,
             marked_rows=self.tensor([rows[at].row for at in marked]) if marked else None,

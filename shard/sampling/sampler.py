@@ -68,7 +68,7 @@ class Sampler:
                 alternatives=min(logprobs.alternatives, self._vocab_size),
             ),
             slot=self._counts.take(token_ids, num_prompt) if penalised else -1,
-            rejects=rejects and params.do_sample,
+            by_rejection=rejects,
         )
         self.last_tokens[row] = token_ids[-1]
         self._plan = None

@@ -13,20 +13,25 @@ COPIED = ("shard", "proto", "tests/__init__.py", "tests/tiny.py", "tests/shard",
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old`, which occurs once in `path`, becomes `new`; then `test` must fail because a value is wrong."""
+    """`old`, which occurs once in `path`, becomes `new`; then `test` must fail because a value is wrong.
+
+    `more` are further changes, (path, old, new), where one rule stands in two places.
+    """
 
     name: str
     path: str
     old: str
     new: str
     test: str
+    more: tuple[tuple[str, str, str], ...] = ()
 
     def plant(self, tree: Path) -> None:
-        target = tree / self.path
-        text = target.read_text()
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: the text to change occurs {text.count(self.old)} times in {self.path}")
-        target.write_text(text.replace(self.old, self.new))
+        for path, old, new in ((self.path, self.old, self.new), *self.more):
+            target = tree / path
+            text = target.read_text()
+            if text.count(old) != 1:
+                raise ValueError(f"{self.name}: the text to change occurs {text.count(old)} times in {path}")
+            target.write_text(text.replace(old, new))
 
 
 def copy_tree(destination: Path) -> Path:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import sampling, scheduling
+from tests.mutants import sampling, scheduling, speculation
 from tests.mutants.mutant import Mutant, copy_tree, is_about_a_value, verdicts
 
-MUTANTS = [*sampling.MUTANTS, *scheduling.MUTANTS]
+MUTANTS = [*sampling.MUTANTS, *scheduling.MUTANTS, *speculation.MUTANTS]
 
 
 def test_without_a_fault_all_pass(tmp_path: Path) -> None:

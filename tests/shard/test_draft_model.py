@@ -84,6 +84,16 @@ def test_right_drafts_take_fewer_steps() -> None:
     assert output.seconds[0] > 0 and output.seconds[1] > 0 and output.seconds[2] > 0
 
 
+def test_a_text_ends_at_its_stop_inside_a_block() -> None:
+    text = Rig().run(make_request(1, [1, 2, 3], 20))[1].token_ids
+    stop = text[3]  # the first comes without drafts, and of the block behind it this is the third
+    assert stop not in text[:3]
+    request = make_request(1, [1, 2, 3], 20, stop_ids=frozenset({stop}), speculation=Speculation(Method.DRAFT, 6))
+    output = Rig(Setup(guessers=GUESSERS, draft=DraftModel())).run(request)[1]
+    assert output.token_ids == text[:4]
+    assert (output.num_drafted, output.num_accepted) == ((0, 0, 6), 3)
+
+
 def test_a_prefix_that_the_draft_model_knows_is_not_taken_in_again() -> None:
     prompt = list(range(40))
     rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))

@@ -1,0 +1,127 @@
+"""Faults of speculation, M1 to M14: what other systems got wrong, planted here."""
+
+from tests.mutants.mutant import Mutant
+
+SAMPLER, DRAFTING, REJECTION = "shard/sampling/sampler.py", "shard/sampling/drafting.py", "shard/sampling/rejection.py"
+PLAN, BLOCK, SCHEDULER = "shard/sampling/plan.py", "shard/sampling/block.py", "shard/scheduler.py"
+PROPOSER, DRAFTER = "shard/speculation/proposer.py", "shard/drafter.py"
+LAW = "tests/shard/sampling/test_rejection.py"
+KERNEL, POSITIONS = f"{LAW}::test_what_is_emitted_follows_the_target", f"{LAW}::test_every_position_follows_the_target"
+ENGINE_LAW = "tests/shard/test_law_engine.py::test_three_tokens_follow_the_exact_joint_law[drafts, rejection]"
+DRAFT = "tests/shard/test_draft_model.py"
+TEXT = f"{DRAFT}::test_every_text_is_what_it_is_without"
+
+MUTANTS = [
+    Mutant(
+        "M1 the residual's highest is taken",
+        REJECTION,
+        "arg_max(residual.log_() - noise)",
+        "arg_max(residual)",
+        f"{KERNEL}[random laws]",
+    ),
+    Mutant(
+        "M2 greedy requests accept by the laws of temperature 1",
+        PLAN,
+        "return self.params.do_sample\n",
+        "return self.params.do_sample or self.by_rejection\n",
+        f"{LAW}::test_greedy_rows_take_no_part",
+    ),
+    Mutant(
+        "M3 the temperature is applied twice where a draft is verified",
+        SAMPLER,
+        "settle(scores, law_q,",
+        "settle(scores / chunk.temperature, law_q,",
+        f"{POSITIONS}[temperature]",
+    ),
+    Mutant(
+        "M4 every draft is judged by the same number",
+        REJECTION,
+        "row_keys(seeds, positions, Purpose.ACCEPT)",
+        "row_keys(seeds * 0, positions * 0, Purpose.ACCEPT)",
+        f"{KERNEL}[random laws]",
+    ),
+    Mutant(
+        "M5 drafts are dropped for what they are",
+        DRAFTER,
+        "share.draft_ids = found[share.request.row]",
+        "ids = found[share.request.row]\n            share.draft_ids = ids[:1] + [i for i in ids[1:2] if i % 3]",
+        ENGINE_LAW,
+    ),
+    Mutant(
+        "M6 laws behind a draft forget it",
+        BLOCK,
+        "wave = depth if row.looks_back else 0",
+        "wave = 0",
+        f"{DRAFT}::test_the_same_model_drafts_what_is_drawn[all penalties]",
+    ),
+    Mutant(
+        "M7 after a full acceptance the draft model lacks a token",
+        PROPOSER,
+        "min(num_accepted, len(share.draft_ids) - 1)",
+        "min(num_accepted, len(share.draft_ids))",
+        f"{TEXT}[default]",
+    ),
+    Mutant(
+        "M7 after a rejection the target counts a draft's KV as its own",
+        SCHEDULER,
+        "request.num_computed += num_accepted",
+        "request.num_computed += min(len(share.draft_ids), num_accepted + 1)",
+        f"{TEXT}[default]",
+    ),
+    Mutant(
+        "M8 every draft is judged by the law of the first",
+        DRAFTING,
+        "self._law_at.get((row.row, depth), -1)",
+        "self._law_at.get((row.row, 0), -1)",
+        f"{POSITIONS}[two drafts]",
+    ),
+    Mutant(
+        "M9 after all drafts the residual is drawn from",
+        DRAFTING,
+        "at, drafted = [0] * block.num_tokens, [0] * block.num_tokens",
+        "at, drafted = [1] * block.num_tokens, [0] * block.num_tokens",
+        f"{POSITIONS}[two drafts]",
+    ),
+    Mutant(
+        "M10 what follows a stop token in a block stays",
+        SCHEDULER,
+        "if token_id in request.stop_ids:",
+        "if len(taken) == len(token_ids) and token_id in request.stop_ids:",
+        f"{DRAFT}::test_a_text_ends_at_its_stop_inside_a_block",
+    ),
+    Mutant(
+        "M11 likely drafts are accepted, whatever the law",
+        REJECTION,
+        "stands = uniforms(row_keys(seeds, positions, Purpose.ACCEPT)) * q < p",
+        "stands = p > 0.1",
+        f"{KERNEL}[random laws]",
+    ),
+    Mutant(
+        "M12 greedy requests are drawn beside those that are",
+        PLAN,
+        "for kind in (drawn, greedy):",
+        "for kind in (drawn + greedy,):",
+        f"{TEXT}[default]",
+    ),
+    Mutant(
+        "M13 a block reaches beyond the length that was asked for",
+        PROPOSER,
+        "request.max_new_tokens - request.num_output - 1",
+        "request.max_new_tokens - request.num_output + 2",
+        f"{TEXT}[chunks of 7]",
+        more=(
+            (
+                SCHEDULER,
+                "if request.num_output + len(taken) >= request.max_new_tokens:",
+                "if request.num_output + 1 >= request.max_new_tokens and len(taken) == len(token_ids):",
+            ),
+        ),
+    ),
+    Mutant(
+        "M14 the number of drafts is what the target accepts of them",
+        REJECTION,
+        "residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, law_p)",
+        "residual = law_p.clone()",
+        f"{KERNEL}[random laws]",
+    ),
+]
