@@ -30,6 +30,8 @@ class SpeculationFields:
     method: str | None = None
     schedule: str | None = None
     verify: str | None = None
+    names_heads: bool = False
+    """Whether there is a `heads_id`."""
     prediction: str | None = None
     """OpenAI's: a text that the output may repeat."""
 
@@ -70,6 +72,7 @@ def read_speculation(fields: Fields) -> SpeculationFields:
         fields.text("speculative_method"),
         fields.text("speculative_schedule"),
         fields.text("speculative_verify"),
+        bool(fields.take("heads_id")),
     )
 
 
@@ -115,6 +118,8 @@ def settle_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: bo
     """
     check_speculation(wanted, offer.most)
     method = METHODS[wanted.method] if wanted.method else offer.method
+    if method == "off" and not wanted.method and (wanted.num_tokens or wanted.names_heads):
+        method = "auto"  # the operator's word is for those who ask for nothing
     if not offer.has_draft_model and wanted.method == "draft":
         raise UnsupportedField("speculative_method", "draft needs a draft model, and this server has none")
     if not offer.has_draft_model and RULES.get(wanted.verify or "") == "rejection":

@@ -222,3 +222,15 @@ async def test_an_answer_says_by_which_rule_it_was_verified(drafting: Serving) -
             request = {**body, "speculative_verify": "google", **own}
             usage = (await drafting.client.post(path, json=request)).json()["usage"]
             assert usage["completion_tokens_details"]["speculation"]["verify"] == verify
+
+
+async def test_where_the_operator_wants_nothing_guessed_who_asks_gets_it(tmp_path: Path) -> None:
+    async with serving(tmp_path, speculative_method="off", speculative_tokens=3) as server:
+        for own, sent in (
+            ({}, ()),
+            ({"speculative_tokens": 2}, ("auto", 2, 2, "auto", "coupled")),
+            ({"speculative_method": "lookup"}, ("lookup", 3, 0, "auto", "coupled")),
+            ({"speculative_tokens": 0}, ()),
+        ):
+            server.shard.submits.clear()
+            assert set(await ask_all(server, **own)) == {sent}
