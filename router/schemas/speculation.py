@@ -118,7 +118,11 @@ def settle_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: bo
     """
     check_speculation(wanted, offer.most)
     method = METHODS[wanted.method] if wanted.method else offer.method
-    if method == "off" and not wanted.method and (wanted.num_tokens or wanted.names_heads):
+    if wanted.prediction is not None and wanted.method and method not in ("auto", "lookup"):
+        raise ValidationError(
+            f"a `prediction` is looked up in: `speculative_method` {wanted.method} would ignore it", "prediction"
+        )
+    if method == "off" and not wanted.method and (wanted.num_tokens or wanted.names_heads or wanted.prediction):
         method = "auto"  # the operator's word is for those who ask for nothing
     if not offer.has_draft_model and wanted.method == "draft":
         raise UnsupportedField("speculative_method", "draft needs a draft model, and this server has none")

@@ -180,6 +180,14 @@ async def test_what_is_no_prediction(server: Serving, prediction: Any) -> None:
         assert response.json()["error"]["param"] == "prediction"
 
 
+@pytest.mark.parametrize("method", ["medusa", "draft", "off"])
+async def test_a_prediction_that_the_method_would_ignore_is_refused(server: Serving, method: str) -> None:
+    wanted = {"prediction": PREDICTIONS[0], "speculative_method": method}
+    for path, body in BOTH:
+        response = await server.client.post(path, json={**body, **wanted})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "prediction"
+
+
 async def test_an_alias_has_defaults_and_a_request_goes_before_them(tmp_path: Path) -> None:
     words = "speculative_tokens: 5, speculative_method: ngram, speculative_schedule: heuristic"
     made(tmp_path, "v1")
