@@ -6,7 +6,7 @@ Nothing is read from the device before `to_host`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,8 +19,21 @@ from shard.sampling.plan import Chunk, Planner, Row
 from shard.sampling.rejection import DraftLaws
 from shard.sampling.transfer import HostCopy
 
+MOST_PLANS = 64
 LawOf = Callable[[Chunk, torch.Tensor], torch.Tensor]
 """From a chunk and its logits, which it may change, to the scores that tokens are chosen by."""
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """How one batch of rows is drawn; rows in neither list of chunks are the arg max."""
+
+    coupled: list[Chunk]
+    rejecting: list[Chunk]
+    # [n] rows of the batch whose laws look back, [n] their device rows
+    looking: tuple[torch.Tensor, torch.Tensor] | None
+    # [n] rows of the batch with penalties, [n] their rows of the token counts
+    counted: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class DraftDraws:
@@ -34,13 +47,16 @@ class DraftDraws:
         last_tokens: torch.Tensor,
         words: torch.Tensor,
         law_of: LawOf,
+        plans: dict[tuple[int, ...], DraftPlan],
     ) -> None:
+        """`plans` outlive the step; they hold until a row changes."""
         self._rows = rows
         self._planner = planner
         self._counts = counts
         self._last_tokens = last_tokens
         self._words = words
         self._law_of = law_of
+        self._plans = plans
         self._drawn: list[tuple[list[int], torch.Tensor]] = []  # by depth: rows, and [n] their tokens
         self._supposed: list[tuple[torch.Tensor, torch.Tensor]] = []  # [n] rows of the counts, [n] tokens
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # [n] device rows, [n] their newest tokens
@@ -49,19 +65,18 @@ class DraftDraws:
 
     def draw(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """logits: [n, V] float32, one per entry of `rows`, whose next token is at `positions`. Returns [n] tokens."""
-        depth = len(self._drawn)
-        members = [(at, replace(self._rows[row], logprobs=LogprobParams())) for at, row in enumerate(rows)]
+        depth, plan = len(self._drawn), self._plan_for(rows)
         token_ids = arg_max(logits)
-        places = self._planner.tensor(positions)
-        coupled = self._planner.plan_some([member for member in members if not member[1].rejects])
-        for chunk in coupled.chunks:
-            self._choose(chunk, self._law_of(chunk, logits[chunk.batch_rows]), places, Purpose.DRAW, token_ids)
-        for chunk in self._planner.plan_some([member for member in members if member[1].rejects]).chunks:
-            scores = self._law_of(chunk, logits[chunk.batch_rows])
-            self._choose(chunk, scores, places, Purpose.DRAFT, token_ids)
-            self._keep(chunk, scores, rows, depth)
+        if plan.coupled or plan.rejecting:
+            places = self._planner.tensor(positions)
+            for chunk in plan.coupled:
+                self._choose(chunk, self._law_of(chunk, logits[chunk.batch_rows]), places, Purpose.DRAW, token_ids)
+            for chunk in plan.rejecting:
+                scores = self._law_of(chunk, logits[chunk.batch_rows])
+                self._choose(chunk, scores, places, Purpose.DRAFT, token_ids)
+                self._keep(chunk, scores, rows, depth)
         self._drawn.append((list(rows), token_ids))
-        self._suppose(members, token_ids)
+        self._suppose(plan, token_ids)
         return token_ids
 
     def forget(self) -> None:
@@ -112,18 +127,36 @@ class DraftDraws:
         for at, index in enumerate(chunk.members):
             self._law_at[rows[index], depth] = first + at
 
-    def _suppose(self, members: Sequence[tuple[int, Row]], token_ids: torch.Tensor) -> None:
-        """token_ids: [n]. Go on as if these had been emitted, where laws look back."""
+    def _plan_for(self, rows: Sequence[int]) -> DraftPlan:
+        """How to draw for these rows: made once for as long as they are the same."""
+        key = tuple(rows)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make_plan(rows)
+        return plan
+
+    def _make_plan(self, rows: Sequence[int]) -> DraftPlan:
+        members = [(at, replace(self._rows[row], logprobs=LogprobParams())) for at, row in enumerate(rows)]
         looking = [(at, row) for at, row in members if row.looks_back]
-        if not looking:
-            return
-        at = self._planner.tensor([at for at, _ in looking])
-        rows = self._planner.tensor([row.row for _, row in looking])
-        self._before.append((rows, self._last_tokens.index_select(0, rows)))
-        self._last_tokens.index_copy_(0, rows, token_ids.index_select(0, at))
         counted = [(at, row.slot) for at, row in looking if row.slot >= 0]
-        if counted:
-            slots = self._planner.tensor([slot for _, slot in counted])
-            drafted = token_ids.index_select(0, self._planner.tensor([at for at, _ in counted]))
+        tensor, plan_some = self._planner.tensor, self._planner.plan_some
+        return DraftPlan(
+            coupled=plan_some([member for member in members if not member[1].rejects]).chunks,
+            rejecting=plan_some([member for member in members if member[1].rejects]).chunks,
+            looking=(tensor([at for at, _ in looking]), tensor([row.row for _, row in looking])) if looking else None,
+            counted=(tensor([at for at, _ in counted]), tensor([slot for _, slot in counted])) if counted else None,
+        )
+
+    def _suppose(self, plan: DraftPlan, token_ids: torch.Tensor) -> None:
+        """token_ids: [n]. Go on as if these had been emitted, where laws look back."""
+        if plan.looking is not None:
+            at, rows = plan.looking
+            self._before.append((rows, self._last_tokens.index_select(0, rows)))
+            self._last_tokens.index_copy_(0, rows, token_ids.index_select(0, at))
+        if plan.counted is not None:
+            at, slots = plan.counted
+            drafted = token_ids.index_select(0, at)
             self._counts.append(slots, drafted)
             self._supposed.append((slots, drafted))

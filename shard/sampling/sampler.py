@@ -12,7 +12,7 @@ import torch
 from shard.request import LogprobParams, SamplingParams
 from shard.sampling import filters
 from shard.sampling.block import Block
-from shard.sampling.drafting import DraftDraws
+from shard.sampling.drafting import DraftDraws, DraftPlan
 from shard.sampling.highest import arg_max
 from shard.sampling.noise import Purpose, log_exponentials, row_keys, token_words
 from shard.sampling.penalties import TokenCounts, Watermark
@@ -42,6 +42,7 @@ class Sampler:
         self._planner = Planner(vocab_size, self._device)
         self._rows: dict[int, Row] = {}
         self._plan: Plan | None = None
+        self._draft_plans: dict[tuple[int, ...], DraftPlan] = {}
         self._planned: list[int] = []
 
     def add(
@@ -72,6 +73,7 @@ class Sampler:
         )
         self.last_tokens[row] = token_ids[-1]
         self._plan = None
+        self._draft_plans.clear()
 
     def remove(self, row: int) -> None:
         """Let a row go."""
@@ -79,6 +81,7 @@ class Sampler:
         if slot >= 0:
             self._counts.give_back(slot)
         self._plan = None
+        self._draft_plans.clear()
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
         """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`."""
@@ -131,7 +134,9 @@ class Sampler:
 
     def begin_drafts(self) -> DraftDraws:
         """Begin to draw a step's drafts from a draft model: by each request's own transforms and noise."""
-        return DraftDraws(self._rows, self._planner, self._counts, self.last_tokens, self._words, self._law)
+        return DraftDraws(
+            self._rows, self._planner, self._counts, self.last_tokens, self._words, self._law, self._draft_plans
+        )
 
     def _suppose(self, block: Block, depth: int) -> None:
         """Go on as if the draft before this depth had been emitted, where the law looks back."""

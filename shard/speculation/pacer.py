@@ -26,6 +26,8 @@ from shard.speculation.guessers import Guessers, Offer
 
 FIRST_WAIT, LAST_WAIT = 16, 512
 """Steps without a guess after which one is tried again, at first and at most; doubled each time it was wrong."""
+LEAST_SECONDS = 1e-6
+"""Clocks of host and device may differ, and no step takes nothing."""
 LIKELY = 0.3
 """A guess with at least such a chance is kept back by what it costs, not by being wrong."""
 HOPELESS, HOPELESS_WAIT = 0.2, 64
@@ -143,7 +145,7 @@ class Pacer:
         """Learn from a committed step: all of it took `seconds`, of them the draft model `draft_seconds`."""
         num_tokens = sum(share.num_tokens for share in shares)
         costs = self.with_heads if any(share.num_heads for share in shares) else self.plain
-        costs.observe(num_tokens, max(0.0, seconds - draft_seconds))
+        costs.observe(num_tokens, max(LEAST_SECONDS, seconds - draft_seconds))
         widths = [len(share.draft_ids) for share in shares if share.source is Source.DRAFT]
         if widths and draft_seconds:
             self.drafting.observe(len(widths), draft_seconds / max(widths))

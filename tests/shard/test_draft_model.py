@@ -2,18 +2,20 @@
 it must be.
 """
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from shard.request import Method, Request, Schedule, Source, Speculation
 from shard.speculation import Guessers
-from tests.shard.fake_model import DraftModel
+from tests.shard.fake_model import DraftModel, generate_alone
 from tests.shard.rig import Rig, Setup, copy_of, make_request
 from tests.shard.test_speculation import LAWS, SETUPS, assert_equal, make_mix, mixed_laws, texts_alone
 
 GUESSERS = Guessers(has_draft_model=True)
 WIDTHS = (1, 3, 5, 10)
+SCHEDULES = list(Schedule)
 
 
 def drafting(requests: list[Request], method: Method = Method.DRAFT) -> list[Request]:
@@ -140,3 +142,35 @@ def test_nobody_is_preempted_for_a_draft() -> None:
     assert len(guessing.page_ids) == 3 and sum(rig.outputs[1].num_drafted) == 3
     rig.step(3)
     assert other.finish_reason and not rig.scheduler.num_preempted
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_requests_that_join_leave_and_are_cancelled_change_nobody(lag: int) -> None:
+    """Over memory for a few of them, so that some are preempted in the midst of a block."""
+    rng = random.Random(lag)
+    setup = Setup(num_pages=25, step_tokens=23, max_running=6, commit_lag=lag, guessers=GUESSERS, draft=DraftModel(0.7))
+    rig = Rig(setup)
+    rig.watches_kv = True
+    requests: dict[int, Request] = {}
+    cancelled: set[int] = set()
+    for number in range(40):
+        prompt = [rng.randrange(5)] * rng.randrange(1, 20) + [number]
+        wanted = Speculation(
+            rng.choice([Method.DRAFT, Method.AUTO]), rng.randrange(1, 9), schedule=rng.choice(SCHEDULES)
+        )
+        requests[number] = make_request(number, prompt, rng.randrange(1, 30), speculation=wanted)
+        rig.submit(requests[number])
+        rig.step(rng.randrange(1, 5))
+        if rng.random() < 0.3:
+            cancelled.add(rng.randrange(number + 1))
+            rig.abort(*cancelled)
+    while not rig.scheduler.is_idle:
+        rig.step()
+    rig.assert_clean()
+    for number, request in requests.items():
+        alone = generate_alone(request.token_ids[: request.num_prompt], request.max_new_tokens)
+        found = rig.outputs[number].token_ids
+        assert found == alone[: len(found)]
+        assert found == alone or number in cancelled
+    assert rig.scheduler.num_preempted > 0
+    assert sum(output.num_accepted for output in rig.outputs.values()) > 50
