@@ -87,12 +87,17 @@ def schedules(batch: int, finished: frozenset[str] = frozenset(), size: Size | N
         return
     from benchmarks.speed_pair import Pair, fixed  # torch
 
-    pair = Pair(size, max(LOADS))
+    pair = Pair(size, batch)
     auto = Speculation(Method.DRAFT, max(size.sweep), schedule=Schedule.AUTO)
     found = {width: [pair.run(batch, fixed(width))["tokens_per_second"] for _ in range(3)] for width in size.sweep}
     swept = {str(width): median(rates) for width, rates in found.items()}
     best = max(size.sweep, key=lambda width: swept[str(width)])
-    ways = {AUTO: (auto, CHANCE), FIXED: (fixed(best), CHANCE), HOPELESS: (auto, 0.0), OFF: (NO_SPECULATION, 0.0)}
+    ways = {
+        AUTO: (auto, CHANCE, AUTO),
+        FIXED: (fixed(best), CHANCE, ""),
+        HOPELESS: (auto, 0.0, HOPELESS),
+        OFF: (NO_SPECULATION, 0.0, ""),
+    }
     for number in (-2, -1, *wanted):  # the first two let the schedule learn
         order = list(ways)[number % 4 :] + list(ways)[: number % 4]
         raw = {way: pair.run(batch, *ways[way]) for way in order}

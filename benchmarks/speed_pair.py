@@ -37,10 +37,11 @@ class Pair:
         self.draft = DialledModel.of(load_model(own))
         self.weight_ratio = self.draft.info.num_parameters / self.model.info.num_parameters
         self._text = size.text
-        self._harness = Harness(config, self.model, self.draft)
+        self._config = config
+        self._engines = {"": Harness(config, self.model, self.draft)}
         choice = np.random.default_rng(SEED)
         self._prompts = choice.integers(1, self.model.info.vocab_size, (num_texts, PROMPT)).tolist()
-        runs = self._harness.run([self._wanted(number, NO_SPECULATION) for number in range(num_texts)])
+        runs = self._engines[""].run([self._wanted(number, NO_SPECULATION) for number in range(num_texts)])
         self.recorded = [[*run.wanted.prompt_ids, *run.token_ids] for run in runs]
         self._num_rounds = 0
 
@@ -50,11 +51,15 @@ class Pair:
         texts = [Text(tuple(ids[:PROMPT]), tuple(ids[PROMPT:]), self._text) for ids in self.recorded]
         return sum(map(share_repeated, texts)) / len(texts)
 
-    def run(self, batch: int, how: Speculation, chance: float = CHANCE) -> dict[str, float]:
-        """The first `batch` texts at once, once; speed while all of them ran."""
+    def run(self, batch: int, how: Speculation, chance: float = CHANCE, engine: str = "") -> dict[str, float]:
+        """The first `batch` texts at once, once; speed while all of them ran. Each engine, by name, learns for itself
+        what guesses are worth; the models are the same.
+        """
         self._num_rounds += 1
+        if engine not in self._engines:  # KV is laid out anew, and nobody has any just now
+            self._engines[engine] = Harness(self._config, self.model, self.draft)
         dial = self.draft.dial = Dial(chance, self.recorded, self._num_rounds)
-        runs = self._harness.run([self._wanted(number, how) for number in range(batch)], dial.began)
+        runs = self._engines[engine].run([self._wanted(number, how) for number in range(batch)], dial.began)
         self.draft.dial = None
         for run, ids in zip(runs, self.recorded, strict=False):
             if [*run.wanted.prompt_ids, *run.token_ids] != ids:

@@ -14,10 +14,23 @@ TINY = {
 }  # fmt: skip
 
 
-def test_a_small_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Size:
     monkeypatch.setattr(harness, "MODELS", tmp_path)
     target = harness.random_llama("target", 1, 8.0, **{**TINY, "num_hidden_layers": 2})
-    size = Size(1, 16, 2, (2,), target, TINY, "float32")
+    return Size(1, 16, 2, (2,), target, TINY, "float32")
+
+
+def test_schedules_are_compared_under_a_load(size: Size) -> None:
+    (case,) = guessing_speed.schedules(2, size=size)
+    assert case.raw["best"] == 2
+    assert all(value(case.raw) > 0 for value in guessing_speed.SCHEDULE_FIGURES.values())
+    assert case.raw["hopeless"]["accepted"] == 0
+    assert case.raw["off"]["drafted"] == 0
+    assert case.raw["fixed"]["accepted"] > 0
+
+
+def test_a_small_round(size: Size) -> None:
     (case,) = guessing_speed.measure(size=size)
     assert case.error == ""
     assert all(value(case.raw) >= 0 for value in guessing_speed.FIGURES.values())
