@@ -36,6 +36,10 @@ class Source(IntEnum):
     BONUS = 6
 
 
+Kind = tuple[str, Source, bool]
+"""Guesses that are alike: the adapter that they are for, what guessed them, and whether lookup found a long stretch."""
+
+
 class Method(StrEnum):
     """What guesses the next tokens of a request; the words of the wire."""
 
@@ -160,8 +164,8 @@ class Request:
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""
     speculation: Speculation = NO_SPECULATION
-    pace: "Pace | None" = None
-    """What the request's schedule remembers; None with a constant one."""
+    paces: "dict[Kind, Pace]" = field(default_factory=dict)
+    """What the request's schedule remembers; nothing with a constant one."""
     guesser: Guesser | None = None
     """What looks up its tokens. Made at the first step that could use it."""
 

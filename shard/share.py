@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shard.request import Request, Source
+
+if TYPE_CHECKING:
+    from shard.speculation.pacer import Pace
 
 
 @dataclass(slots=True)
@@ -22,6 +26,8 @@ class Share:
     """
     source: Source = Source.TARGET
     """What guessed them."""
+    pace: "Pace | None" = None
+    """What chose their number, where it learns."""
     draft_start: int = 0
     draft_end: int = 0
     """The draft model takes in the request's tokens from `draft_start` up to `draft_end`, before it guesses."""

@@ -1,9 +1,13 @@
 """What may guess for a request, and which of it does in a step. Imports no torch."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shard.request import Guesser, Method, Request, Source
 from shard.speculation.lookup import Lookup
+
+if TYPE_CHECKING:
+    from shard.speculation.pacer import Pace
 
 
 @dataclass(slots=True)
@@ -16,6 +20,8 @@ class Offer:
     """How many tokens at most."""
     draft_ids: list[int]
     """These tokens; empty where a draft model has yet to draw them."""
+    pace: "Pace | None" = None
+    """What chooses how many of them are taken, where it learns."""
     is_long: bool = False
     """Whether lookup found a long stretch again."""
 
@@ -51,21 +57,24 @@ class Guessers:
             return False
         return wanted.method is Method.DRAFT or (wanted.method is Method.AUTO and not self.num_heads(request))
 
-    def offer(self, request: Request, room: int) -> Offer | None:
+    def offer(
+        self, request: Request, room: int, takes_heads: bool = True, takes_draft_model: bool = True
+    ) -> Offer | None:
         """What is guessed for the request next, at most `room` tokens: of `auto` what lookup finds again over a long
         stretch, else what heads say, else what a draft model will, else what lookup finds at all.
         """
         method, num_tokens = request.speculation.method, min(request.speculation.num_tokens, room)
         if method is Method.DRAFT:
-            return self._drawn(request, num_tokens)
+            return self._drawn(request, num_tokens) if takes_draft_model else None
         if method is Method.MEDUSA:
-            return self._told_by_heads(request, room)
+            return self._told_by_heads(request, room) if takes_heads else None
         if method is Method.LOOKUP:
             return self._found(request, num_tokens)
         found = self._found(request, num_tokens)
         if found is not None and found.is_long:
             return found
-        return self._told_by_heads(request, room) or self._drawn(request, num_tokens) or found
+        told = self._told_by_heads(request, room) if takes_heads else None
+        return told or (self._drawn(request, num_tokens) if takes_draft_model else None) or found
 
     def make(self, request: Request) -> Guesser:
         """What looks up the tokens of a request; it knows those so far."""
@@ -80,7 +89,7 @@ class Guessers:
         if not draft_ids:
             return None
         is_long = request.guesser.match_length >= self.ngram_long
-        return Offer(request, request.guesser.source, len(draft_ids), draft_ids, is_long)
+        return Offer(request, request.guesser.source, len(draft_ids), draft_ids, is_long=is_long)
 
     def _told_by_heads(self, request: Request, room: int) -> Offer | None:
         draft_ids = list(request.head_ids[: max(0, min(room, self.num_heads(request)))])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from shard.request import Request, Schedule, Source
+from shard.request import Kind, Method, Request, Schedule, Source
 from shard.share import Share
 from shard.speculation.acceptance import (
     GROUP_MEMORY,
@@ -19,6 +19,7 @@ from shard.speculation.acceptance import (
     PRIOR_WEIGHT,
     REQUEST_MEMORY,
     Acceptance,
+    Chances,
     chances,
 )
 from shard.speculation.costs import StepCosts
@@ -35,25 +36,26 @@ HOPELESS, HOPELESS_WAIT = 0.2, 64
 KEPT_STEPS, WELL_KNOWN = 8, 60
 """A decision holds so many steps while nothing has changed, once its kinds of guesses were seen so often."""
 
-Kind = tuple[str, Source, bool]
-"""Guesses that are alike: the adapter that they are for, what guessed them, and whether a long stretch was found."""
-
 
 @dataclass
 class Pace:
-    """What a schedule remembers of one request."""
+    """What a schedule remembers of one request's guesses of one kind."""
 
+    kind: Kind
     width: int
-    """Of the newest step."""
+    """Of the newest step that could have had some."""
     num_idle: int = 0
-    """Steps since that could have had guesses and had none."""
+    """Steps since that had none."""
     look: int = 0
     """So many of these until it is thought over again …"""
     wait: int = FIRST_WAIT
     """… and until one is tried against all expectation."""
-    kind: Kind = ("", Source.LOOKUP, False)
-    """Of the newest guesses."""
-    own: dict[Kind, Acceptance] = field(default_factory=dict)
+    own: Acceptance = field(default_factory=Acceptance)
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next step has none, without a thought."""
+        return self.width == 0 and self.num_idle + 1 < self.look
 
 
 @dataclass(frozen=True)
@@ -84,31 +86,42 @@ class Pacer:
         self._decided: tuple[object, int] = (None, 0)
 
     def wants(self, request: Request) -> bool:
-        """Whether the request may have guesses in the next step: else nothing is prepared for any."""
-        if request.speculation.schedule is not Schedule.AUTO:
+        """Whether the request might have guesses in its next step, which then has to wait for its newest token."""
+        wanted = request.speculation
+        if wanted.schedule is not Schedule.AUTO:
             return True
+        if self._guessers.takes_draft_model(request) and not self._rests(request, Source.DRAFT):
+            return True
+        if self._guessers.num_heads(request) and not self._rests(request, Source.MEDUSA):
+            return True
+        if wanted.method not in (Method.LOOKUP, Method.AUTO) or not wanted.num_tokens:
+            return False
+        length = 1 if request.guesser is None else request.guesser.match_length
+        return length > 0 and not self._rests(request, Source.LOOKUP, length >= self._guessers.ngram_long)
+
+    def passes(self, request: Request, source: Source) -> bool:
+        """Whether heads or a draft model do nothing for a request in a step that is being planned."""
+        if request.speculation.schedule is not Schedule.AUTO:
+            return False
         self.is_used = True
-        pace = request.pace
-        if pace is None:
-            pace = self._begin(request)
-        return pace is None or pace.width > 0 or pace.num_idle + 1 >= pace.look
+        if source is Source.DRAFT and not request.paces:
+            self._begin(request)
+        if not self._rests(request, source):
+            return False
+        request.paces[kind_of(request, source)].num_idle += 1
+        return True
 
-    def _begin(self, request: Request) -> Pace | None:
+    def _rests(self, request: Request, source: Source, is_long: bool = False) -> bool:
+        pace = request.paces.get(kind_of(request, source, is_long))
+        return pace is not None and pace.rests
+
+    def _begin(self, request: Request) -> None:
         """Let a request wait from the start for which a draft model would take in the prompt in vain."""
-        if not self._guessers.takes_draft_model(request):
-            return None
-        kind = (request.adapter_digest, Source.DRAFT, False)
+        kind = kind_of(request, Source.DRAFT)
         group = self._groups.get(kind)
-        if group is None or group.first.chance(PRIOR[Source.DRAFT], PRIOR_WEIGHT) > HOPELESS:
-            return None
-        request.pace = Pace(0, wait=max(HOPELESS_WAIT, self._waits.get(kind, 0)), kind=kind)
-        request.pace.look = request.pace.wait
-        return request.pace
-
-    def skipped(self, request: Request) -> None:
-        """A step passed in which the request was to have none."""
-        if request.pace is not None:
-            request.pace.num_idle += 1
+        if group is not None and group.first.chance(PRIOR[Source.DRAFT], PRIOR_WEIGHT) < HOPELESS:
+            wait = max(HOPELESS_WAIT, self._waits.get(kind, 0))
+            request.paces[kind] = Pace(kind, 0, look=wait, wait=wait)
 
     def choose(self, offers: Sequence[Offer], load: Load) -> list[int]:
         """How many guesses of each offer to take."""
@@ -118,26 +131,29 @@ class Pacer:
             schedule = offer.request.speculation.schedule
             if schedule is Schedule.CONSTANT:
                 continue
-            pace = self._pace(offer)
+            pace = offer.pace = self._pace(offer)
             if schedule is Schedule.HEURISTIC:
                 widths[index] = min(offer.width, pace.width)
+            elif pace.rests:
+                pace.num_idle += 1
+                widths[index] = 0
             else:
                 auto.append(index)
         if auto:
+            self.is_used = True
             self._choose_auto([offers[index] for index in auto], auto, widths, load)
         return widths
 
     def verified(self, share: Share, num_accepted: int, was_rejected: bool) -> None:
         """Learn from a committed step with guesses."""
-        request, pace = share.request, share.request.pace
+        request, pace = share.request, share.pace
         if pace is None:
             return
         if request.speculation.schedule is Schedule.HEURISTIC:
             pace.width = max(1, pace.width - 1) if was_rejected else min(pace.width + 2, _bound(request))
             return
-        group = self._groups.setdefault(pace.kind, Acceptance())
-        group.observe(num_accepted, was_rejected, GROUP_MEMORY)
-        pace.own.setdefault(pace.kind, Acceptance()).observe(num_accepted, was_rejected, REQUEST_MEMORY)
+        self._groups.setdefault(pace.kind, Acceptance()).observe(num_accepted, was_rejected, GROUP_MEMORY)
+        pace.own.observe(num_accepted, was_rejected, REQUEST_MEMORY)
         if num_accepted:
             self._waits[pace.kind] = pace.wait = FIRST_WAIT
 
@@ -146,38 +162,39 @@ class Pacer:
         num_tokens = sum(share.num_tokens for share in shares)
         costs = self.with_heads if any(share.num_heads for share in shares) else self.plain
         costs.observe(num_tokens, max(LEAST_SECONDS, seconds - draft_seconds))
-        widths = [len(share.draft_ids) for share in shares if share.source is Source.DRAFT]
+        widths = [len(share.draft_ids) for share in shares if share.source is Source.DRAFT and share.draft_ids]
         if widths and draft_seconds:
             self.drafting.observe(len(widths), draft_seconds / max(widths))
 
     def _pace(self, offer: Offer) -> Pace:
-        request, kind = offer.request, kind_of(offer)
-        pace = request.pace
+        request, kind = offer.request, kind_of(offer.request, offer.source, offer.is_long)
+        pace = request.paces.get(kind)
         if pace is None:
-            pace = request.pace = Pace(offer.width, wait=self._waits.get(kind, FIRST_WAIT), kind=kind)
-            if request.speculation.schedule is Schedule.HEURISTIC:
-                pace.width = _bound(request)
+            is_heuristic = request.speculation.schedule is Schedule.HEURISTIC
+            width = _bound(request) if is_heuristic else offer.width
+            pace = request.paces[kind] = Pace(kind, width, wait=self._waits.get(kind, FIRST_WAIT))
         return pace
 
     def _choose_auto(self, offers: list[Offer], places: list[int], widths: list[int], load: Load) -> None:
         """Put the widths of these offers into their places of `widths`."""
         fixed = sum(widths) - sum(widths[place] for place in places)
         paces = [self._pace(offer) for offer in offers]
-        asked = [(offer.request.order, kind_of(offer), offer.width) for offer in offers], load, fixed
+        asked = [(offer.request.order, pace.kind, offer.width) for offer, pace in zip(offers, paces, strict=True)]
+        key = (asked, load, fixed)
         decided, num_kept = self._decided
-        is_kept = decided == asked and num_kept < KEPT_STEPS and all(map(self._is_known, asked[0]))
-        if is_kept or (load.has_prompts and all(pace.own for pace in paces)):
+        is_kept = decided == key and num_kept < KEPT_STEPS and all(map(self._is_known, asked))
+        if is_kept or (load.has_prompts and all(pace.own.first.num_all for pace in paces)):
             found = [min(pace.width, offer.width) for pace, offer in zip(paces, offers, strict=True)]
         else:
             found = self._best(offers, load, fixed)
-        self._decided = (asked, num_kept + 1 if is_kept else 0)
-        for offer, pace, place, width in zip(offers, paces, places, found, strict=True):
-            pace.width, pace.kind = width, kind_of(offer)
-            widths[place] = width or self._rest(pace, offer)
+        self._decided = (key, num_kept + 1 if is_kept else 0)
+        for pace, place, width in zip(paces, places, found, strict=True):
+            pace.width = width
+            widths[place] = width or self._rest(pace)
             if widths[place]:
                 pace.num_idle = 0
 
-    def _rest(self, pace: Pace, offer: Offer) -> int:
+    def _rest(self, pace: Pace) -> int:
         """The width of a request that had better have none: mostly that. Where only the load or its cost is against it,
         it is thought over soon, as these change.
         """
@@ -187,9 +204,12 @@ class Pacer:
             pace.look = pace.wait
             return 1
         pace.look = pace.wait
-        if self._gains(offer)[0] > LIKELY:
+        if self._chances(pace).first > LIKELY:
             pace.look = min(pace.wait, 2 * pace.num_idle)
         return 0
+
+    def _chances(self, pace: Pace) -> Chances:
+        return chances(pace.own, self._groups.get(pace.kind, Acceptance()), pace.kind[1])
 
     def _is_known(self, asked: tuple[int, Kind, int]) -> bool:
         group = self._groups.get(asked[1])
@@ -245,17 +265,14 @@ class Pacer:
 
     def _gains(self, offer: Offer) -> npt.NDArray[np.float64]:
         """[width] tokens that each guess of an offer should give."""
-        kind = kind_of(offer)
-        pace = self._pace(offer)
-        found = chances(pace.own.get(kind, Acceptance()), self._groups.get(kind, Acceptance()), kind[1])
+        found = self._chances(self._pace(offer))
         gains: npt.NDArray[np.float64] = found.first * np.float64(found.further) ** np.arange(offer.width)
         return gains
 
 
-def kind_of(offer: Offer) -> Kind:
-    request = offer.request
-    adapter = request.heads_digest if offer.source is Source.MEDUSA else request.adapter_digest
-    return (adapter or request.adapter_digest, offer.source, offer.is_long)
+def kind_of(request: Request, source: Source, is_long: bool = False) -> Kind:
+    adapter = request.heads_digest if source is Source.MEDUSA else request.adapter_digest
+    return (adapter or request.adapter_digest, source, is_long)
 
 
 def _bound(request: Request) -> int:

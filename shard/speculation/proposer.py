@@ -37,14 +37,15 @@ class Proposer:
             request = share.request
             if request.speculation.method is Method.OFF or not self.guessers.may_guess(request, num_running):
                 continue
-            if not self.pacer.wants(request):
-                self.pacer.skipped(request)
-                continue
-            if share.samples:
-                share.num_heads = self.guessers.num_heads(request)
-            offer = self._offer(share)
+            num_heads = self.guessers.num_heads(request)
+            if num_heads and share.samples and not self.pacer.passes(request, Source.MEDUSA):
+                share.num_heads = num_heads
+            takes_draft_model = self.guessers.takes_draft_model(request)
+            if takes_draft_model and self.pacer.passes(request, Source.DRAFT):
+                takes_draft_model = False
+            offer = self._offer(share, takes_draft_model)
             is_drawn = offer is not None and offer.source is Source.DRAFT
-            if (is_drawn or not share.is_next) and self.guessers.takes_draft_model(request):
+            if takes_draft_model and (is_drawn or not share.is_next):
                 self._catch_up(share, budget, taken_in)
             if offer is not None and (not is_drawn or share.draft_end == share.end):
                 offers.append((share, offer))
@@ -68,10 +69,12 @@ class Proposer:
             share.request.num_draft_computed = end
         self._cache.mark_draft(share.request, share.draft_start, end)
 
-    def _offer(self, share: Share) -> Offer | None:
+    def _offer(self, share: Share, takes_draft_model: bool) -> Offer | None:
         request = share.request
         room = request.max_new_tokens - request.num_output - 1
-        return self.guessers.offer(request, room) if room > 0 and share.is_next else None
+        if room <= 0 or not share.is_next:
+            return None
+        return self.guessers.offer(request, room, share.num_heads > 0, takes_draft_model)
 
     def _catch_up(self, share: Share, budget: Budget, taken_in: set[int]) -> None:
         """Let the draft model take in what it lacks of the tokens that the host knows, as far as the budget goes."""
@@ -98,5 +101,5 @@ class Proposer:
         if width <= 0:
             return
         share.draft_ids = offer.draft_ids[:width] or [0] * width
-        share.source = offer.source
+        share.source, share.pace = offer.source, offer.pace
         request.is_guessed = True

@@ -34,15 +34,13 @@ class World:
         """Tokens and seconds."""
         tokens = seconds = 0.0
         for _ in range(num_steps):
-            wanting = [request for request in self.requests if self.pacer.wants(request)]
-            for request in self.requests:
-                if request not in wanting:
-                    self.pacer.skipped(request)
+            wanting = [request for request in self.requests if not self.pacer.passes(request, Source.DRAFT)]
             offers = [Offer(request, Source.DRAFT, MOST, []) for request in wanting]
             widths = self.pacer.choose(offers, Load(len(self.requests), len(self.requests))) if offers else []
             shares = [Share(request, 9, 10, samples=True) for request in self.requests]
-            for request, width in zip(wanting, widths, strict=True):
-                share = shares[self.requests.index(request)]
+            for offer, width in zip(offers, widths, strict=True):
+                share = shares[self.requests.index(offer.request)]
+                share.pace = offer.pace
                 share.draft_ids, share.source = [0] * width, Source.DRAFT if width else Source.TARGET
             cost = self.cost(sum(widths), max(widths, default=0))
             self.pacer.observe(shares, cost, self._pass_cost * max(widths, default=0))
@@ -90,6 +88,7 @@ def test_a_new_request_learns_from_others() -> None:
     world = World(0.0, 0.05, 0.3, num_requests=4)
     world.run(300)
     newcomer = make(number=2)
+    assert world.pacer.passes(newcomer, Source.DRAFT)
     assert not world.pacer.wants(newcomer)
 
 
@@ -97,9 +96,10 @@ def test_heuristic_follows_its_rule() -> None:
     pacer, request = Pacer(Guessers(has_draft_model=True)), make(Schedule.HEURISTIC)
     widths = []
     for right in (0, 0, 99, 99, 0):
-        (width,) = pacer.choose([Offer(request, Source.DRAFT, MOST, [])], Load(1, 1))
+        offer = Offer(request, Source.DRAFT, MOST, [])
+        (width,) = pacer.choose([offer], Load(1, 1))
         widths.append(width)
-        share = Share(request, 9, 10, samples=True, draft_ids=[0] * width, source=Source.DRAFT)
+        share = Share(request, 9, 10, samples=True, draft_ids=[0] * width, source=Source.DRAFT, pace=offer.pace)
         pacer.verified(share, min(right, width), right < width)
     assert widths == [8, 7, 6, 8, 8]
 
@@ -108,3 +108,19 @@ def test_constant_takes_all() -> None:
     pacer, request = Pacer(Guessers(has_draft_model=True)), make(Schedule.CONSTANT)
     assert pacer.choose([Offer(request, Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
     assert not pacer.is_used
+
+
+def test_a_draft_model_that_does_not_pay_leaves_lookup_alone() -> None:
+    """One kind of guesses rests without another."""
+    pacer = Pacer(Guessers(has_draft_model=True))
+    request = make_request(1, [1, 2], 100, speculation=Speculation(Method.AUTO, 4, schedule=Schedule.AUTO))
+    for _ in range(30):
+        offer = Offer(request, Source.DRAFT, 4, [])
+        widths = [] if pacer.passes(request, Source.DRAFT) else pacer.choose([offer], Load(1, 1))
+        share = Share(request, 9, 10, samples=True, draft_ids=[0] * sum(widths), source=Source.DRAFT, pace=offer.pace)
+        pacer.observe([share], 1.0 + 0.2 * share.num_tokens, 0.5)
+        if share.draft_ids:
+            pacer.verified(share, 0, was_rejected=True)
+    assert pacer.passes(request, Source.DRAFT)
+    found = Offer(request, Source.LOOKUP, 4, [1, 2, 3, 4], is_long=True)
+    assert pacer.choose([found], Load(1, 1))[0] > 0
