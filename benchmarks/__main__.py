@@ -32,6 +32,7 @@ BENCHMARKS = {
     "guessing_speed": "[--quick] [--schedule CLIENTS]: what a draft model is worth in time, and schedules",
     "lookup_speed": "[--quick] [--peer]: the copy-heavy adapter with prompt lookup and without, or against vLLM",
     "heads_cost": "[--quick]: steps with Medusa heads against plain ones",
+    "tree": "[--quick]: whether trees of guesses would pay, by replay and by the cost of wide steps",
     "proof": "every bar at full size: --part, --list, --check",
 }
 

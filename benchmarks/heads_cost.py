@@ -50,7 +50,7 @@ def measure(finished: frozenset[str] = frozenset(), size: Size | None = None) ->
     import torch
 
     size = size or Size()
-    model = _model(size)
+    model = loaded(size)
     with torch.inference_mode():
         for number in range(-1, size.rounds):
             if f"round {number}" not in finished:
@@ -59,7 +59,7 @@ def measure(finished: frozenset[str] = frozenset(), size: Size | None = None) ->
                     yield Case(f"round {number}", raw)
 
 
-def _model(size: Size) -> Any:
+def loaded(size: Size) -> Any:
     """The model with as many sets of random heads in its first slots."""
     import torch
 

@@ -23,7 +23,7 @@ from benchmarks.closed_loop import IDLE_CPU, OURS, VLLM
 
 ROUNDS = 8
 CLIENTS = 1
-PROMPTS = 12
+PROMPTS = 24
 """In each round and way."""
 WIDTH = 10
 MOST_TOKENS = 96

@@ -98,24 +98,33 @@ def ranks_of(kind: Kind, prompts: Sequence[str], most_tokens: int) -> list[Ranks
 
 
 def costs(counts: Sequence[int], turns: int = TURNS) -> dict[int, float]:
-    """v: seconds of a step of so many tokens over one of one, of one request to the random 200 M Llama in bfloat16."""
+    """v: seconds of a step of so many tokens, from each of which three heads guess, over a plain one of one token; one
+    request to the random 200 M Llama in bfloat16.
+    """
     import torch
 
-    from benchmarks import peers
-    from benchmarks.speed_pair import one_pass
-    from shard.config import ShardConfig
-    from shard.model import load_model
+    from benchmarks import heads_cost
+    from shard.batch import HeadsRow, Segment
 
-    model = load_model(ShardConfig("target", str(peers.model_folder()), "unix:/dev/null"))
-    model.allocate_kv(-(-(KV_LEN + max(counts)) // model.page_size))
-    seconds: dict[int, list[float]] = {count: [] for count in (1, *counts)}
+    model = heads_cost.loaded(heads_cost.Size())
+    pages = range(-(-(KV_LEN + max(counts)) // model.page_size))
+
+    def step(count: int, has_heads: bool) -> float:
+        start = time.perf_counter()
+        rows = list(range(count))
+        heads = [HeadsRow(row, 0, heads_cost.NUM_HEADS) for row in rows] if has_heads else []
+        model.inputs.fill([Segment(KV_LEN, count, pages)], torch.full((count,), 300), torch.tensor(rows), rows, heads)
+        model.forward().argmax(-1)
+        return time.perf_counter() - start
+
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    plain = []
     with torch.inference_mode():
         for _ in range(turns):
+            plain.append(step(1, has_heads=False))
             for count, values in seconds.items():
-                start = time.perf_counter()
-                one_pass(model, 1, count)
-                values.append(time.perf_counter() - start)
-    return {count: median(values) / median(seconds[1]) for count, values in seconds.items()}
+                values.append(step(count, has_heads=True))
+    return {count: median(values) / median(plain) for count, values in seconds.items()}
 
 
 @dataclass(frozen=True)
