@@ -33,6 +33,10 @@ LIKELY = 0.3
 """A guess with at least such a chance is kept back by what it costs, not by being wrong."""
 HOPELESS, HOPELESS_WAIT = 0.2, 64
 """Where guesses of a draft model were right so rarely, a new request has none for so many steps."""
+LIGHTER = 0.75
+"""A load is lighter that is at most this part of one under which guesses cost too much."""
+TRIED_AGAIN = 16
+"""One of so many newcomers finds out by itself whether what cost too much still does."""
 KEPT_STEPS, WELL_KNOWN = 8, 60
 """A decision holds so many steps while nothing has changed, once its kinds of guesses were seen so often."""
 
@@ -50,12 +54,13 @@ class Pace:
     """So many of these until it is thought over again …"""
     wait: int = FIRST_WAIT
     """… and until one is tried against all expectation."""
+    load: int = 0
+    """Requests beside which these, right as they would be, were not worth their cost; 0 where that is not why."""
     own: Acceptance = field(default_factory=Acceptance)
 
-    @property
-    def rests(self) -> bool:
-        """Whether the next step has none, without a thought."""
-        return self.width == 0 and self.num_idle + 1 < self.look
+    def rests(self, load: int) -> bool:
+        """Whether the next step has none, without a thought, beside so many requests in all."""
+        return self.width == 0 and self.num_idle + 1 < self.look and load > LIGHTER * self.load
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,10 @@ class Pacer:
         """Of steps without and with heads, and of a draft model's passes by the number of requests."""
         self._groups: dict[Kind, Acceptance] = {}
         self._waits: dict[Kind, int] = {}
+        self._load = 1
+        """Requests in the newest step."""
+        self._dear: dict[Kind, tuple[int, int]] = {}
+        """By kind: beside how many requests it was not worth its cost, and how many newcomers were told."""
         self._decided: tuple[object, int] = (None, 0)
 
     def wants(self, request: Request) -> bool:
@@ -113,12 +122,18 @@ class Pacer:
 
     def _rests(self, request: Request, source: Source, is_long: bool = False) -> bool:
         pace = request.paces.get(kind_of(request, source, is_long))
-        return pace is not None and pace.rests
+        return pace is not None and pace.rests(self._load)
 
     def _begin(self, request: Request) -> None:
         """Let a request wait from the start for which a draft model would take in the prompt in vain."""
         kind = kind_of(request, Source.DRAFT)
         group = self._groups.get(kind)
+        load, num_told = self._dear.get(kind, (0, 0))
+        if load and self._load > LIGHTER * load:
+            self._dear[kind] = (load, num_told + 1)
+            if num_told % TRIED_AGAIN < TRIED_AGAIN - 1:
+                request.paces[kind] = Pace(kind, 0, look=LAST_WAIT, wait=LAST_WAIT, load=load)
+            return
         if group is not None and group.first.chance(PRIOR[Source.DRAFT], PRIOR_WEIGHT) < HOPELESS:
             wait = max(HOPELESS_WAIT, self._waits.get(kind, 0))
             request.paces[kind] = Pace(kind, 0, look=wait, wait=wait)
@@ -134,11 +149,12 @@ class Pacer:
             pace = offer.pace = self._pace(offer)
             if schedule is Schedule.HEURISTIC:
                 widths[index] = min(offer.width, pace.width)
-            elif pace.rests:
+            elif pace.rests(load.num_sampled):
                 pace.num_idle += 1
                 widths[index] = 0
             else:
                 auto.append(index)
+        self._load = load.num_sampled
         if auto:
             self.is_used = True
             self._choose_auto([offers[index] for index in auto], auto, widths, load)
@@ -154,7 +170,7 @@ class Pacer:
             return
         self._groups.setdefault(pace.kind, Acceptance()).observe(num_accepted, was_rejected, GROUP_MEMORY)
         pace.own.observe(num_accepted, was_rejected, REQUEST_MEMORY)
-        if num_accepted:
+        if num_accepted and not pace.load:
             self._waits[pace.kind] = pace.wait = FIRST_WAIT
 
     def observe(self, shares: Sequence[Share], seconds: float, draft_seconds: float) -> None:
@@ -191,21 +207,28 @@ class Pacer:
         for pace, place, width in zip(paces, places, found, strict=True):
             pace.width = width
             widths[place] = width or self._rest(pace)
+            if width:
+                pace.load = 0
+                self._dear.pop(pace.kind, None)
             if widths[place]:
                 pace.num_idle = 0
 
     def _rest(self, pace: Pace) -> int:
-        """The width of a request that had better have none: mostly that. Where only the load or its cost is against it,
-        it is thought over soon, as these change.
+        """The width of a request that had better have none: mostly that. Where only the cost is against it, it is
+        thought over soon and then less and less, for a draft model has to catch up each time, or under a lighter load.
         """
         pace.num_idle += 1
+        pace.load = 0
+        if self._chances(pace).first > LIKELY:
+            pace.load = self._load
+            self._dear[pace.kind] = (self._load, self._dear.get(pace.kind, (0, 0))[1])
+            pace.look = min(2 * pace.num_idle, pace.wait)
         if pace.num_idle >= pace.wait:
             self._waits[pace.kind] = pace.wait = min(2 * pace.wait, LAST_WAIT)
-            pace.look = pace.wait
+            pace.look = min(2, pace.wait) if pace.load else pace.wait
             return 1
-        pace.look = pace.wait
-        if self._chances(pace).first > LIKELY:
-            pace.look = min(pace.wait, 2 * pace.num_idle)
+        if not pace.load:
+            pace.look = pace.wait
         return 0
 
     def _chances(self, pace: Pace) -> Chances:

@@ -72,7 +72,8 @@ def test_auto_is_as_fast_as_the_best_fixed_width(
     tokens, seconds = world.run(300)
     assert tokens / seconds > 0.88 * world.best_fixed()  # learning included
     tokens, seconds = world.run(700)
-    assert tokens / seconds > (0.95 if chance else 0.99) * world.best_fixed()
+    # where guesses hardly pay, none may be taken for good
+    assert tokens / seconds > {0.0: 0.99, 0.5: 0.89, 0.9: 0.95}[chance] * world.best_fixed()
 
 
 def test_auto_comes_back_when_guesses_become_right() -> None:
@@ -124,3 +125,15 @@ def test_a_draft_model_that_does_not_pay_leaves_lookup_alone() -> None:
     assert pacer.passes(request, Source.DRAFT)
     found = Offer(request, Source.LOOKUP, 4, [1, 2, 3, 4], is_long=True)
     assert pacer.choose([found], Load(1, 1))[0] > 0
+
+
+def test_what_costs_too_much_is_tried_again_under_a_lighter_load() -> None:
+    world = World(0.9, 0.05, 1.0, num_requests=32)
+    world.run(300)
+    assert all(world.pacer.passes(request, Source.DRAFT) for request in world.requests)
+    newcomers = [make(number=100 + i) for i in range(16)]
+    assert sum(world.pacer.passes(newcomer, Source.DRAFT) for newcomer in newcomers) == 15
+    del world.requests[1:]
+    found = Offer(world.requests[0], Source.LOOKUP, 1, [5])
+    world.pacer.choose([found], Load(1, 1))  # a step of one request
+    assert not world.pacer.passes(world.requests[0], Source.DRAFT)
