@@ -196,6 +196,8 @@ class Request:
     """Leading pages that were offered to the prefix cache."""
     num_in_flight: int = 0
     """Tokens being sampled by launched steps, not yet in `token_ids`."""
+    is_fresh: bool = True
+    """Whether nothing was sampled since the request got its pages: the first token then comes without drafts."""
     is_guessed: bool = False
     """Whether a launched step has drafts of this request, so that nobody knows yet how far it got."""
     num_launched: int = 0

@@ -120,6 +120,7 @@ class Scheduler:
             request.num_in_flight -= 1
             request.token_ids += taken
             request.head_ids = ()
+            request.is_fresh = False
             if request.guesser is not None:
                 request.guesser.extend(taken)
         num_accepted = max(0, len(taken) - 1)
@@ -299,4 +300,5 @@ class Scheduler:
         self.freed_rows.append(request.row)
         request.row = -1
         request.is_guessed = False
+        request.is_fresh = True
         request.head_ids = ()

@@ -48,8 +48,5 @@ class Share:
         """Whether the share is the newest token alone, as the host knows it: only behind such a one is guessed."""
         request = self.request
         return (
-            self.samples
-            and self.end - self.start == 1
-            and self.end == len(request.token_ids)
-            and request.num_output > 0
+            self.samples and self.end - self.start == 1 and self.end == len(request.token_ids) and not request.is_fresh
         )

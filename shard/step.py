@@ -172,7 +172,7 @@ def sources(share: Share, token_ids: Sequence[int]) -> bytes:
     else:
         own = Source.BONUS if accepted == num_drafted else Source.RESAMPLE
         found = [share.source] * accepted + [own] * (len(token_ids) - accepted)
-    if not request.num_emitted:
+    if request.num_output == len(token_ids):  # not after a preemption, nor where an earlier run has emitted some
         found[0] = Source.PREFILL
     return bytes(found)
 

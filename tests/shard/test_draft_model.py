@@ -132,6 +132,20 @@ def test_lookup_goes_before_the_draft_model_which_then_catches_up() -> None:
     assert output.num_drafted[2] > 0
 
 
+@pytest.mark.parametrize("num_known", [1, 4])
+def test_the_first_token_after_a_move_is_the_target_s_own(num_known: int) -> None:
+    """Also where a prefix hit leaves one token to compute, as in any other step."""
+    text = Rig().run(make_request(1, [1, 2, 3, 4, 5], 20))[1].token_ids
+    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    for number in (1, 2):
+        moved = make_request(number, [1, 2, 3, 4, 5], 20, speculation=Speculation(Method.DRAFT, 4))
+        moved.token_ids += text[:num_known]
+        output = rig.run(moved)[number]
+        assert output.token_ids == text[num_known:]
+        assert Source(output.sources[0]) is Source.TARGET and output.step_ends[0] == 1
+        assert Source.PREFILL not in output.sources
+
+
 def test_nobody_is_preempted_for_a_draft() -> None:
     """Another's drafts fill the memory; when a request needs a page, those that failed have given theirs back."""
     guessing = make_request(1, [1] * 8, 16, speculation=Speculation(Method.DRAFT, 10))
@@ -172,5 +186,6 @@ def test_requests_that_join_leave_and_are_cancelled_change_nobody(lag: int) -> N
         found = rig.outputs[number].token_ids
         assert found == alone[: len(found)]
         assert found == alone or number in cancelled
+        assert Source.PREFILL not in rig.outputs[number].sources[1:]
     assert rig.scheduler.num_preempted > 0
     assert sum(output.num_accepted for output in rig.outputs.values()) > 50
