@@ -7,6 +7,7 @@ of steps. Only committed steps teach: a width that depended on its own step's ta
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,9 @@ TRIED_AGAIN = 16
 """One of so many newcomers finds out by itself whether what cost too much still does."""
 KEPT_STEPS, WELL_KNOWN = 8, 60
 """A decision holds so many steps while nothing has changed, once its kinds of guesses were seen so often."""
+
+MOST_KINDS = 4096
+"""Of which something is remembered beyond a request; the oldest are forgotten."""
 
 
 @dataclass
@@ -169,9 +173,11 @@ class Pacer:
             pace.width = max(1, pace.width - 1) if was_rejected else min(pace.width + 2, _bound(request))
             return
         self._groups.setdefault(pace.kind, Acceptance()).observe(num_accepted, was_rejected, GROUP_MEMORY)
+        _forget(self._groups)
         pace.own.observe(num_accepted, was_rejected, REQUEST_MEMORY)
         if num_accepted and not pace.load:
             self._waits[pace.kind] = pace.wait = FIRST_WAIT
+            _forget(self._waits)
 
     def observe(self, shares: Sequence[Share], seconds: float, draft_seconds: float) -> None:
         """Learn from a committed step: all of it took `seconds`, of them the draft model `draft_seconds`."""
@@ -296,6 +302,11 @@ class Pacer:
 def kind_of(request: Request, source: Source, is_long: bool = False) -> Kind:
     adapter = request.heads_digest if source is Source.MEDUSA else request.adapter_digest
     return (adapter or request.adapter_digest, source, is_long)
+
+
+def _forget(known: dict[Kind, Any]) -> None:
+    while len(known) > MOST_KINDS:
+        del known[next(iter(known))]
 
 
 def _bound(request: Request) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from shard.request import Method, Request, Schedule, Source, Speculation
 from shard.share import Share
-from shard.speculation import Guessers, Offer
+from shard.speculation import Guessers, Offer, pacer
 from shard.speculation.pacer import Load, Pacer
 from tests.shard.rig import make_request
 
@@ -137,3 +137,12 @@ def test_what_costs_too_much_is_tried_again_under_a_lighter_load() -> None:
     found = Offer(world.requests[0], Source.LOOKUP, 1, [5])
     world.pacer.choose([found], Load(1, 1))  # a step of one request
     assert not world.pacer.passes(world.requests[0], Source.DRAFT)
+
+
+def test_what_is_learnt_of_adapters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacer, "MOST_KINDS", 5)
+    world = World(0.9, 0.1, 0.1, num_requests=12)
+    for number, request in enumerate(world.requests):
+        request.adapter_digest = f"adapter {number}"
+    world.run(30)
+    assert 0 < len(world.pacer._groups) <= 5 and 0 < len(world.pacer._waits) <= 5
