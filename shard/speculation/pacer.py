@@ -176,8 +176,7 @@ class Pacer:
         _forget(self._groups)
         pace.own.observe(num_accepted, was_rejected, REQUEST_MEMORY)
         if num_accepted and not pace.load:
-            self._waits[pace.kind] = pace.wait = FIRST_WAIT
-            _forget(self._waits)
+            self._wait(pace, FIRST_WAIT)
 
     def observe(self, shares: Sequence[Share], seconds: float, draft_seconds: float) -> None:
         """Learn from a committed step: all of it took `seconds`, of them the draft model `draft_seconds`."""
@@ -230,12 +229,16 @@ class Pacer:
             self._dear[pace.kind] = (self._load, self._dear.get(pace.kind, (0, 0))[1])
             pace.look = min(2 * pace.num_idle, pace.wait)
         if pace.num_idle >= pace.wait:
-            self._waits[pace.kind] = pace.wait = min(2 * pace.wait, LAST_WAIT)
+            self._wait(pace, min(2 * pace.wait, LAST_WAIT))
             pace.look = min(2, pace.wait) if pace.load else pace.wait
             return 1
         if not pace.load:
             pace.look = pace.wait
         return 0
+
+    def _wait(self, pace: Pace, num_steps: int) -> None:
+        self._waits[pace.kind] = pace.wait = num_steps
+        _forget(self._waits)
 
     def _chances(self, pace: Pace) -> Chances:
         return chances(pace.own, self._groups.get(pace.kind, Acceptance()), pace.kind[1])
