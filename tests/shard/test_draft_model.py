@@ -189,3 +189,21 @@ def test_requests_that_join_leave_and_are_cancelled_change_nobody(lag: int) -> N
         assert Source.PREFILL not in rig.outputs[number].sources[1:]
     assert rig.scheduler.num_preempted > 0
     assert sum(output.num_accepted for output in rig.outputs.values()) > 50
+
+
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_steps_and_sources_add_up(width: int) -> None:
+    """One forward pass for each step that emitted something, each ended by a token of the target's own."""
+    wanted = Speculation(Method.DRAFT, width)
+    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel(0.7)))
+    output = rig.run(make_request(1, [4, 5, 6], 60, speculation=wanted))[1]
+    sources = [Source(source) for source in output.sources]
+    num_steps = output.step_ends.count(1)
+    assert rig.model.num_steps == num_steps
+    assert len(output.token_ids) == 60 == num_steps + output.num_accepted
+    own = {Source.PREFILL, Source.TARGET, Source.RESAMPLE, Source.BONUS}
+    assert [source in own for source in sources] == [bool(end) for end in output.step_ends]
+    assert sources.count(Source.DRAFT) == output.num_accepted
+    drafted = sum(output.num_drafted)
+    assert drafted - output.num_accepted >= sources.count(Source.RESAMPLE) > 0
+    assert drafted <= width * (num_steps - 1)
