@@ -227,6 +227,7 @@ class Pacer:
         if self._chances(pace).first > LIKELY:
             pace.load = self._load
             self._dear[pace.kind] = (self._load, self._dear.get(pace.kind, (0, 0))[1])
+            _forget(self._dear)
             pace.look = min(2 * pace.num_idle, pace.wait)
         if pace.num_idle >= pace.wait:
             self._wait(pace, min(2 * pace.wait, LAST_WAIT))
