@@ -3,7 +3,7 @@
 from functools import partial
 
 from benchmarks import dialled, guessing_speed, guessing_tables, heads_cost, lookup_speed, lossless
-from benchmarks.case import Bar, Over, Part
+from benchmarks.case import Bar, Over, Part, raw_value
 from benchmarks.closed_loop import OURS, VLLM
 from benchmarks.guessing import METHODS
 
@@ -36,6 +36,8 @@ def _texts(part: str, what: str, num_cases: int) -> tuple[Bar, ...]:
             at_least=False, over=Over.SUM),
         Bar(f"of them ties beyond one in a hundred, {what}", part, num_cases, lossless.ties_beyond_allowed, 0,
             at_least=False, over=Over.SUM),
+        Bar(f"largest difference of a log probability, {what}", part, num_cases, partial(raw_value, "logprob_error"),
+            1e-4, at_least=False, over=Over.WORST),
     )  # fmt: skip
 
 
