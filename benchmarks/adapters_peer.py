@@ -73,7 +73,7 @@ def _round(number: int, names: list[str], both: dict[str, servers.Server]) -> Ca
             spent = idle.cpu_seconds() - before
         raw[server] = summary(answers)
         errors += [f"{server}: {answer.error}" for answer in answers if answer.error]
-        if spent > IDLE_CPU * (answers[-1].last - answers[0].sent):
+        if spent > servers.TICK_S + IDLE_CPU * (answers[-1].last - answers[0].sent):
             errors.append(f"{idle.name} used {spent:.2f} s of a core while idle")
     return Case(f"round {number}", raw, "; ".join(errors[:3]))
 

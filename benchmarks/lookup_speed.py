@@ -106,7 +106,7 @@ def _round(number: int, size: Size, both: Mapping[str, servers.Server]) -> Case:
             extra = WAYS[ON] if name == OURS else {}
             raw[name] = uvloop.run(ask(both[name].port, _prompts(size, number, 0), extra))
             spent = idle.cpu_seconds() - before
-        if spent > IDLE_CPU * raw[name]["seconds"]:
+        if spent > servers.TICK_S + IDLE_CPU * raw[name]["seconds"]:
             errors.append(f"{idle.name} used {spent:.2f} s of a core while idle")
     return Case(f"round {number}", raw, "; ".join(errors))
 

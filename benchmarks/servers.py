@@ -21,6 +21,10 @@ LOGS = Path(__file__).parent / ".runs" / "logs"
 STOP_S = 40.0
 
 
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""The system counts processor time in these."""
+
+
 @dataclass(frozen=True)
 class Command:
     """How one server process is started, but for its port."""

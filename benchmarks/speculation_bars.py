@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from benchmarks import dialled, guessing_speed, guessing_tables, heads_cost, lookup_speed, lossless
+from benchmarks import dialled, guessing_speed, guessing_tables, heads_cost, lookup_speed, lossless, planted
 from benchmarks.case import Bar, Over, Part, raw_value
 from benchmarks.closed_loop import OURS, VLLM
 from benchmarks.guessing import METHODS
@@ -10,6 +10,7 @@ from benchmarks.guessing import METHODS
 PARTS: tuple[Part, ...] = (
     *(Part(f"speculation-{method}", partial(lossless.alone, method), lossless.SETTINGS) for method in METHODS),
     Part("speculation-mixed", lossless.mixed, lossless.SETTINGS),
+    Part("speculation-planted", planted.measure, planted.SETTINGS),
     Part("speculation-gamma", guessing_tables.gamma, guessing_tables.SETTINGS),
     Part("speculation-sampled", guessing_tables.sampled, guessing_tables.SETTINGS),
     Part("speculation-copied", guessing_tables.copied, guessing_tables.SETTINGS),
@@ -44,7 +45,9 @@ def _texts(part: str, what: str, num_cases: int) -> tuple[Bar, ...]:
 LOSSLESS: tuple[Bar, ...] = (
     *(bar for method in METHODS for bar in _texts(f"speculation-{method}", f"{method} alone", len(lossless.WIDTHS))),
     *_texts("speculation-mixed", "mixed in batches", len(lossless.COMBINATIONS)),
-)
+    Bar("planted faults that no test notices", "speculation-planted", planted.NUM_FAULTS, planted.num_unnoticed, 0,
+        at_least=False, over=Over.SUM),
+)  # fmt: skip
 
 COUNTS: tuple[Bar, ...] = (
     Bar("greedy drafts of 1 … 10: answers unlike the oracle's", "speculation-gamma", 1 + len(guessing_tables.WIDTHS),

@@ -86,13 +86,15 @@ class Server:
         return Child(name, "tests.launcher.stand_in", path, ENVIRONMENT)
 
     @property
+    def lines(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []  # a child may end before its first word
+
+    @property
     def events(self) -> list[str]:
-        if not self.log.exists():
-            return []
-        return [line.rpartition(" ")[0] for line in self.log.read_text().splitlines()]
+        return [line.rpartition(" ")[0] for line in self.lines]
 
     def all_gone(self) -> bool:
-        return all(gone(int(line.rpartition(" ")[2])) for line in self.log.read_text().splitlines())
+        return all(gone(int(line.rpartition(" ")[2])) for line in self.lines)
 
 
 @pytest.fixture

@@ -57,6 +57,11 @@ def verdicts(tree: Path, tests: list[str]) -> list[str | None]:
     return [None if failure is None else failure.get("message", "") for failure in failures]
 
 
-def is_about_a_value(reason: str) -> bool:
-    """Whether a test failed because something had a wrong value, and not because the code broke."""
-    return reason.startswith(("AssertionError", "assert "))
+def is_noticed(mutant: Mutant, tree: Path) -> str:
+    """Plant a fault in a copy of the tree. Returns why its test did not notice it by a value, "" where it did."""
+    mutant.plant(tree)
+    reasons = [reason for reason in verdicts(tree, [mutant.test]) if reason is not None]
+    if not reasons:
+        return f"{mutant.test} passes although {mutant.name}"
+    broken = [reason for reason in reasons if not reason.startswith(("AssertionError", "assert "))]
+    return f"{mutant.name}: the code broke: {broken[0][:200]}" if broken else ""

@@ -70,7 +70,8 @@ def test_no_schedule_changes_a_text(name: str, schedule: Schedule) -> None:
     outputs = rig.run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
-    assert sum(sum(output.num_drafted) for output in outputs.values()) > 15
+    # auto goes by the clock, and may find that nothing pays here
+    assert sum(sum(output.num_drafted) for output in outputs.values()) > (0 if schedule is Schedule.AUTO else 15)
 
 
 def test_right_drafts_take_fewer_steps() -> None:

@@ -1,0 +1,45 @@
+"""Every fault of tests/mutants is planted in a copy of the tree, and the test named for it must fail by a wrong value;
+before it, the same test must pass in a copy without the fault.
+
+    python -m benchmarks.planted
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import Case, Cases, Raw
+from tests.mutants.faults import FAULTS
+from tests.mutants.mutant import copy_tree, is_noticed, verdicts
+
+NUM_FAULTS = len(FAULTS)
+SETTINGS: dict[str, Any] = {"faults": NUM_FAULTS}
+
+
+def measure(finished: frozenset[str] = frozenset()) -> Cases:
+    """One case per fault."""
+    passed: dict[str, bool] = {}
+    for fault in FAULTS:
+        if fault.name in finished:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            sound, planted = Path(folder) / "sound", Path(folder) / "planted"
+            if fault.test not in passed:
+                passed[fault.test] = not any(verdicts(copy_tree(sound), [fault.test]))
+            reason = is_noticed(fault, copy_tree(planted))
+        if not passed[fault.test]:
+            reason = f"{fault.test} fails without a fault"
+        yield Case(fault.name, {"test": fault.test, "noticed": not reason, "reason": reason})
+
+
+def num_unnoticed(raw: Raw) -> float:
+    return float(not raw["noticed"])
+
+
+if __name__ == "__main__":
+    lost = 0
+    for case in measure():
+        print(f"{case.name}: {case.raw['reason'] or 'noticed'}", flush=True)
+        lost += not case.raw["noticed"]
+    sys.exit(lost > 0)
