@@ -1,7 +1,8 @@
-// Matrix products, gated MLP, RMS norm, rotary positions and whole decoder layers in bfloat16 on a CPU with AVX512-BF16.
+// Matrix products, gated MLP, RMS norm, rotary positions and whole decoder layers in bfloat16 on a CPU with AVX512-BF16,
+// the products by AMX where the processor and the system have it.
 //
-// Every output element is one sum in float32 over its row in order, two terms at a time, and is rounded once. So its
-// bits do not depend on how many rows there are, on chunks or on threads.
+// Every output element is one sum in float32 over its row in order, two terms at a time (32 with AMX), and is rounded
+// once. So its bits do not depend on how many rows there are, on chunks or on threads.
 //
 // A packed matrix lies as [out / 64, in / 2, 64, 2]: what one pass over the inputs reads is one stream.
 #include <immintrin.h>
@@ -9,6 +10,11 @@
 #include <omp.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AMX_BF16__) && !defined(WITHOUT_TILES)
+#define WITH_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #define BLOCK 64      // outputs that one pass over the inputs sums up: four vectors
 #define VECTORS 4
@@ -86,8 +92,8 @@ static const some_rows by_rows[TILE][3] = {BY_AHEAD(1), BY_AHEAD(2), BY_AHEAD(3)
 
 // `next`: the block that the same thread reads after this one, or NULL. It comes in while this one, in the second cache by
 // then, meets more rows; a block that is passed but once is best left to the processor's own looking ahead.
-static void block_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
-                          int64_t y_stride, int64_t width, const float *bias, const bf16 *next) {
+static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
+                           int64_t y_stride, int64_t width, const float *bias, const bf16 *next) {
     const int64_t pairs = k / 2, lines = rows <= 3 * TILE ? 2 : 1;
     int64_t missing = rows > TILE && next ? pairs * VECTORS : 0;  // lines of the next block
     for (int64_t r = 0; r < rows;) {
@@ -100,15 +106,110 @@ static void block_product(const bf16 *x, int64_t rows, int64_t x_stride, const b
     }
 }
 
+static int has_tiles;
+
+#ifdef WITH_TILES
+#define TILE_ROWS 16  // of a tile, and pairs of terms that one instruction sums up
+enum { ASK_FOR_STATE = 0x1023, TILE_DATA = 18 };  // of arch_prctl
+enum { SUMS, INPUT = VECTORS, WEIGHT, LAST_INPUT, LAST_WEIGHT };  // tiles
+static _Thread_local int64_t tiles_are_for;
+
+// Ask the system for the tiles' state, for every thread of the process. Whether products are to go through tiles.
+int prepare(void) {
+    has_tiles = syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
+    return has_tiles;
+}
+
+// Shape this thread's tiles: sums and inputs have `rows` rows; `last` pairs of terms come behind the whole tiles.
+static void shape_tiles(int64_t rows, int64_t last) {
+    if (tiles_are_for == rows * 64 + last) return;
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    for (int tile = SUMS; tile <= LAST_WEIGHT; tile++) {
+        shape.bytes[tile] = tile == LAST_INPUT ? 4 * (last ? last : 1) : 64;
+        shape.rows[tile] = tile == WEIGHT ? TILE_ROWS : tile == LAST_WEIGHT ? (last ? last : 1) : rows;
+    }
+    _tile_loadconfig(&shape);
+    tiles_are_for = rows * 64 + last;
+}
+
+// This thread has no products for now: tiles in use would be saved whenever it is interrupted.
+static void leave_tiles(void) {
+    if (tiles_are_for) _tile_release();
+    tiles_are_for = 0;
+}
+
+#define SUM_UP(INPUT_TILE, WEIGHT_TILE)                                                      \
+    _tile_loadd(INPUT_TILE, x + r * x_stride + 2 * p, 2 * x_stride);                         \
+    _tile_loadd(WEIGHT_TILE, block + p * BLOCK * 2, 4 * BLOCK);                              \
+    _tile_dpbf16ps(0, INPUT_TILE, WEIGHT_TILE);                                              \
+    _tile_loadd(WEIGHT_TILE, block + p * BLOCK * 2 + 32, 4 * BLOCK);                         \
+    _tile_dpbf16ps(1, INPUT_TILE, WEIGHT_TILE);                                              \
+    _tile_loadd(WEIGHT_TILE, block + p * BLOCK * 2 + 64, 4 * BLOCK);                         \
+    _tile_dpbf16ps(2, INPUT_TILE, WEIGHT_TILE);                                              \
+    _tile_loadd(WEIGHT_TILE, block + p * BLOCK * 2 + 96, 4 * BLOCK);                         \
+    _tile_dpbf16ps(3, INPUT_TILE, WEIGHT_TILE);
+
+static void tile_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
+                         int64_t y_stride, int64_t width, const float *bias) {
+    const int64_t last = k / 2 % TILE_ROWS, whole = k / 2 - last;
+    _Alignas(64) float sums[VECTORS][TILE_ROWS][16];
+    for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+        const int64_t count = rows - r < TILE_ROWS ? rows - r : TILE_ROWS;
+        int64_t p = 0;
+        shape_tiles(count, last);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (; p < whole; p += TILE_ROWS) {
+            SUM_UP(4, 5)
+        }
+        if (last) {
+            SUM_UP(6, 7)
+        }
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+        for (int64_t i = 0; i < count; i++) {
+            __m512 row[VECTORS];
+            for (int v = 0; v < VECTORS; v++) row[v] = _mm512_load_ps(sums[v][i]);
+            store(y + (r + i) * y_stride, width, row, bias);
+        }
+    }
+}
+#else
+int prepare(void) { return 0; }  // no tiles
+static void leave_tiles(void) {}
+static void tile_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
+                         int64_t y_stride, int64_t width, const float *bias) {}
+#endif
+
+static inline void block_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
+                                 int64_t y_stride, int64_t width, const float *bias, const bf16 *next) {
+    if (has_tiles)
+        tile_product(x, rows, x_stride, block, k, y, y_stride, width, bias);
+    else
+        vector_product(x, rows, x_stride, block, k, y, y_stride, width, bias, next);
+}
+
 // x: [rows, k], packed [n, k], bias: [n] or 0 -> y: [rows, n]
 void linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *packed, int64_t n, int64_t k, const float *bias,
             bf16 *y, int threads) {
     int64_t blocks = (n + BLOCK - 1) / BLOCK;
-#pragma omp parallel for num_threads(rows * n * k < ALONE ? 1 : threads) schedule(static)
-    for (int64_t b = 0; b < blocks; b++) {
-        int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
-        block_product(x, rows, x_stride, packed + b * BLOCK * k, k, y + b * BLOCK, n, width,
-                      bias ? bias + b * BLOCK : 0, b + 1 < blocks ? packed + (b + 1) * BLOCK * k : 0);
+#pragma omp parallel num_threads(rows * n * k < ALONE ? 1 : threads)
+    {
+#pragma omp for schedule(static) nowait
+        for (int64_t b = 0; b < blocks; b++) {
+            int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
+            block_product(x, rows, x_stride, packed + b * BLOCK * k, k, y + b * BLOCK, n, width,
+                          bias ? bias + b * BLOCK : 0, b + 1 < blocks ? packed + (b + 1) * BLOCK * k : 0);
+        }
+        leave_tiles();
     }
 }
 
@@ -148,18 +249,23 @@ void silu_times(const bf16 *gate, const bf16 *up, int64_t rows, int64_t n, bf16 
 void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const bf16 *up, int64_t n, const bf16 *down,
                int64_t m, bf16 *hidden, bf16 *y, int threads) {
     int64_t blocks = (n + BLOCK - 1) / BLOCK;
-#pragma omp parallel for num_threads(rows * n * k < ALONE ? 1 : threads) schedule(static)
-    for (int64_t b = 0; b < blocks; b++) {
+#pragma omp parallel num_threads(rows * n * k < ALONE ? 1 : threads)
+    {
         bf16 gates[MLP_ROWS * BLOCK], ups[MLP_ROWS * BLOCK];
-        int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
-        for (int64_t r = 0; r < rows; r += MLP_ROWS) {
-            int64_t count = rows - r > MLP_ROWS ? MLP_ROWS : rows - r;
-            const bf16 *next = r + count < rows ? gate + b * BLOCK * k : b + 1 < blocks ? gate + (b + 1) * BLOCK * k : 0;
-            block_product(x + r * k, count, k, gate + b * BLOCK * k, k, gates, BLOCK, BLOCK, 0, up + b * BLOCK * k);
-            block_product(x + r * k, count, k, up + b * BLOCK * k, k, ups, BLOCK, BLOCK, 0, next);
-            for (int64_t i = 0; i < count; i++)
-                gate_row(gates + i * BLOCK, ups + i * BLOCK, hidden + (r + i) * n + b * BLOCK, width);
+#pragma omp for schedule(static) nowait
+        for (int64_t b = 0; b < blocks; b++) {
+            int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
+            for (int64_t r = 0; r < rows; r += MLP_ROWS) {
+                const bf16 *its_gate = gate + b * BLOCK * k, *its_up = up + b * BLOCK * k;
+                int64_t count = rows - r > MLP_ROWS ? MLP_ROWS : rows - r;
+                const bf16 *next = r + count < rows ? its_gate : b + 1 < blocks ? its_gate + BLOCK * k : 0;
+                block_product(x + r * k, count, k, its_gate, k, gates, BLOCK, BLOCK, 0, its_up);
+                block_product(x + r * k, count, k, its_up, k, ups, BLOCK, BLOCK, 0, next);
+                for (int64_t i = 0; i < count; i++)
+                    gate_row(gates + i * BLOCK, ups + i * BLOCK, hidden + (r + i) * n + b * BLOCK, width);
+            }
         }
+        leave_tiles();
     }
     linear(hidden, rows, n, down, m, n, 0, y, threads);
 }

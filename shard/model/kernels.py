@@ -52,8 +52,8 @@ class DecoderLayer(ctypes.Structure):
 
 
 @cache
-def _load() -> ctypes.CDLL:
-    loaded = library(_SOURCE)
+def _load(*defines: str) -> ctypes.CDLL:
+    loaded = library(_SOURCE, *defines)
     loaded.pack.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER]
     loaded.linear.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _INT]
     loaded.gated_mlp.argtypes = [
@@ -68,6 +68,8 @@ def _load() -> ctypes.CDLL:
     loaded.silu_times.argtypes = [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT]
     for name in ("pack", "linear", "gated_mlp", "silu_times", "rms_norm", "rotate", "decoder_layer"):
         getattr(loaded, name).restype = None
+    loaded.prepare.restype = _INT
+    loaded.prepare()
     return loaded
 
 

@@ -1,4 +1,7 @@
-"""kernels.c: equal to the plain modules, and equal bits whatever other rows there are."""
+"""kernels.c: equal to the plain modules, and equal bits whatever other rows there are; with and without AMX."""
+
+import ctypes
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +13,14 @@ from shard.model.fusion import FusedMlp, FusedNorm, fuse
 from shard.model.packing import BlockedMatrix, StreamedMatrix, pack
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs AVX512-BF16 and a C compiler")
+
+
+@pytest.fixture(autouse=True, params=["as the processor can", "in vectors"])
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """Where there is AMX the two differ."""
+    loaded = kernels._load() if request.param == "as the processor can" else kernels._load("WITHOUT_TILES")
+    monkeypatch.setattr(kernels, "_load", lambda: loaded)
+    yield loaded
 
 
 class PlainMlp(nn.Module):
