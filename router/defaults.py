@@ -3,6 +3,7 @@
 from typing import Any
 
 from adapters.catalogue import Entry
+from router.schemas.speculation import rules_heads_out
 from router.selection import Selection
 
 _NOT_OPENAI = ("do_sample", "return_full_text", "truncate")
@@ -42,5 +43,7 @@ def _entry(name: Any, fields: dict[str, Any], selection: Selection) -> Entry | N
 
 
 def _filled(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """A null is as good as nothing."""
+    """A null is as good as nothing. Heads are no default of a request whose own words leave no guess to them."""
+    if rules_heads_out(fields.get("speculative_method"), fields.get("speculative_tokens")):
+        defaults.pop("heads_id", None)
     return {**fields, **{name: value for name, value in defaults.items() if fields.get(name) is None}}

@@ -17,9 +17,8 @@ from router.caller import Caller
 from router.config import RouterConfig
 from router.directory import Directory
 from router.errors import AdapterProblem, ModelNotFound, UnsupportedField, ValidationError, adapter_problem
-from router.schemas.adapters import AdapterFields, MergeFields
+from router.schemas.adapters import BASE_NAMES, AdapterFields, MergeFields
 
-BASE_NAMES = ("__base_model__",)
 _BASE_ONLY = "is not supported by this server, which serves its base model alone"
 
 

@@ -281,6 +281,9 @@ class Engine:
             if residency is Residency.FAILED:
                 lost = self.scheduler.fail_adapter(digest)
                 self._outputs += [error_output(request, reason, retryable=False) for request in lost]
+        if changes.states:
+            misfits = self.scheduler.fail_misfits()
+            self._outputs += [error_output(request, reason, retryable=False) for request, reason in misfits]
 
     def _status(self) -> Status:
         scheduler, cache = self.scheduler, self.scheduler.cache

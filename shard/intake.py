@@ -94,9 +94,8 @@ class Intake:
         if num_open - self._scheduler.num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
             return Refusal(submit.key, "more requests than credit", retryable=True)
         adapters = self._scheduler.adapters
-        if adapters is not None and len(submit.digests) > adapters.limits.num_slots:
-            return Refusal(submit.key, "an adapter and heads of another need two slots; this shard has one")
-        return None
+        misfit = "" if adapters is None else adapters.misfit(submit.digests)
+        return Refusal(submit.key, misfit) if misfit else None
 
     def _end(self, epoch: int) -> None:
         """A router is gone: nobody waits for its requests any more."""

@@ -165,6 +165,16 @@ class Scheduler:
             self.finish(request, FinishReason.ERROR)
         return lost
 
+    def fail_misfits(self) -> list[tuple[Request, str]]:
+        """End the requests whose adapters can never be in slots together, as their sizes show. Returns them and why."""
+        if self.adapters is None:
+            return []
+        found = [(request, self.adapters.misfit(request.digests)) for request in self.waiting]
+        lost = [(request, reason) for request, reason in found if reason]
+        for request, _ in lost:
+            self.finish(request, FinishReason.ERROR)
+        return lost
+
     @property
     def num_parked(self) -> int:
         """Waiting requests whose adapter is not in a slot."""

@@ -6,10 +6,13 @@ holds, and how it gets into a slot, is for `Device` to know.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
+
+MOST_SIZES = 4096
+"""Adapters whose sizes are remembered, the newest."""
 
 
 class Residency(IntEnum):
@@ -108,6 +111,7 @@ class AdapterSlots:
         self._free = list(reversed(range(limits.num_slots)))
         self._copying: list[Held] = []
         self._waiting_since: dict[str, float] = {}  # for a slot
+        self._sizes: dict[str, int] = {}  # in bytes, also of those that have left
         self._changes = Changes()
 
     def settle(self) -> None:
@@ -141,6 +145,16 @@ class AdapterSlots:
     def num_heads(self, digest: str) -> int:
         """Heads that an adapter in a slot brings."""
         return self._held[digest].content.num_heads
+
+    def misfit(self, digests: Sequence[str]) -> str:
+        """Why adapters that one request needs can never be in slots together; empty if they can or nobody knows yet."""
+        if len(digests) > self.limits.num_slots:
+            return "an adapter and heads of another need two slots; this shard has one"
+        num_bytes = sum(self._sizes.get(digest, 0) for digest in digests)
+        most = min(self.limits.slot_bytes, self.limits.host_bytes)
+        if len(digests) > 1 and num_bytes > most:
+            return f"an adapter and the heads beside it take {num_bytes} bytes, {most} are kept for adapters"
+        return ""
 
     def release(self, digest: str) -> None:
         """One running request less."""
@@ -199,6 +213,9 @@ class AdapterSlots:
         if content.num_bytes > min(self.limits.slot_bytes, self.limits.host_bytes):
             self.failed(digest, f"it takes {content.num_bytes} bytes, {self.limits.slot_bytes} are kept for adapters")
             return
+        self._sizes[digest] = content.num_bytes
+        if len(self._sizes) > MOST_SIZES:
+            del self._sizes[next(iter(self._sizes))]
         self._make_host_room(content.num_bytes)
         held = self._held[digest] = Held(digest, content, is_pinned=digest in self._pinned)
         self._place(held)

@@ -13,6 +13,10 @@ _PRUNING = ("ties", "dare_linear", "dare_ties")
 MOST_MERGED = 32
 
 
+BASE_NAMES = ("__base_model__",)
+"""What stands for the bare base where an adapter is named, beside the base's own id."""
+
+
 @dataclass(frozen=True)
 class MergeFields:
     """`merged_adapters`, checked."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from router.config import RouterConfig
 from router.errors import UnsupportedField, ValidationError
 from router.generation import ALL_HEADS, NO_SPECULATION, Speculation
+from router.schemas.adapters import BASE_NAMES
 from router.schemas.fields import Fields
 
 METHODS = {"auto": "auto", "lookup": "lookup", "ngram": "lookup", "medusa": "medusa", "draft": "draft", "off": "off"}
@@ -72,7 +73,7 @@ def read_speculation(fields: Fields) -> SpeculationFields:
         fields.text("speculative_method"),
         fields.text("speculative_schedule"),
         fields.text("speculative_verify"),
-        bool(fields.take("heads_id")),
+        fields.take("heads_id") not in (None, "", *BASE_NAMES),
     )
 
 
@@ -93,6 +94,11 @@ def read_prediction(fields: Fields) -> str | None:
             raise ValidationError("`prediction.content` must be a text or a list of text parts", "prediction")
         texts.append(text)
     return "".join(texts)
+
+
+def rules_heads_out(method: object, num_tokens: object) -> bool:
+    """Whether a request that says this has no guesses of heads, whatever heads there are."""
+    return num_tokens == 0 or (method in METHODS and METHODS[str(method)] not in ("auto", "medusa"))
 
 
 def check_speculation(wanted: SpeculationFields, most: int) -> None:
@@ -121,6 +127,10 @@ def settle_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: bo
     if wanted.prediction is not None and wanted.method and method not in ("auto", "lookup"):
         raise ValidationError(
             f"a `prediction` is looked up in: `speculative_method` {wanted.method} would ignore it", "prediction"
+        )
+    if wanted.names_heads and rules_heads_out(wanted.method, wanted.num_tokens):
+        raise ValidationError(
+            "`heads_id` names heads, and the method or number of guesses leaves none to them", "heads_id"
         )
     if method == "off" and not wanted.method and (wanted.num_tokens or wanted.names_heads or wanted.prediction):
         method = "auto"  # the operator's word is for those who ask for nothing

@@ -12,11 +12,23 @@ import torch
 
 from shard.model import kernels
 
-# With AMX oneDNN's bfloat16 products depend on the number of rows. It reads this when it is first used.
-os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+_ISA = "ONEDNN_MAX_CPU_ISA"
 
 ROWS_HINT = 64
 """Row count that oneDNN's layout is chosen for; measured: 1 to 512 give the same speed."""
+
+
+def _leave_amx_out() -> None:
+    """With AMX oneDNN's bfloat16 products depend on the number of rows. It reads what it may use when it is first asked
+    anything, so that is now; what this process starts later may use what it likes.
+    """
+    before = os.environ.get(_ISA)
+    os.environ[_ISA] = "AVX512_CORE_BF16"
+    can_pack(torch.bfloat16)
+    if before is None:
+        del os.environ[_ISA]
+    else:
+        os.environ[_ISA] = before
 
 
 class PackedMatrix(ABC):
@@ -108,3 +120,6 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
+
+
+_leave_amx_out()

@@ -101,3 +101,23 @@ def test_one_slot_is_too_few_for_an_adapter_and_other_heads() -> None:
     requests[0].adapter_digest, requests[0].heads_digest = PLAIN, TWO
     outputs = make_rig(Setup(), num_slots=1).run(*requests[:1])
     assert "two slots" in outputs[1].error
+
+
+def test_an_adapter_and_heads_that_never_fit_together_end_the_request_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CONTENTS, PLAIN, Weights(60))
+    monkeypatch.setitem(CONTENTS, TWO, Weights(50, num_heads=2))
+    wanted = Speculation(Method.MEDUSA, 0, 2)
+    rig = make_rig(Setup())
+    alone = [
+        make_request(2, [1, 2], 5, adapter_digest=PLAIN),
+        make_request(3, [1, 2], 5, heads_digest=TWO, speculation=wanted),
+    ]
+    both = [make_request(i, [1, 2], 5, adapter_digest=PLAIN, heads_digest=TWO, speculation=wanted) for i in (1, 4)]
+    outputs = rig.run(both[0], *alone)
+    assert "take 110 bytes, 100 are kept" in outputs[1].error and not outputs[1].retryable
+    assert outputs[2].finish_reason is outputs[3].finish_reason is FinishReason.LENGTH
+    rig.submit(both[1])  # what is known by now is said at once
+    rig.step()
+    assert "take 110 bytes" in rig.outputs[4].error

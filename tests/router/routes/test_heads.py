@@ -101,7 +101,6 @@ async def test_an_adapter_may_bring_its_own(server: Serving, path: str) -> None:
     # Heads alone leave the base model as it is, and its pages with it.
     assert await told(server, path, "heads") == ("", "heads", most)
     assert await told(server, path, "heads", heads_id="more") == ("", "more", most)
-    assert await told(server, path, "lora", speculative_method="lookup", heads_id="heads") == ("lora", "", 0)
     assert await told(server, path, "heads", speculative_tokens=0) == ("", "", 0)
     assert await told(server, path, "heads", speculative_method="off") == ("", "", 0)
 
@@ -144,6 +143,19 @@ async def test_an_alias_may_name_heads(tmp_path: Path) -> None:
         for route in ("/generate", "/v1/chat/completions"):
             assert await told(server, route, "fast") == ("lora", "heads", 255)
             assert await told(server, route, "fast", heads_id="more") == ("lora", "more", 255)
+            assert await told(server, route, "fast", speculative_method="lookup") == ("lora", "", 0)
+            assert await told(server, route, "fast", speculative_tokens=0) == ("lora", "", 0)
+
+
+@pytest.mark.parametrize(
+    "words", [{"speculative_method": "ngram"}, {"speculative_tokens": 0}, {"speculative_method": "off"}]
+)
+async def test_heads_that_could_not_guess_are_refused(server: Serving, words: dict[str, Any]) -> None:
+    for path in PATHS:
+        response = await server.client.post(path, json=request_to(path, "lora", heads_id="heads", **words))
+        assert response.status_code in (400, 422) and "leaves none to them" in response.text
+        none = request_to(path, "lora", heads_id="__base_model__", **words)  # which names no heads
+        assert (await server.client.post(path, json=none)).status_code == 200
 
 
 async def test_heads_are_authorised_like_adapters(tmp_path: Path) -> None:
