@@ -10,11 +10,10 @@ circles. Knows seconds and tokens, no bar.
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.case import Case, Cases, Raw
@@ -26,6 +25,8 @@ WIDTH, CHANCE = 4, 0.94
 BATCHES = (1, 8)
 LOADS = (1, 8, 32)
 """Requests at once under which schedules are compared."""
+REPEATS: Mapping[int, int] = {1: 6, 8: 2, 32: 1}
+"""Runs of each way in a round, by load: what drafts are right about varies less over many tokens."""
 SWEEP = (1, 2, 3, 4, 6, 8, 10)
 """Fixed widths among which the best is looked for."""
 PROMPT, TEXT = 32, 160
@@ -38,7 +39,8 @@ OFF, DRAFTED = "off", "drafted"
 AUTO, FIXED, HOPELESS = "auto", "fixed", "hopeless"
 SETTINGS: dict[str, Any] = {
     "seed": SEED, "rounds": ROUNDS, "width": WIDTH, "chance": CHANCE, "batches": BATCHES, "loads": LOADS,
-    "sweep": SWEEP, "prompt": PROMPT, "text": TEXT, "kv_len": KV_LEN, "turns": TURNS, "draft": DRAFT_20M,
+    "sweep": SWEEP, "repeats": {str(load): count for load, count in REPEATS.items()},
+    "prompt": PROMPT, "text": TEXT, "kv_len": KV_LEN, "turns": TURNS, "draft": DRAFT_20M,
 }  # fmt: skip
 
 
@@ -79,7 +81,7 @@ def measure(finished: frozenset[str] = frozenset(), size: Size | None = None) ->
 
 def schedules(batch: int, finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
     """One case per round, under one load: schedule auto, the best fixed width, and neither guess nor hope: auto with
-    drafts that are never accepted, and no drafts at all.
+    drafts that are never accepted, and no drafts at all. By turns, all with drafts that are right in the same places.
     """
     size = size or Size()
     wanted = [number for number in range(size.rounds) if f"round {number}" not in finished]
@@ -87,10 +89,19 @@ def schedules(batch: int, finished: frozenset[str] = frozenset(), size: Size | N
         return
     from benchmarks.speed_pair import Pair, fixed  # torch
 
-    pair = Pair(size, batch)
+    pair, repeats = Pair(size, batch), REPEATS[batch] if size == Size() else 1
     auto = Speculation(Method.DRAFT, max(size.sweep), schedule=Schedule.AUTO)
-    found = {width: [pair.run(batch, fixed(width))["tokens_per_second"] for _ in range(3)] for width in size.sweep}
-    swept = {str(width): median(rates) for width, rates in found.items()}
+
+    def compared(ways: Mapping[str, tuple[Speculation, float, str]], first: int, count: int) -> dict[str, Raw]:
+        runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for draw in range(first, first + count):
+            turn = draw % len(ways)
+            for way in [*list(ways)[turn:], *list(ways)[:turn]]:
+                runs[way].append(pair.run(batch, *ways[way], draw))
+        return {way: _summed(told) for way, told in runs.items()}
+
+    sweep = compared({str(width): (fixed(width), CHANCE, "") for width in size.sweep}, 0, max(3, repeats))
+    swept = {way: told["tokens_per_second"] for way, told in sweep.items()}
     best = max(size.sweep, key=lambda width: swept[str(width)])
     ways = {
         AUTO: (auto, CHANCE, AUTO),
@@ -98,11 +109,16 @@ def schedules(batch: int, finished: frozenset[str] = frozenset(), size: Size | N
         HOPELESS: (auto, 0.0, HOPELESS),
         OFF: (NO_SPECULATION, 0.0, ""),
     }
-    for number in (-2, -1, *wanted):  # the first two let the schedule learn
-        order = list(ways)[number % 4 :] + list(ways)[: number % 4]
-        raw = {way: pair.run(batch, *ways[way]) for way in order}
-        if number >= 0:
-            yield Case(f"round {number}", {"batch": batch, "best": best, "sweep": swept, **raw})
+    compared(ways, 0, 2)  # lets the schedules learn
+    for number in wanted:
+        raw = compared(ways, (number + 1) * repeats, repeats)
+        yield Case(f"round {number}", {"batch": batch, "best": best, "sweep": swept, **raw})
+
+
+def _summed(runs: Sequence[Raw]) -> dict[str, float]:
+    """Of several runs, all tokens over all seconds."""
+    total = {name: float(sum(run[name] for run in runs)) for name in runs[0]}
+    return {**total, "tokens_per_second": total["tokens"] / total["seconds"]}
 
 
 def cost(count: int, raw: Raw, batch: int = 1) -> float:

@@ -51,14 +51,17 @@ class Pair:
         texts = [Text(tuple(ids[:PROMPT]), tuple(ids[PROMPT:]), self._text) for ids in self.recorded]
         return sum(map(share_repeated, texts)) / len(texts)
 
-    def run(self, batch: int, how: Speculation, chance: float = CHANCE, engine: str = "") -> dict[str, float]:
+    def run(
+        self, batch: int, how: Speculation, chance: float = CHANCE, engine: str = "", draw: int | None = None
+    ) -> dict[str, float]:
         """The first `batch` texts at once, once; speed while all of them ran. Each engine, by name, learns for itself
-        what guesses are worth; the models are the same.
+        what guesses are worth; the models are the same. Runs of one `draw` have drafts that are right in the same
+        places, else each has its own.
         """
         self._num_rounds += 1
         if engine not in self._engines:  # KV is laid out anew, and nobody has any just now
             self._engines[engine] = Harness(self._config, self.model, self.draft)
-        dial = self.draft.dial = Dial(chance, self.recorded, self._num_rounds)
+        dial = self.draft.dial = Dial(chance, self.recorded, self._num_rounds if draw is None else draw)
         runs = self._engines[engine].run([self._wanted(number, how) for number in range(batch)], dial.began)
         self.draft.dial = None
         for run, ids in zip(runs, self.recorded, strict=False):
@@ -91,7 +94,9 @@ def fixed(width: int) -> Speculation:
 
 @torch.inference_mode()
 def steps(pair: Pair, turns: int) -> dict[str, float]:
-    """Median seconds of single passes by (model, requests, tokens of each), the sorts by turns."""
+    """Median seconds of single passes by (model, requests, tokens of each), the sorts by turns. The draft model's are
+    as many in a row as a step has, each a part of that time: the first one alone finds its weights out of all caches.
+    """
     sorts: dict[str, tuple[Model, int, int]] = {
         f"target {batch} x {count}": (pair.model, batch, count) for batch in BATCHES for count in (1, WIDTH + 1)
     }
@@ -100,9 +105,11 @@ def steps(pair: Pair, turns: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in sorts}
     for _ in range(turns):
         for name, (model, batch, count) in sorts.items():
+            in_a_row = WIDTH if model is pair.draft else 1
             start = time.perf_counter()
-            one_pass(model, batch, count)
-            seconds[name].append(time.perf_counter() - start)
+            for _ in range(in_a_row):
+                one_pass(model, batch, count)
+            seconds[name].append((time.perf_counter() - start) / in_a_row)
     return {name: median(values) for name, values in seconds.items()}
 
 

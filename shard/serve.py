@@ -6,7 +6,7 @@ import os
 import structlog
 import torch
 
-from shard import logs
+from shard import cores, logs
 from shard.build import build_engine, describe
 from shard.config import ShardConfig
 from shard.draft_model import load_draft_model
@@ -60,6 +60,8 @@ def serve(config: ShardConfig) -> None:
     ending.engine = engine
     server.ready(describe(config, model, engine))
     log.info("ready", address=address, model_id=config.model_id, architecture=model.info.model_type)
+    if model.info.device.type == "cpu":
+        cores.keep()
     engine.run()
     server.stop()
     log.info("ended")
