@@ -7,7 +7,7 @@ from shard.request import Source
 PRIOR = {Source.LOOKUP: 0.6, Source.MEDUSA: 0.6, Source.DRAFT: 0.75}
 """Chances before anything was seen."""
 PRIOR_WEIGHT = 6.0
-GROUP_WEIGHT = 6.0
+GROUP_WEIGHT = 12.0
 """Guesses that others' experience counts as, beside a request's own."""
 REQUEST_MEMORY, GROUP_MEMORY = 0.96, 0.995
 """What an older guess counts, guess by guess."""
