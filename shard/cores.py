@@ -25,6 +25,8 @@ def keep() -> bool:
     if not hasattr(os, "sched_getaffinity"):
         return False
     cores = sorted(os.sched_getaffinity(0))
+    first = os.getpid() % len(cores)  # not every server's own thread on the same core
+    cores = cores[first:] + cores[:first]
     if len(cores) < 2 or torch.get_num_threads() != len(cores):
         return False
     try:

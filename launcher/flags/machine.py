@@ -76,7 +76,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "threads",
             Kind.INTEGER,
             None,
-            "threads of a shard's matrix products",
+            "threads of a shard's matrix products; on CPU with as many as cores, each stays on a core of its own",
             default_text="all cores",
             least=1,
             lorax=False,
