@@ -19,6 +19,10 @@ AHEAD_BYTES = 256 << 20
 CHUNK_BYTES = 2 << 20
 """Asked for at once."""
 POLL_S = 0.05
+NICENESS = 9
+"""Added to the process's own. More would hold up who is to give way to nobody: the system keeps the process's address
+space locked meanwhile, and a thread of the lowest priority may be put off for seconds in the middle of that.
+"""
 MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; what is there already keeps its content."""
 
@@ -65,7 +69,8 @@ class Prefault:
 
     def _run(self) -> None:
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + NICENESS)
         while self._done < self._cache.num_pages:
             try:
                 if not self.advance():

@@ -2,8 +2,10 @@
 
 import ctypes
 import mmap
+import os
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -72,3 +74,15 @@ def test_it_ends_with_the_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.admit(Request((1, 1), [5] * 4 * NUM_PAGES, 4 * NUM_PAGES, 1), num_spare=0)
     ahead._run()
     assert [num_resident(memory) for memory in memories] == [NUM_PAGES] * 2
+
+
+def test_it_steps_back_no_further_than_other_work_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lowest priority of all it kept the address space locked for seconds while steps filled both cores."""
+    ahead = made(monkeypatch)[2]
+    ahead.start()
+    (thread,) = [each for each in threading.enumerate() if each.name == "prefault" and each.is_alive()][-1:]
+    end = time.monotonic() + 20.0
+    while (niceness := os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)) == os.getpriority(os.PRIO_PROCESS, 0):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + prefault.NICENESS)
