@@ -62,7 +62,7 @@ def measure(
 ) -> Cases:
     """One case per round: every way of asking, in an order that turns from round to round."""
     size = size or Size()
-    with _running(base, size, (ROOMY, TIGHT)) as (model, running):
+    with _running(base, size, (BARE, ROOMY, TIGHT)) as (model, running):
         for number in range(-1, size.rounds):
             case = f"round {number}"
             if case not in finished:
@@ -115,7 +115,7 @@ def _ways(number: int, model: str, size: Size) -> Mapping[str, tuple[str, list[s
     count = CLIENTS * size.requests_per_client
     start = count * (number + 1)
     asked = {
-        "base": (ROOMY, [model]),
+        "base": (BARE, [model]),
         "attention": (ROOMY, [f"attention-{i}" for i in range(CLIENTS)]),
         "all": (ROOMY, [f"all-{i}" for i in range(CLIENTS)]),
         "rotation": (TIGHT, [f"attention-{i % size.rotating}" for i in range(start, start + count)]),

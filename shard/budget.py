@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shard.request import Request
 
-WHILE = 512
+WHILE = 128
 """Steps after which an adapter that had requests here counts no more."""
 
 

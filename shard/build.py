@@ -2,6 +2,7 @@
 
 from proto import shard_pb2 as pb
 from proto.version import version
+from shard import crowd
 from shard.adapters import build_adapters
 from shard.budget import Limits
 from shard.config import ShardConfig
@@ -17,9 +18,6 @@ from shard.scheduler import Scheduler
 from shard.server import Facts
 from shard.speculation import Guessers
 from shard.wire import Bounds
-
-CROWD_TOKENS = {"cpu": 16, "cuda": 512}
-"""By device: so many prompt tokens make a step about as long again as one that only decodes."""
 
 
 def build_engine(
@@ -38,7 +36,7 @@ def build_engine(
             config.step_tokens,
             config.max_running,
             config.chunked_prefill,
-            crowd_tokens=CROWD_TOKENS.get(model.info.device.type),
+            crowd_tokens=crowd.measure(model, num_pages),
         ),
         adapters,
         Guessers(

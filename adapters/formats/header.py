@@ -1,10 +1,12 @@
-"""The header of a safetensors file, read and checked by hand, so that nothing is trusted that a file says of itself.
+"""The header of a safetensors file, read and checked by hand, so that nothing is trusted that a file says of itself;
+and made.
 
 Knows names, types, shapes and places. Reads no tensor, and imports no torch.
 """
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from adapters.errors import AdapterInvalid, AdapterTooLarge
 PREFIX = 8
 """A file begins with the header's length, little endian, in so many bytes."""
 MAX_HEADER = 32 << 20
+_ALIGNMENT = 8
 MAX_TENSORS = 200_000
 MAX_NAME = 512
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -60,6 +63,23 @@ def parse(head: bytes, file_size: int, name: str) -> dict[str, TensorInfo]:
     tensors = {key: _info(key, entry, begin, name) for key, entry in entries.items()}
     _check_places(tensors, begin, file_size, name)
     return tensors
+
+
+def compose(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+    """Prefix and header for tensors of these types and shapes, and the order in which their values follow: larger types
+    first, so that each is aligned.
+    """
+    order = sorted(tensors, key=lambda name: (-ITEM_SIZES[tensors[name][0]], name))
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        end = start + math.prod(shape) * ITEM_SIZES[dtype]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(PREFIX, "little") + text, order
 
 
 def _entries(text: bytes, name: str) -> dict[str, Any]:

@@ -8,19 +8,21 @@ those of version 1 `heads.j.output` [V, H] besides; the metadata say how many, t
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from adapters.errors import AdapterInvalid, NotServed
+from adapters.formats import header
 from adapters.formats.base_values import BaseValues
 from adapters.formats.reading import TENSORS, Found
 
 FORMAT = "lorikeet-adapter-1"
+_TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Layout:
     @property
     def rank(self) -> int:
         return max((module["rank"] for module in self.modules.values()), default=0)
+
+    @property
+    def num_heads(self) -> int:
+        return 0 if self.heads is None else self.heads["count"]
 
 
 def lay_out(found: Iterable[Found], base: Base) -> Layout:
@@ -98,7 +104,9 @@ _MEANING = {
 
 
 def write(layout: Layout, path: Path, digest: str, base: Base) -> None:
-    """The file at `path`, which must not be in use."""
+    """The file at `path`, which must not be in use. Safetensors' own writer would copy each tensor twice through
+    Python, a fifth of what an adapter costs.
+    """
     metadata = {
         "format": FORMAT,
         "digest": digest,
@@ -110,7 +118,12 @@ def write(layout: Layout, path: Path, digest: str, base: Base) -> None:
     }
     if layout.heads is not None:
         metadata["heads"] = json.dumps(layout.heads, separators=(",", ":"))
-    save_file(layout.tensors, path, metadata=metadata)
+    described = {name: (_TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in layout.tensors.items()}
+    head, order = header.compose(described, metadata)
+    with path.open("wb") as file:
+        file.write(head)
+        for name in order:
+            file.write(layout.tensors[name].reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _module(found: Found, base: Base) -> dict[str, torch.Tensor]:
@@ -170,4 +183,4 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 0:
         return True
     least, most = tensor.aminmax()
-    return bool(least.isfinite() and most.isfinite())
+    return math.isfinite(least.item()) and math.isfinite(most.item())

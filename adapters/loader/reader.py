@@ -27,7 +27,7 @@ from adapters.loader.config import LoaderConfig
 from adapters.merging import merge
 from adapters.pin import Pin
 from adapters.sources.registry import Sources
-from adapters.store import Store
+from adapters.store import Entry, Store
 
 log = structlog.get_logger()
 
@@ -87,15 +87,15 @@ class Jobs:
         folder, limit = Path(job["folder"]), self._work.config.sources.max_adapter_bytes
         with contents.opened(folder, limit) as opened:
             digest = opened.digest
-            if not self._store.touch(digest):
-                self._allow(opened.num_bytes)
-                self._work.tokenizers.check(folder)
-                layout, notes = opened.lay_out(self._work.reader, self._work.base)
-                for note in notes:
-                    log.warning("an adapter is odd", adapter=job.get("name"), note=note)
-                opened.check_unchanged()
-                self._put(digest, layout)
-        return {"entry": self._store.entry(digest).as_dict()}
+            if self._store.touch(digest):
+                return {"entry": self._store.entry(digest).as_dict()}
+            self._allow(opened.num_bytes)
+            self._work.tokenizers.check(folder)
+            layout, notes = opened.lay_out(self._work.reader, self._work.base)
+            for note in notes:
+                log.warning("an adapter is odd", adapter=job.get("name"), note=note)
+            opened.check_unchanged()
+            return {"entry": self._put(digest, layout).as_dict()}
 
     def merge(self, job: dict[str, Any]) -> dict[str, Any]:
         """The same for several adapters as one."""
@@ -114,10 +114,11 @@ class Jobs:
                 parts.append(list(settled(self._work.reader.read(opened.values, opened.changes), self._work.base)))
                 opened.check_unchanged()
             digest = wanted.digest(names)
-            if not self._store.touch(digest):
-                self._allow(sum(len(part) for part in parts) << 20)
-                self._put(digest, lay_out(merge(parts, wanted, digest), self._work.base))
-        return {"entry": self._store.entry(digest).as_dict()}
+            if self._store.touch(digest):
+                return {"entry": self._store.entry(digest).as_dict()}
+            self._allow(sum(len(part) for part in parts) << 20)
+            layout = lay_out(merge(parts, wanted, digest), self._work.base)
+            return {"entry": self._put(digest, layout).as_dict()}
 
     def _allow(self, num_bytes: int) -> None:
         """Let the next part take so much processor time; then the system ends this process, whatever it is in."""
@@ -125,8 +126,9 @@ class Jobs:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, self._work.config.reading_cpu_s + num_bytes / _BYTES_PER_CPU_S)
 
-    def _put(self, digest: str, layout: Layout) -> None:
-        self._store.add(digest, lambda path: write(layout, path, digest, self._work.base))
+    def _put(self, digest: str, layout: Layout) -> Entry:
+        num_bytes = self._store.add(digest, lambda path: write(layout, path, digest, self._work.base))
+        return Entry(digest, num_bytes, layout.rank, layout.num_heads)
 
 
 def serve(work: Work, connection: socket.socket) -> None:

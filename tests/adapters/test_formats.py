@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from adapters.formats import layout
 from tests import tiny
 from tests.adapters import making
 
@@ -235,3 +237,28 @@ def test_a_layout_is_cast_once_to_the_bases_dtype(dtype: torch.dtype, bases: Any
     found = making.lay_out(base.reader, replace(base.facts, dtype=dtype), adapter)
     for name, tensor in exact.tensors.items():
         assert torch.equal(found.tensors[name], tensor.to(dtype))
+
+
+def test_the_written_file_is_what_safetensors_reads(tmp_path: Path) -> None:
+    tensors = {
+        "odd.bias": torch.randn(3),
+        "a.A": torch.randn(5, 7).bfloat16(),
+        "a.B": torch.randn(3, 5).half(),
+        "none.A": torch.zeros(0, 4).bfloat16(),
+        "one.magnitude": torch.randn(1),
+    }
+    made = layout.Layout(tensors, {"a": {"kind": "linear", "rank": 5}}, {"count": 2, "version": 2, "layers": 1})
+    facts = layout.Base("b" * 64, "w" * 64, torch.bfloat16, frozenset(), values=None)  # type: ignore[arg-type]
+    layout.write(made, tmp_path / "ours", "d" * 64, facts)
+    found = load_file(tmp_path / "ours")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert all(found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    with safe_open(tmp_path / "ours", "pt") as file:
+        metadata = file.metadata()
+    assert (metadata["rank"], json.loads(metadata["heads"])["count"]) == (str(made.rank), made.num_heads)
+    save_file(tensors, tmp_path / "theirs", metadata=metadata)
+    ours, theirs = ((tmp_path / name).read_bytes() for name in ("ours", "theirs"))
+    num_values = sum(tensor.nbytes for tensor in tensors.values())
+    assert ours[-num_values:] == theirs[-num_values:], "the same order"
+    assert len(ours) == len(theirs)

@@ -1,0 +1,19 @@
+"""How many prompt tokens a crowd may have in a step."""
+
+import pytest
+
+from shard import crowd
+
+
+@pytest.mark.parametrize(
+    ("plain", "mixed", "extra", "wanted"),
+    [
+        (0.020, 0.084, 64, 30),  # a millisecond a token
+        (0.021, 0.045, 64, 84),
+        (0.020, 0.020, 64, crowd.MOST),  # tokens that cost nothing
+        (0.020, 0.019, 64, crowd.MOST),
+        (0.001, 0.101, 64, crowd.LEAST),
+    ],
+)
+def test_such_prompts_lengthen_a_step_by_a_bounded_part(plain: float, mixed: float, extra: int, wanted: int) -> None:
+    assert crowd.tokens(plain, mixed, extra) == wanted
