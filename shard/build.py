@@ -36,7 +36,7 @@ def build_engine(
             config.step_tokens,
             config.max_running,
             config.chunked_prefill,
-            crowd_tokens=crowd.measure(model, num_pages),
+            crowd_tokens=crowd.measure(model, min(config.max_total_tokens, num_pages * model.page_size)),
         ),
         adapters,
         Guessers(

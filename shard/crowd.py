@@ -19,11 +19,11 @@ ROWS, EXTRA = 8, 64
 TURNS = 3
 
 
-def measure(model: Model, num_pages: int) -> int:
-    """Tokens. Writes to KV pages, so nobody may have any yet."""
+def measure(model: Model, num_tokens: int) -> int:
+    """Tokens. One request may have up to `num_tokens`. Writes to KV pages, so nobody may have any yet."""
     if model.info.device.type == "cuda":
         return CUDA_TOKENS
-    extra = min(EXTRA, num_pages * model.page_size, model.info.max_positions or EXTRA)
+    extra = min(EXTRA, num_tokens)
     decodes = [Segment(0, 1, range(1))] * ROWS
     longer = [*decodes, Segment(0, extra, range(-(-extra // model.page_size)))]
     plain, mixed = [], []

@@ -1,8 +1,13 @@
 """How many prompt tokens a crowd may have in a step."""
 
+from pathlib import Path
+
 import pytest
 
 from shard import crowd
+from shard.config import ShardConfig
+from shard.model import load_model
+from tests import tiny
 
 
 @pytest.mark.parametrize(
@@ -17,3 +22,10 @@ from shard import crowd
 )
 def test_such_prompts_lengthen_a_step_by_a_bounded_part(plain: float, mixed: float, extra: int, wanted: int) -> None:
     assert crowd.tokens(plain, mixed, extra) == wanted
+
+
+def test_what_is_timed_fits_the_shortest_requests(tmp_path: Path) -> None:
+    config = ShardConfig("tiny", str(tiny.make("llama", tmp_path / "base")), "unix:/dev/null", max_total_tokens=5)
+    model = load_model(config)
+    model.allocate_kv(1)
+    assert crowd.LEAST <= crowd.measure(model, 5) <= crowd.MOST

@@ -260,6 +260,9 @@ async def test_neither_prompts_nor_outputs_are_logged(tmp_path: Path, anyio_back
             lines = [json.loads(line) for line in log_path.read_text().splitlines()]
             port = next(line["port"] for line in lines if line["event"] == "router_listening")
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+                async with asyncio.timeout(60):
+                    while (await client.get("/ready")).status_code != 200:  # connected, and not yet open for requests
+                        await asyncio.sleep(0.05)
                 num_sent = await _send_canaries(client)
         finally:
             process.terminate()
@@ -267,6 +270,7 @@ async def test_neither_prompts_nor_outputs_are_logged(tmp_path: Path, anyio_back
     logged = log_path.read_text()
     assert "CANARY" not in logged
     requests = [line for line in map(json.loads, logged.splitlines()) if line["event"] == "request"]
+    requests = [line for line in requests if line["path"] != "/ready"]
     assert len(requests) == num_sent
     assert {line["request_id"] for line in requests} == {"seen-id"}
     assert any(line.get("generated_tokens") == len("CANARY-OUT") for line in requests)
