@@ -260,9 +260,10 @@ async def test_neither_prompts_nor_outputs_are_logged(tmp_path: Path, anyio_back
             lines = [json.loads(line) for line in log_path.read_text().splitlines()]
             port = next(line["port"] for line in lines if line["event"] == "router_listening")
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-                async with asyncio.timeout(60):
-                    while (await client.get("/ready")).status_code != 200:  # connected, and not yet open for requests
-                        await asyncio.sleep(0.05)
+                for _ in range(600):  # connected, and perhaps not yet open for requests
+                    if (await client.get("/ready")).status_code == 200:
+                        break
+                    await asyncio.sleep(0.1)
                 num_sent = await _send_canaries(client)
         finally:
             process.terminate()
