@@ -69,6 +69,7 @@ class Signals:
         self.reloads = False
         """SIGHUP asks for the operator's files to be read again, not for an end."""
         self._hangups = 0
+        self._outlives_terminal = False
 
     def take_hangups(self) -> int:
         """How many SIGHUPs came that ask for a reload, since last asked."""
@@ -77,9 +78,8 @@ class Signals:
 
     @contextmanager
     def caught(self) -> Iterator["Signals"]:
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means it
-            numbers.append(signal.SIGHUP)
+        self._outlives_terminal = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup means it
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         before = {number: signal.signal(number, self._note) for number in numbers}
         try:
             yield self
@@ -98,6 +98,8 @@ class Signals:
         now = time.monotonic()
         if number == signal.SIGHUP and self.reloads:
             self._hangups += 1
+            return
+        if number == signal.SIGHUP and self._outlives_terminal:
             return
         if now - self._counted_at >= SAME_REQUEST_S:
             self._counted_at = now

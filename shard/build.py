@@ -1,5 +1,7 @@
 """From a configuration and a loaded model to an engine, and what the wire says of it."""
 
+import structlog
+
 from proto import shard_pb2 as pb
 from proto.version import version
 from shard import crowd
@@ -19,6 +21,8 @@ from shard.server import Facts
 from shard.speculation import Guessers
 from shard.wire import Bounds
 
+log = structlog.get_logger()
+
 
 def build_engine(
     config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox, draft_model: Model | None = None
@@ -30,13 +34,17 @@ def build_engine(
         draft_model.allocate_kv(num_pages)
     cache = KvCache(num_pages, model.page_size, config.prefix_caching)
     adapters = build_adapters(config, model, inbox)
+    crowd_tokens = None
+    if config.chunked_prefill:
+        crowd_tokens = crowd.measure(model, min(config.max_total_tokens, num_pages * model.page_size))
+        log.info("prompts of a crowd", step_tokens=crowd_tokens)
     scheduler = Scheduler(
         cache,
         Limits(
             config.step_tokens,
             config.max_running,
             config.chunked_prefill,
-            crowd_tokens=crowd.measure(model, min(config.max_total_tokens, num_pages * model.page_size)),
+            crowd_tokens=crowd_tokens,
         ),
         adapters,
         Guessers(

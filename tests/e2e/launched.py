@@ -29,6 +29,11 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    # tests that run under nohup: what they start is not to inherit that
+    signal.signal(signal.SIGHUP, lambda *_: None)
+
+
 class Launched:
     """`lorikeet-launcher` on a free port of the loopback."""
 

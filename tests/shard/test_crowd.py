@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from shard import crowd
+from shard.build import build_engine
 from shard.config import ShardConfig
+from shard.inbox import Inbox
 from shard.model import load_model
+from shard.outbox import Outbox
 from tests import tiny
 
 
@@ -29,3 +32,13 @@ def test_what_is_timed_fits_the_shortest_requests(tmp_path: Path) -> None:
     model = load_model(config)
     model.allocate_kv(1)
     assert crowd.LEAST <= crowd.measure(model, 5) <= crowd.MOST
+
+
+def test_a_shard_plans_by_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = str(tiny.make("llama", tmp_path / "base"))
+    config = ShardConfig("tiny", base, "unix:/dev/null", max_total_tokens=64, num_pages=8)
+    asked = []
+    monkeypatch.setattr(crowd, "measure", lambda model, num_tokens: asked.append(num_tokens) or 77)
+    engine = build_engine(config, load_model(config), Inbox(), Outbox())
+    assert engine.scheduler.limits.crowd_tokens == 77
+    assert asked == [64]

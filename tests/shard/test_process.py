@@ -145,3 +145,31 @@ def test_what_cannot_be_served_is_said_in_one_line(
     event = json.loads(log.splitlines()[-1])
     assert event["level"] == "error"
     assert reason in event["reason"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("is_whole_machine", [True, False])
+def test_with_as_many_threads_as_cores_steps_stay_on_theirs(
+    tmp_path: Path, model: Path, is_whole_machine: bool
+) -> None:
+    cores = os.sched_getaffinity(0)
+    config = write_config(tmp_path, model, parent_pid=os.getpid(), threads=len(cores) - (not is_whole_machine))
+    process = start(config)
+    try:
+        with grpc.insecure_channel(f"unix:{tmp_path}/shard.sock") as channel:
+            grpc.channel_ready_future(channel).result(TIMEOUT_S)
+            end = time.monotonic() + TIMEOUT_S
+            if is_whole_machine:
+                while len(os.sched_getaffinity(process.pid)) > 1:
+                    assert time.monotonic() < end
+                    time.sleep(0.05)
+            else:
+                ready = health_pb2_grpc.HealthStub(channel)
+                while ready.Check(health_pb2.HealthCheckRequest()).status != health_pb2.HealthCheckResponse.SERVING:
+                    assert time.monotonic() < end
+                    time.sleep(0.05)
+                time.sleep(0.5)
+                assert os.sched_getaffinity(process.pid) == cores
+    finally:
+        process.kill()
+        process.communicate()
