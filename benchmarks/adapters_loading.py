@@ -29,7 +29,7 @@ from benchmarks.case import Case, Cases, Raw
 from benchmarks.figures import percentile
 from benchmarks.prompts import prompts
 
-ROUNDS = 6
+ROUNDS = 10
 CLIENTS = 8
 NUM_COLD = 64
 PER_SECOND = 4.0

@@ -25,8 +25,10 @@ WIDTH, CHANCE = 4, 0.94
 BATCHES = (1, 8)
 LOADS = (1, 8, 32)
 """Requests at once under which schedules are compared."""
-REPEATS: Mapping[int, int] = {1: 6, 8: 2, 32: 1}
-"""Runs of each way in a round, by load: what drafts are right about varies less over many tokens."""
+REPEATS: Mapping[int, tuple[int, int]] = {1: (16, 2), 8: (4, 1), 32: (1, 1)}
+"""Runs in a round, by load, of each way with drafts that may be right and of each without: what drafts are right about
+varies less over many tokens, and steps without them little.
+"""
 SWEEP = (1, 2, 3, 4, 6, 8, 10)
 """Fixed widths among which the best is looked for."""
 PROMPT, TEXT = 32, 160
@@ -36,10 +38,10 @@ DRAFT_20M = {
     "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 4096,
 }  # fmt: skip
 OFF, DRAFTED = "off", "drafted"
-AUTO, FIXED, HOPELESS = "auto", "fixed", "hopeless"
+AUTO, FIXED, HOPELESS, LIMITED = "auto", "fixed", "hopeless", "limited"
 SETTINGS: dict[str, Any] = {
     "seed": SEED, "rounds": ROUNDS, "width": WIDTH, "chance": CHANCE, "batches": BATCHES, "loads": LOADS,
-    "sweep": SWEEP, "repeats": {str(load): count for load, count in REPEATS.items()},
+    "sweep": SWEEP, "repeats": {str(load): counts for load, counts in REPEATS.items()},
     "prompt": PROMPT, "text": TEXT, "kv_len": KV_LEN, "turns": TURNS, "draft": DRAFT_20M,
 }  # fmt: skip
 
@@ -81,7 +83,8 @@ def measure(finished: frozenset[str] = frozenset(), size: Size | None = None) ->
 
 def schedules(batch: int, finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
     """One case per round, under one load: schedule auto, the best fixed width, and neither guess nor hope: auto with
-    drafts that are never accepted, and no drafts at all. By turns, all with drafts that are right in the same places.
+    drafts that are never accepted, more requests than may guess, and no drafts at all. By turns, all with drafts that
+    are right in the same places.
     """
     size = size or Size()
     wanted = [number for number in range(size.rounds) if f"round {number}" not in finished]
@@ -89,7 +92,10 @@ def schedules(batch: int, finished: frozenset[str] = frozenset(), size: Size | N
         return
     from benchmarks.speed_pair import Pair, fixed  # torch
 
-    pair, repeats = Pair(size, batch), REPEATS[batch] if size == Size() else 1
+    pair, (repeats, plain_repeats) = (
+        Pair(size, batch, {LIMITED: batch - 1}),
+        REPEATS[batch] if size == Size() else (1, 1),
+    )
     auto = Speculation(Method.DRAFT, max(size.sweep), schedule=Schedule.AUTO)
 
     def compared(ways: Mapping[str, tuple[Speculation, float, str]], first: int, count: int) -> dict[str, Raw]:
@@ -103,15 +109,16 @@ def schedules(batch: int, finished: frozenset[str] = frozenset(), size: Size | N
     sweep = compared({str(width): (fixed(width), CHANCE, "") for width in size.sweep}, 0, max(3, repeats))
     swept = {way: told["tokens_per_second"] for way, told in sweep.items()}
     best = max(size.sweep, key=lambda width: swept[str(width)])
-    ways = {
-        AUTO: (auto, CHANCE, AUTO),
-        FIXED: (fixed(best), CHANCE, ""),
+    hopeful = {AUTO: (auto, CHANCE, AUTO), FIXED: (fixed(best), CHANCE, "")}
+    plain = {
         HOPELESS: (auto, 0.0, HOPELESS),
+        LIMITED: (fixed(WIDTH), CHANCE, LIMITED),
         OFF: (NO_SPECULATION, 0.0, ""),
     }
-    compared(ways, 0, 2)  # lets the schedules learn
+    compared({**hopeful, **plain}, 0, 2)  # lets the schedules learn
     for number in wanted:
-        raw = compared(ways, (number + 1) * repeats, repeats)
+        raw = compared(hopeful, (number + 1) * repeats, repeats)
+        raw |= compared(plain, (number + 1) * plain_repeats, plain_repeats)
         yield Case(f"round {number}", {"batch": batch, "best": best, "sweep": swept, **raw})
 
 
@@ -181,6 +188,7 @@ SCHEDULE_FIGURES: Mapping[str, Callable[[Raw], float]] = {
     "best width": lambda raw: float(raw["best"]),
     "auto over it": partial(rate, AUTO, FIXED),
     "auto with nothing accepted over off": partial(rate, HOPELESS, OFF),
+    "too many to guess over off": partial(rate, LIMITED, OFF),
 }
 
 

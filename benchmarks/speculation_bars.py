@@ -102,6 +102,8 @@ SPEED: tuple[Bar, ...] = (
                 partial(guessing_speed.rate, guessing_speed.AUTO, guessing_speed.FIXED), 0.98),
             Bar(f"schedule auto over off, nothing accepted, {load} at once", f"speculation-schedule-{load}", _ROUNDS,
                 partial(guessing_speed.rate, guessing_speed.HOPELESS, guessing_speed.OFF), 0.97),
+            Bar(f"one request more than may guess, over off, {load} at once", f"speculation-schedule-{load}", _ROUNDS,
+                partial(guessing_speed.rate, guessing_speed.LIMITED, guessing_speed.OFF), 0.97),
         )
     ),
     Bar("copy-heavy adapter over HTTP with lookup, over without", "speculation-lookup-speed", lookup_speed.ROUNDS,

@@ -4,7 +4,8 @@
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -24,7 +25,8 @@ from shard.request import NO_SPECULATION, Method, SamplingParams, Schedule, Spec
 class Pair:
     """Target, draft model with a dial, an engine over both, and recorded texts."""
 
-    def __init__(self, size: Size, num_texts: int) -> None:
+    def __init__(self, size: Size, num_texts: int, limits: Mapping[str, int] | None = None) -> None:
+        """`limits` says of engines, by name, above how many requests they guess nothing."""
         folder = size.target or peers.model_folder()
         config = ShardConfig(
             "target", str(folder), "unix:/dev/null", dtype=size.dtype, max_total_tokens=1024, max_running=32,
@@ -37,7 +39,7 @@ class Pair:
         self.draft = DialledModel.of(load_model(own))
         self.weight_ratio = self.draft.info.num_parameters / self.model.info.num_parameters
         self._text = size.text
-        self._config = config
+        self._config, self._limits = config, limits or {}
         self._engines = {"": Harness(config, self.model, self.draft)}
         choice = np.random.default_rng(SEED)
         self._prompts = choice.integers(1, self.model.info.vocab_size, (num_texts, PROMPT)).tolist()
@@ -60,7 +62,9 @@ class Pair:
         """
         self._num_rounds += 1
         if engine not in self._engines:  # KV is laid out anew, and nobody has any just now
-            self._engines[engine] = Harness(self._config, self.model, self.draft)
+            limit = self._limits.get(engine, self._config.speculation_max_batch_size)
+            own = replace(self._config, speculation_max_batch_size=limit)
+            self._engines[engine] = Harness(own, self.model, self.draft)
         dial = self.draft.dial = Dial(chance, self.recorded, self._num_rounds if draw is None else draw)
         runs = self._engines[engine].run([self._wanted(number, how) for number in range(batch)], dial.began)
         self.draft.dial = None

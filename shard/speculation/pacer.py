@@ -14,15 +14,7 @@ import numpy.typing as npt
 
 from shard.request import Kind, Method, Request, Schedule, Source
 from shard.share import Share
-from shard.speculation.acceptance import (
-    GROUP_MEMORY,
-    PRIOR,
-    PRIOR_WEIGHT,
-    REQUEST_MEMORY,
-    Acceptance,
-    Chances,
-    chances,
-)
+from shard.speculation.acceptance import Acceptance, Chances, Group
 from shard.speculation.costs import StepCosts
 from shard.speculation.guessers import Guessers, Offer
 
@@ -90,7 +82,7 @@ class Pacer:
         self._guessers = guessers
         self.plain, self.with_heads, self.drafting = StepCosts(), StepCosts(), StepCosts()
         """Of steps without and with heads, and of a draft model's passes by the number of requests."""
-        self._groups: dict[Kind, Acceptance] = {}
+        self._groups: dict[Kind, Group] = {}
         self._waits: dict[Kind, int] = {}
         self._load = 1
         """Requests in the newest step."""
@@ -138,7 +130,7 @@ class Pacer:
             if num_told % TRIED_AGAIN < TRIED_AGAIN - 1:
                 request.paces[kind] = Pace(kind, 0, look=LAST_WAIT, wait=LAST_WAIT, load=load)
             return
-        if group is not None and group.first.chance(PRIOR[Source.DRAFT], PRIOR_WEIGHT) < HOPELESS:
+        if group is not None and group.first.chance < HOPELESS:
             wait = max(HOPELESS_WAIT, self._waits.get(kind, 0))
             request.paces[kind] = Pace(kind, 0, look=wait, wait=wait)
 
@@ -172,9 +164,9 @@ class Pacer:
         if request.speculation.schedule is Schedule.HEURISTIC:
             pace.width = max(1, pace.width - 1) if was_rejected else min(pace.width + 2, _bound(request))
             return
-        self._groups.setdefault(pace.kind, Acceptance()).observe(num_accepted, was_rejected, GROUP_MEMORY)
+        group = self._groups.setdefault(pace.kind, Group(pace.kind[1]))
+        group.observe(pace.own, num_accepted, was_rejected)
         _forget(self._groups)
-        pace.own.observe(num_accepted, was_rejected, REQUEST_MEMORY)
         if num_accepted and not pace.load:
             self._wait(pace, FIRST_WAIT)
 
@@ -208,7 +200,8 @@ class Pacer:
             found = [min(pace.width, offer.width) for pace, offer in zip(paces, offers, strict=True)]
         else:
             found = self._best(offers, load, fixed)
-        self._decided = (key, num_kept + 1 if is_kept else 0)
+        # none may have looked best because what that costs was not known: with the next step it is
+        self._decided = (key, num_kept + 1 if is_kept else 0) if all(found) else (None, 0)
         for pace, place, width in zip(paces, places, found, strict=True):
             pace.width = width
             widths[place] = width or self._rest(pace)
@@ -226,8 +219,9 @@ class Pacer:
         pace.load = 0
         if self._chances(pace).first > LIKELY:
             pace.load = self._load
-            self._dear[pace.kind] = (self._load, self._dear.get(pace.kind, (0, 0))[1])
-            _forget(self._dear)
+            if pace.num_idle > 1:
+                self._dear[pace.kind] = (self._load, self._dear.get(pace.kind, (0, 0))[1])
+                _forget(self._dear)
             pace.look = min(2 * pace.num_idle, pace.wait)
         if pace.num_idle >= pace.wait:
             self._wait(pace, min(2 * pace.wait, LAST_WAIT))
@@ -242,11 +236,11 @@ class Pacer:
         _forget(self._waits)
 
     def _chances(self, pace: Pace) -> Chances:
-        return chances(pace.own, self._groups.get(pace.kind, Acceptance()), pace.kind[1])
+        return (self._groups.get(pace.kind) or Group(pace.kind[1])).chances(pace.own)
 
     def _is_known(self, asked: tuple[int, Kind, int]) -> bool:
         group = self._groups.get(asked[1])
-        return group is not None and group.first.num_all > WELL_KNOWN
+        return group is not None and group.first.rate.num_all > WELL_KNOWN
 
     def _best(self, offers: list[Offer], load: Load, fixed: int) -> list[int]:
         """The widths with the most expected tokens per second."""
