@@ -30,6 +30,8 @@ LIGHTER = 0.75
 """A load is lighter that is at most this part of one under which guesses cost too much."""
 TRIED_AGAIN = 16
 """One of so many newcomers finds out by itself whether what cost too much still does."""
+TRIED_BESIDE = 16
+"""At every so many choices one guess more or less than the best is taken, by turns: costs beside it grow old too."""
 KEPT_STEPS, WELL_KNOWN = 8, 60
 """A decision holds so many steps while nothing has changed, once its kinds of guesses were seen so often."""
 
@@ -89,6 +91,7 @@ class Pacer:
         self._dear: dict[Kind, tuple[int, int]] = {}
         """By kind: beside how many requests it was not worth its cost, and how many newcomers were told."""
         self._decided: tuple[object, int] = (None, 0)
+        self._num_chosen = 0
 
     def wants(self, request: Request) -> bool:
         """Whether the request might have guesses in its next step, which then has to wait for its newest token."""
@@ -200,8 +203,13 @@ class Pacer:
             found = [min(pace.width, offer.width) for pace, offer in zip(paces, offers, strict=True)]
         else:
             found = self._best(offers, load, fixed)
+        self._num_chosen += 1
+        is_tried = self._num_chosen % TRIED_BESIDE == 0 and not load.has_prompts
+        if is_tried:
+            found = _beside(found, offers, 1 if self._num_chosen // TRIED_BESIDE % 2 else -1)
         # none may have looked best because what that costs was not known: with the next step it is
-        self._decided = (key, num_kept + 1 if is_kept else 0) if all(found) else (None, 0)
+        is_final = all(found) and not is_tried
+        self._decided = (key, num_kept + 1 if is_kept else 0) if is_final else (None, 0)
         for pace, place, width in zip(paces, places, found, strict=True):
             pace.width = width
             widths[place] = width or self._rest(pace)
@@ -295,6 +303,12 @@ class Pacer:
         found = self._chances(self._pace(offer))
         gains: npt.NDArray[np.float64] = found.first * np.float64(found.further) ** np.arange(offer.width)
         return gains
+
+
+def _beside(widths: Sequence[int], offers: Sequence[Offer], way: int) -> list[int]:
+    """One guess more, or less, for each that has some, within what is offered: down where there are no more."""
+    way = -1 if all(width >= offer.width for width, offer in zip(widths, offers, strict=True)) else way
+    return [min(max(width + way, 1), offer.width) if width else 0 for width, offer in zip(widths, offers, strict=True)]
 
 
 def kind_of(request: Request, source: Source, is_long: bool = False) -> Kind:

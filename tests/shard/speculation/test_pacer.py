@@ -26,6 +26,10 @@ class World:
         self.requests = [make(number=i) for i in range(num_requests)]
         self.chance, self._slope, self._pass_cost = chance, slope, pass_cost
         self._random = random.Random(3)
+        self.slow: dict[int, int] = {}
+        """By number of guesses in a step: how many more such steps take longer by half."""
+        self.widths: list[int] = []
+        """Of all steps, those of all requests together."""
 
     def cost(self, num_drafts: int, depth: int) -> float:
         return 1 + self._slope * num_drafts + self._pass_cost * depth
@@ -42,7 +46,11 @@ class World:
                 share = shares[self.requests.index(offer.request)]
                 share.pace = offer.pace
                 share.draft_ids, share.source = [0] * width, Source.DRAFT if width else Source.TARGET
+            self.widths.append(sum(widths))
             cost = self.cost(sum(widths), max(widths, default=0))
+            if self.slow.get(sum(widths), 0):
+                self.slow[sum(widths)] -= 1
+                cost += 0.5
             self.pacer.observe(shares, cost, self._pass_cost * max(widths, default=0))
             for share in shares:
                 width, right = len(share.draft_ids), 0
@@ -87,6 +95,14 @@ def test_auto_stays_as_fast_over_many_requests(chance: float) -> None:
         more = world.run(40)
         tokens, seconds = tokens + more[0], seconds + more[1]
     assert tokens / seconds > 0.98 * world.best_fixed()
+
+
+@pytest.mark.parametrize("num_slow", [2, 6])
+def test_steps_that_were_slow_at_first_are_tried_again(num_slow: int) -> None:
+    world = World(0.94, 0.01, 0.11)
+    world.slow = {MOST: num_slow}
+    world.run(2000)
+    assert world.widths[-1000:].count(MOST) > 900
 
 
 def test_auto_comes_back_when_guesses_become_right() -> None:
