@@ -10,6 +10,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+QUANTUM = 64
+"""Tokens per round and unit of weight: about a short request, so that keys of short ones take turns within a second."""
 _MANY_LANES = 1024
 
 
@@ -33,7 +35,7 @@ class _Lane:
 class FairQueue:
     """Requests waiting for a shard. `quantum` tokens per round and unit of weight."""
 
-    def __init__(self, max_waiting: int, quantum: int = 512) -> None:
+    def __init__(self, max_waiting: int, quantum: int = QUANTUM) -> None:
         self._max_waiting = max_waiting
         self._quantum = quantum
         self._lanes: dict[str, _Lane] = {}

@@ -146,6 +146,21 @@ def test_a_flood_does_not_starve_a_trickle() -> None:
     assert 1000 in [queue.pop(anything) for _ in range(5)]
 
 
+def test_keys_of_short_requests_take_turns_often() -> None:
+    queue = FairQueue(max_waiting=1000)
+    for request_id in range(200):
+        queue.push("heavy", request_id, 32, weight=3)
+        queue.push("light", 1000 + request_id, 32)
+    keys = []
+    for _ in range(120):
+        found = queue.pop(anything)
+        assert found is not None
+        keys.append("heavy" if found < 1000 else "light")
+        queue.charge(keys[-1], 16)
+    for start in range(100):
+        assert 3 <= keys[start : start + 20].count("light") <= 7
+
+
 def test_emitted_tokens_count() -> None:
     """Equal prompts, but one key's answers are long: it sends fewer requests."""
     queue = FairQueue(max_waiting=2000, quantum=QUANTUM)
