@@ -3,7 +3,7 @@
 Bounded: the methods are three, and adapters go by the labels of `adapter_metrics`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import Metric
 
@@ -31,6 +31,8 @@ class SpeculationMetrics:
     def __init__(self) -> None:
         self.values: dict[str, dict[tuple[str, str], float]] = {name: {} for name in (*_FAMILIES, *PHASES)}
         """By family or phase, then by method and adapter."""
+        self.accepted_at: dict[tuple[str, str, int], int] = {}
+        """By method, adapter and place in the step, from 0: of heads, which one guessed it."""
 
     def observe(self, output: pb.RequestOutput, num_kept: int, adapter: str) -> None:
         """A message that tells of drafts, of whose tokens the first `num_kept` are in the text.
@@ -52,6 +54,9 @@ class SpeculationMetrics:
             self._add("steps", key, num_steps * share)
             for phase, spent in zip(PHASES, seconds, strict=True):
                 self._add(phase, key, spent * share)
+        for source, place in accepted_places(kept, output.step_ends):
+            at = (METHODS[_SOURCES.index(source)], adapter, place)
+            self.accepted_at[at] = self.accepted_at.get(at, 0) + 1
 
     def _add(self, family: str, key: tuple[str, str], amount: float) -> None:
         values = self.values[family]
@@ -66,11 +71,24 @@ class SpeculationMetrics:
             for (method, adapter), number in self.values[name].items():
                 family.add_sample(family.name, {"method": method, "adapter": adapter}, number)
             yield family
+        family = _family("lorikeet_speculation_accepted_tokens_per_position_total", "Accepted, by place in the step")
+        for (method, adapter, place), number in self.accepted_at.items():
+            family.add_sample(family.name, {"method": method, "adapter": adapter, "position": str(place)}, number)
+        yield family
         family = _family("lorikeet_speculation_seconds_total", "Seconds of steps that verified guesses, by phase")
         for phase in PHASES:
             for (method, adapter), number in self.values[phase].items():
                 family.add_sample(family.name, {"method": method, "adapter": adapter, "phase": phase}, number)
         yield family
+
+
+def accepted_places(sources: Iterable[int], ends: bytes) -> Iterator[tuple[int, int]]:
+    """Each accepted guess of a message: its Source, and how many guesses of its step are before it."""
+    place = 0
+    for source, is_last in zip(sources, ends, strict=False):
+        if source in ACCEPTED:
+            yield source, place
+        place = 0 if is_last else place + 1
 
 
 def num_verified(output: pb.RequestOutput) -> int:

@@ -61,6 +61,20 @@ def test_a_message_of_several_steps_and_methods_adds_up() -> None:
     assert sum(values["verify"].values()) == 1.0
 
 
+def test_each_place_of_a_step_has_its_own_number() -> None:
+    metrics = Metrics()
+    sources = [MEDUSA, MEDUSA, RESAMPLE, MEDUSA, RESAMPLE, 1, LOOKUP, BONUS, MEDUSA, MEDUSA, MEDUSA, BONUS]
+    ends = [0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 1]
+    metrics.guessed(output(sources, ends, [1, 9, 0], 7), len(sources) - 2, adapter("mine"), "a" * 64)
+    assert metrics.speculation.accepted_at == {
+        ("medusa", "mine", 0): 3,
+        ("medusa", "mine", 1): 2,
+        ("lookup", "mine", 0): 1,
+    }
+    name = "lorikeet_speculation_accepted_tokens_per_position_total"
+    assert f'{name}{{method="medusa",adapter="mine",position="1"}} 2.0\n' in metrics.prometheus().decode()
+
+
 def test_what_the_router_cut_off_is_not_accepted() -> None:
     metrics = Metrics()
     metrics.guessed(output([LOOKUP, LOOKUP, LOOKUP, BONUS], [0, 0, 0, 1], [3, 0, 0], 3), 2, None, "")

@@ -80,7 +80,7 @@ def test_auto_is_as_fast_as_the_best_fixed_width(
     tokens, seconds = world.run(300)
     assert tokens / seconds > 0.88 * world.best_fixed()  # learning included
     tokens, seconds = world.run(700)
-    assert tokens / seconds > 0.98 * world.best_fixed()
+    assert tokens / seconds > {0.0: 0.99, 0.5: 0.98, 0.9: 0.98}[chance] * world.best_fixed()
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.8, 0.94])
@@ -95,6 +95,20 @@ def test_auto_stays_as_fast_over_many_requests(chance: float) -> None:
         more = world.run(40)
         tokens, seconds = tokens + more[0], seconds + more[1]
     assert tokens / seconds > 0.98 * world.best_fixed()
+
+
+def test_newcomers_are_not_told_what_was_only_a_try() -> None:
+    world = World(0.9, 0.01, 0.11)
+    world.run(300)
+    costs = world.pacer.plain
+    costs._samples = {number: seen for number, seen in costs._samples.items() if number > 4}
+    costs._curve = None
+    for _ in range(pacer.KEPT_STEPS + 2):
+        world.run(1)
+        if world.widths[-1] == 0:
+            break
+    assert world.widths[-1] == 0  # a step without guesses, as if never measured, looks cheap
+    assert not world.pacer.passes(make(number=9), Source.DRAFT)
 
 
 @pytest.mark.parametrize("num_slow", [2, 6])
