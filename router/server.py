@@ -110,9 +110,12 @@ class RouterServer:
         running = asyncio.create_task(service.keeper.run())
         try:
             await service.keeper.settled.wait()
-            problems = [line for line in service.selection.directory.listed() if line.problem]
-            if problems and self._config.strict_adapters:
-                self._problem = f"{len(problems)} adapters cannot be served, first {problems[0].alias[:256]}"
+            directory, is_strict = service.selection.directory, self._config.strict_adapters
+            problems = [line for line in directory.listed() if line.problem]
+            fatal = [line for line in problems if is_strict or line.alias == directory.default]
+            if fatal:  # without the adapter of all who name none, hardly anybody could be answered
+                first = f"{fatal[0].alias[:256]}: {fatal[0].problem[:512]}"
+                self._problem = f"{len(fatal)} adapters cannot be served, first {first}"
                 log.error("router_cannot_serve", reason=self._problem)
                 return
             await running

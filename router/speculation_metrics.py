@@ -54,8 +54,8 @@ class SpeculationMetrics:
             self._add("steps", key, num_steps * share)
             for phase, spent in zip(PHASES, seconds, strict=True):
                 self._add(phase, key, spent * share)
-        for source, place in accepted_places(kept, output.step_ends):
-            at = (METHODS[_SOURCES.index(source)], adapter, place)
+        for guess, place in accepted_places(kept, output.step_ends):
+            at = (METHODS[_SOURCES.index(guess)], adapter, place)
             self.accepted_at[at] = self.accepted_at.get(at, 0) + 1
 
     def _add(self, family: str, key: tuple[str, str], amount: float) -> None:
@@ -82,12 +82,12 @@ class SpeculationMetrics:
         yield family
 
 
-def accepted_places(sources: Iterable[int], ends: bytes) -> Iterator[tuple[int, int]]:
+def accepted_places(sources: Iterable[int], ends: bytes) -> Iterator[tuple[Source, int]]:
     """Each accepted guess of a message: its Source, and how many guesses of its step are before it."""
     place = 0
     for source, is_last in zip(sources, ends, strict=False):
         if source in ACCEPTED:
-            yield source, place
+            yield Source(source), place
         place = 0 if is_last else place + 1
 
 

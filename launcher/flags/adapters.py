@@ -10,7 +10,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "adapter-id",
             Kind.TEXT,
             None,
-            "adapter of requests that name none",
+            "adapter of requests that name none; one that cannot be served ends the start",
             differs="the base model stays within reach: by its own id, or `__base_model__`",
         ),
         Flag("adapter-source", Kind.TEXT, "hub", "where --adapter-id comes from", choices=_SOURCES),

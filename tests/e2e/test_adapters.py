@@ -151,9 +151,13 @@ def test_a_catalogue_over_two_shards_is_read_again_at_a_signal(scene: Scene, tmp
         assert launched.wait() == 0
 
 
-def test_a_named_adapter_that_is_broken_stops_a_strict_server(scene: Scene, tmp_path: Path) -> None:
-    arguments = ["--model-id", str(scene.base), "--adapter-source", "local", "--adapter-id", "nowhere"]
-    arguments += ["--local-adapter-root", str(scene.roots), "--strict-adapters", "--threads", "1"]
-    with Launched(*arguments) as launched:
-        assert launched.wait(180) != 0
-        assert "1 adapters cannot be served, first nowhere" in launched.output
+@pytest.mark.parametrize(
+    "flags", [("--adapter-id", "nowhere"), ("--preloaded-adapter-ids", "nowhere", "--strict-adapters")]
+)
+def test_a_server_does_not_start_without_what_all_or_a_strict_operator_want(
+    scene: Scene, flags: tuple[str, ...]
+) -> None:
+    arguments = ["--model-id", str(scene.base), "--adapter-source", "local", "--threads", "1"]
+    with Launched(*arguments, "--local-adapter-root", str(scene.roots), *flags) as launched:
+        assert launched.wait(180) == 7
+        assert "1 adapters cannot be served, first nowhere: there is no adapter" in launched.output
