@@ -25,7 +25,7 @@ WIDTH, CHANCE = 4, 0.94
 BATCHES = (1, 8)
 LOADS = (1, 8, 32)
 """Requests at once under which schedules are compared."""
-REPEATS: Mapping[int, tuple[int, int]] = {1: (16, 2), 8: (4, 1), 32: (1, 1)}
+REPEATS: Mapping[int, tuple[int, int]] = {1: (16, 2), 8: (4, 1), 32: (3, 1)}
 """Runs in a round, by load, of each way with drafts that may be right and of each without: what drafts are right about
 varies less over many tokens, and steps without them little.
 """

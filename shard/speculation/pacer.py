@@ -7,7 +7,7 @@ of steps. Only committed steps teach: a width that depended on its own step's ta
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,8 @@ class Pace:
     """… and until one is tried against all expectation."""
     load: int = 0
     """Requests beside which these, right as they would be, were not worth their cost; 0 where that is not why."""
+    is_told: bool = False
+    """Whether that is others' experience alone."""
     own: Acceptance = field(default_factory=Acceptance)
 
     def rests(self, load: int) -> bool:
@@ -112,30 +114,36 @@ class Pacer:
         if request.speculation.schedule is not Schedule.AUTO:
             return False
         self.is_used = True
-        if source is Source.DRAFT and not request.paces:
-            self._begin(request)
+        kind = kind_of(request, source)
+        if source is Source.DRAFT and kind not in request.paces:
+            request.paces[kind] = self._first_pace(kind)
         if not self._rests(request, source):
             return False
-        request.paces[kind_of(request, source)].num_idle += 1
+        request.paces[kind].num_idle += 1
         return True
 
     def _rests(self, request: Request, source: Source, is_long: bool = False) -> bool:
         pace = request.paces.get(kind_of(request, source, is_long))
-        return pace is not None and pace.rests(self._load)
+        return pace is not None and self._is_resting(pace, self._load)
 
-    def _begin(self, request: Request) -> None:
-        """Let a request wait from the start for which a draft model would take in the prompt in vain."""
-        kind = kind_of(request, Source.DRAFT)
+    def _is_resting(self, pace: Pace, load: int) -> bool:
+        """Whether it rests beside so many requests; what was only told holds as long as it is not known better."""
+        if pace.is_told and pace.kind not in self._dear:
+            return False
+        return pace.rests(load)
+
+    def _first_pace(self, kind: Kind) -> Pace:
+        """Of a new request: one that waits, where a draft model would take in the prompt in vain."""
         group = self._groups.get(kind)
         load, num_told = self._dear.get(kind, (0, 0))
         if load and self._load > LIGHTER * load:
             self._dear[kind] = (load, num_told + 1)
             if num_told % TRIED_AGAIN < TRIED_AGAIN - 1:
-                request.paces[kind] = Pace(kind, 0, look=LAST_WAIT, wait=LAST_WAIT, load=load)
-            return
-        if group is not None and group.first.chance < HOPELESS:
+                return Pace(kind, 0, look=LAST_WAIT, wait=LAST_WAIT, load=load, is_told=True)
+        elif group is not None and group.first.chance < HOPELESS:
             wait = max(HOPELESS_WAIT, self._waits.get(kind, 0))
-            request.paces[kind] = Pace(kind, 0, look=wait, wait=wait)
+            return Pace(kind, 0, look=wait, wait=wait)
+        return Pace(kind, 1, wait=self._waits.get(kind, FIRST_WAIT))
 
     def choose(self, offers: Sequence[Offer], load: Load) -> list[int]:
         """How many guesses of each offer to take."""
@@ -148,7 +156,7 @@ class Pacer:
             pace = offer.pace = self._pace(offer)
             if schedule is Schedule.HEURISTIC:
                 widths[index] = min(offer.width, pace.width)
-            elif pace.rests(load.num_sampled):
+            elif self._is_resting(pace, load.num_sampled):
                 pace.num_idle += 1
                 widths[index] = 0
             else:
@@ -175,6 +183,7 @@ class Pacer:
 
     def observe(self, shares: Sequence[Share], seconds: float, draft_seconds: float) -> None:
         """Learn from a committed step: all of it took `seconds`, of them the draft model `draft_seconds`."""
+        self._load = sum(share.samples for share in shares)
         num_tokens = sum(share.num_tokens for share in shares)
         costs = self.with_heads if any(share.num_heads for share in shares) else self.plain
         costs.observe(num_tokens, max(LEAST_SECONDS, seconds - draft_seconds))
@@ -212,12 +221,15 @@ class Pacer:
         self._decided = (key, num_kept + 1 if is_kept else 0) if is_final else (None, 0)
         for pace, place, width in zip(paces, places, found, strict=True):
             pace.width = width
+            pace.is_told = False
             widths[place] = width or self._rest(pace)
             if width:
                 pace.load = 0
-                self._dear.pop(pace.kind, None)
             if widths[place]:
                 pace.num_idle = 0
+        for pace in paces:  # what pays for some is dear for none
+            if pace.width:
+                self._dear.pop(pace.kind, None)
 
     def _rest(self, pace: Pace) -> int:
         """The width of a request that had better have none: mostly that. Where only the cost is against it, it is
@@ -254,55 +266,74 @@ class Pacer:
         """The widths with the most expected tokens per second."""
         if not self.plain.is_known and not self.with_heads.is_known:
             return [offer.width for offer in offers]
-        gains = [self._gains(offer) for offer in offers]
+        found = [self._chances(self._pace(offer)) for offer in offers]
+        chances = np.array([(each.first, each.further) for each in found])
         has_heads = any(offer.source is Source.MEDUSA for offer in offers)
         best_rate, best = 0.0, [0] * len(offers)
         for with_heads in {False, has_heads}:
-            some = [i for i, offer in enumerate(offers) if with_heads or offer.source is not Source.MEDUSA]
-            rate, found = self._best_of(offers, gains, some, load, fixed, with_heads)
+            some = [offer.width if with_heads or offer.source is not Source.MEDUSA else 0 for offer in offers]
+            is_drawn = [offer.source is Source.DRAFT and offer.width > 0 for offer in offers]
+            guesses = Guesses.of(chances, np.array(some), np.array(is_drawn))
+            rate, widths = self._best_of(guesses, load, fixed, with_heads)
             if rate > best_rate:
-                best_rate, best = rate, found
+                best_rate, best = rate, widths.tolist()
         return best
 
     def _best_of(
-        self,
-        offers: list[Offer],
-        gains: list[npt.NDArray[np.float64]],
-        some: list[int],
-        load: Load,
-        fixed: int,
-        with_heads: bool,
-    ) -> tuple[float, list[int]]:
-        """The best rate that some of the offers give, and the widths of all."""
-        drawn = [i for i in some if offers[i].source is Source.DRAFT]
-        deepest = max((offers[i].width for i in drawn), default=0)
-        owners = np.array([i for i in some for _ in range(offers[i].width)], np.int64)
-        depths = np.array([j + 1 if i in drawn else 0 for i in some for j in range(offers[i].width)], np.int64)
-        values = np.concatenate([gains[i] for i in some]) if some else np.zeros(0)
-        order = np.argsort(-values, kind="stable")  # a request's guesses stay in order: each gains less
+        self, guesses: "Guesses", load: Load, fixed: int, with_heads: bool
+    ) -> tuple[float, npt.NDArray[np.int64]]:
+        """The best rate that some guesses give, and the widths of all offers."""
         costs = self.with_heads if with_heads and self.with_heads.is_known else self.plain
         if not costs.is_known:
             costs = self.with_heads
-        seconds = costs.expected(range(load.num_tokens + fixed, load.num_tokens + fixed + len(values) + 1))
+        num_guesses = len(guesses.values)
+        seconds = costs.expected(range(load.num_tokens + fixed, load.num_tokens + fixed + num_guesses + 1))
         pass_seconds = 0.0
-        if drawn and self.drafting.is_known:
-            pass_seconds = float(self.drafting.expected([len(drawn)])[0])
-        best_rate, best = 0.0, [0] * len(offers)
-        for depth in range(deepest + 1):
-            taken = order[depths[order] <= depth]
-            tokens = load.num_sampled + np.concatenate([np.zeros(1), np.cumsum(values[taken])])
+        if guesses.num_drawn and self.drafting.is_known:
+            pass_seconds = float(self.drafting.expected([guesses.num_drawn])[0])
+        best_rate, best = 0.0, np.zeros(guesses.num_offers, np.int64)
+        for depth in range(guesses.num_passes + 1):
+            taken = np.flatnonzero(guesses.passes <= depth)
+            tokens = load.num_sampled + np.concatenate([np.zeros(1), guesses.values[taken].cumsum()])
             rates = tokens / (seconds[: len(tokens)] + depth * pass_seconds)
             at = int(rates.argmax())
             if rates[at] > best_rate:
                 best_rate = float(rates[at])
-                best = np.bincount(owners[taken[:at]], minlength=len(offers)).tolist()
+                best = np.bincount(guesses.owners[taken[:at]], minlength=guesses.num_offers)
         return best_rate, best
 
-    def _gains(self, offer: Offer) -> npt.NDArray[np.float64]:
-        """[width] tokens that each guess of an offer should give."""
-        found = self._chances(self._pace(offer))
-        gains: npt.NDArray[np.float64] = found.first * np.float64(found.further) ** np.arange(offer.width)
-        return gains
+
+@dataclass(frozen=True)
+class Guesses:
+    """What several offers hold, the likeliest first: each array has an entry for each of n guesses."""
+
+    values: npt.NDArray[np.float64]
+    """[n] tokens that each should give."""
+    owners: npt.NDArray[np.int64]
+    """[n] its offer."""
+    passes: npt.NDArray[np.int64]
+    """[n] passes of the draft model after which it is there."""
+    num_offers: int
+    num_drawn: int
+    """Offers of a draft model."""
+
+    @classmethod
+    def of(
+        cls, chances: npt.NDArray[np.float64], widths: npt.NDArray[np.int64], is_drawn: npt.NDArray[np.bool_]
+    ) -> Self:
+        """`chances` is [offers, 2]: of the first guess, and of one behind a right one."""
+        places = np.arange(widths.max())
+        owners, places = np.nonzero(places < widths[:, None])
+        values = chances[owners, 0] * chances[owners, 1] ** places
+        order = np.argsort(-values, kind="stable")  # an offer's guesses stay in order: each gains less
+        owners, places = owners[order], places[order]
+        passes = np.where(is_drawn[owners], places + 1, 0)
+        return cls(values[order], owners, passes, len(widths), int((is_drawn & (widths > 0)).sum()))
+
+    @property
+    def num_passes(self) -> int:
+        """Of the draft model, for all."""
+        return int(self.passes.max(initial=0))
 
 
 def _beside(widths: Sequence[int], offers: Sequence[Offer], way: int) -> list[int]:

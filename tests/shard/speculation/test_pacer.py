@@ -7,6 +7,7 @@ import pytest
 from shard.request import Method, Request, Schedule, Source, Speculation
 from shard.share import Share
 from shard.speculation import Guessers, Offer, pacer
+from shard.speculation.costs import StepCosts
 from shard.speculation.pacer import Load, Pacer
 from tests.shard.rig import make_request
 
@@ -180,6 +181,37 @@ def test_what_costs_too_much_is_tried_again_under_a_lighter_load() -> None:
     found = Offer(world.requests[0], Source.LOOKUP, 1, [5])
     world.pacer.choose([found], Load(1, 1))  # a step of one request
     assert not world.pacer.passes(world.requests[0], Source.DRAFT)
+
+
+def test_newcomers_who_were_told_begin_when_it_pays_for_others() -> None:
+    """A moment in which the machine was slow must not leave a whole generation of requests without guesses."""
+    world = World(0.9, 0.01, 1.0, num_requests=16)
+    world.run(300)
+    world.requests = [make(number=100 + i) for i in range(16)]
+    assert sum(world.pacer.passes(newcomer, Source.DRAFT) for newcomer in world.requests) == 15
+    world._pass_cost, world.pacer.drafting = 0.02, StepCosts()  # it was but a moment
+    world.run(60)
+    tokens, seconds = world.run(60)
+    assert tokens / seconds > 0.95 * world.best_fixed()
+
+
+def test_who_was_told_begins_when_the_others_have_gone() -> None:
+    world = World(0.9, 0.05, 1.0, num_requests=32)
+    world.run(300)
+    world.requests = [make(number=100 + i) for i in range(15)]
+    assert all(world.pacer.passes(newcomer, Source.DRAFT) for newcomer in world.requests)
+    del world.requests[1:]
+    world.run(3)
+    assert not world.pacer.passes(world.requests[0], Source.DRAFT)
+
+
+def test_what_pays_for_one_request_is_dear_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pacer, requests = Pacer(Guessers(has_draft_model=True)), [make(number=1), make(number=2)]
+    monkeypatch.setattr(pacer, "_best", lambda offers, *_: [4, 0][: len(offers)])
+    for _ in range(8):
+        wanting = [request for request in requests if not pacer.passes(request, Source.DRAFT)]
+        pacer.choose([Offer(request, Source.DRAFT, MOST, []) for request in wanting], Load(2, 2))
+    assert not pacer.passes(make(number=3), Source.DRAFT)
 
 
 def test_what_is_learnt_of_adapters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
