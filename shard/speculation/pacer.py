@@ -7,7 +7,7 @@ of steps. Only committed steps teach: a width that depended on its own step's ta
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from shard.share import Share
 from shard.speculation.acceptance import Acceptance, Chances, Group
 from shard.speculation.costs import StepCosts
 from shard.speculation.guessers import Guessers, Offer
+from shard.speculation.guesses import Guesses
 
 FIRST_WAIT, LAST_WAIT = 16, 512
 """Steps without a guess after which one is tried again, at first and at most; doubled each time it was wrong."""
@@ -116,23 +117,25 @@ class Pacer:
         self.is_used = True
         kind = kind_of(request, source)
         if source is Source.DRAFT and kind not in request.paces:
-            request.paces[kind] = self._first_pace(kind)
+            request.paces[kind] = self._begin(kind)
         if not self._rests(request, source):
             return False
         request.paces[kind].num_idle += 1
         return True
 
     def _rests(self, request: Request, source: Source, is_long: bool = False) -> bool:
-        pace = request.paces.get(kind_of(request, source, is_long))
-        return pace is not None and self._is_resting(pace, self._load)
-
-    def _is_resting(self, pace: Pace, load: int) -> bool:
-        """Whether it rests beside so many requests; what was only told holds as long as it is not known better."""
-        if pace.is_told and pace.kind not in self._dear:
+        """Who rests by what others found out begins anew once that holds no longer."""
+        kind = kind_of(request, source, is_long)
+        pace = request.paces.get(kind)
+        if pace is None:
             return False
-        return pace.rests(load)
+        if pace.rests(self._load) and not (pace.is_told and kind not in self._dear):
+            return True
+        if pace.is_told:
+            request.paces[kind] = self._first_pace(kind)
+        return False
 
-    def _first_pace(self, kind: Kind) -> Pace:
+    def _begin(self, kind: Kind) -> Pace:
         """Of a new request: one that waits, where a draft model would take in the prompt in vain."""
         group = self._groups.get(kind)
         load, num_told = self._dear.get(kind, (0, 0))
@@ -143,7 +146,10 @@ class Pacer:
         elif group is not None and group.first.chance < HOPELESS:
             wait = max(HOPELESS_WAIT, self._waits.get(kind, 0))
             return Pace(kind, 0, look=wait, wait=wait)
-        return Pace(kind, 1, wait=self._waits.get(kind, FIRST_WAIT))
+        return self._first_pace(kind)
+
+    def _first_pace(self, kind: Kind, width: int = 1) -> Pace:
+        return Pace(kind, width, wait=self._waits.get(kind, FIRST_WAIT))
 
     def choose(self, offers: Sequence[Offer], load: Load) -> list[int]:
         """How many guesses of each offer to take."""
@@ -156,7 +162,7 @@ class Pacer:
             pace = offer.pace = self._pace(offer)
             if schedule is Schedule.HEURISTIC:
                 widths[index] = min(offer.width, pace.width)
-            elif self._is_resting(pace, load.num_sampled):
+            elif pace.rests(load.num_sampled):
                 pace.num_idle += 1
                 widths[index] = 0
             else:
@@ -183,7 +189,7 @@ class Pacer:
 
     def observe(self, shares: Sequence[Share], seconds: float, draft_seconds: float) -> None:
         """Learn from a committed step: all of it took `seconds`, of them the draft model `draft_seconds`."""
-        self._load = sum(share.samples for share in shares)
+        self._load = len(shares)
         num_tokens = sum(share.num_tokens for share in shares)
         costs = self.with_heads if any(share.num_heads for share in shares) else self.plain
         costs.observe(num_tokens, max(LEAST_SECONDS, seconds - draft_seconds))
@@ -197,7 +203,7 @@ class Pacer:
         if pace is None:
             is_heuristic = request.speculation.schedule is Schedule.HEURISTIC
             width = _bound(request) if is_heuristic else offer.width
-            pace = request.paces[kind] = Pace(kind, width, wait=self._waits.get(kind, FIRST_WAIT))
+            pace = request.paces[kind] = self._first_pace(kind, width)
         return pace
 
     def _choose_auto(self, offers: list[Offer], places: list[int], widths: list[int], load: Load) -> None:
@@ -221,7 +227,6 @@ class Pacer:
         self._decided = (key, num_kept + 1 if is_kept else 0) if is_final else (None, 0)
         for pace, place, width in zip(paces, places, found, strict=True):
             pace.width = width
-            pace.is_told = False
             widths[place] = width or self._rest(pace)
             if width:
                 pace.load = 0
@@ -272,7 +277,7 @@ class Pacer:
         best_rate, best = 0.0, [0] * len(offers)
         for with_heads in {False, has_heads}:
             some = [offer.width if with_heads or offer.source is not Source.MEDUSA else 0 for offer in offers]
-            is_drawn = [offer.source is Source.DRAFT and offer.width > 0 for offer in offers]
+            is_drawn = [offer.source is Source.DRAFT for offer in offers]
             guesses = Guesses.of(chances, np.array(some), np.array(is_drawn))
             rate, widths = self._best_of(guesses, load, fixed, with_heads)
             if rate > best_rate:
@@ -280,7 +285,7 @@ class Pacer:
         return best
 
     def _best_of(
-        self, guesses: "Guesses", load: Load, fixed: int, with_heads: bool
+        self, guesses: Guesses, load: Load, fixed: int, with_heads: bool
     ) -> tuple[float, npt.NDArray[np.int64]]:
         """The best rate that some guesses give, and the widths of all offers."""
         costs = self.with_heads if with_heads and self.with_heads.is_known else self.plain
@@ -301,39 +306,6 @@ class Pacer:
                 best_rate = float(rates[at])
                 best = np.bincount(guesses.owners[taken[:at]], minlength=guesses.num_offers)
         return best_rate, best
-
-
-@dataclass(frozen=True)
-class Guesses:
-    """What several offers hold, the likeliest first: each array has an entry for each of n guesses."""
-
-    values: npt.NDArray[np.float64]
-    """[n] tokens that each should give."""
-    owners: npt.NDArray[np.int64]
-    """[n] its offer."""
-    passes: npt.NDArray[np.int64]
-    """[n] passes of the draft model after which it is there."""
-    num_offers: int
-    num_drawn: int
-    """Offers of a draft model."""
-
-    @classmethod
-    def of(
-        cls, chances: npt.NDArray[np.float64], widths: npt.NDArray[np.int64], is_drawn: npt.NDArray[np.bool_]
-    ) -> Self:
-        """`chances` is [offers, 2]: of the first guess, and of one behind a right one."""
-        places = np.arange(widths.max())
-        owners, places = np.nonzero(places < widths[:, None])
-        values = chances[owners, 0] * chances[owners, 1] ** places
-        order = np.argsort(-values, kind="stable")  # an offer's guesses stay in order: each gains less
-        owners, places = owners[order], places[order]
-        passes = np.where(is_drawn[owners], places + 1, 0)
-        return cls(values[order], owners, passes, len(widths), int((is_drawn & (widths > 0)).sum()))
-
-    @property
-    def num_passes(self) -> int:
-        """Of the draft model, for all."""
-        return int(self.passes.max(initial=0))
 
 
 def _beside(widths: Sequence[int], offers: Sequence[Offer], way: int) -> list[int]:

@@ -205,6 +205,28 @@ def test_who_was_told_begins_when_the_others_have_gone() -> None:
     assert not world.pacer.passes(world.requests[0], Source.DRAFT)
 
 
+def test_who_was_told_and_begins_rests_no_longer_than_others() -> None:
+    """Once it is known better, what it waited so far does not count."""
+    world = World(0.9, 0.05, 1.0, num_requests=32)
+    world.run(300)
+    told = make(number=100)
+    assert all(world.pacer.passes(told, Source.DRAFT) for _ in range(100))
+    world.pacer._dear.clear()
+    assert not world.pacer.passes(told, Source.DRAFT)
+    offer = Offer(told, Source.DRAFT, MOST, [])
+    for _ in range(2):
+        assert world.pacer.choose([offer], Load(32, 32)) == [0]  # of its own accord, and to think it over soon
+    assert [world.pacer.passes(told, Source.DRAFT) for _ in range(2)] == [True, False]
+
+
+def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
+    world = World(0.9, 0.05, 1.0, num_requests=32)
+    world.run(300)
+    prompts = [Share(make(number=200 + i), 0, 9, samples=False) for i in range(32)]
+    world.pacer.observe(prompts, 5.0, 0.0)
+    assert world.pacer.passes(make(number=300), Source.DRAFT)
+
+
 def test_what_pays_for_one_request_is_dear_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     pacer, requests = Pacer(Guessers(has_draft_model=True)), [make(number=1), make(number=2)]
     monkeypatch.setattr(pacer, "_best", lambda offers, *_: [4, 0][: len(offers)])

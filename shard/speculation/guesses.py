@@ -1,0 +1,39 @@
+"""Several offers' guesses as arrays, to be weighed together. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What several offers hold, the likeliest first: each array has an entry for each of n guesses."""
+
+    values: npt.NDArray[np.float64]
+    """[n] tokens that each should give."""
+    owners: npt.NDArray[np.int64]
+    """[n] its offer."""
+    passes: npt.NDArray[np.int64]
+    """[n] passes of the draft model after which it is there."""
+    num_offers: int
+    num_drawn: int
+    """Offers of a draft model."""
+
+    @classmethod
+    def of(
+        cls, chances: npt.NDArray[np.float64], widths: npt.NDArray[np.int64], is_drawn: npt.NDArray[np.bool_]
+    ) -> Self:
+        """`chances` is [offers, 2]: of the first guess, and of one behind a right one. `widths` [offers] may be 0."""
+        owners, places = np.nonzero(np.arange(widths.max()) < widths[:, None])
+        values = chances[owners, 0] * chances[owners, 1] ** places
+        order = np.argsort(-values, kind="stable")  # an offer's guesses stay in order: each gains less
+        owners, places = owners[order], places[order]
+        passes = np.where(is_drawn[owners], places + 1, 0)
+        return cls(values[order], owners, passes, len(widths), int((is_drawn & (widths > 0)).sum()))
+
+    @property
+    def num_passes(self) -> int:
+        """Of the draft model, for all."""
+        return int(self.passes.max(initial=0))
