@@ -39,6 +39,11 @@ class Share:
         return self.end - self.start + len(self.draft_ids)
 
     @property
+    def num_attended(self) -> int:
+        """Positions that each of the tokens attends to, summed over them."""
+        return self.num_tokens * (self.start + 1 + self.end + len(self.draft_ids)) // 2
+
+    @property
     def num_sampled(self) -> int:
         """Positions at which the target's own token is taken."""
         return (1 + len(self.draft_ids)) if self.samples else 0

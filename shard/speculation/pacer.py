@@ -6,7 +6,7 @@ of steps. Only committed steps teach: a width that depended on its own step's ta
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,10 @@ class Load:
     """Requests that get a token."""
     num_tokens: int
     """Without guesses."""
+    num_attended: int = field(default=0, compare=False)
+    """Positions that these attend to, summed over them: another at each step of the same requests."""
+    num_fixed: int = 0
+    """Guesses that others have than those whose widths are chosen."""
 
     @property
     def has_prompts(self) -> bool:
@@ -85,8 +89,10 @@ class Pacer:
         self.is_used = False
         """Whether any request goes by what is learnt here."""
         self._guessers = guessers
-        self.plain, self.with_heads, self.drafting = StepCosts(), StepCosts(), StepCosts()
-        """Of steps without and with heads, and of a draft model's passes by the number of requests."""
+        self.plain, self.with_heads, self.with_prompts = StepCosts(), StepCosts(), StepCosts()
+        """Of steps of newest tokens and guesses alone, without and with heads, and of steps with prompts."""
+        self.drafting = StepCosts()
+        """Of a draft model's passes by the number of requests."""
         self._groups: dict[Kind, Group] = {}
         self._waits: dict[Kind, int] = {}
         self._load = 1
@@ -155,22 +161,26 @@ class Pacer:
         """How many guesses of each offer to take."""
         widths = [offer.width for offer in offers]
         auto: list[int] = []
+        num_fixed = num_attended = 0
         for index, offer in enumerate(offers):
             schedule = offer.request.speculation.schedule
-            if schedule is Schedule.CONSTANT:
-                continue
-            pace = offer.pace = self._pace(offer)
-            if schedule is Schedule.HEURISTIC:
-                widths[index] = min(offer.width, pace.width)
-            elif pace.rests(load.num_sampled):
-                pace.num_idle += 1
-                widths[index] = 0
-            else:
-                auto.append(index)
+            if schedule is not Schedule.CONSTANT:
+                pace = offer.pace = self._pace(offer)
+                if schedule is Schedule.HEURISTIC:
+                    widths[index] = min(offer.width, pace.width)
+                elif pace.rests(load.num_sampled):
+                    pace.num_idle += 1
+                    widths[index] = 0
+                else:
+                    auto.append(index)
+                    continue
+            num_fixed += widths[index]
+            num_attended += widths[index] * len(offer.request.token_ids)
         self._load = load.num_sampled
         if auto:
             self.is_used = True
-            self._choose_auto([offers[index] for index in auto], auto, widths, load)
+            beside = replace(load, num_fixed=num_fixed, num_attended=load.num_attended + num_attended)
+            self._choose_auto([offers[index] for index in auto], auto, widths, beside)
         return widths
 
     def verified(self, share: Share, num_accepted: int, was_rejected: bool) -> None:
@@ -191,11 +201,15 @@ class Pacer:
         """Learn from a committed step: all of it took `seconds`, of them the draft model `draft_seconds`."""
         self._load = len(shares)
         num_tokens = sum(share.num_tokens for share in shares)
-        costs = self.with_heads if any(share.num_heads for share in shares) else self.plain
-        costs.observe(num_tokens, max(LEAST_SECONDS, seconds - draft_seconds))
-        widths = [len(share.draft_ids) for share in shares if share.source is Source.DRAFT and share.draft_ids]
-        if widths and draft_seconds:
-            self.drafting.observe(len(widths), draft_seconds / max(widths))
+        has_prompts = any(share.end - share.start > 1 or not share.samples for share in shares)
+        with_heads = any(share.num_heads for share in shares)
+        costs = self.with_prompts if has_prompts else self.with_heads if with_heads else self.plain
+        num_attended = sum(share.num_attended for share in shares)
+        costs.observe(num_tokens, num_attended, max(LEAST_SECONDS, seconds - draft_seconds))
+        drawn = [share for share in shares if share.source is Source.DRAFT and share.draft_ids]
+        if drawn and draft_seconds:
+            num_passes = max(len(share.draft_ids) for share in drawn)
+            self.drafting.observe(len(drawn), sum(share.end for share in drawn), draft_seconds / num_passes)
 
     def _pace(self, offer: Offer) -> Pace:
         request, kind = offer.request, kind_of(offer.request, offer.source, offer.is_long)
@@ -208,16 +222,15 @@ class Pacer:
 
     def _choose_auto(self, offers: list[Offer], places: list[int], widths: list[int], load: Load) -> None:
         """Put the widths of these offers into their places of `widths`."""
-        fixed = sum(widths) - sum(widths[place] for place in places)
         paces = [self._pace(offer) for offer in offers]
         asked = [(offer.request.order, pace.kind, offer.width) for offer, pace in zip(offers, paces, strict=True)]
-        key = (asked, load, fixed)
+        key = (asked, load)
         decided, num_kept = self._decided
         is_kept = decided == key and num_kept < KEPT_STEPS and all(map(self._is_known, asked))
         if is_kept or (load.has_prompts and all(pace.own.first.num_all for pace in paces)):
             found = [min(pace.width, offer.width) for pace, offer in zip(paces, offers, strict=True)]
         else:
-            found = self._best(offers, load, fixed)
+            found = self._best(offers, load)
         self._num_chosen += 1
         is_tried = self._num_chosen % TRIED_BESIDE == 0 and not load.has_prompts
         if is_tried:
@@ -267,45 +280,51 @@ class Pacer:
         group = self._groups.get(asked[1])
         return group is not None and group.first.rate.num_all > WELL_KNOWN
 
-    def _best(self, offers: list[Offer], load: Load, fixed: int) -> list[int]:
-        """The widths with the most expected tokens per second."""
-        if not self.plain.is_known and not self.with_heads.is_known:
-            return [offer.width for offer in offers]
+    def _best(self, offers: list[Offer], load: Load) -> list[int]:
+        """The widths with the most expected tokens per second; all there is where nothing is known of that."""
         found = [self._chances(self._pace(offer)) for offer in offers]
         chances = np.array([(each.first, each.further) for each in found])
+        is_drawn = np.array([offer.source is Source.DRAFT for offer in offers])
+        lengths = np.array([len(offer.request.token_ids) for offer in offers])
         has_heads = any(offer.source is Source.MEDUSA for offer in offers)
         best_rate, best = 0.0, [0] * len(offers)
         for with_heads in {False, has_heads}:
             some = [offer.width if with_heads or offer.source is not Source.MEDUSA else 0 for offer in offers]
-            is_drawn = [offer.source is Source.DRAFT for offer in offers]
-            guesses = Guesses.of(chances, np.array(some), np.array(is_drawn))
-            rate, widths = self._best_of(guesses, load, fixed, with_heads)
+            costs = self._costs(load, with_heads)
+            if costs is None:
+                return [offer.width for offer in offers]
+            guesses = Guesses.of(chances, np.array(some), is_drawn, lengths)
+            rate, widths = self._best_of(guesses, load, costs)
             if rate > best_rate:
                 best_rate, best = rate, widths.tolist()
         return best
 
-    def _best_of(
-        self, guesses: Guesses, load: Load, fixed: int, with_heads: bool
-    ) -> tuple[float, npt.NDArray[np.int64]]:
+    def _costs(self, load: Load, with_heads: bool) -> StepCosts | None:
+        """Of steps like that one, or else of those that are most like it."""
+        alike = (self.with_prompts,) if load.has_prompts else ()
+        others = (self.with_heads, self.plain) if with_heads else (self.plain, self.with_heads)
+        return next((each for each in (*alike, *others) if each.is_known), None)
+
+    def _best_of(self, guesses: Guesses, load: Load, costs: StepCosts) -> tuple[float, npt.NDArray[np.int64]]:
         """The best rate that some guesses give, and the widths of all offers."""
-        costs = self.with_heads if with_heads and self.with_heads.is_known else self.plain
-        if not costs.is_known:
-            costs = self.with_heads
-        num_guesses = len(guesses.values)
-        seconds = costs.expected(range(load.num_tokens + fixed, load.num_tokens + fixed + num_guesses + 1))
+        num_tokens = load.num_tokens + load.num_fixed
+        seconds = costs.expected(range(num_tokens, num_tokens + len(guesses.values) + 1))
         pass_seconds = 0.0
         if guesses.num_drawn and self.drafting.is_known:
             pass_seconds = float(self.drafting.expected([guesses.num_drawn])[0])
-        best_rate, best = 0.0, np.zeros(guesses.num_offers, np.int64)
-        for depth in range(guesses.num_passes + 1):
-            taken = np.flatnonzero(guesses.passes <= depth)
-            tokens = load.num_sampled + np.concatenate([np.zeros(1), guesses.values[taken].cumsum()])
-            rates = tokens / (seconds[: len(tokens)] + depth * pass_seconds)
-            at = int(rates.argmax())
-            if rates[at] > best_rate:
-                best_rate = float(rates[at])
-                best = np.bincount(guesses.owners[taken[:at]], minlength=guesses.num_offers)
-        return best_rate, best
+            pass_seconds += self.drafting.per_attended * int(guesses.attended[guesses.passes == 1].sum())
+        is_there = guesses.passes <= np.arange(guesses.num_passes + 1)[:, None]  # [depths, guesses]
+        nums_taken = is_there.cumsum(axis=1)  # [depths, guesses] of each depth, up to the likeliest ones in order
+        tokens = load.num_sampled + (is_there * guesses.values).cumsum(axis=1)
+        attended = load.num_attended + (is_there * guesses.attended).cumsum(axis=1)
+        depths = np.arange(len(is_there))[:, None]
+        rates = tokens / (seconds[nums_taken] + costs.per_attended * attended + depths * pass_seconds)
+        rate = load.num_sampled / float(seconds[0] + costs.per_attended * load.num_attended)
+        if not rates.size or rates.max() <= rate:
+            return rate, np.zeros(guesses.num_offers, np.int64)
+        depth, last = np.unravel_index(rates.argmax(), rates.shape)
+        taken = guesses.owners[: last + 1][is_there[depth, : last + 1]]
+        return float(rates[depth, last]), np.bincount(taken, minlength=guesses.num_offers)
 
 
 def _beside(widths: Sequence[int], offers: Sequence[Offer], way: int) -> list[int]:

@@ -51,7 +51,11 @@ class Proposer:
                 offers.append((share, offer))
         if not offers:
             return
-        load = Load(sum(share.samples for share in shares), sum(share.num_tokens for share in shares))
+        load = Load(
+            sum(share.samples for share in shares),
+            sum(share.num_tokens for share in shares),
+            sum(share.num_attended for share in shares),
+        )
         widths = self.pacer.choose([offer for _, offer in offers], load)
         for (share, offer), width in zip(offers, widths, strict=True):
             self._add(share, offer, width)

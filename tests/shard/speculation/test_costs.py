@@ -1,5 +1,8 @@
 """What is learnt of steps' costs: between numbers that were seen, and through minutes in which all steps are slow."""
 
+import random
+from statistics import fmean
+
 import pytest
 
 from shard.speculation.costs import StepCosts
@@ -10,7 +13,7 @@ def seen(*numbers: int, seconds: float = 1.0) -> StepCosts:
     costs = StepCosts()
     for _ in range(10):
         for number in numbers:
-            costs.observe(number, seconds * (1 + number / 100))
+            costs.observe(number, 0, seconds * (1 + number / 100))
     return costs
 
 
@@ -27,7 +30,7 @@ def test_what_was_never_tried_looks_cheap() -> None:
 def test_a_slow_minute_is_one_for_all_numbers() -> None:
     costs = seen(2, 6)
     for _ in range(100):
-        costs.observe(6, 1.5 * 1.06)
+        costs.observe(6, 0, 1.5 * 1.06)
     narrow, wide = costs.expected([2, 6])
     assert wide == pytest.approx(1.5 * 1.06, rel=0.02)
     assert wide / narrow == pytest.approx(1.06 / 1.02, rel=0.02)
@@ -35,5 +38,32 @@ def test_a_slow_minute_is_one_for_all_numbers() -> None:
 
 def test_one_slow_step_changes_little() -> None:
     costs = seen(2, 6)
-    costs.observe(6, 50.0)
+    costs.observe(6, 0, 50.0)
     assert list(costs.expected([2, 6])) == pytest.approx([1.02, 1.06], rel=0.03)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.02])
+def test_attention_is_kept_apart(drift: float) -> None:
+    """Texts grow and end; a number that is seen at their beginnings alone must not look cheap for that, nor the machine
+    slow at their ends."""
+    costs, chance, slowness = StepCosts(), random.Random(5), 1.0
+    told: list[tuple[float, ...]] = []
+    for step in range(3000):
+        slowness = 1 + (slowness - 1) * 0.98 + chance.gauss(0, drift / 5)
+        attended = 25 * (step % 40)
+        number = 2 if step % 40 == 3 else 6
+        costs.observe(number, attended, slowness * chance.gauss(1, 0.01) * (1 + number / 100 + attended / 4000))
+        narrow, wide = costs.expected([2, 6]) / slowness
+        told.append((wide, wide / narrow, costs.per_attended / slowness))
+    for part in (told[1000:2000], told[2000:]):
+        wide, ratio, per_attended = (fmean(values) for values in zip(*part, strict=True))
+        assert wide == pytest.approx(1.06, rel=0.02)
+        assert ratio == pytest.approx(1.06 / 1.02, rel=0.012)
+        assert per_attended == pytest.approx(1 / 4000, rel=0.1)
+
+
+def test_where_nothing_grows_attention_costs_nothing() -> None:
+    costs = seen(2, 6)
+    costs.observe(6, 10**6, 1.06)
+    assert costs.per_attended == 0
+    assert list(costs.expected([2, 6])) == pytest.approx([1.02, 1.06], rel=0.01)

@@ -25,15 +25,16 @@ OFFERS = st.lists(
 
 def test_the_likeliest_come_first_and_each_offer_in_order() -> None:
     chances = np.array([(0.5, 0.5), (0.9, 0.5), (0.8, 0.8)])
-    guesses = Guesses.of(chances, np.array([2, 2, 0]), np.array([True, False, True]))
+    guesses = Guesses.of(chances, np.array([2, 2, 0]), np.array([True, False, True]), np.array([5, 7, 9]))
     assert list(guesses.values) == pytest.approx([0.9, 0.5, 0.45, 0.25])
     assert list(guesses.owners) == [1, 0, 1, 0]
     assert list(guesses.passes) == [0, 1, 0, 2]
+    assert list(guesses.attended) == [8, 6, 9, 7]
     assert (guesses.num_offers, guesses.num_drawn, guesses.num_passes) == (3, 1, 2)
 
 
 def test_offers_without_guesses_are_none() -> None:
-    guesses = Guesses.of(np.array([(0.5, 0.5)]), np.array([0]), np.array([True]))
+    guesses = Guesses.of(np.array([(0.5, 0.5)]), np.array([0]), np.array([True]), np.array([9]))
     assert (len(guesses.values), guesses.num_drawn, guesses.num_passes) == (0, 0, 0)
 
 
@@ -45,9 +46,9 @@ def test_no_other_widths_give_more(
     """Against every combination there is."""
     pacer = Pacer(Guessers(has_draft_model=True))
     for number, seconds in enumerate(np.cumsum(steps), 1):
-        pacer.plain.observe(number, float(seconds))
+        pacer.plain.observe(number, 0, float(seconds))
     num_drawn = sum(source is Source.DRAFT and width > 0 for source, width, _, _ in offered)
-    pacer.drafting.observe(max(1, num_drawn), pass_seconds)
+    pacer.drafting.observe(max(1, num_drawn), 0, pass_seconds)
     drafting = float(pacer.drafting.expected([max(1, num_drawn)])[0])
     offers = [Offer(make(number=i), source, width, []) for i, (source, width, _, _) in enumerate(offered)]
     chances = [Chances(first, further) for _, _, first, further in offered]
@@ -61,6 +62,6 @@ def test_no_other_widths_give_more(
             depth = max(depth, width if offer.source is Source.DRAFT else 0)
         return tokens / (float(pacer.plain.expected([len(offers) + sum(widths)])[0]) + depth * drafting)
 
-    found = tuple(pacer._best(offers, Load(len(offers), len(offers)), 0))
+    found = tuple(pacer._best(offers, Load(len(offers), len(offers))))
     best = max(map(rate, itertools.product(*(range(offer.width + 1) for offer in offers))))
     assert rate(found) == pytest.approx(best)

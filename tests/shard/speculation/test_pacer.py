@@ -137,6 +137,36 @@ def test_a_new_request_learns_from_others() -> None:
     assert not world.pacer.wants(newcomer)
 
 
+def test_a_long_text_has_fewer_guesses_where_attention_is_what_they_cost() -> None:
+    pacer, chance, widths = Pacer(Guessers(has_draft_model=True)), random.Random(7), dict[int, list[int]]()
+    for number in range(60):
+        request = make(number=number)
+        for length in range(10, 510, 10):
+            request.token_ids = [0] * length
+            offer = Offer(request, Source.DRAFT, MOST, [])
+            (width,) = pacer.choose([offer], Load(1, 1, length))
+            share = Share(request, length - 1, length, True, [0] * width, Source.DRAFT, offer.pace)
+            pacer.observe([share], 1 + 0.02 * width + 0.0005 * share.num_attended, 0.0)
+            right = next((at for at in range(width) if chance.random() > 0.8), width)
+            pacer.verified(share, right, right < width)
+            widths.setdefault(length, []).append(width)
+    # by arithmetic: 8 and 3
+    assert 7 <= sum(widths[20][-30:]) / 30 <= 8
+    assert 2.5 <= sum(widths[490][-30:]) / 30 <= 4.5
+
+
+def test_what_steps_with_prompts_cost_says_nothing_of_guesses() -> None:
+    """They have few rows for the head, and kernels of their own."""
+    worlds = [World(0.9, 0.2, 0.1) for _ in range(2)]
+    for world in worlds:
+        world.run(300)
+    for _ in range(30):
+        worlds[0].pacer.observe([Share(make(number=7), 0, 1 + MOST, samples=True)], 0.5, 0.0)
+    for world in worlds:
+        world.run(300)
+    assert worlds[0].widths == worlds[1].widths
+
+
 def test_heuristic_follows_its_rule() -> None:
     pacer, request = Pacer(Guessers(has_draft_model=True)), make(Schedule.HEURISTIC)
     widths = []
