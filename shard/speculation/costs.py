@@ -1,10 +1,11 @@
 """What steps cost by their tokens and by how far back these attend, as measured in the shard itself. Reads no clock."""
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import log2
-from statistics import median_low
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,8 @@ REPLACED = 8
 """A number that has its samples gets a new one after so many steps at the earliest: slower than the machine changes."""
 FOLLOWED, MOST_FOLLOWED = 1 / 8, 1.25
 """How much of a step's distance from what was expected tells of the machine's present speed, and of what at most."""
+LEAST_TOKENS = 1 / 32
+"""The part of a step that is not attention, at least."""
 MEAN_OVER, MEMORY = 64, 0.998
 """Of attention: a number's means are over so many steps; and what part of what was known is still after one more."""
 
@@ -31,17 +34,23 @@ class _Samples:
     """Steps of one number of tokens."""
 
     num_tokens: int
-    measured: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
-    """Seconds and attended positions."""
+    measured: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+    """Seconds, attended positions, and the machine's slowness."""
     newest: int = 0
     """The step that had so many tokens last …"""
     sampled: int = 0
     """… and the one whose seconds are here."""
 
     def typical(self, per_attended: float) -> float:
-        """Seconds but for attention."""
-        seconds = [max(seconds - per_attended * num, seconds / 2) for seconds, num in self.measured]
-        return median_low(seconds) if len(seconds) >= FEW else min(seconds)
+        """Seconds but for attention, were the slowness 1: the median, where a sample weighs the less the longer it
+        took, for attention may hide the rest.
+        """
+        measured = ((s, max(s - per_attended * num, LEAST_TOKENS * s) / slowness) for s, num, slowness in self.measured)
+        found = sorted((rest, seconds**-2) for seconds, rest in measured)
+        if len(found) < FEW:
+            return found[0][0]
+        weights = list(accumulate(weight for _, weight in found))
+        return found[bisect_left(weights, weights[-1] / 2)][0]
 
 
 @dataclass
@@ -69,8 +78,10 @@ class _Attention:
     def observe(self, bucket: int, num_attended: int, seconds: float) -> None:
         means = self._means.setdefault(bucket, _Means())
         if means.num_steps:
-            beyond = min(max(seconds, means.seconds / MOST_FOLLOWED), MOST_FOLLOWED * means.seconds) - means.seconds
             further = num_attended - means.num_attended
+            expected = max(means.seconds + self.slope * further, LEAST_TOKENS * means.seconds)
+            seconds = min(max(seconds, expected / MOST_FOLLOWED), MOST_FOLLOWED * expected)
+            beyond = seconds - means.seconds
             self._covariance = MEMORY * self._covariance + further * beyond / means.seconds**2
             self._variance = MEMORY * self._variance + further**2 / means.seconds**2
         means.num_steps = min(means.num_steps + 1, MEAN_OVER)
@@ -91,7 +102,7 @@ class StepCosts:
         self._samples: dict[int, _Samples] = {}
         self._num_observed = 0
         self._slowness = 1.0
-        """Of the machine now; samples are divided by it."""
+        """Of the machine now, beside attention, whose slope follows it by itself."""
         self._attention = _Attention()
         self._curve: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float] | None = None
 
@@ -102,14 +113,14 @@ class StepCosts:
         samples = self._samples.setdefault(bucket, _Samples(num_tokens))
         if samples.measured:
             slope = self._attention.slope
-            beyond = seconds / ((samples.typical(slope) + slope * num_attended) * self._slowness)
+            beyond = seconds / (samples.typical(slope) * self._slowness + slope * num_attended)
             self._slowness *= min(max(beyond, 1 / MOST_FOLLOWED), MOST_FOLLOWED) ** FOLLOWED
         self._attention.observe(bucket, num_attended, seconds)
         samples.newest = self._num_observed
         if len(samples.measured) == NUM_SAMPLES and samples.newest < samples.sampled + REPLACED:
             return
         samples.sampled = samples.newest
-        samples.measured.append((seconds / self._slowness, num_attended))
+        samples.measured.append((seconds, num_attended, self._slowness))
         self._curve = None
 
     @property
@@ -126,7 +137,7 @@ class StepCosts:
     @property
     def per_attended(self) -> float:
         """Seconds for each position that is attended to. Only where anything was seen."""
-        return self._slowness * self._current()[2]
+        return self._current()[2]
 
     def _current(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float]:
         """[n] numbers of tokens, [n] their seconds, and those for an attended position."""
