@@ -33,7 +33,7 @@ TRIED_AGAIN = 16
 """One of so many newcomers finds out by itself whether what cost too much still does."""
 TRIED_BESIDE = 16
 """At every so many choices one guess more or less than the best is taken, by turns: costs beside it grow old too."""
-KEPT_STEPS, WELL_KNOWN = 8, 60
+KEPT_STEPS, WELL_KNOWN = 16, 60
 """A decision holds so many steps while nothing has changed, once its kinds of guesses were seen so often."""
 
 MOST_KINDS = 4096
@@ -99,7 +99,8 @@ class Pacer:
         """Requests in the newest step."""
         self._dear: dict[Kind, tuple[int, int]] = {}
         """By kind: beside how many requests it was not worth its cost, and how many newcomers were told."""
-        self._decided: tuple[object, int] = (None, 0)
+        self._decided: tuple[object, list[int], int] = (None, [], 0)
+        """The newest decision: what about, the widths, and for how many steps it has held."""
         self._num_chosen = 0
 
     def wants(self, request: Request) -> bool:
@@ -225,19 +226,19 @@ class Pacer:
         paces = [self._pace(offer) for offer in offers]
         asked = [(offer.request.order, pace.kind, offer.width) for offer, pace in zip(offers, paces, strict=True)]
         key = (asked, load)
-        decided, num_kept = self._decided
-        is_kept = decided == key and num_kept < KEPT_STEPS and all(map(self._is_known, asked))
-        if is_kept or (load.has_prompts and all(pace.own.first.num_all for pace in paces)):
-            found = [min(pace.width, offer.width) for pace, offer in zip(paces, offers, strict=True)]
+        decided, found, num_kept = self._decided
+        if decided == key and num_kept < KEPT_STEPS and all(map(self._is_known, asked)):
+            self._decided = (key, found, num_kept + 1)
         else:
-            found = self._best(offers, load)
+            if load.has_prompts and all(pace.own.first.num_all for pace in paces):
+                found = [min(pace.width, offer.width) for pace, offer in zip(paces, offers, strict=True)]
+            else:
+                found = self._best(offers, load)
+            # none may have looked best because what that costs was not known: with the next step it is
+            self._decided = (key if all(found) else None, found, 0)
         self._num_chosen += 1
-        is_tried = self._num_chosen % TRIED_BESIDE == 0 and not load.has_prompts
-        if is_tried:
+        if self._num_chosen % TRIED_BESIDE == 0 and not load.has_prompts:
             found = _beside(found, offers, 1 if self._num_chosen // TRIED_BESIDE % 2 else -1)
-        # none may have looked best because what that costs was not known: with the next step it is
-        is_final = all(found) and not is_tried
-        self._decided = (key, num_kept + 1 if is_kept else 0) if is_final else (None, 0)
         for pace, place, width in zip(paces, places, found, strict=True):
             pace.width = width
             widths[place] = width or self._rest(pace)
