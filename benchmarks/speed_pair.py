@@ -3,6 +3,7 @@
 `benchmarks.guessing_speed` says what for.
 """
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +47,8 @@ class Pair:
         runs = self._engines[""].run([self._wanted(number, NO_SPECULATION) for number in range(num_texts)])
         self.recorded = [[*run.wanted.prompt_ids, *run.token_ids] for run in runs]
         self._num_rounds = 0
+        gc.collect()
+        gc.freeze()
 
     @property
     def repeated(self) -> float:
@@ -65,6 +68,8 @@ class Pair:
             limit = self._limits.get(engine, self._config.speculation_max_batch_size)
             own = replace(self._config, speculation_max_batch_size=limit)
             self._engines[engine] = Harness(own, self.model, self.draft)
+            gc.collect()
+            gc.freeze()  # as a shard does: else what was loaded is gone through now and then, a fifth of a second
         dial = self.draft.dial = Dial(chance, self.recorded, self._num_rounds if draw is None else draw)
         runs = self._engines[engine].run([self._wanted(number, how) for number in range(batch)], dial.began)
         self.draft.dial = None

@@ -162,6 +162,7 @@ class Pacer:
         """How many guesses of each offer to take."""
         widths = [offer.width for offer in offers]
         auto: list[int] = []
+        paces: list[Pace] = []
         num_fixed = num_attended = 0
         for index, offer in enumerate(offers):
             schedule = offer.request.speculation.schedule
@@ -174,6 +175,7 @@ class Pacer:
                     widths[index] = 0
                 else:
                     auto.append(index)
+                    paces.append(pace)
                     continue
             num_fixed += widths[index]
             num_attended += widths[index] * len(offer.request.token_ids)
@@ -181,7 +183,9 @@ class Pacer:
         if auto:
             self.is_used = True
             beside = replace(load, num_fixed=num_fixed, num_attended=load.num_attended + num_attended)
-            self._choose_auto([offers[index] for index in auto], auto, widths, beside)
+            found = self._choose_auto([offers[index] for index in auto], paces, beside)
+            for index, width in zip(auto, found, strict=True):
+                widths[index] = width
         return widths
 
     def verified(self, share: Share, num_accepted: int, was_rejected: bool) -> None:
@@ -221,9 +225,8 @@ class Pacer:
             pace = request.paces[kind] = self._first_pace(kind, width)
         return pace
 
-    def _choose_auto(self, offers: list[Offer], places: list[int], widths: list[int], load: Load) -> None:
-        """Put the widths of these offers into their places of `widths`."""
-        paces = [self._pace(offer) for offer in offers]
+    def _choose_auto(self, offers: list[Offer], paces: list[Pace], load: Load) -> list[int]:
+        """The widths of these offers, each with its pace."""
         asked = [(offer.request.order, pace.kind, offer.width) for offer, pace in zip(offers, paces, strict=True)]
         key = (asked, load)
         decided, found, num_kept = self._decided
@@ -233,22 +236,26 @@ class Pacer:
             if load.has_prompts and all(pace.own.first.num_all for pace in paces):
                 found = [min(pace.width, offer.width) for pace, offer in zip(paces, offers, strict=True)]
             else:
-                found = self._best(offers, load)
+                found = self._best(offers, paces, load)
             # none may have looked best because what that costs was not known: with the next step it is
             self._decided = (key if all(found) else None, found, 0)
         self._num_chosen += 1
         if self._num_chosen % TRIED_BESIDE == 0 and not load.has_prompts:
             found = _beside(found, offers, 1 if self._num_chosen // TRIED_BESIDE % 2 else -1)
-        for pace, place, width in zip(paces, places, found, strict=True):
+        widths = list(found)
+        for index, (pace, width) in enumerate(zip(paces, found, strict=True)):
             pace.width = width
-            widths[place] = width or self._rest(pace)
             if width:
                 pace.load = 0
-            if widths[place]:
+            else:
+                widths[index] = self._rest(pace)
+            if widths[index]:
                 pace.num_idle = 0
-        for pace in paces:  # what pays for some is dear for none
-            if pace.width:
-                self._dear.pop(pace.kind, None)
+        if self._dear:  # what pays for some is dear for none
+            for pace in paces:
+                if pace.width:
+                    self._dear.pop(pace.kind, None)
+        return widths
 
     def _rest(self, pace: Pace) -> int:
         """The width of a request that had better have none: mostly that. Where only the cost is against it, it is
@@ -281,9 +288,9 @@ class Pacer:
         group = self._groups.get(asked[1])
         return group is not None and group.first.rate.num_all > WELL_KNOWN
 
-    def _best(self, offers: list[Offer], load: Load) -> list[int]:
+    def _best(self, offers: list[Offer], paces: list[Pace], load: Load) -> list[int]:
         """The widths with the most expected tokens per second; all there is where nothing is known of that."""
-        found = [self._chances(self._pace(offer)) for offer in offers]
+        found = [self._chances(pace) for pace in paces]
         chances = np.array([(each.first, each.further) for each in found])
         is_drawn = np.array([offer.source is Source.DRAFT for offer in offers])
         lengths = np.array([len(offer.request.token_ids) for offer in offers])

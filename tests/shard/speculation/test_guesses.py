@@ -62,6 +62,6 @@ def test_no_other_widths_give_more(
             depth = max(depth, width if offer.source is Source.DRAFT else 0)
         return tokens / (float(pacer.plain.expected([len(offers) + sum(widths)])[0]) + depth * drafting)
 
-    found = tuple(pacer._best(offers, Load(len(offers), len(offers))))
+    found = tuple(pacer._best(offers, [pacer._pace(offer) for offer in offers], Load(len(offers), len(offers))))
     best = max(map(rate, itertools.product(*(range(offer.width + 1) for offer in offers))))
     assert rate(found) == pytest.approx(best)
