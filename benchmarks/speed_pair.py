@@ -48,7 +48,6 @@ class Pair:
         self.recorded = [[*run.wanted.prompt_ids, *run.token_ids] for run in runs]
         self._num_rounds = 0
         gc.collect()
-        gc.freeze()
 
     @property
     def repeated(self) -> float:
@@ -69,9 +68,10 @@ class Pair:
             own = replace(self._config, speculation_max_batch_size=limit)
             self._engines[engine] = Harness(own, self.model, self.draft)
             gc.collect()
-            gc.freeze()  # as a shard does: else what was loaded is gone through now and then, a fifth of a second
         dial = self.draft.dial = Dial(chance, self.recorded, self._num_rounds if draw is None else draw)
+        gc.freeze()  # as a shard does: else what was loaded is gone through now and then, a fifth of a second
         runs = self._engines[engine].run([self._wanted(number, how) for number in range(batch)], dial.began)
+        gc.unfreeze()
         self.draft.dial = None
         for run, ids in zip(runs, self.recorded, strict=False):
             if [*run.wanted.prompt_ids, *run.token_ids] != ids:
