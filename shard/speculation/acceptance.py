@@ -11,7 +11,7 @@ from shard.request import Source
 PRIOR = {Source.LOOKUP: 0.6, Source.MEDUSA: 0.6, Source.DRAFT: 0.75}
 """Chances before anything was seen."""
 PRIOR_WEIGHT = 6.0
-REQUEST_MEMORY, GROUP_MEMORY, LIKENESS_MEMORY = 0.96, 0.999, 0.999
+REQUEST_MEMORY, GROUP_MEMORY, LIKENESS_MEMORY = 0.96, 0.995, 0.999
 """What an older guess counts, guess by guess."""
 FIRST_WEIGHT = 12.0
 """Guesses that others' experience counts as, beside a request's own, before it is known how alike requests are …"""
