@@ -31,8 +31,10 @@ LIGHTER = 0.75
 """A load is lighter that is at most this part of one under which guesses cost too much."""
 TRIED_AGAIN = 16
 """One of so many newcomers finds out by itself whether what cost too much still does."""
-TRIED_BESIDE = 16
-"""At every so many choices one guess more or less than the best is taken, by turns: costs beside it grow old too."""
+TRIED_BESIDE, WAYS = 16, (1, -1, 2, -2)
+"""At every so many choices so many guesses more than the best are taken, by turns: costs beside it grow old too, and
+one more may be worse where two are better.
+"""
 KEPT_STEPS, WELL_KNOWN = 16, 60
 """A decision holds so many steps while nothing has changed, once its kinds of guesses were seen so often."""
 
@@ -241,7 +243,7 @@ class Pacer:
             self._decided = (key if all(found) else None, found, 0)
         self._num_chosen += 1
         if self._num_chosen % TRIED_BESIDE == 0 and not load.has_prompts:
-            found = _beside(found, offers, 1 if self._num_chosen // TRIED_BESIDE % 2 else -1)
+            found = _beside(found, offers, WAYS[self._num_chosen // TRIED_BESIDE % len(WAYS)])
         widths = list(found)
         for index, (pace, width) in enumerate(zip(paces, found, strict=True)):
             pace.width = width
@@ -336,8 +338,8 @@ class Pacer:
 
 
 def _beside(widths: Sequence[int], offers: Sequence[Offer], way: int) -> list[int]:
-    """One guess more, or less, for each that has some, within what is offered: down where there are no more."""
-    way = -1 if all(width >= offer.width for width, offer in zip(widths, offers, strict=True)) else way
+    """So many guesses more, for each that has some, within what is offered: fewer where there are no more."""
+    way = -abs(way) if all(width >= offer.width for width, offer in zip(widths, offers, strict=True)) else way
     return [min(max(width + way, 1), offer.width) if width else 0 for width, offer in zip(widths, offers, strict=True)]
 
 

@@ -7,6 +7,7 @@ import pytest
 from shard.request import Method, Request, Schedule, Source, Speculation
 from shard.share import Share
 from shard.speculation import Guessers, Offer, pacer
+from shard.speculation.acceptance import Chances
 from shard.speculation.costs import StepCosts
 from shard.speculation.pacer import Load, Pacer
 from tests.shard.rig import make_request
@@ -118,6 +119,25 @@ def test_steps_that_were_slow_at_first_are_tried_again(num_slow: int) -> None:
     world.slow = {MOST: num_slow}
     world.run(2000)
     assert world.widths[-1000:].count(MOST) > 900
+
+
+def test_auto_finds_the_best_width_behind_a_stair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels take tokens by sixteen, so that one guess more may be worse and two better."""
+
+    class Stairs(World):
+        def cost(self, num_drafts: int, depth: int) -> float:
+            return 0.5 + 0.01 * (-(-(num_drafts + 8) // 16) * 16) + 0.05 * depth
+
+    world = Stairs(0.94, 0.0, 0.05, num_requests=8)
+    world.run(300)
+    monkeypatch.setattr(world.pacer, "_chances", lambda _: Chances(0.94, 0.94))  # else widths differ, and try more
+    world.pacer.plain = StepCosts()
+    for num_drafts in 10 * (0, 24, 32, 40, 48, 64):
+        world.pacer.plain.observe(8 + num_drafts, 0, world.cost(num_drafts, 0))
+    world.requests = [make(number=100 + i) for i in range(8)]
+    world.run(300)  # five guesses give 0.96 of what seven do; on a line from six to eight those look worse
+    tokens, seconds = world.run(1000)
+    assert tokens / seconds > 0.98 * world.best_fixed()
 
 
 def test_auto_comes_back_when_guesses_become_right() -> None:
