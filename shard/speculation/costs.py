@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import log2
+from math import exp, log, log2
+from statistics import median, median_low
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,13 @@ PER_DOUBLING = 32
 """… beyond, so many numbers between one and twice as many."""
 FORGOTTEN = 2000
 """Steps after which a number that no step had is tried afresh."""
-REPLACED = 8
+REPLACED = 32
 """A number that has its samples gets a new one after so many steps at the earliest: slower than the machine changes."""
 FOLLOWED, MOST_FOLLOWED = 1 / 8, 1.25
-"""How much of a step's distance from what was expected tells of the machine's present speed, and of what at most."""
+"""How much of the distance from what was expected, by the median of the newest steps, tells of the machine's present
+speed, and of what at most. A mean of steps lies above the medians that are expected, and the machine would look slower
+and slower.
+"""
 LEAST_TOKENS = 1 / 32
 """The part of a step that is not attention, at least."""
 MEAN_OVER, MEMORY = 64, 0.998
@@ -42,15 +46,18 @@ class _Samples:
     """… and the one whose seconds are here."""
 
     def typical(self, per_attended: float) -> float:
-        """Seconds but for attention, were the slowness 1: the median, where a sample weighs the less the longer it
-        took, for attention may hide the rest.
+        """Seconds but for attention, were the slowness 1: the median, where a sample weighs the less the more of it is
+        attention, which may hide the rest.
         """
-        measured = ((s, max(s - per_attended * num, LEAST_TOKENS * s) / slowness) for s, num, slowness in self.measured)
-        found = sorted((rest, seconds**-2) for seconds, rest in measured)
+        attention = [per_attended * num / slowness for _, num, slowness in self.measured]
+        measured = zip(self.measured, attention, strict=True)
+        found = [max(s / slowness - also, LEAST_TOKENS * s / slowness) for (s, _, slowness), also in measured]
         if len(found) < FEW:
-            return found[0][0]
-        weights = list(accumulate(weight for _, weight in found))
-        return found[bisect_left(weights, weights[-1] / 2)][0]
+            return min(found)
+        about = median_low(found)
+        order = sorted(zip(found, attention, strict=True))
+        weights = list(accumulate((about / (about + also)) ** 2 for _, also in order))
+        return order[bisect_left(weights, weights[-1] / 2)][0]
 
 
 @dataclass
@@ -103,6 +110,8 @@ class StepCosts:
         self._num_observed = 0
         self._slowness = 1.0
         """Of the machine now, beside attention, whose slope follows it by itself."""
+        self._beyond: deque[float] = deque(maxlen=NUM_SAMPLES)
+        """Of the newest steps: how far from what was expected, as a logarithm."""
         self._attention = _Attention()
         self._curve: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float] | None = None
 
@@ -113,8 +122,9 @@ class StepCosts:
         samples = self._samples.setdefault(bucket, _Samples(num_tokens))
         if samples.measured:
             slope = self._attention.slope
-            beyond = seconds / (samples.typical(slope) * self._slowness + slope * num_attended)
-            self._slowness *= min(max(beyond, 1 / MOST_FOLLOWED), MOST_FOLLOWED) ** FOLLOWED
+            self._beyond.append(log(seconds / (samples.typical(slope) * self._slowness + slope * num_attended)))
+            beyond = min(max(median(self._beyond), -log(MOST_FOLLOWED)), log(MOST_FOLLOWED))
+            self._slowness *= exp(FOLLOWED * beyond)
         self._attention.observe(bucket, num_attended, seconds)
         samples.newest = self._num_observed
         if len(samples.measured) == NUM_SAMPLES and samples.newest < samples.sampled + REPLACED:

@@ -77,3 +77,19 @@ def test_a_machine_that_stays_slow_attends_slowly() -> None:
         costs.observe(6, attended, (1.06 + attended / 1000) * (1 if step < 3000 else 2))
     assert list(costs.expected([6])) == pytest.approx([2.12], rel=0.02)
     assert costs.per_attended == pytest.approx(2 / 1000, rel=0.02)
+
+
+@pytest.mark.parametrize("num_attended", [0, 500])
+def test_what_is_used_does_not_grow_cheap(num_attended: int) -> None:
+    """Steps are disturbed, never hurried: the mean lies above the median. What is measured all the time must not come
+    to look faster for that, on a machine that looks slower and slower."""
+    ratios = []
+    for seed in range(12):
+        costs, chance = StepCosts(), random.Random(seed)
+        for step in range(1900):
+            number = 6 if step < 20 else 2
+            seconds = (1 + number / 100) * (1 + chance.expovariate(50))
+            costs.observe(number, number * chance.randrange(num_attended + 1), seconds)
+        narrow, wide = costs.expected([2, 6])
+        ratios.append(float(wide / narrow))
+    assert fmean(ratios) == pytest.approx(1.06 / 1.02, rel=0.06)
