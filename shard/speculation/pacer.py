@@ -35,7 +35,7 @@ TRIED_BESIDE, WAYS = 16, (1, -1, 2, -2)
 """At every so many choices so many guesses more than the best are taken, by turns: costs beside it grow old too, and
 one more may be worse where two are better.
 """
-KEPT_STEPS, WELL_KNOWN = 16, 60
+KEPT_STEPS, WELL_KNOWN = 8, 60
 """A decision holds so many steps while nothing has changed, once its kinds of guesses were seen so often."""
 
 MOST_KINDS = 4096
