@@ -1,10 +1,8 @@
 """What steps cost by their tokens and by how far back these attend, as measured in the shard itself. Reads no clock."""
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import exp, log, log2
 from statistics import median, median_low
 
@@ -46,18 +44,9 @@ class _Samples:
     """… and the one whose seconds are here."""
 
     def typical(self, per_attended: float) -> float:
-        """Seconds but for attention, were the slowness 1: the median, where a sample weighs the less the more of it is
-        attention, which may hide the rest.
-        """
-        attention = [per_attended * num / slowness for _, num, slowness in self.measured]
-        measured = zip(self.measured, attention, strict=True)
-        found = [max(s / slowness - also, LEAST_TOKENS * s / slowness) for (s, _, slowness), also in measured]
-        if len(found) < FEW:
-            return min(found)
-        about = median_low(found)
-        order = sorted(zip(found, attention, strict=True))
-        weights = list(accumulate((about / (about + also)) ** 2 for _, also in order))
-        return order[bisect_left(weights, weights[-1] / 2)][0]
+        """Seconds but for attention, were the slowness 1."""
+        found = [max(s - per_attended * num, LEAST_TOKENS * s) / slowness for s, num, slowness in self.measured]
+        return median_low(found) if len(found) >= FEW else min(found)
 
 
 @dataclass

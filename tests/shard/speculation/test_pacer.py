@@ -187,6 +187,75 @@ def test_what_steps_with_prompts_cost_says_nothing_of_guesses() -> None:
     assert worlds[0].widths == worlds[1].widths
 
 
+def test_decisions_hold_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(0.9, 0.01, 0.1, num_requests=4)
+    world.run(300)
+    best, thought = world.pacer._best, []
+    monkeypatch.setattr(world.pacer, "_best", lambda *args: thought.append(1) or best(*args))
+    world.run(90)
+    assert 90 / (pacer.KEPT_STEPS + 1) - 1 <= len(thought) <= 90 / pacer.KEPT_STEPS + 1
+
+
+def test_nothing_is_tried_beside_prompts() -> None:
+    world = World(0.9, 0.01, 0.1)
+    world.run(300)
+    (request,) = world.requests
+    offers = [Offer(request, Source.DRAFT, MOST, []) for _ in range(40)]
+    assert len({tuple(world.pacer.choose([offer], Load(2, 50))) for offer in offers}) == 1
+
+
+def test_fixed_guesses_of_long_texts_take_their_time() -> None:
+    """Beside them a step takes so long that further guesses are cheap."""
+    chosen: list[int] = []
+    for length in (10, 10_000):
+        pacer = Pacer(Guessers(has_draft_model=True))
+        for step in range(400):
+            num_tokens, num_attended = 2 + step % 20, 10 * (step // 20)
+            pacer.plain.observe(num_tokens, num_attended, 1.0 + 0.5 * num_tokens + 0.01 * num_attended)
+        fixed = make(Schedule.CONSTANT, number=2)
+        fixed.token_ids = [0] * length
+        offers = [Offer(make(number=1), Source.LOOKUP, MOST, [5] * MOST), Offer(fixed, Source.LOOKUP, 2, [5] * 2)]
+        chosen.append(pacer.choose(offers, Load(2, 2))[0])
+    assert chosen[0] < chosen[1] == MOST
+
+
+def test_what_others_guess_counts() -> None:
+    """A step that is full to a stair with fixed guesses has no room below it."""
+    chosen: list[int] = []
+    for num_constant in (0, 7):
+        pacer = Pacer(Guessers(has_draft_model=True))
+        for num_tokens in 10 * (2, 9, 10, 18):
+            pacer.plain.observe(num_tokens, 0, 1.0 if num_tokens < 10 else 9.0)
+        offers = [Offer(make(number=1), Source.LOOKUP, MOST, [5] * MOST)]
+        if num_constant:
+            fixed = make(Schedule.CONSTANT, number=2)
+            offers.append(Offer(fixed, Source.LOOKUP, num_constant, [5] * num_constant))
+        chosen.append(pacer.choose(offers, Load(2, 2))[0])
+    assert chosen == [7, 0]
+
+
+@pytest.mark.parametrize("with_prompts", [False, True])
+def test_steps_with_prompts_go_by_their_own_costs(with_prompts: bool) -> None:
+    pacer = Pacer(Guessers(has_draft_model=True))
+    for num_tokens in 10 * (1, 9, 50, 58):
+        pacer.plain.observe(num_tokens, 0, 1.0 + 10 * (num_tokens in (9, 58)))
+        pacer.with_prompts.observe(num_tokens, 0, 1.0)
+    offer = Offer(make(), Source.LOOKUP, MOST, [5] * MOST)
+    assert pacer.choose([offer], Load(1, 50 if with_prompts else 1)) == [MOST if with_prompts else 0]
+
+
+def test_long_texts_make_the_draft_model_dear_too() -> None:
+    pacer = Pacer(Guessers(has_draft_model=True))
+    for step in range(400):
+        length = 100 * (step % 10)
+        pacer.plain.observe(1 + step % 9, 0, 1.0)
+        pacer.drafting.observe(1, length, 0.05 + length / 20_000)
+    short, long = make(number=1), make(number=2)
+    short.token_ids, long.token_ids = [0] * 10, [0] * 20_000
+    widths = [pacer.choose([Offer(each, Source.DRAFT, MOST, [])], Load(1, 1))[0] for each in (short, long)]
+    assert widths[0] > 2 and widths[1] == 0
+
+
 def test_heuristic_follows_its_rule() -> None:
     pacer, request = Pacer(Guessers(has_draft_model=True)), make(Schedule.HEURISTIC)
     widths = []
