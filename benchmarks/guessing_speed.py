@@ -5,7 +5,7 @@ A round times single steps (of several tokens, of the draft model) and whole run
 that all of its figures are of one state of the machine. Texts are drawn at temperature 1: greedy ones would go round in
 circles. Knows seconds and tokens, no bar.
 
-    python -m benchmarks.guessing_speed [--quick] [--schedule CLIENTS]
+    python -m benchmarks.guessing_speed [--quick] [--schedule CLIENTS | --hopeless CLIENTS]
 """
 
 import json
@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.case import Case, Cases, Raw
 from shard.request import NO_SPECULATION, Method, Schedule, Speculation
+
+if TYPE_CHECKING:
+    from benchmarks.speed_pair import Pair
 
 SEED = 20_260_712
 ROUNDS = 8
@@ -25,10 +28,12 @@ WIDTH, CHANCE = 4, 0.94
 BATCHES = (1, 8)
 LOADS = (1, 8, 32)
 """Requests at once under which schedules are compared."""
-REPEATS: Mapping[int, tuple[int, int]] = {1: (16, 2), 8: (4, 1), 32: (3, 1)}
-"""Runs in a round, by load, of each way with drafts that may be right and of each without: what drafts are right about
-varies less over many tokens, and steps without them little.
-"""
+SCHEDULE_ROUNDS = 16
+"""A schedule and a fixed width take their steps at other moments: their ratio varies by more than a percent a round."""
+REPEATS: Mapping[int, int] = {1: 8, 8: 3, 32: 3}
+"""Runs of each way in such a round, by load: what drafts are right about varies less over many tokens."""
+HOPELESS_REPEATS: Mapping[int, int] = {1: 2, 8: 1, 32: 1}
+"""The same where no draft is right: steps without drafts vary little."""
 SWEEP = (1, 2, 3, 4, 6, 8, 10)
 """Fixed widths among which the best is looked for."""
 PROMPT, TEXT = 32, 160
@@ -41,7 +46,9 @@ OFF, DRAFTED = "off", "drafted"
 AUTO, FIXED, HOPELESS, LIMITED = "auto", "fixed", "hopeless", "limited"
 SETTINGS: dict[str, Any] = {
     "seed": SEED, "rounds": ROUNDS, "width": WIDTH, "chance": CHANCE, "batches": BATCHES, "loads": LOADS,
-    "sweep": SWEEP, "repeats": {str(load): counts for load, counts in REPEATS.items()},
+    "sweep": SWEEP, "schedule_rounds": SCHEDULE_ROUNDS,
+    "repeats": {str(load): count for load, count in REPEATS.items()},
+    "hopeless_repeats": {str(load): count for load, count in HOPELESS_REPEATS.items()},
     "prompt": PROMPT, "text": TEXT, "kv_len": KV_LEN, "turns": TURNS, "draft": DRAFT_20M,
 }  # fmt: skip
 
@@ -51,6 +58,7 @@ class Size:
     """How much is run, by which models."""
 
     rounds: int = ROUNDS
+    schedule_rounds: int = SCHEDULE_ROUNDS
     text: int = TEXT
     turns: int = TURNS
     sweep: tuple[int, ...] = SWEEP
@@ -60,13 +68,15 @@ class Size:
     dtype: str = "bfloat16"
 
 
-QUICK = Size(1, 24, 3, (2, 4))
+QUICK = Size(1, 1, 24, 3, (2, 4))
+Way = tuple[Speculation, float, str]
+"""What requests ask for, the chance of a draft, and the engine."""
 
 
 def measure(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
     """One case per round: single steps, then runs with and without drafts, alone and in a batch."""
     size = size or Size()
-    wanted = [number for number in range(size.rounds) if f"round {number}" not in finished]
+    wanted = _missing(size.rounds, finished)
     if not wanted:
         return
     from benchmarks.speed_pair import Pair, fixed, steps  # torch
@@ -82,44 +92,63 @@ def measure(finished: frozenset[str] = frozenset(), size: Size | None = None) ->
 
 
 def schedules(batch: int, finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
-    """One case per round, under one load: schedule auto, the best fixed width, and neither guess nor hope: auto with
-    drafts that are never accepted, more requests than may guess, and no drafts at all. By turns, all with drafts that
-    are right in the same places.
+    """One case per round, under one load: schedule auto and the best fixed width by turns, with drafts that are right
+    in the same places.
     """
     size = size or Size()
-    wanted = [number for number in range(size.rounds) if f"round {number}" not in finished]
+    wanted = _missing(size.schedule_rounds, finished)
     if not wanted:
         return
     from benchmarks.speed_pair import Pair, fixed  # torch
 
-    pair, (repeats, plain_repeats) = (
-        Pair(size, batch, {LIMITED: batch - 1}),
-        REPEATS[batch] if size == Size() else (1, 1),
-    )
-    auto = Speculation(Method.DRAFT, max(size.sweep), schedule=Schedule.AUTO)
-
-    def compared(ways: Mapping[str, tuple[Speculation, float, str]], first: int, count: int) -> dict[str, Raw]:
-        runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-        for draw in range(first, first + count):
-            turn = draw % len(ways)
-            for way in [*list(ways)[turn:], *list(ways)[:turn]]:
-                runs[way].append(pair.run(batch, *ways[way], draw))
-        return {way: _summed(told) for way, told in runs.items()}
-
-    sweep = compared({str(width): (fixed(width), CHANCE, "") for width in size.sweep}, 0, max(3, repeats))
+    pair, repeats = Pair(size, batch), REPEATS[batch] if size == Size() else 1
+    sweep = _by_turns(pair, batch, {str(width): (fixed(width), CHANCE, "") for width in size.sweep}, 0, max(3, repeats))
     swept = {way: told["tokens_per_second"] for way, told in sweep.items()}
     best = max(size.sweep, key=lambda width: swept[str(width)])
-    hopeful = {AUTO: (auto, CHANCE, AUTO), FIXED: (fixed(best), CHANCE, "")}
-    plain = {
-        HOPELESS: (auto, 0.0, HOPELESS),
+    ways = {AUTO: (_auto(size), CHANCE, AUTO), FIXED: (fixed(best), CHANCE, "")}
+    _by_turns(pair, batch, ways, 0, 2)  # lets the schedule learn
+    for number in wanted:
+        raw = _by_turns(pair, batch, ways, (number + 1) * repeats, repeats)
+        yield Case(f"round {number}", {"batch": batch, "best": best, "sweep": swept, **raw})
+
+
+def hopeless(batch: int, finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:
+    """One case per round, under one load: schedule auto with drafts that are never accepted, more requests than may
+    guess, and no drafts at all, by turns.
+    """
+    size = size or Size()
+    wanted = _missing(size.rounds, finished)
+    if not wanted:
+        return
+    from benchmarks.speed_pair import Pair, fixed  # torch
+
+    pair, repeats = Pair(size, batch, {LIMITED: batch - 1}), HOPELESS_REPEATS[batch] if size == Size() else 1
+    ways = {
+        HOPELESS: (_auto(size), 0.0, HOPELESS),
         LIMITED: (fixed(WIDTH), CHANCE, LIMITED),
         OFF: (NO_SPECULATION, 0.0, ""),
     }
-    compared({**hopeful, **plain}, 0, 2)  # lets the schedules learn
+    _by_turns(pair, batch, ways, 0, 2)  # lets the schedule learn
     for number in wanted:
-        raw = compared(hopeful, (number + 1) * repeats, repeats)
-        raw |= compared(plain, (number + 1) * plain_repeats, plain_repeats)
-        yield Case(f"round {number}", {"batch": batch, "best": best, "sweep": swept, **raw})
+        yield Case(f"round {number}", {"batch": batch, **_by_turns(pair, batch, ways, (number + 1) * repeats, repeats)})
+
+
+def _missing(rounds: int, finished: frozenset[str]) -> list[int]:
+    return [number for number in range(rounds) if f"round {number}" not in finished]
+
+
+def _auto(size: Size) -> Speculation:
+    return Speculation(Method.DRAFT, max(size.sweep), schedule=Schedule.AUTO)
+
+
+def _by_turns(pair: "Pair", batch: int, ways: Mapping[str, Way], first: int, count: int) -> dict[str, Raw]:
+    """So many runs of each way, each draw of drafts with all of them."""
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for draw in range(first, first + count):
+        turn = draw % len(ways)
+        for way in [*list(ways)[turn:], *list(ways)[:turn]]:
+            runs[way].append(pair.run(batch, *ways[way], draw))
+    return {way: _summed(told) for way, told in runs.items()}
 
 
 def _summed(runs: Sequence[Raw]) -> dict[str, float]:
@@ -187,6 +216,8 @@ FIGURES: Mapping[str, Callable[[Raw], float]] = {
 SCHEDULE_FIGURES: Mapping[str, Callable[[Raw], float]] = {
     "best width": lambda raw: float(raw["best"]),
     "auto over it": partial(rate, AUTO, FIXED),
+}
+HOPELESS_FIGURES: Mapping[str, Callable[[Raw], float]] = {
     "auto with nothing accepted over off": partial(rate, HOPELESS, OFF),
     "too many to guess over off": partial(rate, LIMITED, OFF),
 }
@@ -197,6 +228,8 @@ def main() -> None:
     cases, figures = measure(size=size), FIGURES
     if "--schedule" in sys.argv:
         cases, figures = schedules(int(sys.argv[sys.argv.index("--schedule") + 1]), size=size), SCHEDULE_FIGURES
+    if "--hopeless" in sys.argv:
+        cases, figures = hopeless(int(sys.argv[sys.argv.index("--hopeless") + 1]), size=size), HOPELESS_FIGURES
     print(f"| round | {' | '.join(figures)} |\n|{'---|' * (len(figures) + 1)}")
     told: list[Raw] = []
     for case in cases:

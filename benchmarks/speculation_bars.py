@@ -20,8 +20,12 @@ PARTS: tuple[Part, ...] = (
     Part("speculation-share", dialled.accepted, dialled.SETTINGS),
     Part("speculation-speed", guessing_speed.measure, guessing_speed.SETTINGS),
     *(
-        Part(f"speculation-schedule-{load}", partial(guessing_speed.schedules, load), guessing_speed.SETTINGS)
+        part
         for load in guessing_speed.LOADS
+        for part in (
+            Part(f"speculation-schedule-{load}", partial(guessing_speed.schedules, load), guessing_speed.SETTINGS),
+            Part(f"speculation-hopeless-{load}", partial(guessing_speed.hopeless, load), guessing_speed.SETTINGS),
+        )
     ),
     Part("speculation-lookup-speed", lookup_speed.measure, lookup_speed.SETTINGS),
     Part("speculation-peer", lookup_speed.against_peer, lookup_speed.SETTINGS),
@@ -98,11 +102,12 @@ SPEED: tuple[Bar, ...] = (
         bar
         for load in guessing_speed.LOADS
         for bar in (
-            Bar(f"schedule auto over the best fixed width, {load} at once", f"speculation-schedule-{load}", _ROUNDS,
+            Bar(f"schedule auto over the best fixed width, {load} at once", f"speculation-schedule-{load}",
+                guessing_speed.SCHEDULE_ROUNDS,
                 partial(guessing_speed.rate, guessing_speed.AUTO, guessing_speed.FIXED), 0.98),
-            Bar(f"schedule auto over off, nothing accepted, {load} at once", f"speculation-schedule-{load}", _ROUNDS,
+            Bar(f"schedule auto over off, nothing accepted, {load} at once", f"speculation-hopeless-{load}", _ROUNDS,
                 partial(guessing_speed.rate, guessing_speed.HOPELESS, guessing_speed.OFF), 0.97),
-            Bar(f"one request more than may guess, over off, {load} at once", f"speculation-schedule-{load}", _ROUNDS,
+            Bar(f"one request more than may guess, over off, {load} at once", f"speculation-hopeless-{load}", _ROUNDS,
                 partial(guessing_speed.rate, guessing_speed.LIMITED, guessing_speed.OFF), 0.97),
         )
     ),

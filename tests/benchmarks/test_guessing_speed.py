@@ -18,16 +18,21 @@ TINY = {
 def size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Size:
     monkeypatch.setattr(harness, "MODELS", tmp_path)
     target = harness.random_llama("target", 1, 8.0, **{**TINY, "num_hidden_layers": 2})
-    return Size(1, 16, 2, (2,), target, TINY, "float32")
+    return Size(1, 1, 16, 2, (2,), target, TINY, "float32")
 
 
 def test_schedules_are_compared_under_a_load(size: Size) -> None:
     (case,) = guessing_speed.schedules(2, size=size)
     assert case.raw["best"] == 2
     assert all(value(case.raw) > 0 for value in guessing_speed.SCHEDULE_FIGURES.values())
+    assert case.raw["fixed"]["accepted"] > 0
+
+
+def test_what_hopeless_drafts_cost_under_a_load(size: Size) -> None:
+    (case,) = guessing_speed.hopeless(2, size=size)
+    assert all(value(case.raw) > 0 for value in guessing_speed.HOPELESS_FIGURES.values())
     assert case.raw["hopeless"]["accepted"] == 0
     assert case.raw["off"]["drafted"] == case.raw["limited"]["drafted"] == 0
-    assert case.raw["fixed"]["accepted"] > 0
 
 
 def test_a_small_round(size: Size) -> None:
