@@ -70,7 +70,7 @@ class Size:
 
 QUICK = Size(1, 1, 24, 3, (2, 4))
 Way = tuple[Speculation, float, str]
-"""What requests ask for, the chance of a draft, and the engine."""
+"""What requests ask for, the chance of a draft, and the name under which schedules learn."""
 
 
 def measure(finished: frozenset[str] = frozenset(), size: Size | None = None) -> Cases:

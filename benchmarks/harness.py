@@ -21,6 +21,7 @@ from shard.inbox import Commands, Inbox, StreamOpened
 from shard.model import Model
 from shard.outbox import Outbox, Output
 from shard.request import NO_SPECULATION, Request, SamplingParams, Speculation
+from shard.speculation.pacer import Pacer
 
 EPOCH = 1
 
@@ -69,6 +70,13 @@ class Harness:
         self._inbox.put(StreamOpened(EPOCH))
         self._num_made = 0
         self._at_once = config.max_running
+        self._pacers: dict[str, Pacer] = {}
+
+    def learn_as(self, name: str) -> None:
+        """From now on schedules know what they learnt under that name alone."""
+        proposer = self._engine.scheduler.proposer
+        assert proposer is not None
+        proposer.pacer = self._pacers.setdefault(name, Pacer(proposer.guessers))
 
     def run(
         self, wanted: Sequence[Wanted], began: Callable[[int, Request], None] = lambda number, request: None

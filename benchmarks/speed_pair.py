@@ -27,7 +27,7 @@ class Pair:
     """Target, draft model with a dial, an engine over both, and recorded texts."""
 
     def __init__(self, size: Size, num_texts: int, limits: Mapping[str, int] | None = None) -> None:
-        """`limits` says of engines, by name, above how many requests they guess nothing."""
+        """`limits` says of runs, by name, above how many requests nothing is guessed."""
         folder = size.target or peers.model_folder()
         config = ShardConfig(
             "target", str(folder), "unix:/dev/null", dtype=size.dtype, max_total_tokens=1024, max_running=32,
@@ -56,21 +56,22 @@ class Pair:
         return sum(map(share_repeated, texts)) / len(texts)
 
     def run(
-        self, batch: int, how: Speculation, chance: float = CHANCE, engine: str = "", draw: int | None = None
+        self, batch: int, how: Speculation, chance: float = CHANCE, name: str = "", draw: int | None = None
     ) -> dict[str, float]:
-        """The first `batch` texts at once, once; speed while all of them ran. Each engine, by name, learns for itself
-        what guesses are worth; the models are the same. Runs of one `draw` have drafts that are right in the same
-        places, else each has its own.
+        """The first `batch` texts at once, once; speed while all of them ran. Runs of one name learn for themselves
+        what guesses are worth, in an engine of their own only where the name has a limit: two are not equally fast.
+        Runs of one `draw` have drafts that are right in the same places, else each has its own.
         """
         self._num_rounds += 1
-        if engine not in self._engines:  # KV is laid out anew, and nobody has any just now
-            limit = self._limits.get(engine, self._config.speculation_max_batch_size)
-            own = replace(self._config, speculation_max_batch_size=limit)
-            self._engines[engine] = Harness(own, self.model, self.draft)
+        if name in self._limits and name not in self._engines:  # KV is laid out anew, and nobody has any just now
+            own = replace(self._config, speculation_max_batch_size=self._limits[name])
+            self._engines[name] = Harness(own, self.model, self.draft)
             gc.collect()
+        engine = self._engines.get(name, self._engines[""])
+        engine.learn_as(name)
         dial = self.draft.dial = Dial(chance, self.recorded, self._num_rounds if draw is None else draw)
         gc.freeze()  # as a shard does: else what was loaded is gone through now and then, a fifth of a second
-        runs = self._engines[engine].run([self._wanted(number, how) for number in range(batch)], dial.began)
+        runs = engine.run([self._wanted(number, how) for number in range(batch)], dial.began)
         gc.unfreeze()
         self.draft.dial = None
         for run, ids in zip(runs, self.recorded, strict=False):

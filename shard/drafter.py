@@ -14,6 +14,7 @@ from shard.request import Source
 from shard.sampling import Sampler
 from shard.sampling.drafting import DraftDraws
 from shard.share import Share
+from shard.stopwatch import Phase, Stopwatch
 
 
 class Drafter:
@@ -25,9 +26,9 @@ class Drafter:
         self._sampler = sampler
         self._vocab_size, self._own_vocab_size = vocab_size, own_vocab_size
 
-    def draft(self, shares: Sequence[Share]) -> DraftDraws | None:
+    def draft(self, shares: Sequence[Share], watch: Stopwatch | None) -> DraftDraws | None:
         """Compute what the shares plan for the draft model, and put its drafts into those that it guesses for. Returns
-        how they were drawn; None without drafts.
+        how they were drawn; None without drafts. Marks the end of the first pass.
         """
         shares = [share for share in shares if share.draft_end > share.draft_start]
         if not shares:
@@ -40,6 +41,8 @@ class Drafter:
             return None
         draws = self._sampler.begin_drafts()
         token_ids = self._draw(draws, logits, drawing, depth=0)
+        if watch is not None:
+            watch.mark(Phase.FIRST_DRAFT)
         for depth in range(1, _width(drawing[0])):
             members = [share for share in drawing if _width(share) > depth]
             logits = self._go_on(members, depth, token_ids[: len(members)])

@@ -25,7 +25,7 @@ from shard.scheduler import Scheduler
 from shard.share import Share
 from shard.slots import Residency
 from shard.step import Layout, Step, agreed, error_output, fill_inputs, score_output, scored_span, token_output
-from shard.stopwatch import Stopwatch
+from shard.stopwatch import Phase, Stopwatch
 
 log = structlog.get_logger()
 
@@ -168,9 +168,9 @@ class Engine:
         watch = None
         if any(share.draft_ids for share in step.shares):
             watch = step.watch = Stopwatch(self._network.inputs.device)
-        draws = None if self._drafter is None else self._drafter.draft(step.shares)
+        draws = None if self._drafter is None else self._drafter.draft(step.shares, watch)
         if watch is not None:
-            watch.mark()
+            watch.mark(Phase.DRAFT)
         layout = Layout()
         for share in step.shares:
             layout.add(share)
@@ -178,13 +178,13 @@ class Engine:
         # [S + M + E, V]
         logits = self._network.forward()
         if watch is not None:
-            watch.mark()
+            watch.mark(Phase.VERIFY)
         num_sampled = len(layout.sample_indices)
         num_scored = len(layout.score_indices)
         if num_sampled:
             step.sampled = self._sample(logits[:num_sampled], [share for share in step.shares if share.samples], draws)
         if watch is not None:
-            watch.mark()
+            watch.mark(Phase.ACCEPT)
         if layout.heads:
             step.head_ids = HostCopy(arg_max(logits[num_sampled + num_scored :]))
         if layout.target_ids:
@@ -254,7 +254,7 @@ class Engine:
         self._durations.observe(step.num_tokens, elapsed)
         proposer = self.scheduler.proposer
         if proposer is not None and proposer.pacer.is_used:
-            proposer.pacer.observe(step.shares, elapsed, seconds[0])
+            proposer.pacer.observe(step.shares, elapsed, step.draft_seconds())
         self._committed_at = now
 
     def _fail(self, share: Share, error: str, retryable: bool) -> None:

@@ -14,7 +14,7 @@ from shard.request import FinishReason, Request, Source
 from shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
 from shard.sampling.transfer import HostCopy
 from shard.share import Share
-from shard.stopwatch import Stopwatch
+from shard.stopwatch import Phase, Stopwatch
 
 STEP_END = b"\1"
 NO_SPAN = range(0)
@@ -47,8 +47,13 @@ class Step:
         """What proposing, verifying and accepting took, where the step had drafts. Waits for the step."""
         if self.watch is None:
             return NO_SECONDS
-        draft, verify, accept = self.watch.seconds()
-        return draft, verify, accept
+        told = self.watch.seconds()
+        return sum(self.draft_seconds()), told[Phase.VERIFY], told[Phase.ACCEPT]
+
+    def draft_seconds(self) -> tuple[float, float]:
+        """What the draft model's first pass took, and its others. Waits for the step."""
+        told = {} if self.watch is None else self.watch.seconds()
+        return told.get(Phase.FIRST_DRAFT, 0.0), told.get(Phase.DRAFT, 0.0)
 
 
 @dataclass

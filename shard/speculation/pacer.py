@@ -16,6 +16,7 @@ from shard.request import Kind, Method, Request, Schedule, Source
 from shard.share import Share
 from shard.speculation.acceptance import Acceptance, Chances, Group
 from shard.speculation.costs import StepCosts
+from shard.speculation.draft_costs import DraftCosts
 from shard.speculation.guessers import Guessers, Offer
 from shard.speculation.guesses import Guesses
 
@@ -93,8 +94,7 @@ class Pacer:
         self._guessers = guessers
         self.plain, self.with_heads, self.with_prompts = StepCosts(), StepCosts(), StepCosts()
         """Of steps of newest tokens and guesses alone, without and with heads, and of steps with prompts."""
-        self.drafting = StepCosts()
-        """Of a draft model's passes by the number of requests."""
+        self.drafting = DraftCosts()
         self._groups: dict[Kind, Group] = {}
         self._waits: dict[Kind, int] = {}
         self._load = 1
@@ -204,19 +204,21 @@ class Pacer:
         if num_accepted and not pace.load:
             self._wait(pace, FIRST_WAIT)
 
-    def observe(self, shares: Sequence[Share], seconds: float, draft_seconds: float) -> None:
-        """Learn from a committed step: all of it took `seconds`, of them the draft model `draft_seconds`."""
+    def observe(self, shares: Sequence[Share], seconds: float, draft_seconds: tuple[float, float]) -> None:
+        """Learn from a committed step: all of it took `seconds`, of them the draft model's first pass and its others
+        `draft_seconds`.
+        """
         self._load = len(shares)
         num_tokens = sum(share.num_tokens for share in shares)
         has_prompts = any(share.end - share.start > 1 or not share.samples for share in shares)
         with_heads = any(share.num_heads for share in shares)
         costs = self.with_prompts if has_prompts else self.with_heads if with_heads else self.plain
         num_attended = sum(share.num_attended for share in shares)
-        costs.observe(num_tokens, num_attended, max(LEAST_SECONDS, seconds - draft_seconds))
+        costs.observe(num_tokens, num_attended, max(LEAST_SECONDS, seconds - sum(draft_seconds)))
         drawn = [share for share in shares if share.source is Source.DRAFT and share.draft_ids]
-        if drawn and draft_seconds:
+        if drawn and not has_prompts:
             num_passes = max(len(share.draft_ids) for share in drawn)
-            self.drafting.observe(len(drawn), sum(share.end for share in drawn), draft_seconds / num_passes)
+            self.drafting.observe(len(drawn), sum(share.end for share in drawn), draft_seconds, num_passes)
 
     def _pace(self, offer: Offer) -> Pace:
         request, kind = offer.request, kind_of(offer.request, offer.source, offer.is_long)
@@ -319,16 +321,13 @@ class Pacer:
         """The best rate that some guesses give, and the widths of all offers."""
         num_tokens = load.num_tokens + load.num_fixed
         seconds = costs.expected(range(num_tokens, num_tokens + len(guesses.values) + 1))
-        pass_seconds = 0.0
-        if guesses.num_drawn and self.drafting.is_known:
-            pass_seconds = float(self.drafting.expected([guesses.num_drawn])[0])
-            pass_seconds += self.drafting.per_attended * int(guesses.attended[guesses.passes == 1].sum())
+        num_drafted = int(guesses.attended[guesses.passes == 1].sum())
+        draft_seconds = self.drafting.expected(guesses.num_drawn, num_drafted, guesses.num_passes)
         is_there = guesses.passes <= np.arange(guesses.num_passes + 1)[:, None]  # [depths, guesses]
         nums_taken = is_there.cumsum(axis=1)  # [depths, guesses] of each depth, up to the likeliest ones in order
         tokens = load.num_sampled + (is_there * guesses.values).cumsum(axis=1)
         attended = load.num_attended + (is_there * guesses.attended).cumsum(axis=1)
-        depths = np.arange(len(is_there))[:, None]
-        rates = tokens / (seconds[nums_taken] + costs.per_attended * attended + depths * pass_seconds)
+        rates = tokens / (seconds[nums_taken] + costs.per_attended * attended + draft_seconds[:, None])
         rate = load.num_sampled / float(seconds[0] + costs.per_attended * load.num_attended)
         if not rates.size or rates.max() <= rate:
             return rate, np.zeros(guesses.num_offers, np.int64)

@@ -58,6 +58,18 @@ def test_the_same_model_drafts_what_is_drawn(values: dict[str, object]) -> None:
         assert outputs[request.key[1]].num_accepted == sum(outputs[request.key[1]].num_drafted)
 
 
+def test_first_passes_and_further_ones_are_timed_apart() -> None:
+    request = make_request(1, [5, 6, 7], 40, speculation=Speculation(Method.DRAFT, 4, schedule=Schedule.AUTO))
+    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    told: list[tuple[float, float]] = []
+    assert rig.engine.scheduler.proposer is not None
+    learn = rig.engine.scheduler.proposer.pacer.drafting
+    learn.observe = lambda *of: told.append(of[2])  # type: ignore[method-assign,func-returns-value]
+    rig.run(request)
+    assert len(told) > 3
+    assert all(first > 0 and further > 0 for first, further in told)
+
+
 @pytest.mark.parametrize("schedule", [Schedule.HEURISTIC, Schedule.AUTO])
 @pytest.mark.parametrize("name", ["default", "lag 1", "few pages, lag 1, chunks of 7, no prefixes"])
 def test_no_schedule_changes_a_text(name: str, schedule: Schedule) -> None:

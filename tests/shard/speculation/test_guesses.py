@@ -39,17 +39,17 @@ def test_offers_without_guesses_are_none() -> None:
 
 
 @settings(deadline=None)
-@given(OFFERS, st.lists(st.floats(0.001, 1.0), min_size=14, max_size=14), st.floats(0.001, 2.0))
+@given(OFFERS, st.lists(st.floats(0.001, 1.0), min_size=14, max_size=14), st.floats(0.001, 2.0), st.floats(0.001, 2.0))
 def test_no_other_widths_give_more(
-    offered: list[tuple[Source, int, float, float]], steps: list[float], pass_seconds: float
+    offered: list[tuple[Source, int, float, float]], steps: list[float], first: float, further: float
 ) -> None:
     """Against every combination there is."""
     pacer = Pacer(Guessers(has_draft_model=True))
     for number, seconds in enumerate(np.cumsum(steps), 1):
         pacer.plain.observe(number, 0, float(seconds))
     num_drawn = sum(source is Source.DRAFT and width > 0 for source, width, _, _ in offered)
-    pacer.drafting.observe(max(1, num_drawn), 0, pass_seconds)
-    drafting = float(pacer.drafting.expected([max(1, num_drawn)])[0])
+    pacer.drafting.observe(max(1, num_drawn), 0, (first, further), 2)
+    drafting = [0.0, *(first + further * depth for depth in range(9))]
     offers = [Offer(make(number=i), source, width, []) for i, (source, width, _, _) in enumerate(offered)]
     chances = [Chances(first, further) for _, _, first, further in offered]
     told = {id(pacer._pace(offer)): each for offer, each in zip(offers, chances, strict=True)}
@@ -60,7 +60,7 @@ def test_no_other_widths_give_more(
         for offer, each, width in zip(offers, chances, widths, strict=True):
             tokens += sum(each.first * each.further**place for place in range(width))
             depth = max(depth, width if offer.source is Source.DRAFT else 0)
-        return tokens / (float(pacer.plain.expected([len(offers) + sum(widths)])[0]) + depth * drafting)
+        return tokens / (float(pacer.plain.expected([len(offers) + sum(widths)])[0]) + drafting[depth])
 
     found = tuple(pacer._best(offers, [pacer._pace(offer) for offer in offers], Load(len(offers), len(offers))))
     best = max(map(rate, itertools.product(*(range(offer.width + 1) for offer in offers))))

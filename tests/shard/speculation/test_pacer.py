@@ -9,6 +9,7 @@ from shard.share import Share
 from shard.speculation import Guessers, Offer, pacer
 from shard.speculation.acceptance import Chances
 from shard.speculation.costs import StepCosts
+from shard.speculation.draft_costs import DraftCosts
 from shard.speculation.pacer import Load, Pacer
 from tests.shard.rig import make_request
 
@@ -53,7 +54,9 @@ class World:
             if self.slow.get(sum(widths), 0):
                 self.slow[sum(widths)] -= 1
                 cost += 0.5
-            self.pacer.observe(shares, cost, self._pass_cost * max(widths, default=0))
+            num_passes = max(widths, default=0)
+            draft_seconds = (self._pass_cost * min(num_passes, 1), self._pass_cost * max(num_passes - 1, 0))
+            self.pacer.observe(shares, cost, draft_seconds)
             for share in shares:
                 width, right = len(share.draft_ids), 0
                 while right < width and self._random.random() < self.chance:
@@ -166,7 +169,7 @@ def test_a_long_text_has_fewer_guesses_where_attention_is_what_they_cost() -> No
             offer = Offer(request, Source.DRAFT, MOST, [])
             (width,) = pacer.choose([offer], Load(1, 1, length))
             share = Share(request, length - 1, length, True, [0] * width, Source.DRAFT, offer.pace)
-            pacer.observe([share], 1 + 0.02 * width + 0.0005 * share.num_attended, 0.0)
+            pacer.observe([share], 1 + 0.02 * width + 0.0005 * share.num_attended, (0.0, 0.0))
             right = next((at for at in range(width) if chance.random() > 0.8), width)
             pacer.verified(share, right, right < width)
             widths.setdefault(length, []).append(width)
@@ -181,7 +184,7 @@ def test_what_steps_with_prompts_cost_says_nothing_of_guesses() -> None:
     for world in worlds:
         world.run(300)
     for _ in range(30):
-        worlds[0].pacer.observe([Share(make(number=7), 0, 1 + MOST, samples=True)], 0.5, 0.0)
+        worlds[0].pacer.observe([Share(make(number=7), 0, 1 + MOST, samples=True)], 0.5, (0.0, 0.0))
     for world in worlds:
         world.run(300)
     assert worlds[0].widths == worlds[1].widths
@@ -249,11 +252,35 @@ def test_long_texts_make_the_draft_model_dear_too() -> None:
     for step in range(400):
         length = 100 * (step % 10)
         pacer.plain.observe(1 + step % 9, 0, 1.0)
-        pacer.drafting.observe(1, length, 0.05 + length / 20_000)
+        pacer.drafting.observe(1, length, (0.05 + length / 20_000, 0.05 + length / 20_000), 2)
     short, long = make(number=1), make(number=2)
     short.token_ids, long.token_ids = [0] * 10, [0] * 20_000
     widths = [pacer.choose([Offer(each, Source.DRAFT, MOST, [])], Load(1, 1))[0] for each in (short, long)]
     assert widths[0] > 2 and widths[1] == 0
+
+
+def test_further_drafts_cost_what_further_passes_do() -> None:
+    """Where the first pass takes most of the time, one guess is not worth it and many are; were all passes alike, each
+    would look too dear.
+    """
+    pacer = Pacer(Guessers(has_draft_model=True))
+    pacer.plain.observe(1, 0, 1.0)
+    for step in range(40):
+        share = Share(make(), 9, 10, samples=True, draft_ids=[0] * (1 + step % 2), source=Source.DRAFT)
+        pacer.observe([share], 2.0 + 0.01 * (step % 2), (1.0, 0.01 * (step % 2)))
+    assert pacer.choose([Offer(make(), Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
+    assert pacer.drafting.expected(1, 0, 3).tolist() == pytest.approx([0.0, 1.0, 1.01, 1.02])
+
+
+def test_passes_beside_prompts_teach_nothing() -> None:
+    """The first one takes the prompts in."""
+    pacer = Pacer(Guessers(has_draft_model=True))
+    prompt = Share(make(number=2), 0, 9, samples=False)
+    drafted = Share(make(), 9, 10, samples=True, draft_ids=[0], source=Source.DRAFT)
+    pacer.observe([drafted, prompt], 9.0, (8.0, 0.0))
+    assert not pacer.drafting.first.is_known
+    pacer.observe([drafted], 2.0, (1.0, 0.0))
+    assert pacer.drafting.expected(1, 0, 2).tolist() == [0.0, 1.0, 2.0]  # the further ones like the first, as yet
 
 
 def test_heuristic_follows_its_rule() -> None:
@@ -282,7 +309,7 @@ def test_a_draft_model_that_does_not_pay_leaves_lookup_alone() -> None:
         offer = Offer(request, Source.DRAFT, 4, [])
         widths = [] if pacer.passes(request, Source.DRAFT) else pacer.choose([offer], Load(1, 1))
         share = Share(request, 9, 10, samples=True, draft_ids=[0] * sum(widths), source=Source.DRAFT, pace=offer.pace)
-        pacer.observe([share], 1.0 + 0.2 * share.num_tokens, 0.5)
+        pacer.observe([share], 1.0 + 0.2 * share.num_tokens, (0.5, 0.0))
         if share.draft_ids:
             pacer.verified(share, 0, was_rejected=True)
     assert pacer.passes(request, Source.DRAFT)
@@ -308,7 +335,7 @@ def test_newcomers_who_were_told_begin_when_it_pays_for_others() -> None:
     world.run(300)
     world.requests = [make(number=100 + i) for i in range(16)]
     assert sum(world.pacer.passes(newcomer, Source.DRAFT) for newcomer in world.requests) == 15
-    world._pass_cost, world.pacer.drafting = 0.02, StepCosts()  # it was but a moment
+    world._pass_cost, world.pacer.drafting = 0.02, DraftCosts()  # it was but a moment
     world.run(60)
     tokens, seconds = world.run(60)
     assert tokens / seconds > 0.95 * world.best_fixed()
@@ -342,7 +369,7 @@ def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
     prompts = [Share(make(number=200 + i), 0, 9, samples=False) for i in range(32)]
-    world.pacer.observe(prompts, 5.0, 0.0)
+    world.pacer.observe(prompts, 5.0, (0.0, 0.0))
     assert world.pacer.passes(make(number=300), Source.DRAFT)
 
 
