@@ -1,11 +1,12 @@
 # One image, two variants: --build-arg VARIANT=cuda (the default; runs on CPU too) or VARIANT=cpu (much smaller).
 # Another base: --build-arg BASE=… (anything with apt, or with python3 >= 3.11 and its venv module already there).
-# Another source of torch: --build-arg TORCH_INDEX=…
+# Another source of torch: --build-arg TORCH_INDEX=… For --engine ray: --build-arg EXTRAS=ray
 ARG BASE=debian:bookworm-slim
 FROM ${BASE}
 
 ARG VARIANT=cuda
 ARG TORCH_INDEX=
+ARG EXTRAS=
 
 # The compiler makes kernels for the processor, or the CUDA device, that the image later runs on.
 RUN set -eu; \
@@ -28,7 +29,7 @@ RUN set -eu; cd /tmp/source; \
     torch=$(sed -n 's/^ *"\(torch[<>=!~].*\)",/\1/p' pyproject.toml); \
     pip="/opt/lorikeet/bin/python -m pip --disable-pip-version-check install --no-cache-dir --no-compile"; \
     $pip ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"; \
-    $pip .; \
+    $pip ".${EXTRAS:+[$EXTRAS]}"; \
     rm -rf /tmp/source; \
     mkdir -p /data; chmod 0775 /data; \
     /opt/lorikeet/bin/lorikeet-launcher --version

@@ -33,6 +33,7 @@ BENCHMARKS = {
     "lookup_speed": "[--quick] [--peer]: the copy-heavy adapter with prompt lookup and without, or against vLLM",
     "heads_cost": "[--quick]: steps with Medusa heads against plain ones",
     "tree": "[--quick]: whether trees of guesses would pay, by replay and by the cost of wide steps",
+    "receipts": "[RECEIPTS]: receipts of a loaded run, replayed on two replicas and on another server",
     "proof": "every bar at full size: --part, --list, --check",
 }
 

@@ -32,6 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from proto import shard_pb2 as pb
 from proto import shard_pb2_grpc
 
+CORES = sorted(os.sched_getaffinity(0))
 NUM_STREAMS = 256
 STEP_MS = 4.0
 NEW_TOKENS = 256
@@ -71,37 +72,41 @@ def write_model(folder: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def servers(step_ms: float, profile: str | None = None) -> AsyncIterator[Servers]:
-    """Start both, the router on the last core and everything else on the first."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[0]})
+async def servers(
+    step_ms: float, profile: str | None = None, num_shards: int = 1, max_running: int = 512
+) -> AsyncIterator[Servers]:
+    """Start both, the router on the last core and everything else on the first. All shards are one process."""
+    earlier = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {CORES[0]})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder)
-        address, port = f"unix:{folder}/shard.sock", _free_port()
+        addresses = [f"unix:{folder}/shard-{index}.sock" for index in range(num_shards)]
+        port = _free_port()
         settings = {
             "model_id": "simulated",
             "model_path": name,
-            "shard_addresses": [address],
+            "shard_addresses": addresses,
             "hostname": "127.0.0.1",
             "port": port,
             "log_level": "error",
         }
         (folder / "router.json").write_text(json.dumps(settings))
-        shard_command = ["benchmarks.simulated_shard", address, "--step-ms", str(step_ms)]
+        shard_command = ["benchmarks.simulated_shard", *addresses, "--step-ms", str(step_ms)]
+        shard_command += ["--max-running", str(max_running)]
         router_command = ["router", str(folder / "router.json")]
         if profile is not None:
             router_command = ["cProfile", "-o", profile, "-m", *router_command]
-        shard = _start(shard_command, cores[0])
-        router = _start(router_command, cores[-1])
+        shard = _start(shard_command, CORES[0])
+        router = _start(router_command, CORES[-1])
         try:
             await _until_ready(port)
-            yield Servers(port, address, router.pid)
+            yield Servers(port, addresses[0], router.pid)
         finally:
             for process in (router, shard):
                 process.send_signal(signal.SIGTERM)
                 process.wait()
-            os.sched_setaffinity(0, set(cores))
+            os.sched_setaffinity(0, earlier)
 
 
 def _start(command: list[str], core: int) -> "subprocess.Popen[bytes]":
@@ -203,7 +208,7 @@ async def clients(port: int, lengths: Sequence[int]) -> AsyncIterator[list[Clien
         raise RuntimeError(failures[0])
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """Processor time of a process so far, its threads included."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -215,11 +220,11 @@ async def throughput(rounds: int = NUM_ROUNDS, profile: str | None = None) -> li
     async with servers(STEP_MS, profile) as started, clients(started.port, [NEW_TOKENS] * NUM_STREAMS) as running:
         for number in range(rounds + 1):
             before, begin = sum(client.num_events for client in running), time.perf_counter()
-            cpu_before = _cpu_seconds(started.router_pid)
+            cpu_before = cpu_seconds(started.router_pid)
             await asyncio.sleep(ROUND_SECONDS)
             num_tokens = sum(client.num_events for client in running) - before
             if number:
-                cpu = _cpu_seconds(started.router_pid) - cpu_before
+                cpu = cpu_seconds(started.router_pid) - cpu_before
                 results.append((num_tokens / (time.perf_counter() - begin), cpu / num_tokens))
     return results
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -20,6 +20,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from proto import shard_pb2 as pb
 from proto import shard_pb2_grpc
+from proto.version import version
+
+HEARTBEAT_S = 0.25
 
 
 @dataclass
@@ -31,7 +34,7 @@ class SimulatedModel:
     kv_tokens: int = 1 << 22
     vocab_size: int = 8192
     token_ids: tuple[int, ...] = tuple(range(300, 1324))
-    """What requests emit, by request and position."""
+    """What requests emit, by seed and position."""
     coalesce: bool = True
     on_command: Callable[[pb.Command], None] = lambda command: None
     """Told of each message that arrives, for tests that count them."""
@@ -66,7 +69,12 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
         self.may_end = asyncio.Event()
         """Cleared, it holds the running step for as long as a test wants."""
         self.may_end.set()
+        self.health = health.aio.HealthServicer()
         self.is_held = False
+        self.is_mute = False
+        """Whether it says nothing any more, as a process that was halted."""
+        self.running_ms = 0
+        """How long the step is said to have been running."""
         self.aborted_ids: list[int] = []
 
     @property
@@ -76,7 +84,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.ShardInfo:
         model = self._model
         return pb.ShardInfo(
-            version="simulated",
+            version=version(),
             model_id="simulated",
             dtype="torch.bfloat16",
             device="cpu",
@@ -96,11 +104,15 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
         reader = asyncio.create_task(self._read(stream, commands))
         try:
             while True:
-                await stream.wake.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await stream.wake.wait()
                 stream.wake.clear()
-                if stream.pending is not None:
-                    output, stream.pending = stream.pending, None
-                    yield output
+                if self.is_mute:
+                    continue
+                output, stream.pending = stream.pending or pb.StepOutput(step=self._step), None
+                output.heartbeat.age_ms = self.running_ms
+                yield output
         finally:
             reader.cancel()
             self._streams.remove(stream)
@@ -137,7 +149,11 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
 
     def _admit(self, stream: _Stream) -> None:
         for submit in stream.arrived:
-            stream.running[submit.id] = _Running(submit)
+            stream.running[submit.id] = _Running(submit, submit.num_emitted)
+        if stream.arrived:
+            self._report(stream)
+            assert stream.pending is not None
+            stream.pending.computing.CopyFrom(pb.Computing(ids=stream.running))
         stream.arrived.clear()
 
     def _emit(self, stream: _Stream) -> None:
@@ -147,7 +163,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
         parts = []
         for wire_id, request in list(stream.running.items()):
             submit = request.submit
-            token_id = token_ids[(wire_id * 37 + request.num_emitted) % size]
+            token_id = token_ids[(submit.seed * 37 + request.num_emitted) % size]
             part = pb.RequestOutput(id=wire_id, token_ids=(token_id,), sources=b"\1", step_ends=b"\1")
             if submit.logprobs.wanted:
                 part.logprobs.append(-0.5)
@@ -160,7 +176,8 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
 
     def _report(self, stream: _Stream, parts: list[pb.RequestOutput] | None = None) -> None:
         model = self._model
-        merged = merge_outputs(stream.pending, parts or []) if stream.pending and model.coalesce else parts
+        earlier = stream.pending
+        merged = merge_outputs(earlier, parts or []) if earlier and model.coalesce else parts
         num_running = len(stream.running)
         stream.pending = pb.StepOutput(
             step=self._step,
@@ -176,6 +193,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
                 expected_ms=round(1000 * model.step_seconds),
             ),
             outputs=merged or (),
+            computing=earlier.computing if earlier is not None and earlier.HasField("computing") else None,
         )
         stream.wake.set()
 
@@ -199,31 +217,31 @@ async def start(address: str, model: SimulatedModel) -> tuple[grpc.aio.Server, S
     server = grpc.aio.server()
     shard = SimulatedShard(model)
     shard_pb2_grpc.add_ShardServicer_to_server(shard, server)
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(shard.health, server)
+    await shard.health.set("", health_pb2.HealthCheckResponse.SERVING)
     server.add_insecure_port(address)
     await server.start()
     return server, shard, asyncio.create_task(shard.run())
 
 
-async def _main(address: str, model: SimulatedModel) -> None:
-    server, _, steps = await start(address, model)
+async def _main(addresses: Sequence[str], model: SimulatedModel) -> None:
+    started = [await start(address, model) for address in addresses]
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     print("serving", flush=True)
     await ended.wait()
-    steps.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await steps
-    await server.stop(0)
+    for server, _, steps in started:
+        steps.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await steps
+        await server.stop(0)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("address")
+    parser.add_argument("addresses", nargs="+", metavar="address", help="one shard each, all in this process")
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--max-running", type=int, default=512)
     arguments = parser.parse_args()
-    uvloop.run(_main(arguments.address, SimulatedModel(arguments.step_ms / 1000, arguments.max_running)))
+    uvloop.run(_main(arguments.addresses, SimulatedModel(arguments.step_ms / 1000, arguments.max_running)))

@@ -5,7 +5,7 @@ Knows the routes and their JSON; nothing but the standard library, so that it st
 
 import http.client
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -94,25 +94,28 @@ class Client:
         answer: dict[str, Any] = self._answer("GET", "/info", None)
         return answer
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
+    def post(self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         """The JSON that any other route answers."""
-        return self._answer("POST", path, body)
+        return self._answer("POST", path, body, headers)
 
-    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        connection, response = self._send(method, path, body)
+    def _answer(
+        self, method: str, path: str, body: dict[str, Any] | None, headers: Mapping[str, str] | None = None
+    ) -> Any:
+        connection, response = self._send(method, path, body, headers)
         try:
             return json.loads(response.read() or b"null")
         finally:
             connection.close()
 
     def _send(
-        self, method: str, path: str, body: dict[str, Any] | None
+        self, method: str, path: str, body: dict[str, Any] | None, headers: Mapping[str, str] | None = None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         where = urlsplit(self.url)
         kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
         connection = kind(where.netloc, timeout=self._timeout_s)
         try:
-            connection.request(method, where.path + path, None if body is None else json.dumps(body), self._headers)
+            data = None if body is None else json.dumps(body)
+            connection.request(method, where.path + path, data, {**self._headers, **(headers or {})})
             response = connection.getresponse()
             if response.status != 200:
                 raise ServerError(response.status, _message(response.read()))

@@ -5,13 +5,16 @@ Knows the names of their fields (a test compares them with the dataclasses that 
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launcher.adapters import AdapterPlan
+from launcher.kept import Marks
 from launcher.model import ModelFolder
 from launcher.settings import Settings
+from launcher.usage import UsagePlan
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Plan:
     adapters: AdapterPlan
     draft: ModelFolder | None = None
     """The draft model, if there is one."""
+    usage: UsagePlan = field(default_factory=UsagePlan)
 
     @property
     def loader_address(self) -> str:
@@ -40,13 +44,60 @@ class Plan:
 
     @property
     def num_replicas(self) -> int:
-        """Shards that each hold the whole model."""
-        return int(self.settings["replicas"])
+        """Shards that are started here, each with the whole model."""
+        return 0 if self.settings["shard-address"] else int(self.settings["replicas"])
+
+    @property
+    def has_router(self) -> bool:
+        """Whether HTTP is served here."""
+        return self.settings["shard-listen"] is None
+
+    @property
+    def is_on_ray(self) -> bool:
+        """Whether Ray starts the shards, on its nodes."""
+        return bool(self.settings["engine"] == "ray")
+
+    @property
+    def secret_path(self) -> str | None:
+        """What routers show to shards on TCP. On Ray there is always one."""
+        given: str | None = self.settings["shard-secret-file"]
+        return given or (str(self.folder / "shard.secret") if self.is_on_ray else None)
+
+    @property
+    def ray_addresses(self) -> Path:
+        """The list of shards on Ray."""
+        return self.folder / "shards.json"
 
     def shard_address(self, index: int = 0) -> str:
-        """Where a shard listens, as gRPC writes it."""
-        address: str | None = self.settings["shard-address"]
+        """Where a shard of this machine listens, as gRPC writes it."""
+        address: str | None = self.settings["shard-listen"]
         return address or f"unix:{self.folder / f'shard-{index}.sock'}"
+
+    def served_mark(self, index: int = 0) -> Path:
+        """Appears once a shard has completed a request."""
+        return self.folder / f"shard-{index}.served"
+
+    def ready_mark(self, index: int = 0) -> Path:
+        """Appears once a shard takes requests."""
+        return self.folder / f"shard-{index}.ready"
+
+    def marks(self, index: int) -> Marks:
+        """Files that tell of a shard."""
+        return Marks(self.served_mark(index), self.stuck_mark(index), self.ready_mark(index))
+
+    @property
+    def router_ready(self) -> Path:
+        """Appears once the router takes requests."""
+        return self.folder / "router.ready"
+
+    @property
+    def router_beside(self) -> Path:
+        """Is there while a router takes another one's place."""
+        return self.folder / "router.beside"
+
+    def stuck_mark(self, index: int = 0) -> Path:
+        """Appears where the router finds that a shard hangs."""
+        return self.folder / f"shard-{index}.stuck"
 
     def shard_device(self, index: int = 0) -> str:
         """What a shard computes on: CUDA devices are dealt out from the chosen one on."""
@@ -78,6 +129,11 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "model_id": plan.model.id,
         "model_path": str(plan.model.path),
         "listen": plan.shard_address(index),
+        "secret_path": plan.secret_path,
+        "tls_cert_path": settings["shard-tls-cert"],
+        "tls_key_path": settings["shard-tls-key"],
+        "tls_ca_path": settings["shard-tls-ca"],
+        "ready_mark": str(plan.ready_mark(index)),
         "device": plan.shard_device(index),
         "dtype": settings["dtype"],
         "trust_remote_code": settings["trust-remote-code"],
@@ -102,6 +158,8 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "draft_model": None if plan.draft is None else str(plan.draft.path),
         "draft_model_id": "" if plan.draft is None else plan.draft.id,
         "draft_dtype": settings["draft-dtype"],
+        "step_timeout_s": settings["step-timeout-s"],
+        "served_mark": str(plan.served_mark(index)),
         "watermark_gamma": settings["watermark-gamma"],
         "watermark_delta": settings["watermark-delta"],
         "json_output": settings["json-output"],
@@ -116,6 +174,30 @@ def _threads(num_sharing: int) -> int | None:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // num_sharing)
+
+
+def ray_fields(plan: Plan, hidden: Sequence[str]) -> dict[str, Any]:
+    """The fields of the configuration of what asks Ray for shards. `hidden`: variables that shards must not see."""
+    settings = plan.settings
+    shard = shard_fields(plan)
+    for name in ("listen", "secret_path", "served_mark", "ready_mark", "parent_pid"):
+        del shard[name]
+    bundle = {"CPU": 1, "GPU": 1}
+    if plan.device == "cpu":
+        shard["threads"] = settings["threads"] or 1
+        bundle = {"CPU": shard["threads"]}
+    return {
+        "shard": shard,
+        "num_shards": plan.num_replicas,
+        "bundle": bundle,
+        "secret_path": plan.secret_path,
+        "addresses_path": str(plan.ray_addresses),
+        "served_mark": str(plan.served_mark()),
+        "ready_mark": str(plan.ready_mark()),
+        "hidden": list(hidden),
+        "json_output": settings["json-output"],
+        "log_level": settings["log-level"],
+    }
 
 
 def loader_fields(plan: Plan) -> dict[str, Any]:
@@ -136,14 +218,28 @@ def loader_fields(plan: Plan) -> dict[str, Any]:
     }
 
 
-def router_fields(plan: Plan) -> dict[str, Any]:
-    """The fields of the router's configuration."""
+def _shards(plan: Plan) -> list[str]:
+    """Where the router finds them."""
+    if plan.is_on_ray:
+        return [f"file:{plan.ray_addresses}"]
+    return list(plan.settings["shard-address"]) or [plan.shard_address(index) for index in range(plan.num_replicas)]
+
+
+def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
+    """The fields of the router's configuration; `listen_fd` is the socket that it inherits."""
     settings = plan.settings
     return {
         "model_id": plan.model.id,
         "model_path": str(plan.model.path),
         "model_sha": plan.model.sha,
-        "shard_addresses": [plan.shard_address(index) for index in range(plan.num_replicas)],
+        "shard_addresses": _shards(plan),
+        "shard_secret_path": plan.secret_path,
+        "shard_tls_ca_path": settings["shard-tls-ca"],
+        "shard_tls_cert_path": settings["shard-tls-cert"],
+        "shard_tls_key_path": settings["shard-tls-key"],
+        "stuck_marks": [] if plan.is_on_ray else [str(plan.stuck_mark(index)) for index in range(plan.num_replicas)],
+        "step_timeout_s": settings["step-timeout-s"],
+        "recovery_timeout_s": settings["recovery-timeout-s"],
         "loader_address": plan.loader_address,
         "sources": plan.sources,
         "adapter_id": settings["adapter-id"],
@@ -164,6 +260,9 @@ def router_fields(plan: Plan) -> dict[str, Any]:
         "trust_remote_code": settings["trust-remote-code"],
         "hostname": settings["hostname"],
         "port": settings["port"],
+        "listen_fd": listen_fd,
+        "ready_mark": str(plan.router_ready),
+        "beside_mark": str(plan.router_beside),
         "max_concurrent_requests": settings["max-concurrent-requests"],
         "max_best_of": settings["max-best-of"],
         "max_stop_sequences": settings["max-stop-sequences"],
@@ -177,9 +276,13 @@ def router_fields(plan: Plan) -> dict[str, Any]:
         "draft_model_id": None if plan.draft is None else plan.draft.id,
         "max_body_bytes": settings["max-body-bytes"],
         "validation_workers": settings["validation-workers"],
+        "receipts_path": settings["receipts"],
         "request_timeout_s": settings["request-timeout-s"],
         "max_queue_seconds": settings["max-queue-seconds"],
         "drain_timeout_s": settings["drain-timeout-s"],
+        "usage_log": plan.usage.log,
+        "request_logger_url": plan.usage.url,
+        "log_texts": settings["log-texts"],
         "cors_allow_origin": settings["cors-allow-origin"],
         "cors_allow_header": settings["cors-allow-header"],
         "cors_allow_method": settings["cors-allow-method"],
@@ -194,7 +297,12 @@ def router_fields(plan: Plan) -> dict[str, Any]:
 
 def write(path: Path, values: dict[str, Any]) -> Path:
     """Write `values` for one process, readable by this user alone."""
+    return write_text(path, json.dumps(values, indent=1))
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a file that this user alone may read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        json.dump(values, file, indent=1)
+        file.write(text)
     return path

@@ -22,6 +22,11 @@ def choose(wanted: str) -> str:
     return f"cuda:{number}"
 
 
+def of_each_node(wanted: str) -> str:
+    """The same for nodes of a cluster, which shows a shard its own devices alone."""
+    return "cpu" if wanted == "cpu" else "cuda:0"
+
+
 def check_replicas(device: str, num_replicas: int) -> None:
     """Raise LauncherError where replicas from `device` on are more than there are CUDA devices."""
     kind, _, number = device.partition(":")

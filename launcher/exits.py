@@ -16,6 +16,7 @@ class Exit(IntEnum):
     WEBSERVER_FAILED = 8
     FORCED = 9
     LOADER_FAILED = 10
+    SHARD_KEEPS_ENDING = 11
 
 
 MEANINGS: dict[Exit, str] = {
@@ -24,11 +25,12 @@ MEANINGS: dict[Exit, str] = {
     Exit.NOT_ENOUGH_CUDA_DEVICES: "A CUDA device was asked for that this machine does not have.",
     Exit.DOWNLOAD_ERROR: "The model could not be found, read or downloaded.",
     Exit.SHARD_CANNOT_START: "A shard ended before it was ready: its last lines say why.",
-    Exit.SHARD_FAILED: "A shard ended while it was serving.",
+    Exit.SHARD_FAILED: "A shard ended while the server was draining.",
     Exit.WEBSERVER_CANNOT_START: "The address is taken, or the router ended before it was ready.",
-    Exit.WEBSERVER_FAILED: "The router ended while it was serving, or could not drain in time.",
+    Exit.WEBSERVER_FAILED: "The router ended again and again while serving, or could not drain in time.",
     Exit.FORCED: "A second signal ended it at once; running requests were cut.",
     Exit.LOADER_FAILED: "The loader of adapters could not start, or ended again and again while serving.",
+    Exit.SHARD_KEEPS_ENDING: "A shard ended five times running without having completed a request.",
 }
 
 

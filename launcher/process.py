@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -37,7 +37,9 @@ class Child:
         arguments: Path | list[str],
         environment: Mapping[str, str],
         output: IO[bytes] | None = None,
+        inherits: Sequence[int] = (),
     ) -> None:
+        """`inherits`: open files that the child has under the same numbers."""
         self.name = name
         words = arguments if isinstance(arguments, list) else [str(arguments)]
         command = [sys.executable, "-m", module, *words]
@@ -50,6 +52,7 @@ class Child:
             stderr=None if output is None else subprocess.STDOUT,
             env=dict(environment),
             process_group=0,
+            pass_fds=inherits,
         )
 
     @property
@@ -80,6 +83,11 @@ class Child:
         """Ask it to read its files again."""
         if self.exit_code is None:
             self._process.send_signal(signal.SIGHUP)
+
+    def hand_over(self) -> None:
+        """Ask a router to finish what it has, since another one takes what comes."""
+        if self.exit_code is None:
+            self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         """End it, and whatever it started in its group, even where it has ended itself."""

@@ -30,6 +30,7 @@ _TAIL = """
 | `HF_TOKEN`, `HUGGING_FACE_HUB_TOKEN`, `HF_API_TOKEN` | token for private and gated models; the first that is set |
 | `HF_HUB_OFFLINE` | `1` takes models and adapters from the cache alone, adapters for every caller |
 | `ADMIN_KEY` | the administrator's key, in place of `--admin-key-file` |
+| `REQUEST_LOGGER_URL` | gets a POST for every request that generated something ([usage.md](usage.md)) |
 | `HF_ENDPOINT` | another hub |
 | `HF_HOME` | where the cache is without `--huggingface-hub-cache` |
 | `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION` | credentials of the source `s3` |
@@ -63,14 +64,18 @@ a server that does not start raises an error that holds its last lines. `launche
 `lorikeet-generate PROMPT --url http://127.0.0.1:3000` writes one text as it comes (`--help` lists the fields of a
 request); `-v` colours its tokens by who brought them, and counts guesses, steps and seconds.
 
+`lorikeet-replay RECEIPT --url http://127.0.0.1:3000` asks for the text of a receipt again and says whether the tokens
+are the same ([receipts.md](receipts.md)).
+
 ## Start and end
 
 The launcher makes a private folder (0700), writes one configuration file per process, starts a shard and the router,
 and says that it is ready when `GET /ready` is. SIGTERM or Ctrl-C: the router takes no more requests and lets running
 ones finish for up to `--drain-timeout-s`; then the shard ends. A second signal ends everything at once, but not within
 half a second of the first: `timeout`, terminals and service managers send several at once and mean one. They may go to
-the launcher alone or to all its processes. A process that dies takes the others with it, and no process outlives the
-launcher, even when it is killed.
+the launcher alone or to all its processes. A process that dies while serving is started again; what a shard computed
+goes on elsewhere, or waits for it ([recovery.md](recovery.md)). No process outlives the launcher, even when it is
+killed. SIGUSR2 replaces every process while the server goes on.
 """
 
 

@@ -1,5 +1,6 @@
 """Which settings go together, which are refused, and which change nothing here: checked before anything is started."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,24 @@ from launcher.exits import Exit, LauncherError
 from launcher.flags import FLAGS
 from launcher.settings import Settings
 
+OF_ROUTERS = frozenset({
+    "adapter-disk-cache", "adapter-id", "adapter-source", "adapters", "admin-key-file", "api-keys",
+    "auth-cache-ttl-s", "auth-stale-s", "cors-allow-credentials", "cors-allow-header", "cors-allow-method",
+    "cors-allow-origin", "cors-expose-header", "default-adapter-source", "hostname", "local-adapter-root",
+    "log-texts", "lorax-use-global-hf-token", "max-adapter-size", "max-best-of", "max-body-bytes",
+    "max-concurrent-requests", "max-queue-seconds", "max-queued-per-adapter", "max-stop-sequences", "port",
+    "preloaded-adapter-ids", "preloaded-adapter-source", "receipts", "recovery-timeout-s", "request-timeout-s",
+    "speculative-method", "speculative-schedule", "speculative-tokens", "speculative-tokens-max", "strict-adapters",
+    "tokenizer-config-path", "usage-log", "validation-workers", "verify",
+})  # fmt: skip
+"""Flags that change nothing where there is no router."""
+OF_SHARDS = frozenset({
+    "adapter-cycle-time-s", "adapter-host-memory", "adapter-memory-fraction", "chunked-prefill", "cpu-memory",
+    "cuda-memory-fraction", "draft-dtype", "max-active-adapters", "max-batch-prefill-tokens",
+    "max-batch-total-tokens", "memory-wiggle-room", "ngram-long", "ngram-max", "ngram-min", "prefix-caching",
+    "speculation-max-batch-size", "threads", "watermark-delta", "watermark-gamma",
+})  # fmt: skip
+"""Flags that change nothing where no shard is started."""
 _WITHOUT_A_DRAFT = ("auto", "lookup", "ngram", "medusa", "off")
 
 
@@ -45,7 +64,13 @@ def without_effect(settings: Settings, device: str) -> list[str]:
         here = not flag.no_effect_on or device.startswith(flag.no_effect_on)
         if flag.no_effect and here and name in settings.given:
             sentences.append(f"{settings.given[name]} has no effect: {flag.no_effect}")
-    return sentences
+    elsewhere: dict[str, str] = {}
+    if settings["shard-listen"] is not None:
+        elsewhere = dict.fromkeys(OF_ROUTERS, "with --shard-listen there is no router here, whose matter it is")
+    elif settings["shard-address"]:
+        elsewhere = dict.fromkeys(OF_SHARDS, "with --shard-address no shard is started here, whose matter it is")
+    given = [name for name in FLAGS if name in elsewhere and name in settings.given]
+    return sentences + [f"{settings.given[name]} has no effect: {elsewhere[name]}" for name in given]
 
 
 def _check_adapters(settings: Settings) -> None:
@@ -72,17 +97,60 @@ def _check_pairs(settings: Settings) -> None:
         _check_revision(settings, "model-id", "revision")
     if settings["weights-cache-override"] is not None and model is None:
         _refuse("--weights-cache-override needs --model-id: the embedded model has its weights beside it")
-    address = settings["shard-address"]
-    if address is not None:
-        host, colon, port = address.rpartition(":")
-        if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
-            _refuse(f"--shard-address must look like 127.0.0.1:50051, not {address!r}")
-        if settings["replicas"] > 1:
-            _refuse("--shard-address is the address of one shard, and --replicas asks for several")
+    _check_shards(settings)
+    _check_ray(settings)
     device = settings["device"]
     kind, _, number = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (":" in device and not (kind == "cuda" and number.isdecimal())):
         _refuse(f"--device must be auto, cpu, cuda or cuda:N, not {device!r}")
+
+
+def _check_shards(settings: Settings) -> None:
+    """Where shards are, and what opens them."""
+    elsewhere, listen = settings["shard-address"], settings["shard-listen"]
+    for address in (*elsewhere, *filter(None, [listen])):
+        if not address.startswith("file:/") and not _is_address(address.removeprefix("dns:")):
+            _refuse(f"an address of a shard must look like 127.0.0.1:50051, not {address!r}")
+    if elsewhere and listen is not None:
+        _refuse("--shard-listen starts a shard, and --shard-address says that shards run elsewhere: give one")
+    for name in ("shard-address", "shard-listen"):
+        if settings[name] and settings["replicas"] > 1:
+            _refuse(f"--{name} and --replicas {settings['replicas']} contradict each other: replicas are started here")
+    is_remote = bool(elsewhere) or listen is not None
+    for name in ("shard-secret-file", "shard-tls-cert", "shard-tls-key", "shard-tls-ca"):
+        if settings[name] is not None and not (is_remote or settings["engine"] == "ray"):
+            _refuse(f"--{name} needs --shard-address, --shard-listen or --engine ray: there is no shard on TCP")
+    if (settings["shard-tls-cert"] is None) != (settings["shard-tls-key"] is None):
+        _refuse("--shard-tls-cert and --shard-tls-key go together")
+    if elsewhere and settings["shard-tls-cert"] is not None and settings["shard-tls-ca"] is None:
+        _refuse("--shard-tls-cert needs --shard-tls-ca where shards run elsewhere: by what are theirs judged?")
+    has_authority = settings["shard-tls-cert"] is not None and settings["shard-tls-ca"] is not None
+    if listen is not None and settings["shard-secret-file"] is None and not has_authority:
+        _refuse(
+            f"whoever reaches {listen} could use the shard: --shard-listen needs --shard-secret-file, or"
+            " --shard-tls-cert, --shard-tls-key and --shard-tls-ca"
+        )
+
+
+def _check_ray(settings: Settings) -> None:
+    """What Ray decides nobody else can."""
+    if settings["engine"] != "ray":
+        return
+    if importlib.util.find_spec("ray") is None:
+        _refuse("--engine ray needs Ray: pip install 'lorikeet[ray]'")
+    for name in ("shard-address", "shard-listen"):
+        if settings[name]:
+            _refuse(f"{settings.given[name]} and --engine ray contradict each other: Ray says where shards are")
+    for name in ("shard-tls-cert", "shard-tls-key", "shard-tls-ca"):
+        if settings[name] is not None:
+            _refuse(f"{settings.given[name]} is refused with --engine ray: no certificate names nodes yet to be chosen")
+    if settings["device"] not in ("cpu", "cuda"):
+        _refuse("--engine ray needs --device cpu or cuda: what this machine has says nothing of Ray's nodes")
+
+
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    return bool(colon and host) and port.isdecimal() and 0 < int(port) < 65536
 
 
 def _check_revision(settings: Settings, name: str, revision: str) -> None:
@@ -115,7 +183,8 @@ def _check_speculation(settings: Settings) -> None:
 
 def _check_files(settings: Settings) -> None:
     named = {"tokenizer-config-path": Path.is_file, "weights-cache-override": Path.is_dir}
-    named |= {"adapters": Path.is_file, "api-keys": Path.is_file}
+    named |= {"adapters": Path.is_file, "api-keys": Path.is_file, "shard-secret-file": Path.is_file}
+    named |= dict.fromkeys(("shard-tls-cert", "shard-tls-key", "shard-tls-ca"), Path.is_file)
     for name, is_there in named.items():
         path = settings[name]
         if path is not None and not is_there(Path(path)):

@@ -9,35 +9,50 @@ import math
 import queue
 import signal
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Self
 
 from launcher.exits import Exit, LauncherError
+from launcher.kept import KeptHelper, KeptShard, Marks
 from launcher.process import Child
 
 SAME_REQUEST_S = 0.5
 """A signal so soon after another was sent for the same reason: `timeout` and closing terminals send two at once."""
 _POLL_S = 0.05
 _SHARD_END_S = 10.0
+_REPLACED_S = 1800.0
+"""So long a new shard may load its model."""
 _ROUTER_GRACE_S = 10.0
 _LAST_WORDS_S = 2.0
-_MOST_LOADER_ENDS = 5
-_LOADER_WINDOW_S = 60.0
+_MEANT = (None, 0, -signal.SIGTERM)
+"""Exit codes of who ends as it was asked to: by SIGTERM itself only before it listens, and then it does nothing yet."""
 
 
 class Stop(Exception):
     """Somebody asked the launcher to end."""
 
 
+class Forced(Exception):
+    """Somebody asked again."""
+
+
 @dataclass(frozen=True)
 class Address:
-    """Where the router listens, as seen from this machine."""
+    """Where something listens, as seen from this machine."""
 
     host: str
     port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Of `host:port`, an IPv6 host in brackets."""
+        host, _, port = text.rpartition(":")
+        return cls(host.removeprefix("[").removesuffix("]"), int(port))
 
     @property
     def reachable_host(self) -> str:
@@ -61,25 +76,26 @@ class Address:
 
 
 class Signals:
-    """SIGTERM, SIGINT and SIGHUP, in the order of their arrival; those of one moment count once."""
+    """SIGTERM, SIGINT and SIGHUP, in the order of their arrival; those of one moment count once. SIGUSR2 asks for new
+    processes.
+    """
 
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._counted_at = -math.inf
         self.reloads = False
         """SIGHUP asks for the operator's files to be read again, not for an end."""
-        self._hangups = 0
+        self._asked: Counter[int] = Counter()
         self._outlives_terminal = False
 
-    def take_hangups(self) -> int:
-        """How many SIGHUPs came that ask for a reload, since last asked."""
-        taken, self._hangups = self._hangups, 0
-        return taken
+    def take(self, number: int) -> int:
+        """How often something other than an end was asked for by that signal, since last asked."""
+        return self._asked.pop(number, 0)
 
     @contextmanager
     def caught(self) -> Iterator["Signals"]:
         self._outlives_terminal = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup means it
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
         before = {number: signal.signal(number, self._note) for number in numbers}
         try:
             yield self
@@ -96,8 +112,8 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == signal.SIGHUP and self.reloads:
-            self._hangups += 1
+        if number == signal.SIGUSR2 or (number == signal.SIGHUP and self.reloads):
+            self._asked[number] += 1
             return
         if number == signal.SIGHUP and self._outlives_terminal:
             return
@@ -107,30 +123,47 @@ class Signals:
 
 
 @dataclass(frozen=True)
-class Processes:
-    """How each process of a server is started."""
+class ShardStart:
+    """How a shard is started, and the files that tell of it."""
 
-    shards: Sequence[Callable[[], Child]]
-    router: Callable[[], Child]
+    start: Callable[[], Child]
+    marks: Marks
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How each process of a server is started. One that ends while serving is started again."""
+
+    shards: Sequence[ShardStart]
+    """What they computed goes on elsewhere, or there once they are back."""
+    router: Callable[[], Child] | None = None
+    """Its connections are lost with it. None where shards serve routers that run elsewhere."""
+    router_ready: Path | None = None
+    """A file that it makes when requests are welcome, and …"""
+    router_beside: Path | None = None
+    """… one that is there while it takes another router's place: it listens when it is ready then."""
     loader: Callable[[], Child] | None = None
-    """Of adapters. Whatever an adapter did to it, it is started again: only what was being loaded is lost."""
+    """Of adapters. Only what was being loaded is lost."""
 
 
 class Supervisor:
     """Shards, a loader and a router as one server."""
 
-    def __init__(self, processes: Processes, address: Address, drain_timeout_s: float, log: logging.Logger) -> None:
+    def __init__(
+        self, processes: Processes, is_ready: Callable[[], bool], drain_timeout_s: float, log: logging.Logger
+    ) -> None:
         self._processes = processes
-        self._address = address
+        self._is_ready = is_ready
         self._drain_timeout_s = drain_timeout_s
         self._log = log
-        self._shards: list[Child] = []
-        self._router: Child | None = None
-        self._loader: Child | None = None
-        self._loader_ends: deque[float] = deque(maxlen=_MOST_LOADER_ENDS)
+        self._shards: list[KeptShard] = []
+        self._router: KeptHelper | None = None
+        self._loader: KeptHelper | None = None
+        self._leaving: list[Child] = []
+        """Processes that finish what they have beside their successors."""
 
     def run(self, signals: Signals, when_ready: Callable[[], None]) -> Exit:
-        """Serve until a signal or the death of a process. Raises LauncherError for a death; leaves no process."""
+        """Serve until a signal. Raises LauncherError where a process cannot be had, or ends too often; leaves none."""
         try:
             self._start()
             try:
@@ -140,6 +173,9 @@ class Supervisor:
             except Stop as stop:
                 self._log.info("%s: ending; running requests have %g seconds", stop, self._drain_timeout_s)
             return self._drain(signals)
+        except Forced:
+            self._log.warning("second signal: ending at once")
+            return Exit.FORCED
         except LauncherError:
             self._give_up()
             raise
@@ -148,69 +184,142 @@ class Supervisor:
                 child.kill()
 
     def _start(self) -> None:
-        self._shards = [start() for start in self._processes.shards]
+        for shard in self._processes.shards:
+            self._shards.append(KeptShard(shard.start, shard.marks, self._log))
         if self._processes.loader is not None:
-            self._loader = self._processes.loader()
-        self._router = self._processes.router()
+            self._loader = KeptHelper(self._processes.loader, Exit.LOADER_FAILED, self._log)
+        if self._processes.router is not None:
+            self._router = KeptHelper(self._processes.router, Exit.WEBSERVER_FAILED, self._log)
 
     def _wait_until_ready(self, signals: Signals) -> None:
-        while not self._address.is_ready():
-            self._look(signals, Exit.SHARD_CANNOT_START, Exit.WEBSERVER_CANNOT_START, "before it was ready")
-            if self._loader is not None and self._loader.exit_code is not None:
-                raise LauncherError(Exit.LOADER_FAILED, f"{self._loader.ending} before the server was ready")
+        exits = [(child, Exit.SHARD_CANNOT_START) for child in (shard.child for shard in self._shards)]
+        if self._loader is not None:
+            exits.append((self._loader.child, Exit.LOADER_FAILED))
+        if self._router is not None:
+            exits.append((self._router.child, Exit.WEBSERVER_CANNOT_START))
+        while not self._is_ready():
+            self._listen(signals)
+            for child, exit in exits:
+                if child.exit_code is not None:
+                    raise LauncherError(exit, f"{child.ending} before the server was ready")
 
     def _watch(self, signals: Signals) -> None:
         while True:
-            self._look(signals, Exit.SHARD_FAILED, Exit.WEBSERVER_FAILED, "while serving")
-            self._replace_loader()
+            self._look(signals)
+            if signals.take(signal.SIGUSR2):
+                self._replace_all(signals)
 
-    def _look(self, signals: Signals, shard: Exit, router: Exit, moment: str) -> None:
-        """Wait a moment. Raises Stop for a signal and LauncherError for a death."""
+    def _look(self, signals: Signals, untried: KeptHelper | None = None) -> None:
+        """Look after everything but a helper that has yet to show whether it can be started at all."""
+        self._listen(signals)
+        for kept in (*self._shards, self._loader, self._router):
+            if kept is not None and kept is not untried:
+                kept.look()
+
+    def _replace_all(self, signals: Signals) -> None:
+        """Every process by a new one, while the server serves: shards one after the other, then the router."""
+        self._log.info("SIGUSR2: every process is replaced")
+        for shard in self._shards:
+            shard.replace()
+            if not self._until(lambda shard=shard: shard.is_ready, signals, ending=shard.child):  # type: ignore[misc]
+                self._log.error("%s has not come back: nothing else is replaced", shard.child.name)
+                return
+        if self._loader is not None:
+            self._end_beside(self._loader.replace(), signals)
+        if self._router is None or self._replace_router(self._router, signals):
+            self._log.info("every process was replaced")
+
+    def _replace_router(self, router: KeptHelper, signals: Signals) -> bool:
+        """Both are there until the new one is ready."""
+        ready, beside = self._processes.router_ready, self._processes.router_beside
+        assert ready is not None and beside is not None
+        ready.unlink(missing_ok=True)
+        beside.touch()
+        old = router.replace()
+        self._leaving.append(old)
+        has_ended = lambda: router.child.exit_code is not None
+        self._until(lambda: ready.exists() or has_ended(), signals, untried=router)
+        beside.unlink()
+        if has_ended() or not ready.exists():
+            self._log.error("the new router cannot serve (%s): the old one goes on", router.child.ending)
+            self._leaving.remove(old)
+            router.take_back(old)
+            return False
+        old.hand_over()
+        self._end_beside(old, signals)
+        return True
+
+    def _until(
+        self,
+        is_so: Callable[[], bool],
+        signals: Signals,
+        ending: Child | None = None,
+        untried: KeptHelper | None = None,
+    ) -> bool:
+        """Look after everything until it is so; False where that takes too long. `ending` is killed if it does not end
+        in time, and then there is time again for its successor.
+        """
+        end = time.monotonic() + self._drain_timeout_s + _SHARD_END_S
+        while not is_so():
+            if time.monotonic() > end:
+                if ending is None or ending.exit_code is not None:
+                    return False
+                ending.kill()
+                ending, end = None, time.monotonic() + _REPLACED_S
+            elif ending is not None and ending.exit_code is not None:
+                ending, end = None, time.monotonic() + _REPLACED_S
+            self._look(signals, untried)
+        return True
+
+    def _end_beside(self, old: Child, signals: Signals) -> None:
+        """Let a process that has a successor end; it is killed if it takes too long."""
+        if old not in self._leaving:
+            self._leaving.append(old)
+            old.terminate()
+        if not self._until(lambda: old.exit_code is not None, signals):
+            self._log.warning("%s did not end in time and is killed", old.name)
+        old.kill()
+        self._leaving.remove(old)
+
+    def _listen(self, signals: Signals) -> None:
+        """Wait a moment. Raises Stop for a signal."""
         name = signals.wait(_POLL_S)
         if name is not None:
             raise Stop(name)
-        if signals.take_hangups() and self._router is not None:
+        if signals.take(signal.SIGHUP) and self._router is not None:
             self._log.info("SIGHUP: the router reads its files again")
-            self._router.hang_up()
-        for child in [*self._shards, *filter(None, [self._router])]:
-            if child.exit_code is not None:
-                raise LauncherError(router if child is self._router else shard, f"{child.ending} {moment}")
-
-    def _replace_loader(self) -> None:
-        """Raises LauncherError where that was done too often lately."""
-        if self._loader is None or self._loader.exit_code is None:
-            return
-        now = time.monotonic()
-        if len(self._loader_ends) == _MOST_LOADER_ENDS and now - self._loader_ends[0] < _LOADER_WINDOW_S:
-            raise LauncherError(Exit.LOADER_FAILED, f"{self._loader.ending} again and again while serving")
-        self._loader_ends.append(now)
-        self._log.error("%s: starting another one", self._loader.ending)
-        self._loader.kill()
-        assert self._processes.loader is not None
-        self._loader = self._processes.loader()
+            self._router.child.hang_up()
 
     def _drain(self, signals: Signals) -> Exit:
         """Router first: it answers what runs, and needs the shards for that."""
-        assert self._router is not None
-        self._router.terminate()
-        end = time.monotonic() + self._drain_timeout_s + _ROUTER_GRACE_S
-        while self._router.exit_code is None:
-            if signals.wait(_POLL_S) is not None:
-                self._log.warning("second signal: ending at once")
-                return Exit.FORCED
-            if time.monotonic() > end:
+        gone: list[str] = []
+        if self._router is not None:
+            self._end([self._router.child], self._drain_timeout_s + _ROUTER_GRACE_S, signals)
+            router = self._router.child
+            if router.exit_code not in _MEANT:
+                raise LauncherError(Exit.WEBSERVER_FAILED, f"{router.ending} while draining")
+            if router.exit_code is None:
                 raise LauncherError(Exit.WEBSERVER_FAILED, "the router did not drain in time and was killed")
-        others = [*self._shards, *filter(None, [self._loader])]
-        for child in others:
-            child.terminate()
-        ended = [child.wait(_SHARD_END_S) for child in others]
-        if not all(ended):
+            gone = [shard.child.ending for shard in self._shards if shard.child.exit_code not in _MEANT]
+        # Without a router here, the shards finish what routers elsewhere have given them.
+        timeout_s = _SHARD_END_S if self._router is not None else self._drain_timeout_s + _SHARD_END_S
+        others = [child for child in self._children() if self._router is None or child is not self._router.child]
+        self._end(others, timeout_s, signals)
+        if any(child.exit_code is None for child in others):
             self._log.warning("a shard or the loader did not end in time and is killed")
-        # By SIGTERM itself it ends only before it listens to signals, and then it answers nobody yet.
-        if self._router.exit_code not in (0, -signal.SIGTERM):
-            raise LauncherError(Exit.WEBSERVER_FAILED, f"{self._router.ending} while draining")
+        if gone:
+            raise LauncherError(Exit.SHARD_FAILED, f"{gone[0]} before the router had drained")
         self._log.info("ended")
         return Exit.OK
+
+    def _end(self, children: Sequence[Child], timeout_s: float, signals: Signals) -> None:
+        """Ask them to end, and wait. Raises Forced at a signal."""
+        for child in children:
+            child.terminate()
+        end = time.monotonic() + timeout_s
+        while any(child.exit_code is None for child in children) and time.monotonic() < end:
+            if signals.wait(_POLL_S) is not None:
+                raise Forced
 
     def _give_up(self) -> None:
         """After a death: the others get a moment to tell their clients."""
@@ -221,4 +330,6 @@ class Supervisor:
             child.wait(max(0.0, end - time.monotonic()))
 
     def _children(self) -> list[Child]:
-        return [*self._shards, *filter(None, [self._loader, self._router])]
+        shards = [shard.child for shard in self._shards]
+        helpers = [helper.child for helper in (self._loader, self._router) if helper is not None]
+        return [*shards, *helpers, *self._leaving]

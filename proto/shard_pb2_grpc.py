@@ -39,6 +39,11 @@ class ShardStub:
                 request_serializer=proto_dot_shard__pb2.InfoRequest.SerializeToString,
                 response_deserializer=proto_dot_shard__pb2.ShardInfo.FromString,
                 _registered_method=True)
+        self.Digest = channel.unary_unary(
+                '/lorikeet.shard.v1.Shard/Digest',
+                request_serializer=proto_dot_shard__pb2.DigestRequest.SerializeToString,
+                response_deserializer=proto_dot_shard__pb2.DigestReply.FromString,
+                _registered_method=True)
         self.Serve = channel.stream_stream(
                 '/lorikeet.shard.v1.Shard/Serve',
                 request_serializer=proto_dot_shard__pb2.Command.SerializeToString,
@@ -51,6 +56,14 @@ class ShardServicer:
 
     def Info(self, request, context):
         """What the shard is: fixed for the life of the process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Digest(self, request, context):
+        """What the model's files hold. They are read when the first one asks, which takes a second per gigabyte or so; a shard whose
+        files are no longer those that it has loaded answers FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +83,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.Info,
                     request_deserializer=proto_dot_shard__pb2.InfoRequest.FromString,
                     response_serializer=proto_dot_shard__pb2.ShardInfo.SerializeToString,
+            ),
+            'Digest': grpc.unary_unary_rpc_method_handler(
+                    servicer.Digest,
+                    request_deserializer=proto_dot_shard__pb2.DigestRequest.FromString,
+                    response_serializer=proto_dot_shard__pb2.DigestReply.SerializeToString,
             ),
             'Serve': grpc.stream_stream_rpc_method_handler(
                     servicer.Serve,
@@ -104,6 +122,33 @@ class Shard:
             '/lorikeet.shard.v1.Shard/Info',
             proto_dot_shard__pb2.InfoRequest.SerializeToString,
             proto_dot_shard__pb2.ShardInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Digest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lorikeet.shard.v1.Shard/Digest',
+            proto_dot_shard__pb2.DigestRequest.SerializeToString,
+            proto_dot_shard__pb2.DigestReply.FromString,
             options,
             channel_credentials,
             insecure,

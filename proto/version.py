@@ -3,6 +3,7 @@ from what was installed elsewhere.
 """
 
 import importlib.metadata
+import re
 import tomllib
 from pathlib import Path
 
@@ -14,3 +15,12 @@ def version() -> str:
     if _PROJECT.is_file():
         return str(tomllib.loads(_PROJECT.read_text())["project"]["version"])
     return importlib.metadata.version("lorikeet")
+
+
+def versions_fit(one: str, other: str) -> bool:
+    """Whether a router and a shard of these versions work together: neighbours do, so that a server can be replaced
+    piece by piece. Neighbours have the same major number, and minor ones that differ by one at most.
+    """
+    numbers = [re.match(r"(\d+)\.(\d+)", text) for text in (one, other)]
+    majors, minors = ([int(found[group]) for found in numbers if found is not None] for group in (1, 2))
+    return len(majors) == 2 and majors[0] == majors[1] and abs(minors[0] - minors[1]) <= 1

@@ -80,7 +80,7 @@ class Admission:
     def prefetch(self, digest: str, adapter: Adapter, home: str = "") -> None:
         """Have the shard that it belongs to, or the one of `home`, bring it near."""
         link = self._placement.home(home or digest)
-        if link.residency.prefetch(digest):
+        if link is not None and link.residency.prefetch(digest):
             link.client.tell(pb.Command(prefetches=[adapter_pin(adapter, digest)]))
 
     async def forget(self, digest: str, disk: bool) -> None:
@@ -95,15 +95,16 @@ class Admission:
     def pin(self, digest: str, adapter: Adapter) -> None:
         """Have a content stay, on disk and in its shard, now and after the shard was replaced."""
         if digest not in self._pins:
-            self._loader.say({"hold": digest})
+            self._loader.hold(digest)
         self._pins[digest] = adapter_pin(adapter, digest)
         command = pb.Command(pins=[pb.Pin(digest=digest, pinned=True)], prefetches=[self._pins[digest]])
-        self._placement.owner(digest).client.tell(command)
+        if (owner := self._placement.owner(digest)) is not None:
+            owner.client.tell(command)
 
     def unpin(self, digest: str) -> None:
         """Let it go when room is needed."""
         if self._pins.pop(digest, None) is not None:
-            self._loader.say({"release": digest})
+            self._loader.release(digest)
             for link in self._links:
                 link.client.tell(pb.Command(pins=[pb.Pin(digest=digest, pinned=False)]))
 

@@ -48,7 +48,7 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
         expose_headers=config.cors_expose_header,
         allow_credentials=bool(config.cors_allow_credentials),
     )
-    app.middleware_stack = Entrance(app.build_middleware_stack(), generating, lambda: dispatcher.draining, metrics)
+    app.middleware_stack = Entrance(app.build_middleware_stack(), generating, service, metrics)
     return app
 
 

@@ -24,10 +24,13 @@ class Caller:
 
 
 def caller(request: Request, keys: Keys) -> Caller:
-    """Who sent `request`."""
-    token = bearer(request)
-    key = keys.find(token)
-    return Caller(request.state.request_id, key, None if key is not None else token)
+    """Who sent `request`, by the keys that hold when this is first asked."""
+    found: Caller | None = getattr(request.state, "caller", None)
+    if found is None:
+        token = bearer(request)
+        key = keys.find(token)
+        request.state.caller = found = Caller(request.state.request_id, key, None if key is not None else token)
+    return found
 
 
 def bearer(request: Request) -> str | None:

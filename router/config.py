@@ -20,7 +20,16 @@ class RouterConfig:
     model_path: str
     """Local folder with configuration, tokenizer and chat template."""
     shard_addresses: tuple[str, ...]
-    """gRPC addresses: `unix:/private/folder/shard-0.sock` or `host:port`."""
+    """gRPC addresses: `unix:/private/folder/shard-0.sock` or `host:port`; `dns:host:port` is all that the name stands
+    for just now, `file:/path` a JSON list."""
+    shard_secret_path: str | None = None
+    """File with the secret that is shown to shards on TCP."""
+    shard_tls_ca_path: str | None = None
+    """Certificates of the authority of shards on TCP, which encrypt then."""
+    shard_tls_cert_path: str | None = None
+    """The certificate that is shown to them, and …"""
+    shard_tls_key_path: str | None = None
+    """… its key."""
     model_sha: str | None = None
     """Commit of the model at its hub, if known."""
     tokenizer_config_path: str | None = None
@@ -28,6 +37,12 @@ class RouterConfig:
     trust_remote_code: bool = False
     hostname: str = "0.0.0.0"
     port: int = 3000
+    listen_fd: int | None = None
+    """A bound socket that was inherited, in place of `hostname` and `port`."""
+    ready_mark: str | None = None
+    """Path of a file that appears once requests are welcome; None tells nobody."""
+    beside_mark: str | None = None
+    """Path of a file that is there while another router serves on the socket: this one listens once it is ready."""
     max_concurrent_requests: int = 1024
     """Requests inside the server (queued and running); above it 429."""
     max_best_of: int = 2
@@ -46,6 +61,12 @@ class RouterConfig:
     """How guesses are verified where a request doesn't say: coupled or rejection."""
     draft_model_id: str | None = None
     """The name the draft model was asked for by; None is what the shard says."""
+    stuck_marks: tuple[str, ...] = ()
+    """By shard: path of a file that asks the launcher to end it, since it hangs; none where nobody looks."""
+    step_timeout_s: float = 120.0
+    """A shard whose step takes longer is given up, and its requests go elsewhere; 0 is never."""
+    recovery_timeout_s: float = 300.0
+    """So long requests wait for a shard to come back when there is none."""
     loader_address: str | None = None
     """Unix socket of the adapters' loader; None serves the base model alone."""
     sources: SourceSettings = field(default_factory=SourceSettings)
@@ -77,6 +98,14 @@ class RouterConfig:
     max_body_bytes: int = 16 * 1024 * 1024
     validation_workers: int = 2
     """Threads that tokenize."""
+    receipts_path: str | None = None
+    """A file that gets a line per finished text: what it follows from, as hashes where those are tokens."""
+    usage_log: str | None = None
+    """File that gets a line of JSON for every request that has ended."""
+    request_logger_url: str | None = field(default=None, repr=False)
+    """Gets a POST for every request that generated something. It may hold credentials."""
+    log_texts: bool = False
+    """Prompts and outputs go there too."""
     request_timeout_s: float | None = None
     """Ends a request so long after its arrival, with 504; None never."""
     max_queue_seconds: float | None = None

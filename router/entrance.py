@@ -27,7 +27,8 @@ from router.errors import (
 )
 from router.headers import request_id
 from router.metrics import Metrics
-from router.service import now
+from router.service import Service, now
+from router.usage.record import Ending
 
 _OPEN_WHILE_DRAINING = frozenset(("/health", "/ping", "/ready", "/startup", "/metrics", "/info"))
 
@@ -42,13 +43,12 @@ _log = structlog.get_logger(__name__)
 class Entrance:
     """Around the whole application; `generating` are the POST routes to the model, counted and called directly."""
 
-    def __init__(
-        self, app: ASGIApp, generating: Mapping[str, Handle], is_draining: Callable[[], bool], metrics: Metrics
-    ) -> None:
+    def __init__(self, app: ASGIApp, generating: Mapping[str, Handle], service: Service, metrics: Metrics) -> None:
         self._app = app
         self._generating = generating
-        self._is_draining = is_draining
+        self._service = service
         self._metrics = metrics
+        self._usage = service.usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,7 +57,7 @@ class Entrance:
         headers = Headers(scope=scope)
         identity = request_id(headers.get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = identity
-        visit = _Visit(scope, send, identity)
+        visit = _Visit(scope, send, identity, closes=self._service.dispatcher.is_leaving)
         handle = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
         if handle is not None:
             self._metrics.request_arrived()
@@ -65,7 +65,7 @@ class Entrance:
         direct = None if "origin" in headers else handle
         with structlog.contextvars.bound_contextvars(request_id=identity):
             try:
-                if self._is_draining() and not _stays_open(scope):
+                if self._service.dispatcher.draining and not _stays_open(scope):
                     raise ShuttingDown()
                 if direct is None:
                     await self._app(scope, receive, visit.send)
@@ -86,6 +86,7 @@ class Entrance:
                 visit.log()
                 if handle is not None:
                     visit.count(self._metrics)
+                    self._usage.ended(Request(scope), visit.ending())
 
 
 def _stays_open(scope: Scope) -> bool:
@@ -95,17 +96,19 @@ def _stays_open(scope: Scope) -> bool:
 class _Visit:
     """One request on its way out: adds the id, remembers the status."""
 
-    def __init__(self, scope: Scope, send: Send, identity: str) -> None:
+    def __init__(self, scope: Scope, send: Send, identity: str, *, closes: bool) -> None:
         self._scope = scope
         self._send = send
-        self._identity = identity.encode()
+        self._headers = [(b"x-request-id", identity.encode())]
+        if closes:  # the next request goes to another router
+            self._headers.append((b"connection", b"close"))
         self._began_at = now()
         self.status = 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", []), (b"x-request-id", self._identity)]
+            message["headers"] = [*message.get("headers", []), *self._headers]
         await self._send(message)
 
     async def fail(self, error: RouterError, receive: Receive) -> None:
@@ -122,13 +125,21 @@ class _Visit:
         say("request", method=self._scope["method"], path=path, status=self.status, seconds=seconds, **told)
 
     def count(self, metrics: Metrics) -> None:
+        if self._error is None:
+            metrics.request_succeeded(now() - self._began_at)
+        else:
+            metrics.request_failed(self._error)
+
+    def ending(self) -> Ending:
+        return Ending(self._scope["path"], self.status, self._error, self._began_at, now())
+
+    @property
+    def _error(self) -> str | None:
+        """What it failed by."""
         failure = self._scope["state"].get("failure")
         if self.status == GONE:
-            metrics.request_failed("dropped")
-        elif failure is not None:
-            metrics.request_failed(answer(failure).counted_as)
-        else:
-            metrics.request_succeeded(now() - self._began_at)
+            return "dropped"
+        return None if failure is None else answer(failure).counted_as
 
 
 def failure_response(error: RouterError, path: str) -> Response:

@@ -84,6 +84,8 @@ class GenerationRequest:
     prompt_ids: list[int]
     max_new_tokens: int
     seed: int
+    text: str = field(default="", repr=False)
+    """The prompt before it was tokenized; empty where it came as token ids and nobody is told of texts."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_strings: tuple[str, ...] = ()
     include_stop: bool = True
@@ -105,6 +107,10 @@ class GenerationRequest:
     heads: Heads | None = None
     """None for the adapter's own, if it brings any."""
     speculation: Speculation = NO_SPECULATION
+    receipt: bool = False
+    """Whether the answer tells what the text follows from."""
+    is_probe: bool = False
+    """Whether its token is nobody's text: of a probe, or of a prompt that is only scored."""
 
 
 @dataclass(slots=True)

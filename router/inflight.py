@@ -17,12 +17,14 @@ from router.contents import Contents
 from router.errors import DeadlineExceeded, GenerationFailed, RouterError
 from router.generation import Chunk, FinishReason, GenerationRequest, Token
 from router.guessed import Guessed
+from router.suspicion import Suspicion
 from router.text.stop import StopMatcher
 from router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from router.shard_link import ShardLink
 
+_LAST_SOURCE = max(pb.Source.values())
 _FINISH = {pb.FINISH_LENGTH: FinishReason.LENGTH, pb.FINISH_EOS: FinishReason.EOS_TOKEN}
 
 
@@ -36,8 +38,14 @@ class Generation:
     """What a route holds of its request. Iterate, or call `next()` until a chunk has a finish reason."""
 
     def __init__(
-        self, number: int, request: GenerationRequest, tokenizer: Tokenizer, on_cancel: Callable[["Generation"], None]
+        self,
+        number: int,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        on_cancel: Callable[["Generation"], None],
+        on_finish: Callable[["Generation"], None] = lambda generation: None,
     ) -> None:
+        """`on_finish` is told when the text is complete, `on_cancel` when nobody waits for it any more."""
         self.number = number
         """Unique in this process; the id on the wire is the stream's own."""
         self.request = request
@@ -45,6 +53,8 @@ class Generation:
         self.state = State.QUEUED
         self.queued_at = time.monotonic()
         self.sent_at: float | None = None
+        self.waited_s: float | None = None
+        """In the queue, until it was sent for the first time."""
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.num_generated = 0
@@ -53,8 +63,18 @@ class Generation:
         self.num_cached = 0
         self.guessed = Guessed() if request.speculation.is_possible(has_heads=False) else None
         """What guessing ahead gave; None where nothing can be guessed."""
+        self.read_texts: list[str] | None = None
+        """What its reader got, where that is kept for the operator."""
         self.emitted_ids: list[int] = []
         """All tokens so far: enough to go on elsewhere."""
+        self.is_heard = False
+        """Whether the shard that it was sent to has given anything of it."""
+        self.num_moves = 0
+        """How often it went back into the queue."""
+        self.prefix_keys: tuple[int, ...] | None = None
+        """Of the beginnings of its prompt, once somebody asked."""
+        self.suspicion: Suspicion | None = None
+        """Whether it may be what ended a shard."""
         self.deadline: float | None = None
         """time.monotonic() at which it ends with an error."""
         self.wire_id = -1
@@ -77,6 +97,7 @@ class Generation:
         self._flush = detokenizer.flush
         self._stop = StopMatcher(request.stop_strings, request.include_stop) if any(request.stop_strings) else None
         self._on_cancel = on_cancel
+        self._on_finish = on_finish
         self._tokens: list[Token] = []
         self.is_mid_step = False
         """Whether the step of the last token goes on in the next message."""
@@ -106,6 +127,8 @@ class Generation:
         chunk = Chunk(self._tokens, self._text, self._finish, self.num_cached)
         if self._wants_prefill:
             self._add_prefill(chunk)
+        if self.read_texts is not None:
+            self.read_texts.append(self._text)
         self._tokens, self._text = [], ""
         self._exhausted = self._finish is not None
         return chunk
@@ -151,10 +174,17 @@ class Generation:
     def feed(self, output: pb.RequestOutput, now: float) -> int:
         """Take what a step gave; return the number of tokens that count. `state` is DONE after the last.
 
-        The reader is not told yet: `wake` does that, when no more output is at hand.
+        The reader is not told yet: `wake` does that, when no more output is at hand. Raises where it makes no sense.
         """
-        ids = list(output.token_ids)
+        ids, sources = list(output.token_ids), output.sources
+        if sources and max(sources) > _LAST_SOURCE:
+            raise ValueError(f"{max(sources)} is no source")
+        self.is_heard = True
+        if self.suspicion is not None:
+            self.suspicion.stepped(sum(output.step_ends))
         if self._wants_prefill:
+            if len(output.prefill_alternative_ids) != len(output.prefill_alternative_logprobs):
+                raise ValueError("alternatives without log probabilities, or the other way round")
             self._prefill_logprobs.extend(output.prefill_logprobs)
             self._prefill_ids.extend(output.prefill_alternative_ids)
             self._prefill_values.extend(output.prefill_alternative_logprobs)
@@ -169,6 +199,8 @@ class Generation:
         finish = output.finish_reason
         if self._finish is None and finish:
             self._end(finish, output.error)
+        if self._finish is not None:
+            self._on_finish(self)
         return num_tokens
 
     def fail(self, error: RouterError) -> None:
@@ -178,6 +210,47 @@ class Generation:
         self._error = error
         self._close()
         self.wake()
+
+    def lost(self) -> None:
+        """Its shard is gone, or refused it. What it got counts; what is missing is computed anew. `state` is DONE where
+        nothing is: only the word that it has ended was lost.
+        """
+        self.state, self.link, self.wire_id, self.is_mid_step = State.QUEUED, None, -1, False
+        self.num_moves += 1
+        if not self.emitted_ids:  # scores of the prompt come whole or again
+            self._prefill_logprobs.clear()
+            self._prefill_ids.clear()
+            self._prefill_values.clear()
+        elif self.emitted_ids[-1] in self._tokenizer.eos_ids and not self.request.ignore_eos:
+            self._end(pb.FINISH_EOS, "")
+        elif self.num_generated >= self.request.max_new_tokens:
+            self._end(pb.FINISH_LENGTH, "")
+        if self._finish is not None:
+            self._on_finish(self)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why its text is complete; None while it is not."""
+        return self._finish
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why it ended, if that was its own end."""
+        return self._finish
+
+    @property
+    def is_over(self) -> bool:
+        return self.state is State.DONE
+
+    @property
+    def known_ids(self) -> list[int]:
+        """Prompt and output so far."""
+        return self.request.prompt_ids + self.emitted_ids
+
+    @property
+    def num_known(self) -> int:
+        """How many these are."""
+        return len(self.request.prompt_ids) + self.num_generated
 
     def _take(self, ids: list[int], output: pb.RequestOutput) -> int:
         """Turn token ids into tokens with text; stop at the token that completes a stop string."""

@@ -48,6 +48,7 @@ class LoaderClient:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         """Without an answer yet, sent or not."""
+        self._held: set[str] = set()
         self._writer: asyncio.StreamWriter | None = None
 
     @property
@@ -64,6 +65,8 @@ class LoaderClient:
                 continue
             log.info("loader_connected")
             self._writer = writer
+            for digest in self._held:  # another one knows nothing of it
+                self.say({"hold": digest})
             for call in self._calls.values():
                 self._send(call)
             try:
@@ -97,6 +100,16 @@ class LoaderClient:
     def urgent(self, call: Call) -> None:
         """A request has waited long for it."""
         self.say({"urgent": call.number})
+
+    def hold(self, digest: str) -> None:
+        """Have a content stay on disk, whichever loader is there."""
+        self._held.add(digest)
+        self.say({"hold": digest})
+
+    def release(self, digest: str) -> None:
+        """Let it go when room is needed."""
+        self._held.discard(digest)
+        self.say({"release": digest})
 
     def say(self, body: dict[str, Any]) -> None:
         """A call whose answer nobody waits for."""

@@ -27,8 +27,8 @@ def configure_logging(level: str = "info", json_output: bool = False) -> None:
         plain = structlog.dev.plain_traceback  # others print the values of local names: texts and tokens
         last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
+        processors=[*shared, *last],
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),  # a line and its end are one write
         wrapper_class=structlog.make_filtering_bound_logger(_number(level)),
         cache_logger_on_first_use=True,
     )
@@ -40,10 +40,8 @@ def configure_logging(level: str = "info", json_output: bool = False) -> None:
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(_number(level))
-    # Uvicorn's own lines: warnings and worse; each request has a line of ours.
-    for name in ("uvicorn", "uvicorn.error"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    # Of libraries, Uvicorn too: warnings and worse. An HTTP client's lines hold what callers took for adapters' names.
+    root.setLevel(max(_number(level), logging.WARNING))
     access = logging.getLogger("uvicorn.access")
     access.handlers[:] = [logging.NullHandler()]
     access.propagate = False

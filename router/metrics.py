@@ -82,6 +82,9 @@ class Metrics:
         self.aborts = Counter()
         self.shard_messages = Counter()
         self.shard_reconnects = Counter()
+        self.requests_moved = Counter()
+        self.placements = Counter()
+        self.usage_dropped = Counter()
         self.adapters = AdapterMetrics()
         self.speculation = SpeculationMetrics()
         self.gauges: dict[str, float] = {}
@@ -191,6 +194,12 @@ class Metrics:
             result[family.name] = {"type": family.type, "data": data}
         return orjson.dumps(result)
 
+    def shard_gone(self, index: int) -> None:
+        """Nothing runs there any more."""
+        self._loads.pop(index, None)
+        self._num_pages.pop(index, None)
+        self.gauges["lorikeet_kv_pages"] = sum(self._num_pages.values())
+
     def render(self, accept: str) -> tuple[bytes, str]:
         """Body and content type by the request's Accept header: JSON when asked for, else Prometheus text."""
         if "application/json" in accept:
@@ -258,6 +267,10 @@ class Metrics:
             yield _histogram(f"lorikeet_{name}", text, getattr(self, name))
         for name, text in _COUNTERS.items():
             yield _counter(f"lorikeet_{name}_total", text, getattr(self, name))
+        text = "Requests sent to a shard, by why that one was chosen"
+        yield _counter("lorikeet_placements_total", text, self.placements, "reason")
+        text = "Ended requests that could not be told to the operator's file or URL"
+        yield _counter("lorikeet_usage_dropped_total", text, self.usage_dropped, "to")
 
 
 _HISTOGRAMS = {
@@ -277,6 +290,7 @@ _COUNTERS = {
     "aborts": "Requests ended by the router: cancelled, or complete at a stop string",
     "shard_messages": "Messages received from shards",
     "shard_reconnects": "Streams lost",
+    "requests_moved": "Requests that went on elsewhere after their shard was lost or refused them",
 }
 _GAUGES = {
     "lorax_queue_length": "Requests in the router's queue",

@@ -66,11 +66,20 @@ class FairQueue:
         lane.weight = weight
         if len(lane.waiting) >= self._max_waiting:
             raise QueueFull(key)
-        if not lane.waiting:
-            paid = (self._rounds - lane.idle_since) * self._quantum * lane.weight
-            lane.deficit = min(0.0, lane.deficit + paid)
-            self._turns.append(lane)
+        self._line_up(lane)
         lane.waiting[request_id] = tokens
+        self._key_of[request_id] = key
+
+    def put_back(self, key: str, request_id: int, tokens: int) -> None:
+        """Let a request that had left be the first of its key again, however many wait; its charge is returned.
+
+        `tokens` are charged when it leaves once more. Of several the last to be put back goes first.
+        """
+        lane = self._lane(key)
+        self._line_up(lane)
+        lane.deficit += tokens
+        lane.waiting[request_id] = tokens
+        lane.waiting.move_to_end(request_id, last=False)
         self._key_of[request_id] = key
 
     def pop(self, fits: Callable[[int], bool]) -> int | None:
@@ -110,6 +119,13 @@ class FairQueue:
                 self._forget_at = max(_MANY_LANES, 2 * len(self._lanes))
             lane = self._lanes[key] = _Lane(key, idle_since=self._rounds)
         return lane
+
+    def _line_up(self, lane: _Lane) -> None:
+        """A lane that was empty gets its turn."""
+        if not lane.waiting:
+            paid = (self._rounds - lane.idle_since) * self._quantum * lane.weight
+            lane.deficit = min(0.0, lane.deficit + paid)
+            self._turns.append(lane)
 
     def _retire(self, lane: _Lane) -> None:
         """An empty lane keeps its debt but saves up nothing."""

@@ -1,7 +1,8 @@
 """The router process: event loop, HTTP server, and its end in named stages (drain, cut, close).
 
 The first SIGTERM or SIGINT drains: probes and new requests get 503 while running ones finish. A later one forces,
-unless there is a parent: that kills when it means it, and whoever signals a whole server signals both.
+unless there is a parent: that kills when it means it, and whoever signals a whole server signals both. SIGUSR1 hands
+over to another router on the same socket: no new connection is taken, those that are there are answered to their end.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import structlog
 import uvicorn
@@ -52,6 +54,7 @@ class RouterServer:
         self._tokenizer = Tokenizer.load(config)
         self._metrics = Metrics(config.max_input_length, config.max_total_tokens)
         self._ending = asyncio.Event()
+        self._leaving = asyncio.Event()
         self._signalled_at: float | None = None
         self._server: _Uvicorn | None = None
         self._problem: str | None = None
@@ -76,31 +79,60 @@ class RouterServer:
                 lifespan="off",
             )
         )
-        listener = _listen(config.hostname, config.port)
         service: Service = app.state.service
         self._handle_signals(service)
         await dispatcher.start()
+        keeping = asyncio.create_task(self._keep(service))
+        if config.beside_mark is not None and await asyncio.to_thread(Path(config.beside_mark).exists):
+            await self._until_ready(service)
+        fd = config.listen_fd
+        listener = _listen(config.hostname, config.port) if fd is None else _inherited(fd)
         # What exists now lives as long as the process: the collector need not walk it again and again.
         gc.collect()
         gc.freeze()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         watching = asyncio.create_task(self._watch_parent())
-        keeping = asyncio.create_task(self._keep(service))
+        telling = asyncio.create_task(self._tell_ready(service))
         log.info("router_listening", hostname=config.hostname, port=listener.getsockname()[1])
-        ending = asyncio.create_task(self._ending.wait())
-        await asyncio.wait([serving, ending, keeping], return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():
+        ending, leaving = asyncio.create_task(self._ending.wait()), asyncio.create_task(self._leaving.wait())
+        await asyncio.wait([serving, ending, leaving, keeping], return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():
+            await self._finish(server, dispatcher)
+        elif not serving.done():
             log.info("router_draining", num_active=dispatcher.num_active, timeout_s=config.drain_timeout_s)
             whole = await dispatcher.drain(config.drain_timeout_s)
             log.info("router_drained", whole=whole)
         server.should_exit = True
         await serving
-        for task in (watching, ending, keeping):
+        for task in (watching, ending, leaving, keeping, telling):
             task.cancel()
+        await service.receipts.close()
         await service.templates.close()
         await dispatcher.stop()
+        await asyncio.to_thread(service.usage.close)
         self._tokenizer.close()
         return 0 if self._problem is None else 1
+
+    async def _finish(self, server: "_Uvicorn", dispatcher: Dispatcher) -> None:
+        """Wait for the connections that are there; what takes too long is cut."""
+        log.info("router_hands_over", num_active=dispatcher.num_active)
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                while server.server_state.connections:  # noqa: ASYNC110 - uvicorn tells nobody
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            await dispatcher.drain(0.0)
+
+    async def _until_ready(self, service: Service) -> None:
+        while not (service.dispatcher.ready and service.settled):  # noqa: ASYNC110 - two things in several places
+            await asyncio.sleep(0.02)
+
+    async def _tell_ready(self, service: Service) -> None:
+        """Once requests are welcome."""
+        if self._config.ready_mark is None:
+            return
+        await self._until_ready(service)
+        await asyncio.to_thread(Path(self._config.ready_mark).touch)
 
     async def _keep(self, service: Service) -> None:
         """Look after the operator's adapters. Ends where one is broken and that is meant to end everything."""
@@ -122,6 +154,12 @@ class RouterServer:
         finally:
             running.cancel()
 
+    def _hung_up(self, service: Service) -> None:
+        """SIGHUP: the operator's files are others now."""
+        service.usage.reopen()
+        if self._config.catalogue_path is not None or self._config.keys_path is not None:
+            self._reload(service)
+
     def _reload(self, service: Service) -> None:
         async def reload() -> None:
             try:
@@ -133,11 +171,19 @@ class RouterServer:
         task.add_done_callback(self._reloads.discard)
 
     def _handle_signals(self, service: Service) -> None:
-        loop = asyncio.get_running_loop()
-        if self._config.catalogue_path is not None or self._config.keys_path is not None:
-            loop.add_signal_handler(signal.SIGHUP, self._reload, service)
+        loop, config = asyncio.get_running_loop(), self._config
+        if any(path is not None for path in (config.catalogue_path, config.keys_path, config.usage_log)):
+            loop.add_signal_handler(signal.SIGHUP, self._hung_up, service)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
+        loop.add_signal_handler(signal.SIGUSR1, self._hand_over, service)
+
+    def _hand_over(self, service: Service) -> None:
+        if self._server is not None and self._server.started:
+            for listening in self._server.servers:
+                listening.close()
+            service.dispatcher.is_leaving = True
+            self._leaving.set()
 
     def _signalled(self) -> None:
         now = time.monotonic()
@@ -169,6 +215,14 @@ def _listen(hostname: str, port: int) -> socket.socket:
         listener.listen(4096)
     except OSError as error:
         raise OSError(f"can't listen on {hostname}:{port}: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def _inherited(descriptor: int) -> socket.socket:
+    """A socket that a parent has bound; it stays open there, so that nobody is turned away between two routers."""
+    listener = socket.socket(fileno=descriptor)
+    listener.listen(4096)
     listener.setblocking(False)
     return listener
 

@@ -14,16 +14,19 @@ from router.caller import Caller, caller
 from router.config import RouterConfig
 from router.directory import Directory
 from router.dispatch import Dispatcher
+from router.errors import ValidationError
 from router.generation import FinishReason, GenerationRequest, Speculation
 from router.inflight import Generation
 from router.keeper import Keeper
 from router.metrics import Metrics
+from router.receipts import Receipts
 from router.reload import Reloading, read_catalogue, read_keys
 from router.schemas.adapters import AdapterFields
 from router.schemas.speculation import Offer, SpeculationFields, make_offer, settle_speculation
 from router.selection import Selection
 from router.templates import Templates
 from router.text.tokenizer import Tokenizer
+from router.usage.reporter import Usage
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Service:
     keeper: Keeper | None
     """None where the base model is served alone."""
     reloading: Reloading
+    receipts: Receipts
+    usage: Usage
 
     @property
     def admission(self) -> Admission:
@@ -90,38 +95,54 @@ class Service:
         """How far ahead is guessed for a request. Raises ValidationError."""
         return settle_speculation(wanted, self.offer, is_seeded=is_seeded)
 
+    def check_room(self) -> None:
+        """Before anything is tokenized for a request that would be refused anyway. Raises a leaf of Refused."""
+        self.dispatcher.check_room(self.tokenizer.num_pending)
+
+    def check_ids(self, ids: list[int], field: str) -> None:
+        """Whether all of a prompt's ids are in the vocabulary. Raises ValidationError."""
+        info = self.dispatcher.info
+        if info is not None and max(ids) >= info.vocab_size:
+            raise ValidationError(f"`{field}` has a token id that is not below {info.vocab_size}", field)
+
     def validated(self, timing: Timing) -> None:
         """The request is checked and tokenized."""
         timing.validated_at = now()
         self.metrics.request_validated(timing.validated_at - timing.arrived_at)
 
-    def submit(self, requests: list[GenerationRequest], arrived_at: float) -> list[Generation]:
-        """Queue all of `requests` or none of them. Raises a leaf of Refused."""
+    def submit(self, request: Request, wanted: list[GenerationRequest], arrived_at: float) -> list[Generation]:
+        """Queue all that is wanted for `request` or nothing. Raises a leaf of Refused."""
         limit = self.config.request_timeout_s
         deadline = None if limit is None else arrived_at + limit
         generations: list[Generation] = []
+        request.state.wanted, request.state.generations = wanted, generations
         try:
-            for request in requests:
-                generations.append(self.dispatcher.submit(request, deadline=deadline))
+            for each in wanted:
+                self.receipts.prepare(each)
+                generations.append(generation := self.dispatcher.submit(each, deadline=deadline))
+                if self.config.log_texts:
+                    generation.read_texts = []
         except BaseException:
             cancel_all(generations)
             raise
         return generations
 
-    async def submit_named(self, request: GenerationRequest, arrived_at: float) -> Generation:
-        """Queue one request, and wait until it is known what its adapter holds. Raises RouterError."""
-        [generation] = self.submit([request], arrived_at)
+    async def submit_named(self, request: Request, wanted: GenerationRequest, arrived_at: float) -> Generation:
+        """Queue what is wanted, and wait until it is known what its adapter holds. Raises RouterError."""
+        [generation] = self.submit(request, [wanted], arrived_at)
         await named([generation])
         return generation
 
 
 def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> Service:
-    """All parts over one dispatcher. Raises CatalogueError where an operator's file cannot be used."""
+    """All parts over one dispatcher. Raises OSError or ValueError where an operator's file or URL cannot be used."""
     sources = None if config.loader_address is None else Sources(config.sources)
     rights = None if sources is None else Rights(sources, config.auth_cache_ttl_s, config.auth_stale_s)
     directory = Directory(config, read_catalogue(config))
     selection = Selection(config, rights, directory, read_keys(config))
     keeper = None if dispatcher.admission is None else Keeper(selection, dispatcher.admission)
+    receipts = Receipts(config, tokenizer.digest, dispatcher.links)
+    dispatcher.when_finished = receipts.finished
     return Service(
         dispatcher,
         tokenizer,
@@ -131,6 +152,8 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         Templates(tokenizer, sources),
         keeper,
         Reloading(config, selection, keeper),
+        receipts,
+        Usage(config, metrics, lambda request: caller(request, selection.keys)),
     )
 
 

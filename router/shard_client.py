@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from proto import shard_pb2 as pb
 from proto import shard_pb2_grpc
+from router.shard_access import OPEN, ShardAccess
 
 log = structlog.get_logger()
 
@@ -39,12 +40,24 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 500),
 ]
+
+
+BEAT_SECONDS, QUIET_BEATS = 0.25, 8
+"""A shard says something so often; after so many times without a word it is taken out."""
+FIRST_DELAY, LONGEST_DELAY = 0.1, 2.0
+"""Seconds before another connection is tried."""
 
 
 class ShardListener(Protocol):
     """Who is told what happens on the stream."""
+
+    def shard_unfit(self, info: pb.ShardInfo) -> str:
+        """Why this shard cannot be used, in a sentence; empty if it can."""
+
+    def shard_serving(self) -> None:
+        """What the shard says of whether it takes requests has changed."""
 
     def shard_up(self, info: pb.ShardInfo) -> None:
         """A new stream is open: no id and no credit of an earlier one means anything on it."""
@@ -62,29 +75,49 @@ class ShardListener(Protocol):
 class ShardClient:
     """Keeps one stream to one shard alive for as long as `run` runs."""
 
-    def __init__(self, address: str, listener: ShardListener) -> None:
+    def __init__(
+        self,
+        address: str,
+        listener: ShardListener,
+        step_timeout_s: float = 0.0,
+        access: ShardAccess = OPEN,
+        name: str = "",
+    ) -> None:
+        """A shard whose step takes longer than `step_timeout_s` is taken out; 0 waits for ever. `name`: that of its
+        certificate, where it is not the address's.
+        """
         self.address = address
+        self._access = access
+        self._name = name
+        self._metadata = access.metadata(address)
         self.connected = False
         self.serving = False
         """What the shard's health service said last."""
         self.last_heard = 0.0
         """time.monotonic() of the last message."""
+        self.is_taken_out = False
+        """Whether the last stream was ended here, since the shard hung."""
+        self._step_timeout_s = step_timeout_s
+        self._num_quiet = 0
+        self._fault: asyncio.Future[str] | None = None
         self._listener = listener
         self._outbox: deque[tuple[pb.Command, int]] = deque()
         """Commands not taken by the stream yet, with an upper bound of their size in bytes."""
         self._wake = asyncio.Event()
+        self._stub: shard_pb2_grpc.ShardStub | None = None
+        """Of the connection at hand."""
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        delay = 0.1
+        delay = FIRST_DELAY
         while True:
-            started = time.monotonic()
+            self.last_heard = 0.0
             reason = await self._one_connection()
-            if time.monotonic() - started > 5.0:
-                delay = 0.1
+            if self.last_heard:
+                delay = FIRST_DELAY
             log.warning("shard_unreachable", address=self.address, reason=reason, retry_in_s=round(delay, 2))
             await asyncio.sleep(delay * random.uniform(0.8, 1.2))
-            delay = min(2 * delay, 5.0)
+            delay = min(2 * delay, LONGEST_DELAY)
 
     def submit(self, submits: Iterable[pb.Submit]) -> int:
         """Send requests in as few messages as their size allows; return the number of messages."""
@@ -114,13 +147,19 @@ class ShardClient:
         if self.connected:
             self._put(command, command.ByteSize())
 
+    async def digest(self) -> str:
+        """Of the files that the shard's model was loaded from. Raises grpc.aio.AioRpcError, or ConnectionError."""
+        if self._stub is None:
+            raise ConnectionError("its shard is not connected")
+        return str((await self._stub.Digest(pb.DigestRequest(), metadata=self._metadata)).sha256)
+
     def _put(self, command: pb.Command, size: int) -> None:
         self._outbox.append((command, size))
         self._wake.set()
 
     async def _one_connection(self) -> str:
         """Connect and serve until something breaks; say what."""
-        async with grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
+        async with self._access.channel(self.address, self._name, _CHANNEL_OPTIONS) as channel:
             watch: asyncio.Task[None] | None = None
             try:
                 health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
@@ -128,7 +167,9 @@ class ShardClient:
                     return f"health: {await health.code()}: {await health.details()}"
                 watch = asyncio.create_task(self._follow_health(health))
                 stub = shard_pb2_grpc.ShardStub(channel)
-                info = await stub.Info(pb.InfoRequest(), timeout=10.0)
+                info = await stub.Info(pb.InfoRequest(), timeout=10.0, metadata=self._metadata)
+                if unfit := self._listener.shard_unfit(info):
+                    return unfit
                 return await self._serve(stub, info)
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name}: {error.details()}"
@@ -155,18 +196,25 @@ class ShardClient:
         while (reply := await health.read()) is not grpc.aio.EOF:
             self.serving = reply.status == health_pb2.HealthCheckResponse.SERVING
             log.info("shard_health", address=self.address, serving=self.serving)
+            self._listener.shard_serving()
         self.serving = False
 
     async def _serve(self, stub: shard_pb2_grpc.ShardStub, info: pb.ShardInfo) -> str:
         """One stream from its first message to its end; why it ended."""
-        call = stub.Serve()
+        self._stub = stub
+        call = stub.Serve(metadata=self._metadata)
         self._outbox.clear()
-        self.connected = True
+        self.connected, self.is_taken_out, self._num_quiet = True, False, 0
+        self._fault = asyncio.get_running_loop().create_future()
         self._listener.shard_up(info)
-        writer = asyncio.create_task(self._write(call))
+        reader = asyncio.create_task(self._read(call))
+        others = [asyncio.create_task(self._write(call)), asyncio.create_task(self._count_beats())]
         reason = "the shard closed the stream"
         try:
-            await self._read(call)
+            await asyncio.wait((reader, self._fault), return_when=asyncio.FIRST_COMPLETED)
+            if self._fault.done():
+                return (reason := self._fault.result())
+            await reader
             if (code := await call.code()) is not grpc.StatusCode.OK:
                 reason = f"{code.name}: {await call.details()}"
         except grpc.aio.AioRpcError as error:
@@ -175,13 +223,32 @@ class ShardClient:
             reason = ""
             raise
         finally:
-            self.connected = False
-            writer.cancel()
+            self.connected, self._stub = False, None
+            for task in (reader, *others):
+                task.cancel()
             call.cancel()
             self._listener.shard_down(reason)
-            with contextlib.suppress(asyncio.CancelledError):
-                await writer
+            await asyncio.gather(reader, *others, return_exceptions=True)
         return reason
+
+    def _take_out(self, reason: str) -> None:
+        if self._fault is not None and not self._fault.done():
+            self.is_taken_out = True
+            self._fault.set_result(reason)
+
+    async def _count_beats(self) -> None:
+        """Counts turns of this loop rather than time: a process that was halted itself has not missed a word."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self._num_quiet += 1
+            if self._num_quiet >= QUIET_BEATS:
+                self._take_out(f"no heartbeat for {BEAT_SECONDS * QUIET_BEATS:g} s")
+
+    def _heard(self, output: pb.StepOutput) -> None:
+        self.last_heard = time.monotonic()
+        self._num_quiet = 0
+        if 0 < 1000 * self._step_timeout_s < output.heartbeat.age_ms:
+            self._take_out(f"step {output.heartbeat.running_step} takes longer than {self._step_timeout_s:g} s")
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         """Take messages until the stream ends.
@@ -196,7 +263,7 @@ class ShardClient:
         try:
             num_joined = 0
             while (output := await reading) is not grpc.aio.EOF:
-                self.last_heard = time.monotonic()
+                self._heard(output)
                 reading = asyncio.ensure_future(call.read())
                 num_waiting = listener.shard_output(output)
                 num_joined += 1

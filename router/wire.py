@@ -25,7 +25,8 @@ def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms:
     adapter, heads = contents.adapter_pin, contents.heads_pin
     return pb.Submit(
         id=generation.wire_id,
-        prompt_ids=request.prompt_ids,
+        prompt_ids=generation.known_ids,
+        num_emitted=len(generation.emitted_ids),
         max_new_tokens=request.max_new_tokens,
         seed=request.seed,
         sampling=pb.Sampling(
@@ -48,7 +49,7 @@ def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms:
         logprobs=pb.Logprobs(
             wanted=request.logprobs,
             alternatives=request.num_alternatives,
-            prefill=request.prefill_logprobs,
+            prefill=request.prefill_logprobs and not generation.emitted_ids,
             law=pb.Logprobs.RAW if request.raw_logprobs else pb.Logprobs.PROCESSED,
             prefill_alternatives=request.num_prefill_alternatives,
         ),
@@ -57,6 +58,7 @@ def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms:
         heads=None if heads is None else adapter_pin(*heads),
         speculation=_speculation(request.speculation) if contents.can_speculate else None,
         prediction_ids=request.speculation.prediction_ids,
+        num_alone=0 if generation.suspicion is None else generation.suspicion.num_alone,
     )
 
 

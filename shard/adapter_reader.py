@@ -12,6 +12,10 @@ from shard.slots import Content
 
 log = structlog.get_logger()
 
+NOT_HERE = (
+    "the adapter is not in this shard's store: shards on another machine than their router share its --adapter-store"
+)
+
 
 class AdapterReader:
     """Reads what it is asked for and puts it into the inbox."""
@@ -31,8 +35,9 @@ class AdapterReader:
     def _run(self) -> None:
         while True:
             digest = self._asked.get()
+            path = self._store / f"{digest}.safetensors"
             try:
-                item = AdapterRead(digest, self._read(self._store / f"{digest}.safetensors"))
+                item = AdapterRead(digest, self._read(path)) if path.exists() else AdapterRead(digest, None, NOT_HERE)
             except ValueError as error:
                 item = AdapterRead(digest, None, str(error))
             except Exception as error:  # this adapter fails; the next may not

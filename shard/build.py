@@ -14,6 +14,7 @@ from shard.inbox import Inbox
 from shard.kv_cache import KvCache
 from shard.memory import choose_num_pages
 from shard.model import Model
+from shard.model_files import ModelFiles
 from shard.outbox import Outbox
 from shard.sampling import Sampler
 from shard.scheduler import Scheduler
@@ -74,7 +75,7 @@ def build_drafter(model: Model, draft_model: Model, sampler: Sampler) -> Drafter
     return Drafter(draft_model, sampler, model.info.vocab_size, draft_model.info.vocab_size)
 
 
-def describe(config: ShardConfig, model: Model, engine: Engine) -> Facts:
+def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFiles) -> Facts:
     """What the wire says of this shard."""
     cache = engine.scheduler.cache
     info = pb.ShardInfo(
@@ -92,6 +93,8 @@ def describe(config: ShardConfig, model: Model, engine: Engine) -> Facts:
         prefix_caching=config.prefix_caching,
         chunked_prefill=config.chunked_prefill,
         draft_model_id="" if config.draft_model is None else config.draft_model_id,
+        watermark_gamma=config.watermark_gamma,
+        watermark_delta=config.watermark_delta,
     )
     num_kv_tokens = cache.num_pages * cache.page_size
     has_adapters = engine.scheduler.adapters is not None
@@ -102,4 +105,4 @@ def describe(config: ShardConfig, model: Model, engine: Engine) -> Facts:
         has_adapters,
         has_draft_model=config.draft_model is not None,
     )
-    return Facts(info, bounds, lambda: engine.running_step)
+    return Facts(info, bounds, lambda: engine.running_step, files.digest)

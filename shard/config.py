@@ -19,6 +19,16 @@ class ShardConfig:
     """Local folder with the configuration and weights."""
     listen: str
     """gRPC address: `unix:/private/folder/shard-0.sock` or `host:port`."""
+    secret_path: str | None = None
+    """File with the secret that routers show, on TCP."""
+    tls_cert_path: str | None = None
+    """This shard's certificate, and …"""
+    tls_key_path: str | None = None
+    """… its key, where TCP is encrypted."""
+    tls_ca_path: str | None = None
+    """Certificates of the authority whose routers may connect; None takes any."""
+    ready_mark: str | None = None
+    """Path of a file that appears once requests are taken; None tells nobody."""
     device: str = "cpu"
     """`cpu` or `cuda:N`."""
     dtype: str | None = None
@@ -75,6 +85,10 @@ class ShardConfig:
     """The name the draft model was asked for by."""
     draft_dtype: str | None = None
     """As `dtype`, of the draft model."""
+    step_timeout_s: float = 120.0
+    """A step that takes longer hangs, and ends the process; 0 is never."""
+    served_mark: str | None = None
+    """Path of a file that appears once a request was completed; None tells nobody."""
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
     json_output: bool = False

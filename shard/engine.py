@@ -37,6 +37,8 @@ NEWS_S, NEWS = 0.004, 0.2
 """A step is worth a word to the routers if it should differ from the last by so much, in seconds and as a part."""
 COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
+TELL_S = 0.1
+"""So long the step of a suspect, and the one after it, wait for the routers to be told of them, at most."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Engine:
         self.scheduler = scheduler
         self.running_step = (0, 0.0)
         """Number and start of the step at hand, (0, …) between steps. Read by other threads."""
+        self.has_served = False
+        """Whether a request was completed. Read by other threads."""
         self._network = network
         self._sampler = sampler
         self._drafter = drafter
@@ -79,6 +83,10 @@ class Engine:
         self._expected = 0.0  # seconds, as told
         self._committed_at = 0.0
         self._num_preempted_told = 0
+        self._told: set[tuple[int, int]] = set()
+        """Requests that the routers believe to be computed."""
+        self._was_alone = False
+        """Whether that is a suspect."""
         self._is_clean = True
         self._is_cut = False
         self._adapter_news: dict[str, AdapterNews] = {}
@@ -107,9 +115,11 @@ class Engine:
             self._outputs.append(Output(request.key, finish_reason=FinishReason.DEADLINE))
         shares = self.scheduler.schedule()
         if shares:
+            self._begin(shares)
             self._foretell(sum(share.num_tokens for share in shares))
             self._launch(shares)
-        num_open = self._pacing.commit_lag if shares and not self._launched[-1].error else 0
+        may_lag = shares and not self._launched[-1].error and not self.scheduler.is_alone
+        num_open = self._pacing.commit_lag if may_lag else 0
         while len(self._launched) > num_open:
             self._commit(self._launched.popleft())
         self._settle_adapters()  # what left its slot in this step: there may be no next one for long
@@ -137,6 +147,20 @@ class Engine:
         if request.finish_reason is not FinishReason.LENGTH:
             raise RuntimeError(next(output.error for output in self._outputs if output.error))
         self.scheduler.check()
+        self.has_served = False
+
+    def _begin(self, shares: list[Share]) -> None:
+        """Tell the routers whom the step computes before it does: it may be the last thing that this process does."""
+        keys = {share.request.key for share in shares}
+        is_alone, was_alone = self.scheduler.is_alone, self._was_alone
+        if keys <= self._told and not (is_alone or was_alone):
+            return
+        self._told, self._was_alone = keys, is_alone
+        if is_alone:  # nothing else of a suspect's step is at hand when it begins
+            while self._launched:
+                self._commit(self._launched.popleft())
+        # Nor may a suspect be blamed for the step after its own: both begin once the word is out.
+        self._outbox.begins(keys, TELL_S if is_alone or was_alone else 0.0)
 
     def _foretell(self, num_tokens: int) -> None:
         """Tell the routers where the step that begins will be much longer or shorter than the last: by its end they
@@ -243,6 +267,7 @@ class Engine:
             first_score += len(span)
             if num_taken > 0 and sampled is not None:
                 self._outputs.append(token_output(share, sampled, row, num_taken, seconds))
+                self.has_served = self.has_served or share.request.finish_reason is not FinishReason.NONE
                 if share.num_heads:
                     at = first_head + (num_taken - 1) * share.num_heads
                     share.request.head_ids = head_ids[at : at + share.num_heads]
@@ -259,7 +284,9 @@ class Engine:
 
     def _fail(self, share: Share, error: str, retryable: bool) -> None:
         if self.scheduler.discard(share):
-            self._outputs.append(error_output(share.request, error, retryable))
+            output = error_output(share.request, error, retryable)
+            output.in_step = True
+            self._outputs.append(output)
 
     def _publish(self) -> None:
         if not self._launched:
@@ -294,7 +321,9 @@ class Engine:
         num_free_pages = cache.num_available - num_running  # each running request may need one more soon
         return Status(
             step=self._num_steps,
-            credit_requests=max(0, max_running + num_ahead - num_running - num_waiting + num_parked),
+            credit_requests=0
+            if self._intake.is_ending
+            else max(0, max_running + num_ahead - num_running - num_waiting + num_parked),
             credit_tokens=max(0, num_free_pages * cache.page_size - scheduler.num_waiting_tokens),
             num_running=num_running,
             num_waiting=num_waiting,

@@ -4,7 +4,7 @@ Knows streams by their epoch and how to merge outputs; knows neither gRPC nor th
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import add
 
@@ -57,6 +57,8 @@ class Output:
     finish_reason: FinishReason = FinishReason.NONE
     error: str = ""
     retryable: bool = False
+    in_step: bool = False
+    """Whether a step that computed it failed."""
 
     def merge(self, later: "Output") -> None:
         """Append what a later step gave."""
@@ -74,6 +76,7 @@ class Output:
         self.finish_reason = later.finish_reason
         self.error = later.error
         self.retryable = later.retryable
+        self.in_step = later.in_step
 
     def _merge_drafts(self, later: "Output") -> None:
         counts = self.num_drafted or (0,) * len(later.num_drafted)
@@ -113,6 +116,8 @@ class Mail:
     acknowledged: int
     adapters: dict[str, AdapterNews]
     """By digest: where it is now, where that has changed."""
+    computing: list[int] | None = None
+    """Ids of the stream's requests that the step at hand computes, where that has changed."""
 
 
 class Tray:
@@ -125,8 +130,17 @@ class Tray:
         self.num_preempted = 0
         self.acknowledged = 0
         self.adapters: dict[str, AdapterNews] = {}
+        self.computing: list[int] | None = None
+        self.is_computing_known = True
+        """Whether the stream has sent the last word on what is computed."""
         self.is_called = False
         self.told: tuple[int, ...] | None = None
+
+    def call(self) -> None:
+        """Wake who takes, unless that was done."""
+        if not self.is_called:
+            self.is_called = True
+            self.wake()
 
     @property
     def news(self) -> tuple[int, ...]:
@@ -140,6 +154,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._sent = threading.Condition(self._lock)
         self._trays: dict[int, Tray] = {}
 
     def open(self, epoch: int, wake: Callable[[], None]) -> None:
@@ -150,6 +165,29 @@ class Outbox:
     def close(self, epoch: int) -> None:
         with self._lock:
             self._trays.pop(epoch, None)
+            self._sent.notify_all()
+
+    def begins(self, keys: Iterable[tuple[int, int]], wait_s: float = 0.0) -> None:
+        """A step is about to compute these requests. Waits up to `wait_s` until every stream has sent that."""
+        ids: dict[int, list[int]] = {}
+        for epoch, request_id in keys:
+            ids.setdefault(epoch, []).append(request_id)
+        with self._lock:
+            for epoch, tray in self._trays.items():
+                tray.computing, tray.is_computing_known = ids.get(epoch, []), False
+                tray.call()
+            if wait_s:
+                self._sent.wait_for(lambda: all(tray.is_computing_known for tray in self._trays.values()), wait_s)
+
+    def sent(self, epoch: int, mail: Mail) -> None:
+        """A stream has sent what it took."""
+        if mail.computing is None:
+            return
+        with self._lock:
+            tray = self._trays.get(epoch)
+            if tray is not None and tray.computing is None:
+                tray.is_computing_known = True
+                self._sent.notify_all()
 
     def publish(
         self,
@@ -174,16 +212,23 @@ class Outbox:
                 tray.acknowledged = acknowledged.get(epoch, 0)
                 tray.adapters.update(adapters)
                 has_news = tray.outputs or tray.adapters or tray.news != tray.told
-                if has_news and not tray.is_called:
-                    tray.is_called = True
-                    tray.wake()
+                if has_news:
+                    tray.call()
 
     def take(self, epoch: int) -> Mail:
         """All that waits for a stream."""
         with self._lock:
             tray = self._trays[epoch]
-            mail = Mail(list(tray.outputs.values()), tray.status, tray.num_preempted, tray.acknowledged, tray.adapters)
+            mail = Mail(
+                list(tray.outputs.values()),
+                tray.status,
+                tray.num_preempted,
+                tray.acknowledged,
+                tray.adapters,
+                tray.computing,
+            )
             tray.outputs = {}
+            tray.computing = None
             tray.num_preempted = 0
             tray.adapters = {}
             tray.is_called = False

@@ -166,6 +166,8 @@ class Request:
     speculation: Speculation = NO_SPECULATION
     paces: "dict[Kind, Pace]" = field(default_factory=dict)
     """What the request's schedule remembers; nothing with a constant one."""
+    num_alone: int = 0
+    """Until so many more of its steps have given tokens, they compute no other: it may be what ended a shard."""
     guesser: Guesser | None = None
     """What looks up its tokens. Made at the first step that could use it."""
 

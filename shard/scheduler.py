@@ -43,6 +43,8 @@ class Scheduler:
         self._ending: set[Request] = set()  # ended, but a launched step still writes their pages
         self._num_arrived = 0
         self._stood_back = False
+        self._alone: Request | None = None
+        """Whose step the next one is, with no other request in it."""
         self._crowds = Crowds(limits)
         self._next_deadline = inf
 
@@ -50,6 +52,11 @@ class Scheduler:
     def is_idle(self) -> bool:
         """No request is left, not even one that has ended but is still being computed."""
         return not self.requests and not self._ending
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the step at hand is one suspect's own."""
+        return self._alone is not None
 
     def add(self, request: Request) -> None:
         """Queue a request. Its key must be new."""
@@ -74,9 +81,27 @@ class Scheduler:
         """Plan the next step and count it as launched.
 
         An adapter with more requests here than another lets the other's prompts have a step, and then has its turn.
+        A request that may have ended a shard has steps of its own, by turns with all others.
         """
+        last, self._alone = self._alone, None
+        for suspect in self._suspects() if last is None else ():
+            self._alone = suspect
+            shares = self._schedule()
+            if shares:
+                return shares
+        self._alone = None
+        shares = self._schedule()
+        return self.schedule() if last is not None and not shares else shares
+
+    def _suspects(self) -> list[Request]:
+        """Requests that are due a step of their own, the first to come first."""
+        suspects = [request for request in self.requests.values() if request.num_alone]
+        return sorted(suspects, key=lambda request: request.order)
+
+    def _schedule(self) -> list[Share]:
         shares: list[Share] = []
-        budget = Budget(self.limits, self._crowds.of(self.requests.values()))
+        crowds = self._crowds.of(self.requests.values()) if self._alone is None else {}
+        budget = Budget(self.limits, crowds)
         is_whole = self._plan(shares, budget)
         has_prompts = budget.num_left < self.limits.step_tokens
         self._stood_back = bool(budget.crowds) and has_prompts and not self._stood_back
@@ -93,7 +118,7 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            num_tokens = 0 if self._must_wait(request) else budget.grant(request)
+            num_tokens = budget.grant(request) if self._has_turn(request) and not self._must_wait(request) else 0
             if num_tokens:
                 num_covered = len(request.page_ids) * self.cache.page_size
                 num_wanted = request.num_computed + num_tokens
@@ -210,9 +235,14 @@ class Scheduler:
         start = request.num_computed
         end = request.num_computed = start + num_tokens
         samples = end == len(request.token_ids) + request.num_in_flight
+        request.num_alone = max(0, request.num_alone - samples)
         request.num_in_flight += samples
         request.num_launched += 1
         return Share(request, start, end, samples)
+
+    def _has_turn(self, request: Request) -> bool:
+        """A step is one suspect's, or all others'."""
+        return request.num_alone == 0 if self._alone is None else request is self._alone
 
     def _must_wait(self, request: Request) -> bool:
         """How many tokens come next, or which one the next guess hangs on, is not known before a commit."""
@@ -246,7 +276,7 @@ class Scheduler:
         index = 0
         while index < len(self.waiting) and self._rows and budget.num_left > 0:
             request = self.waiting[index]
-            if budget.is_spent(request) or not self._take_slot(request):
+            if budget.is_spent(request) or not self._has_turn(request) or not self._take_slot(request):
                 index += 1
                 continue
             admission = self.cache.admit(request, num_spare=len(self.running))

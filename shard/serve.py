@@ -2,21 +2,25 @@
 
 import gc
 import os
+from pathlib import Path
 
 import structlog
 import torch
 
 from shard import cores, logs
+from shard.access import Access
 from shard.build import build_engine, describe
 from shard.config import ShardConfig
 from shard.draft_model import load_draft_model
 from shard.engine import Engine
 from shard.inbox import Inbox
 from shard.model import load_model
+from shard.model_files import ModelFiles
 from shard.outbox import Outbox
 from shard.prefault import Prefault
 from shard.process import watch_signals
 from shard.server import Server
+from shard.watch import Watch
 
 log = structlog.get_logger()
 
@@ -24,12 +28,14 @@ log = structlog.get_logger()
 class Ending:
     """What a signal does: it ends the engine once there is one, else the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: Server) -> None:
+        self._server = server
         self.engine: Engine | None = None
 
     def end(self) -> None:
         if self.engine is None:
             os._exit(0)
+        self._server.closing()
         self.engine.stop()
 
     def orphaned(self) -> None:
@@ -41,12 +47,13 @@ class Ending:
 def serve(config: ShardConfig) -> None:
     """Load, listen, step. Returns when told to end."""
     logs.adopt_libraries()
-    ending = Ending()
+    inbox, outbox = Inbox(), Outbox()
+    server = Server(config.listen, inbox, outbox, Access.of(config))
+    ending = Ending(server)
     watch_signals(ending.end, ending.orphaned, config.parent_pid)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    inbox, outbox = Inbox(), Outbox()
-    server = Server(config.listen, inbox, outbox)
     address = server.start()
+    files = ModelFiles(config.model_path, has_code=config.trust_remote_code)
     model = load_model(config)
     draft_model = load_draft_model(config, model)
     logs.adopt_libraries()  # of those that loading needed
@@ -58,10 +65,13 @@ def serve(config: ShardConfig) -> None:
     gc.collect()
     gc.freeze()
     ending.engine = engine
-    server.ready(describe(config, model, engine))
+    server.ready(describe(config, model, engine, files))
+    if config.ready_mark is not None:
+        Path(config.ready_mark).touch()
     log.info("ready", address=address, model_id=config.model_id, architecture=model.info.model_type)
     if model.info.device.type == "cpu":
         cores.keep()
+    Watch(engine, config.served_mark, config.step_timeout_s).start()
     engine.run()
     server.stop()
     log.info("ended")

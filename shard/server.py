@@ -15,10 +15,12 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from proto import shard_pb2 as pb
 from proto import shard_pb2_grpc
+from shard.access import Access
 from shard.inbox import Inbox, StreamEnded, StreamOpened
 from shard.outbox import Outbox
 from shard.wire import Bounds, read_command, write_mail
@@ -38,10 +40,12 @@ class Facts:
     bounds: Bounds
     progress: Callable[[], tuple[int, float]]
     """Number and start of the running step, (0, …) while idle."""
+    digest: Callable[[], Future[str]]
+    """Of the files that the model was loaded from."""
 
 
 class ShardService(shard_pb2_grpc.ShardServicer):
-    """The two calls of the wire. Lives in the server's event loop."""
+    """The calls of the wire. Lives in the server's event loop."""
 
     def __init__(self, inbox: Inbox, outbox: Outbox) -> None:
         self.facts: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
@@ -52,6 +56,14 @@ class ShardService(shard_pb2_grpc.ShardServicer):
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.ShardInfo:
         return (await asyncio.shield(self.facts)).info
+
+    async def Digest(self, request: pb.DigestRequest, context: Any) -> pb.DigestReply:
+        facts = await asyncio.shield(self.facts)
+        try:
+            found = await asyncio.shield(asyncio.wrap_future(facts.digest()))
+        except (OSError, ValueError) as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.DigestReply(sha256=found)
 
     async def Serve(self, commands: AsyncIterator[pb.Command], context: Any) -> None:
         facts = await asyncio.shield(self.facts)
@@ -67,8 +79,12 @@ class ShardService(shard_pb2_grpc.ShardServicer):
                 is_last = self.ended.is_set()
                 await wait_for_event(called, 0 if is_last else HEARTBEAT_S)
                 called.clear()
-                for message in write_mail(self._outbox.take(epoch), beat(facts)):
+                mail = self._outbox.take(epoch)
+                for message in write_mail(mail, beat(facts)):
                     await context.write(message)
+                self._outbox.sent(epoch, mail)
+            if reader.done() and not reader.cancelled() and isinstance(reader.exception(), DecodeError):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message is no Command")
         finally:
             reader.cancel()
             self._outbox.close(epoch)
@@ -110,8 +126,9 @@ def beat(facts: Facts) -> pb.Heartbeat:
 class Server:
     """A running gRPC server."""
 
-    def __init__(self, listen: str, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(self, listen: str, inbox: Inbox, outbox: Outbox, access: Access | None = None) -> None:
         self._listen = listen
+        self._access = access or Access()
         self._started: Future[str] = Future()
         self._loop = asyncio.new_event_loop()
         self._service: ShardService
@@ -127,6 +144,10 @@ class Server:
     def ready(self, facts: Facts) -> None:
         """The shard can serve."""
         asyncio.run_coroutine_threadsafe(self._ready(facts), self._loop).result()
+
+    def closing(self) -> None:
+        """Nothing new is taken: let routers know, which go elsewhere then."""
+        asyncio.run_coroutine_threadsafe(self._health_is(health_pb2.HealthCheckResponse.NOT_SERVING), self._loop)
 
     def stop(self) -> None:
         """Send what is left to say, then end."""
@@ -147,12 +168,11 @@ class Server:
         self._service = ShardService(inbox, outbox)
         self._ended = self._service.ended
         self._health = health.aio.HealthServicer()
-        server = grpc.aio.server(options=OPTIONS)
+        server = grpc.aio.server(options=OPTIONS, interceptors=self._access.interceptors)
         shard_pb2_grpc.add_ShardServicer_to_server(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        for name in ("", "lorikeet.shard.v1.Shard"):
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-        address = bind(server, self._listen)
+        await self._health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
+        address = bind(server, self._listen, self._access)
         await server.start()
         self._started.set_result(address)
         await self._ended.wait()
@@ -161,20 +181,27 @@ class Server:
 
     async def _ready(self, facts: Facts) -> None:
         self._service.facts.set_result(facts)
+        await self._health_is(health_pb2.HealthCheckResponse.SERVING)
+
+    async def _health_is(self, status: Any) -> None:
         for name in ("", "lorikeet.shard.v1.Shard"):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            await self._health.set(name, status)
 
 
-def bind(server: Any, listen: str) -> str:
+def bind(server: Any, listen: str, access: Access) -> str:
     """Take the address: a Unix socket that only its owner may open, or host and port. Raises OSError."""
+    is_private = listen.startswith("unix:")
     mask = os.umask(0o177)
     try:
-        port = server.add_insecure_port(listen)
+        if is_private or access.credentials is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, access.credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen at {listen}") from error
     finally:
         os.umask(mask)
-    if not listen.startswith("unix:"):
+    if not is_private:
         return f"{listen.rpartition(':')[0]}:{port}"
     os.chmod(listen.removeprefix("unix:"), 0o600)
     return listen

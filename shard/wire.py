@@ -88,6 +88,7 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         cache_salt=submit.cache_salt,
         deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
         speculation=read_speculation(submit),
+        num_alone=submit.num_alone,
     )
 
 
@@ -214,6 +215,8 @@ def write_mail(mail: Mail, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:
     message.load.num_preempted = mail.num_preempted
     for digest, (residency, reason) in mail.adapters.items():
         message.adapters.add(digest=digest, residency=residency.value, reason=reason)
+    if mail.computing is not None:
+        message.computing.CopyFrom(pb.Computing(ids=mail.computing))
     size = 0
     for output in mail.outputs:
         for part in cut(output):
@@ -247,6 +250,7 @@ def write_output(output: Output) -> pb.RequestOutput:
         message.finish_reason = output.finish_reason  # type: ignore[assignment]  # an enum of the same values
         message.error = output.error
         message.retryable = output.retryable
+        message.in_step = output.in_step
     details = output.details
     if details is not None:
         message.alternative_ids.extend(details.alternative_ids)
@@ -276,7 +280,7 @@ def cut(output: Output) -> Iterator[Output]:
     parts[0].num_drafted, parts[0].num_accepted = output.num_drafted, output.num_accepted
     parts[0].seconds = output.seconds
     parts[-1].finish_reason, parts[-1].error = output.finish_reason, output.error
-    parts[-1].retryable = output.retryable
+    parts[-1].retryable, parts[-1].in_step = output.retryable, output.in_step
     yield from parts
 
 

@@ -32,6 +32,7 @@ def test_the_image_takes_every_package() -> None:
 
 def test_versions_stand_in_one_place() -> None:
     pins = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["dev"]]
+    pins = [pin for pin in pins if not pin.startswith("lorikeet[")]  # what another of our own lists names
     names = [pin.split("=")[0].rstrip("<>~!") for pin in pins]
     assert len(names) == len(set(names))
     assert all(any(sign in pin for sign in "<>=") for pin in pins)

@@ -109,6 +109,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             lorax=False,
         ),
         Flag(
+            "engine",
+            Kind.TEXT,
+            "local",
+            "who starts shards: the launcher, here, or a Ray cluster, on its nodes",
+            choices=("local", "ray"),
+            lorax=False,
+        ),
+        Flag(
             "sharded", Kind.BOOLEAN, None, "split the model over several devices", refused=_ONE_SHARD, harmless=(False,)
         ),
         Flag(
@@ -174,8 +182,58 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "shard-address",
             Kind.TEXT,
+            (),
+            "host:port of a shard that runs elsewhere; none is started here then. `dns:host:port` is every shard that"
+            " the name stands for, `file:/path` a JSON list of addresses: both are looked at again and again",
+            repeated=True,
+            lorax=False,
+        ),
+        Flag(
+            "shard-listen",
+            Kind.TEXT,
             None,
-            "host:port that the shard listens on, in place of a Unix socket",
+            "host:port for routers that run elsewhere: one shard is started here, and no router",
+            lorax=False,
+        ),
+        Flag(
+            "shard-secret-file",
+            Kind.TEXT,
+            None,
+            "file with the secret that routers show to shards over TCP",
+            lorax=False,
+        ),
+        Flag(
+            "shard-tls-cert",
+            Kind.TEXT,
+            None,
+            "certificate that this side shows where shards are called over TLS",
+            lorax=False,
+        ),
+        Flag("shard-tls-key", Kind.TEXT, None, "its key", lorax=False),
+        Flag(
+            "shard-tls-ca",
+            Kind.TEXT,
+            None,
+            "certificates of the authority that the other side's must be of",
+            lorax=False,
+        ),
+        Flag(
+            "step-timeout-s",
+            Kind.NUMBER,
+            120.0,
+            "a shard whose step takes longer is ended and its requests go on elsewhere, or there once it is back;"
+            " 0 waits for ever",
+            default_text="120",
+            least=0,
+            lorax=False,
+        ),
+        Flag(
+            "recovery-timeout-s",
+            Kind.NUMBER,
+            300.0,
+            "how long requests wait for a shard to come back when none is left",
+            default_text="300",
+            least=0,
             lorax=False,
         ),
         Flag(
@@ -199,11 +257,32 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Logs and information": (
         Flag("json-output", Kind.SWITCH, False, "log lines are JSON"),
         Flag(
+            "receipts",
+            Kind.TEXT,
+            None,
+            "file that gets a line of JSON per finished text: what it follows from, prompt and output as hashes",
+            lorax=False,
+        ),
+        Flag(
             "log-level",
             Kind.TEXT,
             "info",
             "least important log lines that are written",
             choices=("debug", "info", "warning", "error"),
+            lorax=False,
+        ),
+        Flag(
+            "usage-log",
+            Kind.TEXT,
+            None,
+            "file that gets a line of JSON for every request that has ended; opened again at SIGHUP",
+            lorax=False,
+        ),
+        Flag(
+            "log-texts",
+            Kind.SWITCH,
+            False,
+            "prompts and outputs go to --usage-log and REQUEST_LOGGER_URL too",
             lorax=False,
         ),
         Flag("otlp-endpoint", Kind.TEXT, None, "collector of traces", refused="this version sends no traces"),

@@ -15,14 +15,17 @@ from router.errors import RouterError, openai_body
 from router.generation import Chunk
 from router.headers import Counts, answer_headers, ignored_fields, stream_headers
 from router.inflight import Generation
+from router.receipt import check_receipt
 from router.routes.openai import (
     FINISH_REASONS,
     Envelope,
     LogprobsWanted,
+    Prompt,
     VisibleTokens,
     chat_logprobs,
     envelope,
     group_of,
+    receipt_of,
     requests_for,
     usage,
 )
@@ -42,6 +45,7 @@ class ChatRoute:
         timing = Timing(now())
         body = openai_defaults(await read_json(request, service.config.max_body_bytes), service.selection)
         wanted = read_chat(body, service.config)
+        service.check_room()
         async with ClientWatch(request.receive):
             caller = service.caller(request)
             adapter = await service.adapter(caller, wanted.common.adapter)
@@ -51,12 +55,14 @@ class ChatRoute:
             logprobs = LogprobsWanted(wanted.num_logprobs)
             num_choices = wanted.common.num_choices
             group = await group_of(service, caller, wanted.common, adapter)
-            requests = requests_for(service, wanted.common, prompt_ids, num_choices, logprobs, group)
+            check_receipt(wanted.common.receipt, group.speculation, num_choices)
+            requests = requests_for(service, wanted.common, Prompt(prompt_ids, prompt), num_choices, logprobs, group)
             service.validated(timing)
-            generations = service.submit(requests, timing.arrived_at)
+            generations = service.submit(request, requests, timing.arrived_at)
             if not wanted.common.stream:
                 try:
                     choices = await collect_all(generations)
+                    receipts = await receipt_of(service, generations)
                 finally:
                     cancel_all(generations)
             else:
@@ -75,6 +81,7 @@ class ChatRoute:
             [self._choice(wanted, index, choice) for index, choice in enumerate(choices)],
             usage(len(prompt_ids), choices[0].num_cached, num_generated, generations),
         )
+        whole |= receipts
         return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
 
     def _choice(self, wanted: ChatRequest, index: int, whole: Completed) -> dict[str, Any]:
@@ -109,12 +116,15 @@ class ChatRoute:
                     last = _delta(index, {})
                     last["finish_reason"] = FINISH_REASONS[chunk.finish_reason]
                     yield _chunk(wanted, frame, last)
+            receipts = await receipt_of(self._service, generations)
         except RouterError as error:
             request.state.failure = error
             yield event(openai_body(error))
             return
         if wanted.common.include_usage:
-            yield event(frame.around([], usage(num_prompt, num_cached, num_generated, generations)))
+            yield event(frame.around([], usage(num_prompt, num_cached, num_generated, generations)) | receipts)
+        elif receipts:
+            yield event(frame.around([]) | receipts)
         yield DONE
 
     def _delta_choice(

@@ -1,7 +1,7 @@
 """`/v1/completions`: one or several prompts, `n` and `best_of` of each, answers and streams in OpenAI's shapes."""
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -16,30 +16,26 @@ from router.errors import RouterError, ValidationError, openai_body
 from router.generation import Chunk, GenerationRequest
 from router.headers import Counts, answer_headers, ignored_fields, stream_headers
 from router.inflight import Generation
+from router.receipt import check_receipt
 from router.routes.openai import (
     FINISH_REASONS,
     Envelope,
     Group,
     LogprobsWanted,
+    Prompt,
     VisibleTokens,
     completion_logprobs,
+    decoded,
     envelope,
     group_of,
     prompt_logprobs,
+    receipt_of,
     requests_for,
     usage,
 )
 from router.schemas.openai import CompletionRequest, read_completion
 from router.service import Service, Timing, cancel_all, named, now, told
 from router.sse import DONE, EventStream, event
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt, as text only where the text was given or is to be echoed."""
-
-    ids: list[int]
-    text: str
 
 
 class CompletionsRoute:
@@ -53,17 +49,20 @@ class CompletionsRoute:
         timing = Timing(now())
         body = openai_defaults(await read_json(request, service.config.max_body_bytes), service.selection)
         wanted = read_completion(body, service.config)
+        service.check_room()
         async with ClientWatch(request.receive):
             prompts = [await self._prompt(given, wanted.echo) for given in wanted.prompts]
             caller = service.caller(request)
             adapter = await service.adapter(caller, wanted.common.adapter)
             group = await group_of(service, caller, wanted.common, adapter)
+            check_receipt(wanted.common.receipt, group.speculation, len(prompts) * wanted.best_of)
             requests = self._requests(wanted, prompts, group)
             service.validated(timing)
-            generations = service.submit(requests, timing.arrived_at)
+            generations = service.submit(request, requests, timing.arrived_at)
             if not wanted.common.stream:
                 try:
                     sequences = await collect_all(generations)
+                    receipts = await receipt_of(service, generations)
                 finally:
                     cancel_all(generations)
             else:
@@ -84,6 +83,7 @@ class CompletionsRoute:
         whole = envelope(service, "cmpl", "text_completion", wanted.common).around(
             self._choices(wanted, prompts, sequences), usage(num_prompt, num_cached, num_generated, generations)
         )
+        whole |= receipts
         headers = answer_headers(service, timing, generations[0], counts) | ignored
         return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
 
@@ -94,17 +94,8 @@ class CompletionsRoute:
             if not ids:
                 raise ValidationError("`prompt` cannot be empty", "prompt")
             return Prompt(ids, given)
-        info = self._service.dispatcher.info
-        if info is not None and max(given) >= info.vocab_size:
-            raise ValidationError(f"`prompt` has a token id that is not below {info.vocab_size}", "prompt")
-        return Prompt(given, self._decode(given) if echo else "")
-
-    def _decode(self, ids: list[int]) -> str:
-        detokenizer = self._service.tokenizer.detokenizer(())
-        hidden_ids = self._service.tokenizer.special_ids
-        return "".join(detokenizer.push(token_id) for token_id in ids if token_id not in hidden_ids) + (
-            detokenizer.flush()
-        )
+        self._service.check_ids(given, "prompt")
+        return Prompt(given, decoded(self._service, given) if echo else "")
 
     def _requests(self, wanted: CompletionRequest, prompts: list[Prompt], whole: Group) -> list[GenerationRequest]:
         """`best_of` for each prompt, in the order of the prompts."""
@@ -112,7 +103,7 @@ class CompletionsRoute:
         requests: list[GenerationRequest] = []
         for index, prompt in enumerate(prompts):
             group = replace(whole, id=f"{whole.id}/{index}") if len(prompts) > 1 else whole
-            requests += requests_for(self._service, wanted.common, prompt.ids, wanted.best_of, logprobs, group)
+            requests += requests_for(self._service, wanted.common, prompt, wanted.best_of, logprobs, group)
         return requests
 
     def _choices(
@@ -167,13 +158,17 @@ class CompletionsRoute:
                 choice["text"], echoed[index] = echoed[index] + choice["text"], ""
                 if choice["text"] or choice["logprobs"] or choice["finish_reason"]:
                     yield _chunk(wanted, frame, choice)
+            receipts = await receipt_of(self._service, generations)
         except RouterError as error:
             request.state.failure = error
             yield event(openai_body(error))
             return
         if wanted.common.include_usage:
             num_prompt = sum(len(prompt.ids) for prompt in prompts)
-            yield event(frame.around([], usage(num_prompt, sum(cached[:: wanted.best_of]), num_generated, generations)))
+            told_usage = usage(num_prompt, sum(cached[:: wanted.best_of]), num_generated, generations)
+            yield event(frame.around([], told_usage) | receipts)
+        elif receipts:
+            yield event(frame.around([]) | receipts)
         yield DONE
 
     def _chunk_choice(

@@ -14,6 +14,7 @@ from router.errors import ModelNotFound, NoFastTokenizer, NotServed
 from router.headers import ignored_fields
 from router.schemas.fields import Fields
 from router.service import Service
+from router.usage.post import shown_url
 
 _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")
 """Keys of LoRAX's `/info` that only the launcher knows."""
@@ -53,7 +54,7 @@ class InformationRoutes:
             "version": None if shard is None else shard.version,
             "sha": None,
             "docker_label": None,
-            "request_logger_url": None,
+            "request_logger_url": None if config.request_logger_url is None else shown_url(config.request_logger_url),
             "max_body_bytes": config.max_body_bytes,
             "shards": [_shard(link.info) for link in self._service.dispatcher.links if link.info is not None],
             "speculate": max(self._service.offer.num_tokens, 0 if heads is None else heads.num_heads),

@@ -16,6 +16,7 @@ from router.errors import RouterError, lorax_body
 from router.generation import SOURCE_NAMES, GenerationRequest, Token
 from router.headers import Counts, answer_headers, ignored_fields, stream_headers
 from router.inflight import Generation
+from router.receipt import check_receipt
 from router.routes.speculated import speculation_report
 from router.schemas.native import NativeRequest, check_lengths, check_rules, read_native
 from router.service import Service, Timing, cancel_all, now, random_seed, told
@@ -71,9 +72,10 @@ class NativeRoutes:
             self._service.validated(timing)
             num_sequences = max(parameters.best_of or 1, 1)
             wanted_all = [wanted] + [replace(wanted, seed=random_seed()) for _ in range(num_sequences - 1)]
-            generations = self._service.submit(wanted_all, arrived_at)
+            generations = self._service.submit(request, wanted_all, arrived_at)
             try:
                 sequences = await collect_all(generations)
+                receipt = await self._service.receipts.of(generations[0]) if parameters.receipt else None
             finally:
                 cancel_all(generations)
         best = max(range(num_sequences), key=lambda index: sequences[index].mean_logprob)
@@ -85,6 +87,8 @@ class NativeRoutes:
             report = speculation_report([generations[best]])
             if report is not None:
                 answer["details"]["speculation"] = report
+        if receipt is not None:
+            answer.get("details", answer)["receipt"] = receipt
         request.state.told = told(wanted, len(whole.tokens), whole.finish_reason)
         counts = Counts(len(native.inputs), len(wanted.prompt_ids), len(whole.tokens), whole.num_skipped)
         headers = answer_headers(self._service, timing, generations[best], counts)
@@ -98,7 +102,7 @@ class NativeRoutes:
             async with ClientWatch(request.receive):
                 wanted = await self._prepare(request, native, streaming=True)
                 self._service.validated(timing)
-                generation = await self._service.submit_named(wanted, arrived_at)
+                generation = await self._service.submit_named(request, wanted, arrived_at)
             events = self._events(request, native, generation)
         except RouterError as error:
             request.state.failure = error
@@ -137,7 +141,10 @@ class NativeRoutes:
             whole = Completed(seed=wanted.seed, text="".join(texts))
             last = [token_event(token) for token in chunk.tokens[:-1]]
             token = _token(chunk.tokens[-1]) if chunk.tokens else None
-            last.append(event({"token": token, "generated_text": self._shown_text(native, whole), "details": details}))
+            told_last = {"token": token, "generated_text": self._shown_text(native, whole), "details": details}
+            if wanted.receipt:
+                (told_last if details is None else details)["receipt"] = await self._service.receipts.of(generation)
+            last.append(event(told_last))
             yield b"".join(last)
         except RouterError as error:
             request.state.failure = error
@@ -149,13 +156,16 @@ class NativeRoutes:
         caller = self._service.caller(request)
         fields = check_rules(native, config, streaming=streaming)
         parameters = native.parameters
-        prompt_ids = await self._service.tokenizer.encode(native.inputs)
+        self._service.check_room()
+        prompt_ids = await self._prompt_ids(native)
         if parameters.truncate is not None:
             prompt_ids = prompt_ids[-parameters.truncate :]
         max_new_tokens = check_lengths(len(prompt_ids), parameters.max_new_tokens, config)
         speculation = self._service.speculation(parameters.speculation, is_seeded=parameters.seed is not None)
+        check_receipt(parameters.receipt, speculation, parameters.best_of or 1)
         return GenerationRequest(
             prompt_ids=prompt_ids,
+            text=native.inputs,
             max_new_tokens=max_new_tokens,
             adapter=await self._service.adapter(caller, fields),
             heads=await self._service.heads(caller, parameters.heads, speculation),
@@ -169,7 +179,14 @@ class NativeRoutes:
             prefill_logprobs=parameters.decoder_input_details,
             group_id=request_id if (parameters.best_of or 1) > 1 else "",
             request_id=request_id,
+            receipt=parameters.receipt,
         )
+
+    async def _prompt_ids(self, native: NativeRequest) -> list[int]:
+        if native.input_ids is None:
+            return await self._service.tokenizer.encode(native.inputs)
+        self._service.check_ids(native.input_ids, "inputs")
+        return native.input_ids
 
     @staticmethod
     def _shown_text(native: NativeRequest, whole: Completed) -> str:

@@ -28,6 +28,14 @@ class LogprobsWanted:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """One prompt, as text only where the text was given or is to be echoed."""
+
+    ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
 class Group:
     """What the sequences of one prompt share beside it."""
 
@@ -41,7 +49,7 @@ class Group:
 def requests_for(
     service: Service,
     common: CommonFields,
-    prompt_ids: list[int],
+    prompt: Prompt,
     num_sequences: int,
     logprobs: LogprobsWanted,
     group: Group,
@@ -51,8 +59,9 @@ def requests_for(
     # Scoring a prompt needs a step like any other: its one token is dropped.
     max_tokens = 1 if common.max_tokens == 0 else common.max_tokens
     first = GenerationRequest(
-        prompt_ids=prompt_ids,
-        max_new_tokens=check_lengths(len(prompt_ids), max_tokens, service.config),
+        prompt_ids=prompt.ids,
+        text=prompt.text or (decoded(service, prompt.ids) if service.config.log_texts else ""),
+        max_new_tokens=check_lengths(len(prompt.ids), max_tokens, service.config),
         seed=random_seed() if common.seed is None else common.seed,
         sampling=common.sampling,
         stop_strings=common.stop,
@@ -68,9 +77,19 @@ def requests_for(
         cache_salt=group.cache_salt,
         speculation=group.speculation,
         heads=group.heads,
+        receipt=common.receipt,
+        is_probe=common.max_tokens == 0,
     )
     seeds = [random_seed() if common.seed is None else (common.seed + index) % 2**64 for index in range(num_sequences)]
     return [replace(first, seed=seed) for seed in seeds]
+
+
+def decoded(service: Service, ids: list[int]) -> str:
+    """The text of a prompt that came as token ids."""
+    detokenizer = service.tokenizer.detokenizer(())
+    hidden_ids = service.tokenizer.special_ids
+    shown = "".join(detokenizer.push(token_id) for token_id in ids if token_id not in hidden_ids)
+    return shown + detokenizer.flush()
 
 
 @dataclass(frozen=True)
@@ -121,6 +140,13 @@ async def _speculation(service: Service, common: CommonFields) -> Speculation:
         return settled
     ids = await service.tokenizer.encode(prediction, add_special_tokens=False)
     return replace(settled, prediction_ids=tuple(ids[: service.config.max_total_tokens]))
+
+
+async def receipt_of(service: Service, generations: list[Generation]) -> dict[str, Any]:
+    """What stands beside the choices where the request wants a receipt. Raises GenerationFailed."""
+    if not generations[0].request.receipt:
+        return {}
+    return {"receipt": await service.receipts.of(generations[0])}
 
 
 def usage(num_prompt: int, num_cached: int, num_completion: int, generations: list[Generation]) -> dict[str, Any]:

@@ -31,10 +31,12 @@ class ProbeRoutes:
         """Generates one token, all the way through."""
         self._check()
         prompt_ids = await self._service.tokenizer.encode("Who?")
-        probe = GenerationRequest(prompt_ids, max_new_tokens=1, seed=0, request_id=request.state.request_id)
+        probe = GenerationRequest(
+            prompt_ids, max_new_tokens=1, seed=0, request_id=request.state.request_id, is_probe=True
+        )
         try:
             async with ClientWatch(request.receive):
-                [generation] = self._service.submit([probe], now())
+                [generation] = self._service.submit(request, [probe], now())
                 try:
                     await collect(generation)
                 finally:

@@ -43,6 +43,13 @@ class Fields:
             raise self._wrong(name, None, "a string")
         return value
 
+    def text_or_ids(self, name: str) -> str | list[int]:
+        """A text that must be there, or token ids in its place."""
+        value = self._values.get(name)
+        if isinstance(value, list) and are_token_ids(value):
+            return list(self.take(name))
+        return self.required_text(name)
+
     def flag(self, name: str) -> bool:
         """False when absent."""
         return bool(self.optional_flag(name))
@@ -139,6 +146,11 @@ class Fields:
 
     def _prefix(self) -> str:
         return f"{self._path[:-1]}: " if self._path else ""
+
+
+def are_token_ids(items: list[Any]) -> bool:
+    """Whether a list is one of token ids; the vocabulary is not known here."""
+    return bool(items) and all(type(item) is int and 0 <= item < 2**31 for item in items)
 
 
 _RANGES = {

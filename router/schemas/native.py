@@ -51,6 +51,7 @@ class NativeParameters:
     return_full_text: bool
     watermark: bool
     details: bool
+    receipt: bool
     decoder_input_details: bool
     speculation: SpeculationFields
     unserved: str | None
@@ -99,15 +100,18 @@ class NativeRequest:
     stream: bool
     ignored: list[str]
     """Names of fields that nothing here knows."""
+    input_ids: list[int] | None = None
+    """The prompt as token ids, where it was given so; `inputs` is empty then."""
 
 
 def read_native(body: dict[str, Any], *, with_stream: bool) -> NativeRequest:
     """Type the body. Raises WrongJsonType. `stream` is a field of `/` and `/invocations` only."""
     fields = Fields(body)
-    inputs = fields.required_text("inputs")
+    given = fields.text_or_ids("inputs")
+    inputs, input_ids = ("", given) if isinstance(given, list) else (given, None)
     parameters = _read_parameters(fields.child("parameters"))
     stream = fields.flag("stream") if with_stream else False
-    return NativeRequest(inputs, parameters, stream, fields.ignored())
+    return NativeRequest(inputs, parameters, stream, fields.ignored(), input_ids)
 
 
 def _read_parameters(fields: Fields) -> NativeParameters:
@@ -136,6 +140,7 @@ def _read_parameters(fields: Fields) -> NativeParameters:
         return_full_text=fields.flag("return_full_text"),
         watermark=fields.flag("watermark"),
         details=fields.flag("details"),
+        receipt=fields.flag("receipt"),
         decoder_input_details=fields.flag("decoder_input_details"),
         speculation=read_speculation(fields),
         unserved=_first_unserved(fields),
@@ -216,8 +221,10 @@ def _check_counts(request: NativeRequest, config: RouterConfig) -> None:
         raise ValidationError(
             f"`stop` supports up to {config.max_stop_sequences} stop sequences. Given: {num_stops}", "stop"
         )
-    if not request.inputs:
+    if not request.inputs and request.input_ids is None:
         raise ValidationError("`inputs` cannot be empty", "inputs")
+    if parameters.return_full_text and request.input_ids is not None:
+        raise ValidationError("`return_full_text` needs `inputs` as a text", "return_full_text")
     truncate = parameters.truncate
     if truncate is not None and not 0 < truncate <= config.max_input_length:
         raise ValidationError(

@@ -10,7 +10,7 @@ from router.config import RouterConfig
 from router.errors import UnsupportedField, ValidationError
 from router.generation import Sampling
 from router.schemas.adapters import AdapterFields
-from router.schemas.fields import Fields
+from router.schemas.fields import Fields, are_token_ids
 from router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
 
 MAX_CHOICES = 128
@@ -62,6 +62,7 @@ class CommonFields:
     stream: bool
     include_usage: bool
     ignore_eos: bool
+    receipt: bool
     speculation: SpeculationFields
 
 
@@ -101,6 +102,8 @@ def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionReq
     common = _common(fields, config, model, 16 if max_tokens is None else max_tokens)
     if max_tokens == 0 and not echo:
         raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
+    if max_tokens == 0 and common.receipt:
+        raise UnsupportedField("receipt", "is of a text, and `max_tokens` is 0")
     best_of = _best_of(fields, common, config)
     _check_num_sequences(len(prompts) * best_of, config)
     return CompletionRequest(common, prompts, echo, best_of, num_logprobs, fields.ignored())
@@ -192,6 +195,7 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         stream=stream,
         include_usage=fields.child("stream_options").flag("include_usage"),
         ignore_eos=fields.flag("ignore_eos_token"),
+        receipt=fields.flag("receipt"),
         speculation=guessing,
     )
 
@@ -287,15 +291,11 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, list) and value:
         if all(isinstance(item, str) for item in value):
             return value
-        if _are_token_ids(value):
+        if are_token_ids(value):
             return [value]
-        if all(isinstance(item, list) and _are_token_ids(item) for item in value):
+        if all(isinstance(item, list) and are_token_ids(item) for item in value):
             return value
     raise ValidationError("`prompt` must be a string, strings, token ids, or lists of token ids", "prompt")
-
-
-def _are_token_ids(items: list[Any]) -> bool:
-    return bool(items) and all(type(item) is int and 0 <= item < 2**31 for item in items)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
+from router.schemas.published_receipt import Receipt
+
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
 
@@ -69,6 +71,7 @@ class _Parameters(_Speculative):
 
 class GenerateParameters(_Parameters):
     details: bool | None = False
+    receipt: bool | None = Field(False, description="Tells what the text follows from, for `lorikeet-replay`")
     decoder_input_details: bool | None = Field(False, description="Log probabilities of the prompt; not when streaming")
 
 
@@ -83,7 +86,7 @@ class PredictResponse(RootModel[str]):
 
 
 class GenerateRequest(BaseModel):
-    inputs: str = Field(min_length=1)
+    inputs: str | list[int] = Field(min_length=1, description="A text, or token ids")
     parameters: GenerateParameters | None = None
 
 
@@ -151,11 +154,13 @@ class Details(BaseModel):
     tokens: list[Token]
     best_of_sequences: list[BestOfSequence] | None = None
     speculation: SpeculationReport | None = Field(None, description="Where guesses were possible")
+    receipt: Receipt | None = Field(None, description="Where asked for")
 
 
 class GenerateResponse(BaseModel):
     generated_text: str
     details: Details | None = None
+    receipt: Receipt | None = Field(None, description="Where it was asked for and there are no details")
 
 
 class StreamDetails(BaseModel):
@@ -164,12 +169,14 @@ class StreamDetails(BaseModel):
     generated_tokens: int
     seed: int | None
     speculation: SpeculationReport | None = Field(None, description="Where guesses were possible")
+    receipt: Receipt | None = Field(None, description="Where asked for")
 
 
 class StreamResponse(BaseModel):
     token: Token
     generated_text: str | None
     details: StreamDetails | None
+    receipt: Receipt | None = Field(None, description="In the last event, where asked for and there are no details")
 
 
 class ErrorResponse(BaseModel):
@@ -223,6 +230,7 @@ class _OpenAIRequest(_Speculative):
     stream_options: StreamOptions | None = None
     user: str | None = None
     ignore_eos_token: bool | None = False
+    receipt: bool | None = Field(False, description="Tells what the text follows from, for `lorikeet-replay`")
     adapter_source: Literal["hub", "local", "s3"] | None = None
     api_token: str | None = None
     prediction: dict[str, Any] | None = Field(None, description='{"type": "content", "content": text to be repeated}')
@@ -282,6 +290,7 @@ class CompletionResponse(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage
     system_fingerprint: str
+    receipt: Receipt | None = Field(None, description="Where asked for; of a stream in the last event")
 
 
 class ChatChoice(BaseModel):
@@ -299,6 +308,7 @@ class ChatCompletionResponse(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str
+    receipt: Receipt | None = Field(None, description="Where asked for; of a stream in the last event")
 
 
 class Model(BaseModel):

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
+from proto.digest import of_files
 from router.config import RouterConfig
 from router.errors import ChatTemplateError
 from router.text.chat_template import ChatTemplate, find_template
@@ -22,6 +23,8 @@ from router.text.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
+FILES = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
+"""What decides a prompt's ids and which of them end a text, beside the model's own configuration."""
 _MOST_TEMPLATES = 256
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -48,6 +51,7 @@ class Tokenizer:
         template_source: str | None = None,
         named_tokens: dict[str, str] | None = None,
         num_workers: int = 1,
+        digest: str = "",
     ) -> None:
         self._backend = backend
         self.template_source = template_source
@@ -56,9 +60,13 @@ class Tokenizer:
         """Special tokens by the names that templates know."""
         self._templates: dict[str, ChatTemplate] = {}
         """Compiled, by source: the model's own and those that the operator wrote."""
+        self.digest = digest
+        """Of the files that it was read from."""
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize")
         self.vocabulary = Vocabulary(backend, special_ids)
         self.special_ids = self.vocabulary.special_ids
+        self.num_pending = 0
+        """Texts of requests for the model that are being worked on, or wait for a thread."""
         self.eos_ids = eos_ids
         """Tokens that end a text, of the generation configuration and the tokenizer."""
 
@@ -85,6 +93,7 @@ class Tokenizer:
             template_source=source or None,
             named_tokens=named_tokens,
             num_workers=config.validation_workers,
+            digest=of_files(folder, [name for name in FILES if (folder / name).is_file()]),
         )
 
     @property
@@ -98,7 +107,7 @@ class Tokenizer:
             # The batch forms let other threads run meanwhile; `encode` does not. The fast one skips offsets.
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-        return await self._in_pool(work)
+        return await self._for_request(work)
 
     async def encode_with_offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, str, int, int]]:
         """(id, raw vocabulary text, start, stop) per token; offsets count characters."""
@@ -118,7 +127,7 @@ class Tokenizer:
         source = source or self.template_source
         if source is None:
             raise ChatTemplateError("the model has no chat template")
-        return await self._in_pool(lambda: self._compiled(source).render(messages))
+        return await self._for_request(lambda: self._compiled(source).render(messages))
 
     def _compiled(self, source: str) -> ChatTemplate:
         template = self._templates.get(source)
@@ -141,6 +150,13 @@ class Tokenizer:
 
     async def _in_pool(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def _for_request(self, work: Callable[[], T]) -> T:
+        self.num_pending += 1
+        try:
+            return await self._in_pool(work)
+        finally:
+            self.num_pending -= 1
 
 
 def _load_backend(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:

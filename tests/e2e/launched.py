@@ -92,6 +92,12 @@ class Launched:
         (found,) = [pid for pid in self.children() if f"\0-m\0{module}\0" in Path(f"/proc/{pid}/cmdline").read_text()]
         return found
 
+    def shard(self, index: int) -> int:
+        """The child that is the shard of that number."""
+        name = f"/shard-{index}.json\0"
+        (found,) = [pid for pid in self.children() if name in Path(f"/proc/{pid}/cmdline").read_text()]
+        return found
+
     def wait_for(self, words: str, seconds: float = START_S) -> str:
         """The next line that contains `words`."""
         end = time.monotonic() + seconds
@@ -104,9 +110,9 @@ class Launched:
             if words in line:
                 return line
 
-    def wait_until_ready(self) -> Self:
+    def wait_until_ready(self, num_shards: int = 1) -> Self:
         self.wait_for("is ready at")
-        assert len(self.children()) == 3
+        assert len(self.children()) == 2 + num_shards
         return self
 
     def signal(self, number: int) -> None:

@@ -1,7 +1,8 @@
 """Small processes in the places of a shard and a router: `python -m tests.launcher.stand_in CONFIG`.
 
 The configuration says what to do: `port` to answer `GET /ready` on, `die_after_s` and `exit_code` to end by itself,
-`ignore_sigterm`, `drain_s` to take so long to end, `log` to append its events to.
+`serves` to leave the mark at `served_mark`, `ignore_sigterm`, `drain_s` to take so long to end, `log` to append its
+events to.
 """
 
 import http.server
@@ -27,6 +28,12 @@ class Ready(http.server.BaseHTTPRequestHandler):
         """Nothing: the tests read standard output."""
 
 
+class Shared(http.server.HTTPServer):
+    """Two of them may listen for a while."""
+
+    allow_reuse_port = True
+
+
 def main() -> None:
     config = json.loads(Path(sys.argv[1]).read_text())
 
@@ -41,11 +48,20 @@ def main() -> None:
         if not config.get("ignore_sigterm"):
             ended.set()
 
+    def hand_over(number: int, frame: FrameType | None) -> None:
+        note("SIGUSR1")
+        ended.set()
+
     signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGUSR1, hand_over)
     if "port" in config:
-        server = http.server.HTTPServer(("127.0.0.1", config["port"]), Ready)
+        server = Shared(("127.0.0.1", config["port"]), Ready)
         threading.Thread(target=server.serve_forever, daemon=True).start()
     note("started")
+    if "ready_mark" in config:
+        Path(config["ready_mark"]).touch()
+    if config.get("serves"):
+        Path(config["served_mark"]).touch()
     if ended.wait(config.get("die_after_s")):
         time.sleep(config.get("drain_s", 0))
         note("ended")

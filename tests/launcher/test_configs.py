@@ -1,13 +1,18 @@
 """What the launcher tells its processes against what they read."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from adapters.loader.config import LoaderConfig
-from launcher import adapters, configs
+from launcher import adapters, configs, rules
+from launcher.flags import FLAGS
 from launcher.model import ModelFolder, with_lengths
-from launcher.settings import read
+from launcher.ray_engine import RayConfig
+from launcher.settings import Settings, read
+from launcher.usage import UsagePlan
 from router.config import RouterConfig
 from shard.config import ShardConfig
 
@@ -56,6 +61,15 @@ def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
     assert "x9" not in path.read_text()
 
 
+def test_a_router_is_told_whom_to_tell_of_requests(tmp_path: Path) -> None:
+    told = UsagePlan("/var/log/usage.jsonl", "http://me:secret@a.example")
+    given = dataclasses.replace(plan(tmp_path, "--usage-log", "usage.jsonl", "--log-texts"), usage=told)
+    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
+    assert (router.usage_log, router.request_logger_url) == ("/var/log/usage.jsonl", "http://me:secret@a.example")
+    assert router.log_texts
+    assert "me:secret" not in repr(router) + str(configs.effective(given))
+
+
 def test_a_loader_reads_what_is_written(tmp_path: Path) -> None:
     given = plan(tmp_path, "--local-adapter-root", str(tmp_path), "--max-adapter-size", "1MiB")
     loader = LoaderConfig.read(configs.write(tmp_path / "loader.json", configs.loader_fields(given)))
@@ -86,6 +100,24 @@ def test_replicas_share_the_machine(tmp_path: Path) -> None:
     assert [configs.shard_fields(cuda, index)["device"] for index in range(2)] == ["cuda:1", "cuda:2"]
 
 
+def test_shards_on_ray_are_told_what_their_nodes_do_not_know(tmp_path: Path) -> None:
+    given = dataclasses.replace(plan(tmp_path, "--engine", "ray", "--replicas", "3"), device="cuda:0")
+    ray = RayConfig.read(configs.write(tmp_path / "ray.json", configs.ray_fields(given, ["HF_TOKEN"])))
+    assert (ray.num_shards, ray.bundle, ray.hidden) == (3, {"CPU": 1, "GPU": 1}, ["HF_TOKEN"])
+    shard = ShardConfig(listen="10.0.0.1:9000", **ray.shard)
+    assert (shard.device, shard.model_id, shard.parent_pid) == ("cuda:0", "owner/name", None)
+    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
+    assert router.shard_addresses == (f"file:{ray.addresses_path}",)
+    assert router.shard_secret_path == ray.secret_path
+    assert router.stuck_marks == ()
+
+
+def test_shards_on_ray_s_cpus_take_as_many_as_they_have_threads(tmp_path: Path) -> None:
+    for arguments, num in (((), 1), (("--threads", "8"), 8)):
+        ray = RayConfig(**configs.ray_fields(plan(tmp_path, "--engine", "ray", *arguments), ()))
+        assert (ray.bundle, ray.shard["threads"]) == ({"CPU": num}, num)
+
+
 def test_the_operator_s_token_reaches_the_router_alone(tmp_path: Path) -> None:
     given = plan(tmp_path)
     assert RouterConfig.read(configs.write(tmp_path / "r", configs.router_fields(given))).hub_token == "hf_own"
@@ -95,7 +127,19 @@ def test_the_operator_s_token_reaches_the_router_alone(tmp_path: Path) -> None:
 def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
     """A process started by hand and one started by the launcher behave alike."""
     own = {"model_id", "model_path", "model_sha", "listen", "shard_addresses", "parent_pid", "effective_configuration"}
-    own |= {"step_tokens", "adapter_store", "loader_address", "sources", "hub_token", "socket"}
+    own |= {
+        "step_tokens",
+        "served_mark",
+        "ready_mark",
+        "listen_fd",
+        "beside_mark",
+        "stuck_marks",
+        "adapter_store",
+        "loader_address",
+        "sources",
+        "hub_token",
+        "socket",
+    }
     for written, dataclass in (
         (configs.shard_fields(plan(tmp_path)), ShardConfig),
         (configs.router_fields(plan(tmp_path)), RouterConfig),
@@ -105,3 +149,35 @@ def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
         assert set(written) <= set(defaults)
         for name in set(written) - own:
             assert written[name] == defaults[name], name
+
+
+class Noted(dict[str, Any]):
+    """Notes which values are asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+def test_the_lists_of_what_is_the_other_side_s_matter_are_complete(tmp_path: Path) -> None:
+    """What only the configurations of router and loader read is a router's; what only a shard's reads, a shard's."""
+    made = plan(tmp_path)
+
+    def read_by(*fields: Callable[[configs.Plan], dict[str, Any]]) -> set[str]:
+        noted = Noted(made.settings.values)
+        told = dataclasses.replace(made, settings=Settings(noted, made.settings.given))
+        for each in fields:
+            values = {name: value for name, value in each(told).items() if name != "effective_configuration"}
+            assert values
+        return {name for name in noted.names if not FLAGS[name].no_effect or FLAGS[name].no_effect_on}
+
+    of_shards, of_routers = read_by(configs.shard_fields), read_by(configs.router_fields, configs.loader_fields)
+    # What decides about lengths and processes on either side, and where adapters are found before a process starts.
+    both = {"max-input-length", "drain-timeout-s", "shard-address"}
+    earlier = {"admin-key-file", "local-adapter-root", "log-texts", "receipts", "usage-log"}
+    assert of_routers - of_shards - both - earlier == rules.OF_ROUTERS - earlier
+    assert of_shards - of_routers - {"shard-listen", "replicas"} == rules.OF_SHARDS

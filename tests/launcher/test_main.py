@@ -84,3 +84,15 @@ def test_the_runtime_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert "python: 3." in printed.err
     assert json.loads(printed.out)["flags"]["env"] is True
+
+
+def test_a_file_of_receipts_that_cannot_be_written_is_said_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = tmp_path / "absent" / "receipts.jsonl"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    arguments = ["--receipts", str(absent), "--hostname", "127.0.0.1", "--port", port]
+    assert main(arguments) == Exit.ARGUMENT_VALIDATION
+    assert f"--receipts {absent} cannot be written: No such file or directory" in capsys.readouterr().err

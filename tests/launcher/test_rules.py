@@ -1,6 +1,10 @@
 """Which settings are refused, and which only warn."""
 
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -20,6 +24,12 @@ def refusal(*arguments: str, **environment: str) -> str:
         rules.check(settings(*arguments, **environment))
     assert caught.value.exit is Exit.ARGUMENT_VALIDATION
     return str(caught.value)
+
+
+def with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Ray were installed."""
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setattr(sys.modules["ray"], "__spec__", ModuleSpec("ray", None))
 
 
 REFUSED = {
@@ -109,6 +119,17 @@ def test_memory_flags_belong_to_one_device_each() -> None:
     assert [said.split()[0] for said in rules.without_effect(both, "cuda:0")] == ["--cpu-memory"]
 
 
+def test_what_is_the_other_side_s_matter_is_said() -> None:
+    shard = settings("--shard-listen", "127.0.0.1:1", "--api-keys", "k", "--threads", "1", "--port", "80")
+    said = [sentence.split()[0] for sentence in rules.without_effect(shard, "cpu")]
+    assert sorted(said) == ["--api-keys", "--port"]
+    router = settings("--shard-address", "h:1", "--api-keys", "k", "--threads", "1", "--watermark-gamma", "0.4")
+    said = [sentence.split()[0] for sentence in rules.without_effect(router, "cpu")]
+    assert sorted(said) == ["--threads", "--watermark-gamma"]
+    whole = settings("--api-keys", "k", "--threads", "1")
+    assert rules.without_effect(whole, "cpu") == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -130,7 +151,17 @@ def test_memory_flags_belong_to_one_device_each() -> None:
         (["--tokenizer-config-path", "/nowhere.json"], "does not exist"),
         (["--shard-address", "50051"], "must look like"),
         (["--shard-address", "host:0"], "must look like"),
-        (["--shard-address", "127.0.0.1:1", "--replicas", "2"], "the address of one shard"),
+        (["--shard-address", "dns:shards"], "must look like"),
+        (["--shard-listen", "dns:shards"], "must look like"),
+        (["--shard-address", "127.0.0.1:1", "--replicas", "2"], "contradict"),
+        (["--shard-listen", "127.0.0.1:1", "--replicas", "2"], "contradict"),
+        (["--shard-listen", "127.0.0.1:1", "--shard-address", "127.0.0.1:1"], "give one"),
+        (["--shard-listen", "127.0.0.1:1"], "whoever reaches 127.0.0.1:1 could use the shard"),
+        (["--shard-listen", "127.0.0.1:1", "--shard-tls-cert", "a", "--shard-tls-key", "b"], "whoever reaches"),
+        (["--shard-listen", "127.0.0.1:1", "--shard-tls-cert", "a"], "go together"),
+        (["--shard-listen", "127.0.0.1:1", "--shard-secret-file", "/nowhere"], "does not exist"),
+        (["--shard-address", "h:1", "--shard-tls-cert", "a", "--shard-tls-key", "b"], "needs --shard-tls-ca"),
+        (["--shard-secret-file", "/nowhere"], "there is no shard on TCP"),
         (["--adapter-source", "pbase"], "pbase is refused"),
         (["--adapter-id", "a b"], "is not a hub id"),
         (["--preloaded-adapter-ids", "a/b/c"], "is not a hub id"),
@@ -143,6 +174,27 @@ def test_memory_flags_belong_to_one_device_each() -> None:
 )
 def test_impossible_combinations(arguments: list[str], part: str) -> None:
     assert part in refusal(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "needs --device cpu or cuda"),
+        (["--device", "cuda:1"], "needs --device cpu or cuda"),
+        (["--device", "cpu", "--shard-address", "h:1"], "--shard-address and --engine ray contradict each other"),
+        (["--device", "cpu", "--shard-listen", "h:1", "--shard-secret-file", "."], "contradict each other"),
+        (["--device", "cpu", "--shard-tls-cert", "a", "--shard-tls-key", "b"], "--shard-tls-cert is refused"),
+        (["--device", "cpu", "--shard-secret-file", "/nowhere"], "does not exist"),
+    ],
+)
+def test_what_ray_decides(arguments: list[str], part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_ray(monkeypatch)
+    assert part in refusal("--engine", "ray", *arguments)
+
+
+def test_ray_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert refusal("--engine", "ray", "--device", "cpu") == "--engine ray needs Ray: pip install 'lorikeet[ray]'"
 
 
 @pytest.mark.parametrize(

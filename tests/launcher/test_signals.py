@@ -26,13 +26,13 @@ def terminal() -> Iterator[None]:
 def test_it_ends_with_its_terminal(terminal: None) -> None:
     with Signals().caught() as signals:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert (signals.wait(1.0), signals.take_hangups()) == ("SIGHUP", 0)
+        assert (signals.wait(1.0), signals.take(signal.SIGHUP)) == ("SIGHUP", 0)
 
 
 def test_under_nohup_it_stays(nohup: None) -> None:
     with Signals().caught() as signals:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert (signals.wait(0.0), signals.take_hangups()) == (None, 0)
+        assert (signals.wait(0.0), signals.take(signal.SIGHUP)) == (None, 0)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
@@ -42,4 +42,4 @@ def test_files_are_read_again_either_way(how: str, request: pytest.FixtureReques
     with Signals().caught() as signals:
         signals.reloads = True
         os.kill(os.getpid(), signal.SIGHUP)
-        assert (signals.wait(0.0), signals.take_hangups()) == (None, 1)
+        assert (signals.wait(0.0), signals.take(signal.SIGHUP)) == (None, 1)

@@ -13,6 +13,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from proto import shard_pb2, shard_pb2_grpc
+from proto.version import version
+
+HEARTBEAT_S = 0.25
 
 
 @dataclass
@@ -47,6 +50,10 @@ class ScriptedShard:
     answer: Callable[[shard_pb2.Submit], Script]
     device: str = "cuda:0"
     draft_model_id: str = ""
+    base_digest: str = "ba5e" * 16
+    """Of its files; empty where those have changed."""
+    num_digests: int = 0
+    """How often somebody asked for it."""
     max_total_tokens: int = 2048
     vocab_size: int = 300
     credit_requests: int = 256
@@ -98,7 +105,7 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
     async def Info(self, request: shard_pb2.InfoRequest, context: grpc.aio.ServicerContext) -> shard_pb2.ShardInfo:
         shard = self._shard
         return shard_pb2.ShardInfo(
-            version="0.1.0",
+            version=version(),
             model_id="test/model",
             dtype="torch.float32",
             device=shard.device,
@@ -112,7 +119,17 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
             draft_model_id=shard.draft_model_id,
             prefix_caching=True,
             chunked_prefill=True,
+            watermark_gamma=0.25,
+            watermark_delta=2.0,
         )
+
+    async def Digest(
+        self, request: shard_pb2.DigestRequest, context: grpc.aio.ServicerContext
+    ) -> shard_pb2.DigestReply:
+        self._shard.num_digests += 1
+        if not self._shard.base_digest:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the model's files have changed")
+        return shard_pb2.DigestReply(sha256=self._shard.base_digest)
 
     async def Serve(
         self, commands: AsyncIterator[shard_pb2.Command], context: grpc.aio.ServicerContext
@@ -122,7 +139,12 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
         reader = asyncio.create_task(stream.read(commands))
         try:
             while True:
-                yield await stream.outputs.get()
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        output = await stream.outputs.get()
+                except TimeoutError:
+                    output = stream.beat()
+                yield output
         finally:
             reader.cancel()
             self._shard.streams.remove(stream)
@@ -191,6 +213,11 @@ class _Stream:
         if script.error:
             output.finish_reason = shard_pb2.FINISH_ERROR
             output.error = script.error
+
+    def beat(self) -> shard_pb2.StepOutput:
+        """What runs goes on, without a token."""
+        self._step += bool(self.tasks)
+        return shard_pb2.StepOutput(step=self._step)
 
     def tell(self, states: Sequence[shard_pb2.AdapterState]) -> None:
         self.outputs.put_nowait(shard_pb2.StepOutput(adapters=states))

@@ -178,4 +178,5 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             keeping.cancel()
             await app.state.service.templates.close()
             await dispatcher.stop()
+            await asyncio.to_thread(app.state.service.usage.close)
             tokenizer.close()

@@ -153,6 +153,21 @@ async def test_kv_credit_holds_back_but_an_idle_shard_is_asked(tmp_path: Path) -
         assert len(await ids_of(large)) == 2
 
 
+async def test_a_shard_where_all_wait_for_adapters_gets_the_next_request_at_once(tmp_path: Path) -> None:
+    """It runs no step after whose end a batch could leave."""
+    async with stage(tmp_path) as here:
+        here.shard.may_end.clear()
+        first = here.dispatcher.submit(request())
+        await here.until(lambda: here.shard.is_held)
+        (link,) = here.dispatcher.links
+        parked = pb.StepOutput(credit=pb.Credit(num_requests=9, num_kv_tokens=999, acknowledged=1), load=pb.Load())
+        link.shard_output(parked)
+        second = here.dispatcher.submit(request())
+        await here.until(lambda: here.batches == [1, 1])
+        here.shard.may_end.set()
+        await ids_of(first), await ids_of(second)
+
+
 async def test_large_batches_are_split_below_four_mebibytes(tmp_path: Path) -> None:
     async with stage(tmp_path, SimulatedModel(step_seconds=0.05, kv_tokens=1 << 30)) as here:
         here.dispatcher.submit(request(1))
@@ -251,6 +266,14 @@ async def test_limits_refuse_by_name(tmp_path: Path) -> None:
         await here.idle()
 
 
+async def test_what_is_too_late_before_it_is_queued_is_never_sent(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        with pytest.raises(DeadlineExceeded):
+            here.dispatcher.submit(request(), deadline=time.monotonic() - 0.001)
+        await ids_of(here.dispatcher.submit(request()))
+        assert here.batches == [1]
+
+
 async def test_the_configured_time_limit_holds_for_every_request(tmp_path: Path) -> None:
     async with stage(tmp_path, request_timeout_s=0.1) as here:
         with pytest.raises(DeadlineExceeded):
@@ -276,27 +299,6 @@ async def test_draining_cuts_what_takes_too_long(tmp_path: Path) -> None:
         assert not await here.dispatcher.drain(0.05)
         with pytest.raises(ShuttingDown):
             await ids_of(endless)
-
-
-async def test_a_lost_shard_fails_its_requests_and_a_new_one_is_found(tmp_path: Path) -> None:
-    async with stage(tmp_path, SimulatedModel(max_running=1)) as here:
-        running, queued = (here.dispatcher.submit(request(100_000)) for _ in range(2))
-        await running.next()
-        await here.server.stop(0)
-        with pytest.raises(GenerationFailed, match="connection to the shard was lost"):
-            await ids_of(running)
-        assert running.emitted_ids
-        with pytest.raises(NoShard):
-            await ids_of(queued)
-        assert not here.dispatcher.ready
-        with pytest.raises(NoShard):
-            here.dispatcher.submit(request())
-        assert here.dispatcher.num_active == 0
-        server, _, steps = await simulated_shard.start(here.address, SimulatedModel(token_ids=WORDS))
-        await here.until(lambda: here.dispatcher.ready)
-        assert len(await ids_of(here.dispatcher.submit(request(5)))) == 5
-        steps.cancel()
-        await server.stop(0)
 
 
 async def test_output_that_makes_no_sense_fails_one_request(tmp_path: Path) -> None:
@@ -343,11 +345,11 @@ async def test_one_address_is_needed(tmp_path: Path) -> None:
 
 async def test_a_step_that_ends_sooner_brings_the_next_message_forward(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
-        now = time.monotonic()
-        here.dispatcher._pump_at(now + 60)
-        late = here.dispatcher._pump_timer
-        here.dispatcher._pump_at(now + 0.01)
-        here.dispatcher._pump_at(now + 30)
+        now, pump = time.monotonic(), here.dispatcher._pump
+        pump._at(now + 60)
+        late = pump._timer
+        pump._at(now + 0.01)
+        pump._at(now + 30)
         assert late is not None and late.cancelled()
-        await here.until(lambda: here.dispatcher._pump_timer is None)
+        await here.until(lambda: pump._timer is None)
         assert time.monotonic() - now < 30

@@ -247,6 +247,7 @@ def test_counts_go_on_where_a_request_goes_on(tokenizer: Tokenizer) -> None:
     ids = fed.ids("the lazy fox jumps over")
     first = {"sources": bytes([0, 2, 2]), "step_ends": bytes([1, 0, 0]), "num_drafted": [3, 0, 0], "num_accepted": 2}
     fed.feed(ids[:3], **first, verify_seconds=0.5)
+    fed.generation.lost()
     link = ShardLink(0, "unix:nowhere", cast(LinkOwner, None))
     link.take(fed.generation, now=6.0)
     second = {"sources": bytes([1, 4, 6]), "step_ends": bytes([1, 0, 1]), "num_drafted": [0, 0, 1], "num_accepted": 1}

@@ -15,7 +15,6 @@ from proto import shard_pb2 as pb
 from router.adapter import Adapter
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.errors import GenerationFailed
 from router.generation import GenerationRequest
 from router.inflight import Generation
 from router.text.tokenizer import Tokenizer
@@ -29,13 +28,25 @@ pytestmark = pytest.mark.anyio
 class Replicas:
     """A dispatcher over several scripted shards and a scripted loader."""
 
-    def __init__(self, dispatcher: Dispatcher, shards: list[ScriptedShard]) -> None:
+    def __init__(self, dispatcher: Dispatcher, shards: list[ScriptedShard], loader: ScriptedLoader) -> None:
         self.dispatcher = dispatcher
+        self.loader = loader
         self.shards = shards
 
     def submit(self, adapter: str | None = None, num_tokens: int = 2) -> Generation:
         named = None if adapter is None else Adapter(adapter, (Pin(Source.LOCAL, adapter, "1"),))
         return self.dispatcher.submit(GenerationRequest([5, 6], num_tokens, seed=1, adapter=named))
+
+    def ask(self, prompt_ids: list[int], num_tokens: int = 2, **fields: Any) -> Generation:
+        return self.dispatcher.submit(GenerationRequest(prompt_ids, num_tokens, seed=1, **fields))
+
+    def num_prompts(self, index: int, stem: list[int]) -> int:
+        """Prompts with that beginning that a shard got."""
+        return sum(list(submit.prompt_ids[: len(stem)]) == stem for submit in self.shards[index].submits)
+
+    @property
+    def reasons(self) -> dict[str, float]:
+        return dict(self.dispatcher.metrics.placements.values)
 
     async def run(self, adapter: str | None = None) -> None:
         await whole(self.submit(adapter))
@@ -73,7 +84,7 @@ async def replicas(folder: Path, number: int = 3, room: int = 256, **fields: Any
         await dispatcher.start()
         try:
             await shards[0].until(lambda: all(link.ready for link in dispatcher.links))
-            yield Replicas(dispatcher, shards)
+            yield Replicas(dispatcher, shards, loader)
         finally:
             await dispatcher.stop()
             tokenizer.close()
@@ -131,6 +142,52 @@ async def test_a_full_shard_s_adapter_is_taken_on_by_one_with_little_to_do(tmp_p
         await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 0)
 
 
+async def test_a_prompt_goes_where_its_beginning_is(tmp_path: Path) -> None:
+    async with replicas(tmp_path) as here:
+        stems = [[number] * 64 for number in range(9)]
+        for turn in range(4):
+            await asyncio.gather(*(whole(here.ask([*stem, *[99] * turn * 40])) for stem in stems))
+        shards = [[index for index in range(3) if here.num_prompts(index, stem)] for stem in stems]
+        assert all(len(where) == 1 for where in shards), shards
+        assert Counter(where[0] for where in shards) == {0: 3, 1: 3, 2: 3}
+        assert here.reasons == {"credit": 9, "prefix": 27}
+
+
+async def test_who_shares_no_prefixes_is_not_led_by_them(tmp_path: Path) -> None:
+    async with replicas(tmp_path, 2) as here:
+        for salt in ("a", "b", "a", ""):
+            await whole(here.ask([1] * 64, cache_salt=salt))
+        assert here.reasons == {"credit": 3, "prefix": 1}
+
+
+async def test_a_popular_beginning_is_taken_on_by_others(tmp_path: Path) -> None:
+    """One shard does not get all that begins alike while others have nothing to do, and nothing waits for it."""
+    async with replicas(tmp_path, 2, room=8) as here:
+        for shard in here.shards:
+            shard.answer = lambda submit: Script([7], hangs=True)
+        running = [here.ask([1] * 64, 50)]
+        await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 1)
+        running += [here.ask([1] * 64, 50) for _ in range(20)]
+        await here.shards[0].until(lambda: [shard.num_running for shard in here.shards] == [8, 8])
+        assert here.reasons["spread"] > 0
+        for generation in running:
+            generation.cancel()
+        await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 0)
+
+
+async def test_an_idle_shard_takes_a_hot_adapter_on(tmp_path: Path) -> None:
+    async with replicas(tmp_path, 2) as here:
+        for shard in here.shards:
+            shard.answer = lambda submit: Script([7], hangs=True)
+        running = [here.submit("a", 50) for _ in range(30)]
+        await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 30)
+        assert min(here.where["a"].values()) == 10
+        assert here.reasons == {"home": 20, "spread": 10}
+        for generation in running:
+            generation.cancel()
+        await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 0)
+
+
 async def test_a_shard_that_goes_takes_only_what_runs_on_it(tmp_path: Path) -> None:
     async with replicas(tmp_path, 2) as here:
         for shard in here.shards:
@@ -139,18 +196,29 @@ async def test_a_shard_that_goes_takes_only_what_runs_on_it(tmp_path: Path) -> N
         await here.shards[0].until(lambda: [shard.num_running for shard in here.shards] == [2, 2])
         await here.shards[0]._server.stop(grace=0)
         await here.shards[1].until(lambda: not here.dispatcher.links[0].ready)
-        assert here.dispatcher.ready and here.dispatcher.num_active == 2
+        assert here.dispatcher.ready and here.dispatcher.num_active == 4
 
-        async def for_a_while(generation: Generation) -> object:
-            async with asyncio.timeout(0.2):
-                return await whole(generation)
-
-        results = await asyncio.gather(*map(for_a_while, running), return_exceptions=True)
-        assert Counter(type(result) for result in results) == {GenerationFailed: 2, TimeoutError: 2}
+        await here.shards[1].until(lambda: here.shards[1].num_running == 4)
         here.shards[1].answer = lambda submit: Script([7] * submit.max_new_tokens)
         for generation in running:
             generation.cancel()
         await asyncio.gather(*(here.run(f"adapter {number}") for number in range(8)))
+
+
+async def test_another_loader_is_told_what_stays(tmp_path: Path) -> None:
+    async with replicas(tmp_path, 1) as here:
+        admission = here.dispatcher.admission
+        assert admission is not None
+        adapters = {name: Adapter(name, (Pin(Source.LOCAL, name, "1"),)) for name in "ab"}
+        digests = {name: (await admission.content(adapter)).digest for name, adapter in adapters.items()}
+        for name, adapter in adapters.items():
+            admission.pin(digests[name], adapter)
+        admission.unpin(digests["b"])
+        await here.shards[0].until(lambda: any("release" in call for call in here.loader.calls))
+        here.loader.calls.clear()
+        here.loader.hang_up()
+        await here.shards[0].until(lambda: bool(here.loader.calls))
+        assert [call.get("hold") for call in here.loader.calls] == [digests["a"]]
 
 
 async def test_pins_go_to_the_adapter_s_own_shard_and_unload_to_all(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = FairQueue(max_waiting=6, quantum=QUANTUM)
         self.weights: dict[str, float] = {}
         self.waiting: dict[str, list[int]] = defaultdict(list)
+        self.left: dict[int, str] = {}
         self.next_id = 0
 
     @rule(key=st.sampled_from(KEYS), tokens=st.integers(0, 100))
@@ -51,12 +52,27 @@ class QueueMachine(RuleBasedStateMachine):
             return
         key = next(key for key, ids in self.waiting.items() if found in ids)
         assert self.waiting[key].pop(0) == found
+        self.left[found] = key
+
+    @precondition(lambda self: self.left)
+    @rule(data=st.data(), tokens=st.integers(0, 100))
+    def come_back(self, data: st.DataObject, tokens: int) -> None:
+        """A request that had left is the first of its key again, however many wait."""
+        request_id = data.draw(st.sampled_from(sorted(self.left)))
+        key = self.left.pop(request_id)
+        self.queue.put_back(key, request_id, tokens)
+        self.waiting[key].insert(0, request_id)
 
     @rule()
     def pop_without_room(self) -> None:
         """What does not fit stays where it is, and is still the next one."""
         asked: list[int] = []
-        assert self.queue.pop(lambda request_id: bool(asked.append(request_id))) is None
+
+        def nothing(request_id: int) -> bool:
+            asked.append(request_id)
+            return False
+
+        assert self.queue.pop(nothing) is None
         if asked:
             found = self.queue.pop(anything)
             assert found == asked[0]

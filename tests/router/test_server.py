@@ -109,7 +109,7 @@ def body(num_tokens: int) -> dict[str, Any]:
 
 
 async def test_it_is_live_at_once_and_ready_with_its_shard(tmp_path: Path) -> None:
-    async with router(tmp_path) as started:
+    async with router(tmp_path, recovery_timeout_s=2.0) as started:
         await started.until("/health", 503)
         assert (await started.client.post("/generate", json=body(1))).status_code == 503
         async with shard(tmp_path):
@@ -117,6 +117,8 @@ async def test_it_is_live_at_once_and_ready_with_its_shard(tmp_path: Path) -> No
             await started.until("/health", 200)
             answer = await started.client.post("/generate", json=body(5), headers={"x-request-id": "mine"})
             assert answer.json()["details"]["generated_tokens"] == 5
+        await started.until("/ready", 503)
+        assert await started.status("/health") == 200  # it may come back
         await started.until("/health", 503)
         started.process.send_signal(signal.SIGTERM)
         assert await started.exit_code() == 0

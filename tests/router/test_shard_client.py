@@ -24,6 +24,12 @@ class Listener:
         self.num_tokens = 0
         self.ended = asyncio.Event()
 
+    def shard_unfit(self, info: pb.ShardInfo) -> str:
+        return ""
+
+    def shard_serving(self) -> None:
+        """It always does."""
+
     def shard_up(self, info: pb.ShardInfo) -> None:
         # One request that emits at every step; how many have news is this listener's own word.
         submit = pb.Submit(id=1, prompt_ids=[1], max_new_tokens=NUM_TOKENS)

@@ -39,14 +39,14 @@ class Setup:
 class Rig:
     """One stream's view of an engine."""
 
-    def __init__(self, setup: Setup | None = None) -> None:
+    def __init__(self, setup: Setup | None = None, outbox: Outbox | None = None) -> None:
         setup = setup or Setup()
         self.draft: FakeModel | None = None
         self.model = FakeModel(setup.num_pages, setup.page_size)
         limits = Limits(setup.step_tokens, setup.max_running, setup.chunked_prefill, setup.max_scored)
         cache = KvCache(setup.num_pages, setup.page_size, setup.prefix_caching)
         self.scheduler = Scheduler(cache, limits, guessers=setup.guessers)
-        self.inbox, self.outbox = Inbox(), Outbox()
+        self.inbox, self.outbox = Inbox(), outbox or Outbox()
         sampler = self.sampler = Sampler(VOCAB_SIZE, setup.max_running, torch.device("cpu"))
         pacing = Pacing(setup.commit_lag, setup.max_waiting)
         self.engine = Engine(

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.adapters_exact import FEW_SLOTS, check
 from benchmarks.exact import MIN_DISTINCT
+from shard.adapter_reader import NOT_HERE
 from shard.build import build_engine
 from shard.config import ShardConfig
 from shard.inbox import Commands, Inbox, StreamOpened
@@ -46,5 +47,5 @@ def test_a_request_fails_alone_when_its_adapter_cannot_be_read(tmp_path: Path) -
         if not engine.scheduler.running:
             inbox.wait(0.05)
         errors |= {output.key[1]: output.error for output in outbox.take(1).outputs if output.finish_reason}
-    assert errors[0] == "" and "cannot be read" in errors[1] and "cannot be read" in errors[2]
+    assert errors[0] == "" and errors[1] == NOT_HERE and "cannot be read" in errors[2]
     engine.scheduler.check()

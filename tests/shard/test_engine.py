@@ -12,6 +12,7 @@ import torch
 from shard.inbox import Commands, StreamEnded
 from shard.outbox import Details, Output, Status
 from shard.request import FinishReason, Request
+from shard.share import Share
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone, logits_after, states_of
 from tests.shard.rig import EPOCH, SAMPLED, SCORED, Rig, Setup, copy_of, make_request
 
@@ -206,6 +207,52 @@ def test_a_failing_step_fails_its_requests_and_no_other(lag: int) -> None:
         assert outputs[1].token_ids == generate_alone(prompt, 9)[: len(outputs[1].token_ids)]
         outputs = rig.run(make_request(3, prompt, 9))
         assert outputs[3].token_ids == generate_alone(prompt, 9)  # nothing that was not computed can be found again
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_suspects_have_steps_of_their_own_and_routers_know_of_each(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the router has heard when a step begins is who is computed, and of a suspect's step exactly that."""
+    monkeypatch.setattr("shard.engine.TELL_S", 0.001)  # nobody reads here
+    rig = Rig(Setup(commit_lag=lag))
+    steps, told = list[set[int]](), list[set[int]]()
+    newest = set[int]()
+    launch = rig.engine._launch
+
+    def note(shares: list[Share]) -> None:
+        nonlocal newest
+        computing = rig.outbox._trays[EPOCH].computing
+        newest = newest if computing is None else set(computing)
+        steps.append({share.request.key[1] for share in shares})
+        told.append(newest)
+        launch(shares)
+
+    rig.engine._launch = note  # type: ignore[method-assign]
+    requests = [make_request(i, list(range(i, i + 9)), 12) for i in range(5)]
+    requests[1].num_alone, requests[3].num_alone = 4, 2
+    outputs = rig.run(*requests)
+    for request in requests:
+        assert outputs[request.key[1]].token_ids == generate_alone(request.token_ids[:9], 12)
+    for suspect, num_alone in ((1, 4), (3, 2)):
+        own = [step for step in steps if suspect in step]
+        assert own[:num_alone] == [{suspect}] * num_alone
+        assert own[num_alone] > {suspect}
+        assert [known for known in told if suspect in known][:num_alone] == own[:num_alone]
+    assert all(step <= known for step, known in zip(steps, told, strict=True))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_step_after_a_suspects_own_waits_for_routers_too(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or they would blame the suspect for what ends in that step."""
+    rig = Rig(Setup(commit_lag=lag))
+    words = list[tuple[set[int], bool]]()
+
+    def note(keys: set[tuple[int, int]], wait_s: float = 0.0) -> None:
+        words.append(({key[1] for key in keys}, wait_s > 0))
+
+    monkeypatch.setattr(rig.outbox, "begins", note)
+    rig.submit(make_request(1, [1], 30), make_request(2, [2], 30, num_alone=2))
+    rig.step(8)
+    assert words == [({2}, True), ({1}, True), ({2}, True), ({1, 2}, True)]
 
 
 def test_a_broken_device_ends_the_loop() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -102,6 +103,29 @@ def test_it_serves_finishes_what_runs_at_sigterm_and_logs_no_tokens(
     events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     assert [event["event"] for event in events][-1] == "ended"
     assert "101, 102" not in log and str(token_ids[:2])[1:-1] not in log
+
+
+def test_what_is_no_message_ends_its_stream_and_nobody_elses(
+    shard: subprocess.Popen[str], stub: shard_pb2_grpc.ShardStub, tmp_path: Path
+) -> None:
+    is_over: list[bool] = []
+    running = stub.Serve(forever(submit(50), is_over), timeout=TIMEOUT_S)
+    for garbage in (bytes(range(256)) * 40, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(range(255, -1, -1)) * 40):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(f"{tmp_path}/shard.sock")
+            raw.sendall(garbage)
+    with grpc.insecure_channel(f"unix:{tmp_path}/shard.sock") as channel:
+        serve = channel.stream_stream("/lorikeet.shard.v1.Shard/Serve")
+        with pytest.raises(grpc.RpcError, match="no Command"):
+            list(serve(iter([b"\x0a\xff\xff\xff"]), timeout=TIMEOUT_S))
+    reasons: list[int] = []
+    for message in running:
+        reasons += [output.finish_reason for output in message.outputs]
+        if any(reasons):
+            break
+    is_over.append(True)
+    assert reasons[-1] == pb.FINISH_LENGTH
+    assert shard.poll() is None
 
 
 PARENT = """

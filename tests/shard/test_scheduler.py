@@ -81,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.launched: list[tuple[list[Share], list[int | None]]] = []
         self.all: list[tuple[Request, list[int]]] = []
         self.now = 0.0
+        self.was_alone, self.others = False, list[Request]()
 
     @rule(
         stem=st.integers(0, 1),
@@ -90,9 +91,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "", "salt"]),
         kind=st.sampled_from(["plain", "plain", "plain", "scored", "short-lived"]),
         adapter=st.sampled_from(["", "", "a", "b"]),
+        num_alone=st.sampled_from([0, 0, 0, 1, 3]),
     )
     def arrive(
-        self, stem: int, num_stem: int, tails: list[list[int]], max_new_tokens: int, salt: str, kind: str, adapter: str
+        self,
+        stem: int,
+        num_stem: int,
+        tails: list[list[int]],
+        max_new_tokens: int,
+        salt: str,
+        kind: str,
+        adapter: str,
+        num_alone: int,
     ) -> None:
         """A few requests at once that share the beginning of their prompts, or all of it."""
         for tail in tails:
@@ -108,6 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 adapter_digest=adapter,
                 logprobs=LogprobParams(prefill=kind == "scored"),
                 deadline=self.now + 5 if kind == "short-lived" else None,
+                num_alone=num_alone,
             )
             self.all.append((request, list(request.token_ids)))
             self.scheduler.add(request)
@@ -134,8 +145,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self) -> None:
         self.now += 1
         self.scheduler.expire(self.now)
+        suspects = {request.key: request.num_alone for request in self.scheduler.requests.values() if request.num_alone}
         shares = self.scheduler.schedule()
         self.check_plan(shares)
+        self.check_suspects(shares, suspects)
         if shares:
             self.launched.append((shares, self.device.run(shares)))
         self.commit(self.lag if shares else 0)
@@ -144,6 +157,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         while len(self.launched) > num_open:
             for share, token_id in zip(*self.launched.pop(0), strict=True):
                 self.scheduler.commit(share, [] if token_id is None else [token_id])
+
+    def check_suspects(self, shares: list[Share], suspects: dict[tuple[int, int], int]) -> None:
+        """A suspect has its steps for itself; the first to come is done with them before another begins."""
+        keys = [share.request.key for share in shares]
+        assert self.scheduler.is_alone == bool(suspects.keys() & set(keys))
+        if self.scheduler.is_alone:
+            (share,) = shares
+            waited = [request for request in self.others if not request.finish_reason and request.row >= 0]
+            assert not self.was_alone or not waited, "others had no turn"
+            assert share.request.num_alone == suspects[share.request.key] - share.samples
+        self.was_alone = self.scheduler.is_alone
+        self.others = [
+            request
+            for request in self.scheduler.running
+            if request.key not in suspects and request.num_launched == 0 and request.num_computed < request.num_known
+        ]
 
     def check_plan(self, shares: list[Share]) -> None:
         limits = self.scheduler.limits

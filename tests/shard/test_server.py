@@ -13,8 +13,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from proto import digest, shard_pb2_grpc
 from proto import shard_pb2 as pb
-from proto import shard_pb2_grpc
+from shard.model_files import ModelFiles
 from shard.server import Facts, Server, wait_for_event
 from shard.wire import Bounds
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone
@@ -31,6 +32,8 @@ class Shard:
         self.rig = Rig(setup)
         self.path = folder / "shard.sock"
         self.server = Server(f"unix:{self.path}", self.rig.inbox, self.rig.outbox)
+        (folder / "config.json").write_text("{}")
+        self.files = ModelFiles(folder)
         self.address = self.server.start()
         self.errors: list[BaseException] = []
         self._thread = threading.Thread(target=self._run)
@@ -39,7 +42,7 @@ class Shard:
         cache = self.rig.scheduler.cache
         bounds = Bounds(VOCAB_SIZE, 600, cache.num_pages * cache.page_size)
         info = pb.ShardInfo(model_id="fake", vocab_size=VOCAB_SIZE)
-        self.server.ready(Facts(info, bounds, lambda: self.rig.engine.running_step))
+        self.server.ready(Facts(info, bounds, lambda: self.rig.engine.running_step, self.files.digest))
         self._thread.start()
 
     def stop(self) -> None:
@@ -313,3 +316,24 @@ def test_a_wait_that_is_cancelled_as_it_ends_is_cancelled() -> None:
         return waiting.cancelled()
 
     assert asyncio.run(cancel_at_the_end())
+
+
+def test_it_tells_what_its_files_hold_or_that_they_have_changed(
+    make_shard: Callable[..., Shard], tmp_path: Path
+) -> None:
+    shard = make_shard()
+    with grpc.insecure_channel(shard.address) as channel:
+        stub = shard_pb2_grpc.ShardStub(channel)
+        told = stub.Digest(pb.DigestRequest(), timeout=TIMEOUT_S)
+        assert told.sha256 == digest.of_files(tmp_path, ["config.json"])
+    (tmp_path / "later").mkdir()
+    late = Shard(tmp_path / "later", Setup(num_pages=10))
+    (tmp_path / "later" / "config.json").write_text("changed")
+    late.ready()
+    try:
+        with grpc.insecure_channel(late.address) as channel, pytest.raises(grpc.RpcError) as caught:
+            shard_pb2_grpc.ShardStub(channel).Digest(pb.DigestRequest(), timeout=TIMEOUT_S)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "have changed since they were loaded" in caught.value.details()
+    finally:
+        late.stop()

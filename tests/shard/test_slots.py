@@ -254,7 +254,8 @@ def test_an_adapter_is_resident_once_it_is_copied_and_none_takes_its_slot_before
     slots = AdapterSlots(SlotLimits(1, 100, 100), device, lambda digest: None)
     load(slots, "a", "b")
     assert slots.acquire("a") is None and slots.acquire("b") is None
-    assert slots.is_copying and not slots.is_resident("a") and "a" not in residents(slots)
+    is_copying = slots.is_copying
+    assert is_copying and not slots.is_resident("a") and "a" not in residents(slots)
     device.finish()
     assert slots.acquire("a") is None, "within a step nothing changes"
     slots.settle()

@@ -3,6 +3,8 @@
 from dataclasses import fields
 from itertools import pairwise
 
+import pytest
+
 from proto import shard_pb2 as pb
 from shard.outbox import Details, Mail, Output, Status
 from shard.request import FinishReason
@@ -39,6 +41,7 @@ def test_large_mail_is_cut_and_complete() -> None:
     mail = Mail(outputs, Status(step=7, credit_requests=4), num_preempted=2, acknowledged=9, adapters={})
     messages = list(write_mail(mail, pb.Heartbeat()))
     assert len(messages) > 3
+    assert not any(message.HasField("computing") for message in messages)
     assert sum(message.load.num_preempted for message in messages) == 2
     seen: dict[int, list[pb.RequestOutput]] = {}
     for message in messages:
@@ -67,3 +70,12 @@ def test_large_mail_is_cut_and_complete() -> None:
                 output.details.alternative_ids
             )
     assert all(len(earlier.prefill_logprobs) >= len(later.prefill_logprobs) for earlier, later in pairwise(seen[1]))
+
+
+@pytest.mark.parametrize("ids", [[], [4, 9]])
+def test_who_is_computed_is_said_once_and_also_where_it_is_nobody(ids: list[int]) -> None:
+    outputs = [make_output(1, 100_000, 0, 5)]
+    mail = Mail(outputs, Status(), num_preempted=0, acknowledged=0, adapters={}, computing=ids)
+    first, *others = write_mail(mail, pb.Heartbeat())
+    assert first.HasField("computing") and list(first.computing.ids) == ids
+    assert others and not any(message.HasField("computing") for message in others)

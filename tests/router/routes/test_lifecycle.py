@@ -1,8 +1,11 @@
 """What surrounds a request: probes, draining, overload, time limits, vanished clients, ids, CORS, logs."""
 
 import asyncio
+import itertools
 import json
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +109,34 @@ async def test_overload(tmp_path: Path, anyio_backend: str) -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(response.headers["retry-after"]) >= 1
         first.cancel()
+        await server.idle()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+async def test_what_would_be_refused_is_not_tokenized(tmp_path: Path, anyio_backend: str, path: str) -> None:
+    """Nor is a flood that has not got that far: at most as many texts are worked on as requests could be taken."""
+    async with serving(tmp_path, max_concurrent_requests=3) as server:
+        server.says("ab", hangs=True)
+        first = asyncio.create_task(server.client.post("/generate", json={"inputs": "Hi"}))
+        await server.shard.until(lambda: server.shard.num_running == 1)
+        tokenizer = server.dispatcher._tokenizer
+        blocked, most, in_pool = threading.Event(), [], tokenizer._in_pool
+
+        async def counted(work: Callable[[], Any]) -> Any:
+            most.append(tokenizer.num_pending)
+            return await in_pool(lambda: (blocked.wait(30), work())[1])
+
+        tokenizer._in_pool = counted  # type: ignore[method-assign]
+        body = {"inputs": "Hi", "prompt": "Hi", "model": MODEL_ID, "messages": [{"role": "user", "content": "Hi"}]}
+        flood = [asyncio.create_task(server.client.post(path, json=body)) for _ in range(20)]
+        statuses = []
+        for refused in itertools.islice(asyncio.as_completed(flood), 18):
+            statuses.append((await refused).status_code)
+        assert (statuses, len(most)) == ([429] * 18, 2)
+        blocked.set()
+        await server.shard.until(lambda: server.shard.num_running == 3)
+        for task in (first, *flood):
+            task.cancel()
         await server.idle()
 
 

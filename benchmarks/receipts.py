@@ -1,0 +1,153 @@
+"""Receipts of a mixed, loaded run, all replayed: on two replicas under load, and on a server that guesses otherwise.
+
+Base and three adapters, no guesses, lookup, draft model and heads, greedy and sampled with and without a seed,
+LoRAX's routes and OpenAI's, streams and whole answers. Computed in float32.
+
+    python -m benchmarks.receipts [RECEIPTS]
+"""
+
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks import servers
+from benchmarks.case import Case, Cases, Raw
+from benchmarks.recovery import Load, kinds
+from launcher.client import Client
+from launcher.receipt import Receipt
+from launcher.replay import replay, sentences
+
+CASES = 3
+RECEIPTS = 100
+"""Of a case."""
+CLIENTS = 8
+"""That ask and replay at once, beside those of the load."""
+NUM_TOKENS = (16, 96)
+SEED = 4242
+EXACT = ("--dtype", "float32", "--cpu-memory", "512MiB")
+FIRST = (
+    *EXACT, "--replicas", "2", "--threads", "1", "--draft-model-id", "demo/draft", "--speculative-tokens", "4",
+)  # fmt: skip
+SECOND = (*EXACT, "--speculative-method", "lookup", "--speculative-tokens", "9", "--speculative-schedule", "constant")
+ROUTES = ("/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions")
+METHODS = ("off", "lookup", "draft", "medusa")
+ADAPTERS = (None, "json", "sql", "cite")
+PROMPTS = (
+    "def add(a, b):\n",
+    'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n',
+    "class A:\n    def __init__(self):\n",
+    "import os\n\nfor name in os.listdir():\n",
+)
+SETTINGS: dict[str, Any] = {
+    "receipts_per_case": RECEIPTS,
+    "clients": CLIENTS,
+    "new_tokens": NUM_TOKENS,
+    "seed": SEED,
+    "first": FIRST,
+    "second": SECOND,
+}
+
+
+def wanted(draw: random.Random, number: int) -> tuple[str, dict[str, Any]]:
+    """Route and fields of one request; methods, adapters and routes take turns."""
+    method, adapter = METHODS[number % 4], ADAPTERS[number // 4 % 4]
+    fields: dict[str, Any] = {"speculative_method": method, "receipt": True}
+    if method != "off":
+        fields["speculative_schedule"] = draw.choice(("constant", "auto"))
+    if method == "medusa":
+        fields["heads_id"] = "heads"
+    law = draw.choice(("greedy", "seeded", "sampled", "penalised"))
+    if law == "greedy":
+        fields["temperature"] = 0.0
+    else:
+        fields |= {"temperature": draw.uniform(0.5, 1.2), "top_p": draw.uniform(0.8, 0.99)}
+    if law in ("seeded", "penalised"):
+        fields["seed"] = draw.getrandbits(53)
+    if law == "penalised":
+        fields |= {"repetition_penalty": 1.2, "frequency_penalty": 0.4}
+    if draw.random() < 0.2:
+        fields["stop"] = ["\n\n"]
+    fields["ignore_eos_token"] = draw.random() < 0.5
+    route, prompt = draw.choice(ROUTES), draw.choice(PROMPTS) * draw.randint(1, 3)
+    length = draw.randint(*NUM_TOKENS)
+    if not route.startswith("/v1"):
+        if adapter is not None:
+            fields["adapter_id"] = adapter
+        return route, {"inputs": prompt, "parameters": {**fields, "max_new_tokens": length, "details": True}}
+    body = {**fields, "model": adapter or "__base_model__", "max_tokens": length}
+    if route.endswith("chat/completions"):
+        return route, {**body, "messages": [{"role": "user", "content": prompt}]}
+    return route, {**body, "prompt": prompt}
+
+
+def asked(client: Client, route: str, body: dict[str, Any]) -> Receipt:
+    """The receipt of one answer, whole or streamed."""
+    if route == "/generate_stream":
+        with client.stream(body["inputs"], **body["parameters"]) as stream:
+            ids = [token.id for token in stream]
+        receipt = Receipt.read(stream.details["receipt"])
+        if receipt.output_ids != ids:
+            raise ValueError("a stream's receipt is not of its tokens")
+        return receipt
+    answer = client.post(route, body)
+    return Receipt.read(answer.get("details", answer)["receipt"])
+
+
+def differences(client: Client, receipts: Sequence[Receipt]) -> list[str]:
+    """What is said of each receipt that does not come again with the same tokens."""
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        outcomes = list(pool.map(lambda receipt: replay(client, receipt), receipts))
+    pairs = zip(receipts, outcomes, strict=True)
+    return ["; ".join(sentences(receipt, outcome)) for receipt, outcome in pairs if not outcome.is_identical]
+
+
+def case(number: int, num_receipts: int) -> Case:
+    """One run: receipts under load, replayed under load, and on the other server."""
+    draw = random.Random(SEED + number)
+    requests = [wanted(draw, index) for index in range(num_receipts)]
+    with servers.running("receipts", servers.lorikeet(None, *FIRST)) as first:
+        client = Client(f"http://127.0.0.1:{first.port}")
+        with Load(client, kinds()).running(SEED + number), ThreadPoolExecutor(CLIENTS) as pool:
+            receipts = list(pool.map(lambda each: asked(client, *each), requests))
+            on_replicas = differences(client, receipts)
+    with servers.running("receipts-second", servers.lorikeet(None, *SECOND)) as second:
+        elsewhere = differences(Client(f"http://127.0.0.1:{second.port}"), receipts)
+    raw = {
+        "receipts": len(receipts),
+        "tokens": sum(receipt.num_tokens for receipt in receipts),
+        "texts": len({receipt.told["output"]["sha256"] for receipt in receipts}),
+        "methods": Counter(receipt.told["speculation"]["method"] for receipt in receipts),
+        "different_on_replicas": on_replicas,
+        "different_elsewhere": elsewhere,
+    }
+    return Case(f"receipts {number}", raw)
+
+
+def measure(finished: frozenset[str] = frozenset()) -> Cases:
+    """A hundred receipts a case, each with servers of its own."""
+    for number in range(CASES):
+        if f"receipts {number}" not in finished:
+            yield case(number, RECEIPTS)
+
+
+def num_identical(raw: Raw) -> float:
+    """Replays that gave the same tokens, of both kinds."""
+    return 2.0 * raw["receipts"] - len(raw["different_on_replicas"]) - len(raw["different_elsewhere"])
+
+
+def main() -> None:
+    measured = case(0, int(sys.argv[1]) if sys.argv[1:] else RECEIPTS)
+    raw = measured.raw
+    for kind in ("different_on_replicas", "different_elsewhere"):
+        for line in raw[kind]:
+            print(f"{kind}: {line}")
+        print(f"{kind}: {len(raw[kind])} of {raw['receipts']}")
+    print(json.dumps(raw))
+
+
+if __name__ == "__main__":
+    main()

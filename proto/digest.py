@@ -1,0 +1,28 @@
+"""How files and token ids are called by their content, alike for all who compare them.
+
+Both can be had with a shell or a few lines of any language: `sha256sum config.json model.safetensors | sha256sum`.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+def of_tokens(token_ids: Sequence[int]) -> str:
+    """SHA-256 over the ids as little-endian 32 bit numbers, one after the other."""
+    return hashlib.sha256(struct.pack(f"<{len(token_ids)}I", *token_ids)).hexdigest()
+
+
+def of_files(folder: Path, names: Iterable[str]) -> str:
+    """SHA-256 over the lines that `sha256sum` writes of these files of `folder`, in the order of their names.
+
+    Raises OSError.
+    """
+    lines = [f"{_of_file(folder / name)}  {name}\n" for name in sorted(names)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

