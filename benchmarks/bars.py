@@ -13,6 +13,7 @@ from benchmarks import (
     family_bars,
     leak,
     open_loop,
+    recovery_bars,
     speculation_bars,
     start,
     whole,
@@ -42,6 +43,7 @@ PARTS: tuple[Part, ...] = (
     Part("clone", whole.clone),
     *adapter_bars.PARTS,
     *speculation_bars.PARTS,
+    *recovery_bars.PARTS,
 )
 
 
@@ -93,6 +95,7 @@ BARS: tuple[Bar, ...] = (
         over=Over.WORST),
     *adapter_bars.BARS,
     *speculation_bars.BARS,
+    *recovery_bars.BARS,
 )  # fmt: skip
 
 NOT_REACHED: dict[str, str] = json.loads(Path(__file__).with_name("results").joinpath("not_reached.json").read_text())

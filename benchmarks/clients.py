@@ -30,11 +30,21 @@ def measure(finished: frozenset[str] = frozenset()) -> Cases:
             yield case
 
 
-def outcomes(path: str, **environment: str) -> Iterator[Case]:
-    """What pytest says of each test in a file."""
+def outcomes(path: str, *options: str, **environment: str) -> Iterator[Case]:
+    """What pytest says of each test in a file or folder."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", path]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+            *options,
+            path,
+        ]
         done = subprocess.run(
             command,
             cwd=servers.REPOSITORY,

@@ -26,6 +26,7 @@ from benchmarks.case import Case, Cases, Raw
 from launcher.client import Client, ServerError
 
 DRAFT = "demo/draft"
+KILLS, STOPS, ROLLS = 100, 20, 10
 HARMS = 10
 """Of a case."""
 CLIENTS = 8
@@ -246,9 +247,9 @@ def measure(number: signal.Signals, num_harms: int, finished: frozenset[str] = f
             yield harmed(number, HARMS, case)
 
 
-kills = partial(measure, signal.SIGKILL, 100)
-stops = partial(measure, signal.SIGSTOP, 20)
-rolls = partial(measure, signal.SIGUSR2, 10)
+kills = partial(measure, signal.SIGKILL, KILLS)
+stops = partial(measure, signal.SIGSTOP, STOPS)
+rolls = partial(measure, signal.SIGUSR2, ROLLS)
 
 
 def num_wrong(raw: Raw) -> float:

@@ -5,6 +5,7 @@ import pytest
 from benchmarks import adapted, adapters_cost
 
 
+@pytest.mark.long
 def test_a_small_round_asks_in_every_way(small: adapted.Base) -> None:
     (case,) = adapters_cost.measure(base=small, size=adapters_cost.QUICK)
     assert case.error == ""

@@ -5,6 +5,7 @@ import pytest
 from benchmarks import adapted, adapters_fair
 
 
+@pytest.mark.long
 def test_a_small_flood(small: adapted.Base) -> None:
     (case,) = adapters_fair.flood(base=small, size=adapters_fair.QUICK)
     assert case.error == ""

@@ -1,5 +1,7 @@
 """Some hostile adapters against a real server, every question of the wrong tenant, and what counts as wrong."""
 
+import pytest
+
 from benchmarks import adapters_hostile, adapters_tenants
 from tests.adapters.hostile import CASES
 
@@ -21,6 +23,7 @@ def test_batches_send_every_broken_adapter() -> None:
     assert sorted(places) == list(range(len(CASES)))
 
 
+@pytest.mark.long
 def test_the_other_tenant_gets_nothing() -> None:
     cases = list(adapters_tenants.measure())
     assert [case.name for case in cases] == list(adapters_tenants.PLACES)

@@ -1,8 +1,11 @@
 """One small round of loads, waits and tiers against real servers, and what figures they give."""
 
+import pytest
+
 from benchmarks import adapted, adapters_loading, adapters_tiers, load
 
 
+@pytest.mark.long
 def test_a_small_round_of_loads(small: adapted.Base) -> None:
     (case,) = adapters_loading.measure(base=small, size=adapters_loading.QUICK)
     assert case.error == ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 
 from tests.adapters.making import make_adapter
 from tests.e2e import tiny_server_model
@@ -32,6 +33,7 @@ def train(folder: Path, *arguments: str) -> dict[str, Any]:
     return {**json.loads(ended.stdout.splitlines()[-1]), "texts": dict(map(json.loads, lines))}
 
 
+@pytest.mark.long
 def test_a_running_server_writes_the_texts(tmp_path: Path) -> None:
     model = tiny_server_model.make(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))

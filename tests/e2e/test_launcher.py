@@ -144,12 +144,12 @@ def close_the_terminal(server: Launched) -> None:
     server.signal_group(signal.SIGTERM)
 
 
-ONE_REQUEST: list[Callable[[Launched], None]] = [
-    terminate_as_timeout_does,
-    close_the_terminal,
-    lambda server: server.signal_group(signal.SIGINT),
-    lambda server: server.signal_all(signal.SIGINT),
-    lambda server: server.signal_all(signal.SIGTERM),
+ONE_REQUEST = [
+    pytest.param(terminate_as_timeout_does, id="timeout"),
+    pytest.param(close_the_terminal, id="closed terminal", marks=pytest.mark.long),
+    pytest.param(lambda server: server.signal_group(signal.SIGINT), id="Ctrl-C"),
+    pytest.param(lambda server: server.signal_all(signal.SIGINT), id="all INT", marks=pytest.mark.long),
+    pytest.param(lambda server: server.signal_all(signal.SIGTERM), id="all TERM", marks=pytest.mark.long),
 ]
 
 
@@ -187,7 +187,7 @@ def test_the_embedded_model_brings_its_adapters_and_ends_with_its_terminal(tmp_p
         assert server.wait() == Exit.OK
 
 
-@pytest.mark.parametrize("ask", ONE_REQUEST, ids=["timeout", "closed terminal", "Ctrl-C", "all INT", "all TERM"])
+@pytest.mark.parametrize("ask", ONE_REQUEST)
 def test_one_request_to_end_drains_however_many_signals_carry_it(model: Path, ask: Callable[[Launched], None]) -> None:
     # One request runs at a time here: the other still waits for the shard when the signals come.
     body = {"inputs": "one two", "parameters": {"max_new_tokens": 1000, "ignore_eos_token": True}}
@@ -213,7 +213,7 @@ def test_one_request_to_end_drains_however_many_signals_carry_it(model: Path, as
         assert "second signal" not in server.output
 
 
-@pytest.mark.parametrize("when", ["loading", "kv memory"])
+@pytest.mark.parametrize("when", ["loading", pytest.param("kv memory", marks=pytest.mark.long)])
 def test_two_signals_before_it_is_ready_end_it_quietly(model: Path, when: str) -> None:
     with Launched("--model-id", str(model), *SMALL) as server:
         server.wait_for(when)
@@ -232,7 +232,7 @@ def test_a_killed_launcher_leaves_no_orphan(model: Path) -> None:
         folder.rmdir()
 
 
-@pytest.mark.parametrize("module", ["router", "adapters"])
+@pytest.mark.parametrize("module", ["router", pytest.param("adapters", marks=pytest.mark.long)])
 def test_a_dead_helper_is_started_again(model: Path, module: str) -> None:
     """A router's connections are lost with it; the shards stay as they are."""
     with Launched("--model-id", str(model), *SMALL) as server:
@@ -273,7 +273,7 @@ def test_a_taken_port_is_said_before_anything_is_loaded(model: Path) -> None:
             assert "loading" not in server.output
 
 
-@pytest.mark.parametrize("damage", [None, "weights", "flag"])
+@pytest.mark.parametrize("damage", [None, pytest.param("weights", marks=pytest.mark.long), "flag"])
 def test_with_json_output_every_line_is_json(model: Path, tmp_path: Path, damage: str | None) -> None:
     """A machine without a compiler, libraries that warn, and what ends the server before it serves."""
     folder = Path(shutil.copytree(model, tmp_path / "model"))
@@ -304,6 +304,7 @@ def test_with_json_output_every_line_is_json(model: Path, tmp_path: Path, damage
         assert "no C compiler" in server.output
 
 
+@pytest.mark.long
 def test_logs_are_json(model: Path) -> None:
     with Launched("--model-id", str(model), "--json-output", *SMALL) as server:
         server.wait_until_ready()

@@ -60,6 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_server_model.make(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.long
 def test_every_shard_is_replaced_under_load_and_nobody_notices(tmp_path: Path, model: Path) -> None:
     """A rolling restart: a new one joins, an old one is told to end, and its addresses leave the list."""
     with made(tmp_path, model) as here:

@@ -139,6 +139,7 @@ def test_answers_are_the_same_when_every_shard_is_lost(server: Launched, undistu
     assert set(health) == {200}
 
 
+@pytest.mark.long
 def test_every_process_is_replaced_under_load_and_nobody_notices(
     server: Launched, undisturbed: list[tuple[Any, ...]]
 ) -> None:

@@ -122,7 +122,7 @@ def adapter_files() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.fixture(scope="module", params=["plain", "json"])
+@pytest.fixture(scope="module", params=["plain", pytest.param("json", marks=pytest.mark.long)])
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("secrets")
     keys = folder / "keys.yaml"

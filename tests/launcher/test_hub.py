@@ -93,6 +93,7 @@ def test_a_cold_cache_without_a_hub_is_said(tmp_path: Path) -> None:
     assert "owner/name is not in the cache and the hub cannot be asked" in result.stderr
 
 
+@pytest.mark.long
 def test_a_cache_that_lacks_a_part_is_said(tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
         path = downloaded(server, tmp_path, "--model-id", "owner/name")
@@ -167,6 +168,7 @@ def test_the_configuration_is_printed_without_fetching_weights(tmp_path: Path) -
     assert "--eager-prefill has no effect" in result.stderr
 
 
+@pytest.mark.long
 def test_weights_from_another_folder_are_not_fetched(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.mkdir()

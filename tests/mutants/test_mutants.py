@@ -10,7 +10,7 @@ import pytest
 from tests.mutants.faults import FAULTS
 from tests.mutants.mutant import Mutant, copy_tree, is_noticed, verdicts
 
-SAMPLE = FAULTS[::3]
+SAMPLE = FAULTS[3::8]
 
 
 def test_without_a_fault_all_pass(tmp_path: Path) -> None:

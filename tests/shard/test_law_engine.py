@@ -155,7 +155,10 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+SHORT = ("lag 0", "lag 1, few pages, small chunks", "drafts, rejection")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in RUNS])
 def test_three_tokens_follow_the_exact_joint_law(name: str) -> None:
     running, cases = RUNS[name]
     laws = [Law(prompt_ids, case) for case in cases for prompt_ids in PROMPTS]

@@ -82,22 +82,27 @@ def test_bad_arguments(
     assert sentence in captured.err
 
 
+LATE: list[tuple[tuple[str, ...], str]] = [
+    ((*TRAIN, "--prompts", "empty.txt"), "the prompt file empty.txt is empty"),
+    ((*TRAIN, "--model-id", "owner/nowhere"), "the model owner/nowhere is no folder here and cannot be downloaded"),
+    ((*TRAIN, "--adapter-id", "base"), "base is not an adapter"),
+    (
+        (*TRAIN, "--max-new-tokens", "9", "--url", "http://127.0.0.1:9"),
+        "the server http://127.0.0.1:9 cannot be reached",
+    ),
+    ((*TRAIN, "--max-new-tokens", "128"), "no prompt leaves room"),
+    ((*TRAIN, "--device", "cuda:77"), "the device cuda:77 is not there"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("train", "--model-id", "base"), "are required: --out"),
-        ((*TRAIN, "--prompts", "empty.txt"), "the prompt file empty.txt is empty"),
         ((*TRAIN, "--model-id", "./nowhere"), "the model ./nowhere does not exist"),
-        ((*TRAIN, "--model-id", "owner/nowhere"), "the model owner/nowhere is no folder here and cannot be downloaded"),
-        ((*TRAIN, "--adapter-id", "base"), "base is not an adapter"),
         ((*TRAIN, "--model-id", "other", "--adapter-id", "adapter"), "adapter does not fit the base other"),
-        (
-            (*TRAIN, "--max-new-tokens", "9", "--url", "http://127.0.0.1:9"),
-            "the server http://127.0.0.1:9 cannot be reached",
-        ),
-        ((*TRAIN, "--max-new-tokens", "128"), "no prompt leaves room"),
-        ((*TRAIN, "--device", "cuda:77"), "the device cuda:77 is not there"),
         ((*TRAIN, "--device", "abacus"), "the device abacus is not there"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in LATE),
     ],
 )
 def test_what_cannot_work_ends_in_one_sentence_and_code_2(
