@@ -13,6 +13,7 @@ from tests.mutants.mutant import Mutant, copy_tree, is_noticed, verdicts
 SAMPLE = FAULTS[3::8]
 
 
+@pytest.mark.long
 def test_without_a_fault_all_pass(tmp_path: Path) -> None:
     tests = sorted({mutant.test for mutant in SAMPLE})
     assert not any(verdicts(copy_tree(tmp_path), tests))

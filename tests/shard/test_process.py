@@ -172,7 +172,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.parametrize("is_whole_machine", [True, False])
+@pytest.mark.parametrize("is_whole_machine", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_with_as_many_threads_as_cores_steps_stay_on_theirs(
     tmp_path: Path, model: Path, is_whole_machine: bool
 ) -> None:
