@@ -3,6 +3,7 @@
 Each travels between the loader's process and the router as a small dictionary. Imports no torch.
 """
 
+import errno
 from typing import Any
 
 
@@ -65,6 +66,16 @@ class LoaderFailed(AdapterError):
     """The loader itself went wrong; the adapter need not be at fault."""
 
     status = 500
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there is no room left, on the disk or of what the server's user may have of it."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def not_stored(error: OSError) -> LoaderFailed:
+    """The adapter is not at fault, and its source is not: it may work once there is room."""
+    return LoaderFailed(f"the adapter cannot be stored: {error.strerror}", status=503, retry_after=5.0)
 
 
 KINDS: dict[str, type[AdapterError]] = {

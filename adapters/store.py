@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from adapters.errors import AdapterError, LoaderFailed
+from adapters.errors import AdapterError, LoaderFailed, not_stored
 from adapters.formats import header
 from adapters.pin import Pin
 
@@ -77,9 +77,14 @@ class Store:
         return self.root / f"{digest}{_ENDING}"
 
     def work(self, name: str) -> Path:
-        """A private folder for files on their way, the same for the same name: an earlier attempt may be resumed."""
+        """A private folder for files on their way, the same for the same name: an earlier attempt may be resumed.
+        Raises LoaderFailed where the disk is full.
+        """
         folder = self.root / "work" / hashlib.sha256(name.encode()).hexdigest()
-        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise not_stored(error) from None
         return folder
 
     def of_pin(self, pin: Pin) -> Entry | None:
@@ -91,11 +96,14 @@ class Store:
         return entry if self.touch(entry.digest) else None
 
     def note(self, pin: Pin, entry: Entry) -> None:
-        """Remember what a pin holds."""
+        """Remember what a pin holds. Without room for that it is looked at again another time."""
         note = self._note(pin)
         draft = note.with_suffix(f".{os.getpid()}.draft")
-        draft.write_text(json.dumps(entry.as_dict()))
-        draft.replace(note)
+        try:
+            draft.write_text(json.dumps(entry.as_dict()))
+            draft.replace(note)
+        except OSError:
+            draft.unlink(missing_ok=True)
 
     def touch(self, digest: str) -> bool:
         """Mark as asked for just now; whether it is here, sound, and for this base."""
@@ -135,7 +143,7 @@ class Store:
                     self.release(digest)
                     self.hold(digest)
         except OSError as error:
-            raise LoaderFailed(f"the adapter cannot be stored: {error.strerror}", status=503, retry_after=5.0) from None
+            raise not_stored(error) from None
         finally:
             draft.unlink(missing_ok=True)
         self._seen.pop(digest, None)

@@ -32,6 +32,7 @@ _TAIL = """
 | `ADMIN_KEY` | the administrator's key, in place of `--admin-key-file` |
 | `REQUEST_LOGGER_URL` | gets a POST for every request that generated something ([usage.md](usage.md)) |
 | `HF_ENDPOINT` | another hub |
+| `HF_HUB_DOWNLOAD_TIMEOUT` | seconds that a hub may say nothing, 10 by default |
 | `HF_HOME` | where the cache is without `--huggingface-hub-cache` |
 | `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION` | credentials of the source `s3` |
 | `S3_ENDPOINT_URL`, `R2_ACCOUNT_ID` | another store than Amazon's, or Cloudflare's |

@@ -31,7 +31,7 @@ class Receipts:
         self._config = config
         self._tokenizer_digest = tokenizer_digest
         self._links = links
-        self._file = None if config.receipts_path is None else _opened(config.receipts_path)
+        self._file = None if config.receipts_path is None else _File(config.receipts_path)
         self._unwritten: list[tuple[dict[str, Any], ShardLink | None]] = []
         self._writing: asyncio.Task[None] | None = None
 
@@ -56,8 +56,12 @@ class Receipts:
         except GenerationFailed as error:  # the text itself is whole
             log.error("receipt_not_written", request_id=generation.request.request_id, reason=str(error))
             return
-        if self._writing is None or self._writing.done():
+        if not self.is_writing:
             self._writing = asyncio.create_task(self._write(self._file))
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
 
     async def close(self) -> None:
         """Write what is left."""
@@ -68,7 +72,7 @@ class Receipts:
             if not self._writing.done():
                 log.error("receipts_not_written", num_receipts=len(self._unwritten), reason="the server ends")
                 self._writing.cancel()
-        os.close(self._file)
+        self._file.close()
         self._file = None
 
     def _made(self, generation: Generation) -> dict[str, Any]:
@@ -95,7 +99,7 @@ class Receipts:
             raise GenerationFailed("there is no receipt: the shards hold different files")
         return found
 
-    async def _write(self, file: int) -> None:
+    async def _write(self, file: "_File") -> None:
         while self._unwritten:
             lines = []
             for receipt, link in list(self._unwritten):
@@ -105,21 +109,46 @@ class Receipts:
                 except GenerationFailed as error:
                     log.error("receipt_not_written", request_id=receipt["request_id"], reason=str(error))
                 self._unwritten.pop(0)
+            await asyncio.to_thread(file.append, lines)
+
+
+class _File:
+    """Lines behind those that are there, readable by this user alone. What cannot be written is lost, and said once."""
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError."""
+        self._num_lost = 0
+        """Since a line was written last."""
+        self._is_torn = False
+        """Whether the file ends within a line."""
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise OSError(f"can't write receipts to {path}: {error.strerror}") from None
+
+    def append(self, lines: list[bytes]) -> None:
+        for line in lines:
             try:
-                await asyncio.to_thread(_append, file, b"".join(lines))
+                self._write(line)
             except OSError as error:
-                log.error("receipts_not_written", num_receipts=len(lines), reason=str(error))
+                if self._num_lost == 0:
+                    log.error("receipts_not_written", reason=str(error))
+                self._num_lost += 1
+            else:
+                self._say_lost("receipts_written_again")
 
+    def close(self) -> None:
+        self._say_lost("receipts_not_written")
+        os.close(self._descriptor)
 
-def _opened(path: str) -> int:
-    """For lines behind those that are there, readable by this user alone."""
-    try:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise OSError(f"can't write receipts to {path}: {error.strerror}") from None
+    def _say_lost(self, event: str) -> None:
+        if self._num_lost:
+            log.error(event, num_lost=self._num_lost)
+            self._num_lost = 0
 
-
-def _append(file: int, lines: bytes) -> None:
-    left = memoryview(lines)
-    while left:
-        left = left[os.write(file, left) :]
+    def _write(self, line: bytes) -> None:
+        left = memoryview(b"\n" + line if self._is_torn else line)
+        while left:
+            num_written = os.write(self._descriptor, left)
+            self._is_torn = left[num_written - 1] != ord("\n")
+            left = left[num_written:]

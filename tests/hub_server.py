@@ -4,6 +4,7 @@ Serves folders as repositories with commits, branches, ETags, ranges, and privat
 nothing of our code; `HF_ENDPOINT` points clients here.
 """
 
+import enum
 import hashlib
 import http.server
 import json
@@ -14,6 +15,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+
+class Trouble(enum.Enum):
+    """What the hub does to one repository, as long as that is set."""
+
+    MUTE = "never answers a question about it"
+    SILENT = "never answers who asks for a file"
+    STALLED = "sends half of a file, then nothing"
+    TRICKLING = "sends a byte now and then"
+    SHORT = "ends the connection within a file, and begins at its beginning whatever is asked for"
+    OTHER = "sends as many bytes, of something else"
+    PAGE = "sends a page in place of weights, and says so in the headers"
+    CIRCLE = "sends everybody on to where they are"
 
 
 @dataclass
@@ -28,6 +42,7 @@ class Repository:
     """Further revisions by name."""
     open: threading.Event | None = None
     """Contents of files are sent once this is set."""
+    trouble: Trouble | None = None
 
     def revision(self, name: str) -> tuple[str, dict[str, bytes]] | None:
         """Commit and files of a branch or a commit."""
@@ -61,6 +76,8 @@ class HubServer:
     """Answered to everything, where it is set."""
     cut_after: int | None = None
     """Bytes after which the connection of a file ends, where it is set."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set when nobody needs to be kept waiting any more."""
 
 
 @contextmanager
@@ -76,6 +93,7 @@ def hub(repositories: dict[str, Repository]) -> Iterator[HubServer]:
     try:
         yield state
     finally:
+        state.ended.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -117,12 +135,58 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         if version is None:
             return self._refuse(404, "RevisionNotFound", "Invalid rev id", body)
         commit, files = version
+        if self._is_troubled(repository.trouble, found.groupdict().get("name"), commit, files, body):
+            return None
         if "name" in found.groupdict():
             if body and repository.open is not None:
                 repository.open.wait(60)
             return self._file(commit, files, urllib.parse.unquote(found["name"]), body)
         answer = _tree(files) if found["kind"] == "tree" else _info(found["id"], commit, files, repository)
         return self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode(), body)
+
+    def _is_troubled(
+        self, trouble: Trouble | None, name: str | None, commit: str, files: dict[str, bytes], body: bool
+    ) -> bool:
+        """Whether a repository's trouble was all the answer. Weights alone have those of contents."""
+        match trouble:
+            case None:
+                return False
+            case Trouble.MUTE if name is None:
+                return self._wait()
+            case Trouble.SILENT if name is not None:
+                return self._wait()
+            case Trouble.CIRCLE if name is not None:
+                self._send(302, {"Location": self.path}, b"", body)
+                return True
+        if name is None or not name.endswith(".safetensors"):
+            return False
+        headers = {"ETag": f'"{hashlib.sha1(files[name]).hexdigest()}"', "X-Repo-Commit": commit}
+        if trouble is Trouble.PAGE:
+            page = b"<!doctype html><title>Please log in</title>"
+            self._send(200, {**headers, "Content-Type": "text/html"}, page, body)
+            return True
+        if not body:
+            return False
+        content = files[name]
+        if trouble is Trouble.OTHER:  # tensors as they should be, with other numbers
+            self._send(200, headers, content[:-4096] + bytes(4096), body)
+            return True
+        self.close_connection = True
+        self.send_response(200)
+        for key, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2])
+        if trouble is Trouble.STALLED:
+            return self._wait()
+        if trouble is Trouble.TRICKLING:
+            while not self.state.ended.wait(0.2):
+                self.wfile.write(b"\0")
+        return True
+
+    def _wait(self) -> bool:
+        self.close_connection = True
+        return self.state.ended.wait()
 
     def _file(self, commit: str, files: dict[str, bytes], name: str, body: bool) -> None:
         if name not in files:
@@ -171,8 +235,15 @@ def _info(id: str, commit: str, files: dict[str, bytes], repository: Repository)
         "downloads": 0,
         "likes": 0,
         "tags": [],
-        "siblings": [{"rfilename": name, "size": len(files[name])} for name in sorted(files)],
+        "siblings": [_sibling(name, files[name]) for name in sorted(files)],
     }
+
+
+def _sibling(name: str, content: bytes) -> dict[str, Any]:
+    about: dict[str, Any] = {"rfilename": name, "size": len(content)}
+    if name.endswith((".safetensors", ".bin")):  # large files go by their own hash
+        about["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    return about
 
 
 def _tree(files: dict[str, bytes]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ Whatever an adapter's files do to it stays in it. Reads a JSON object per line f
 """
 
 import asyncio
+import functools
 import json
 import resource
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import structlog
 
 from adapters import digests
-from adapters.errors import AdapterError, LoaderFailed, NotServed
+from adapters.errors import AdapterError, LoaderFailed, NotServed, SourceUnreachable
 from adapters.formats import contents, tokenizer
 from adapters.formats.base_values import BaseValues
 from adapters.formats.layout import Base, Layout, lay_out, settled, write
@@ -70,7 +71,8 @@ class Jobs:
     def fetch(self, job: dict[str, Any]) -> dict[str, Any]:
         """Bring a pin's files here."""
         pin = Pin.from_dict(job["pin"])
-        folder = self._sources[pin.source].fetch(pin, job.get("token"), Path(job["folder"]))
+        signal.signal(signal.SIGALRM, functools.partial(_give_up, pin.id))
+        folder = self._sources[pin.source].fetch(pin, job.get("token"), Path(job["folder"]), _within)
         return {"folder": str(folder)}
 
     def check(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -131,6 +133,16 @@ class Jobs:
         return Entry(digest, num_bytes, layout.rank, layout.num_heads)
 
 
+def _within(seconds: float) -> None:
+    """Let the next part of a fetch take so long."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _give_up(id: str, *_: object) -> None:
+    """Raised in the middle of whatever waits, so that it lets go of its files and locks."""
+    raise SourceUnreachable(f"the source of {id} takes too long to answer")
+
+
 def serve(work: Work, connection: socket.socket) -> None:
     """Do jobs until the other end closes."""
     jobs = Jobs(work)
@@ -159,4 +171,5 @@ def _done(do: Any, job: dict[str, Any]) -> dict[str, Any]:
         log.exception("adapter not read", adapter=name)
         return {"error": LoaderFailed(f"the loader failed on {name}: {type(error).__name__}").as_dict()}
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)

@@ -31,6 +31,9 @@ PEEK_BYTES = 64 << 10
 _MOST_UNNAMED = 8
 _HEADS_KEY = re.compile(rb'"\d{1,4}\.\d{1,4}\.(linear\.)?weight" *:')
 
+Within = Callable[[float], None]
+"""Called with the seconds that what follows may take."""
+
 Peek = Callable[[str], bytes]
 """The first PEEK_BYTES of a file, by name."""
 
@@ -53,6 +56,10 @@ class Resolved:
     """Whether anyone may use it, without any token."""
 
 
+def unbounded(seconds: float) -> None:
+    """For callers that wait as long as it takes."""
+
+
 class AdapterSource(Protocol):
     """One kind of place. Every method raises leaves of AdapterError and nothing else."""
 
@@ -62,13 +69,14 @@ class AdapterSource(Protocol):
     async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
         """Those of `names` that are there, each of bounded size."""
 
-    def fetch(self, pin: Pin, token: str | None, folder: Path) -> Path:
+    def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
         """Bring the files to this machine; the path of a folder with CONFIG and one of WEIGHTS (or an index and parts),
         with heads, or with both.
 
         `folder` belongs to this pin alone; it may hold what an earlier attempt left, to be resumed. A source whose
         files lie here already answers with their own folder. Sizes are checked against the limit before a byte of
-        weights moves. Blocks: called in a thread.
+        weights moves. Blocks: called in a thread. Where the source may keep it waiting, it says to `within` how long
+        each part may take.
         """
 
     def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,6 +22,8 @@ from adapters.errors import (
     AdapterNotFound,
     AdapterTooLarge,
     SourceUnreachable,
+    is_full,
+    not_stored,
 )
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
@@ -35,15 +38,20 @@ from adapters.sources.base import (
     FileHead,
     Peek,
     Resolved,
+    Within,
     choose,
     find_heads,
     parts,
+    unbounded,
 )
 
 T = TypeVar("T")
 
 NUM_THREADS = 32
-TIMEOUT_S = 10.0
+SILENCES = 3
+"""So many times HF_HUB_DOWNLOAD_TIMEOUT an answer may take: a hub that says a byte now and then is never silent."""
+LEAST_BYTES_PER_S = 1 << 17
+"""Above that, what is as slow as a line of 1 Mbit/s is waited for."""
 
 
 class HubSource:
@@ -60,23 +68,33 @@ class HubSource:
 
     async def resolve(self, ref: Ref, token: str | None) -> Resolved:
         """One question to the hub, which answers for private repositories only to whom they are open."""
-        return await self._in_thread(lambda: self._resolve(ref, token))
+        try:
+            async with asyncio.timeout(_bound_s()):
+                return await self._in_thread(lambda: self._resolve(ref, token))
+        except TimeoutError:
+            return self._without_hub(ref, SourceUnreachable(f"the hub cannot be asked for {ref}: it gives no answer"))
 
     async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
         return await self._in_thread(lambda: self._small_files(pin, token, names))
 
-    def fetch(self, pin: Pin, token: str | None, folder: Path) -> Path:
+    def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
         """Through the cache what is public, else into `folder`. What the cache holds whole needs no hub."""
         cached = self._snapshot(pin.id, pin.revision)
         if cached is not None and _is_whole(cached):
             choose(_sizes(cached), pin.id, self._max_bytes, _peeking(cached))
             return cached
+        within(_bound_s())
         info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, sizes=True)
-        sizes = {file.rfilename: file.size for file in info.siblings or [] if "/" not in file.rfilename}
+        files = {file.rfilename: file for file in info.siblings or [] if "/" not in file.rfilename}
+        sizes = {name: file.size for name, file in files.items()}
         wanted = choose(sizes, pin.id, self._max_bytes, self._peeking(pin, token))
         where: dict[str, Any] = {"local_dir": folder} if _needs_token(info) else {"cache_dir": self._cache}
-        paths = [self._download(pin, name, token, where) for name in wanted]
-        return paths[0].parent
+        for name in wanted:
+            size = sizes[name]
+            within(_bound_s(self._max_bytes if size is None else size))
+            path = self._download(pin, name, token, where)
+            _check(path, files[name], pin)
+        return path.parent
 
     def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
         """Out of the cache where that holds it whole, else by ranges."""
@@ -103,29 +121,34 @@ class HubSource:
             return Resolved(Pin(Source.HUB, ref.id, cached.name), is_public=True)
         try:
             info = self._ask(ref, token)
-        except SourceUnreachable:
-            noted = self._noted(ref)
-            if noted is None:
-                raise
-            return Resolved(Pin(Source.HUB, ref.id, noted), is_public=True)
+        except SourceUnreachable as error:
+            return self._without_hub(ref, error)
         if not info.sha:
             raise AdapterNotFound(f"the hub names no commit of {ref}")
         self._note(ref, None if _needs_token(info) else info.sha)
         return Resolved(Pin(Source.HUB, ref.id, info.sha), is_public=not _needs_token(info))
+
+    def _without_hub(self, ref: Ref, error: SourceUnreachable) -> Resolved:
+        noted = self._noted(ref)
+        if noted is None:
+            raise error
+        return Resolved(Pin(Source.HUB, ref.id, noted), is_public=True)
 
     def _small_files(self, pin: Pin, token: str | None, names: frozenset[str]) -> dict[str, bytes]:
         cached = self._snapshot(pin.id, pin.revision)
         if cached is not None and _is_whole(cached):
             return {name: (cached / name).read_bytes() for name in names if (cached / name).is_file()}
         info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, sizes=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        sizes = {file.rfilename: file.size for file in info.siblings or []}
         contents = {}
         for name in sorted(names & set(sizes)):
-            if sizes[name] > MAX_SMALL_BYTES:
-                raise AdapterTooLarge(f"{name} of {pin.id} has {sizes[name]} bytes, the most is {MAX_SMALL_BYTES}")
-            # Beside the cache: what a caller's token opened is not for others.
-            with tempfile.TemporaryDirectory(prefix="lorikeet-") as folder:
-                contents[name] = self._download(pin, name, token, {"local_dir": folder}).read_bytes()
+            size = sizes[name]
+            if size is not None and size > MAX_SMALL_BYTES:
+                raise AdapterTooLarge(f"{name} of {pin.id} has {size} bytes, the most is {MAX_SMALL_BYTES}")
+            # not through the cache: what a caller's token opened is not for others
+            contents[name] = self._range(pin, name, token, MAX_SMALL_BYTES if size is None else size)
+            if size not in (None, len(contents[name])):
+                raise SourceUnreachable(_other(name, pin))
         return contents
 
     def _ask(self, ref: Ref, token: str | None, sizes: bool = False) -> Any:
@@ -135,7 +158,9 @@ class HubSource:
         # False: never the token of this machine's user, which the library takes where there is none.
         api = huggingface_hub.HfApi(endpoint=self._endpoint, token=token or False)
         return _told(
-            lambda: api.model_info(ref.id, revision=ref.revision, timeout=TIMEOUT_S, files_metadata=sizes), ref, token
+            lambda: api.model_info(ref.id, revision=ref.revision, timeout=_silence_s(), files_metadata=sizes),
+            ref,
+            token,
         )
 
     def _download(self, pin: Pin, name: str, token: str | None, where: dict[str, Any]) -> Path:
@@ -148,7 +173,7 @@ class HubSource:
                 name,
                 revision=pin.revision,
                 token=token or False,
-                etag_timeout=TIMEOUT_S,
+                etag_timeout=_silence_s(),
                 endpoint=self._endpoint,
                 **where,
             ),
@@ -164,20 +189,26 @@ class HubSource:
         """The first bytes of a file, and no more of it."""
         import huggingface_hub
 
+        if num_bytes == 0:  # there is no such range
+            return b""
         utils: Any = huggingface_hub.utils
         url = huggingface_hub.hf_hub_url(pin.id, name, revision=pin.revision, endpoint=self._endpoint)
         headers = {**utils.build_hf_headers(token=token or False), "Range": f"bytes=0-{num_bytes - 1}"}
+        headers["Accept-Encoding"] = "identity"  # a part of what is packed cannot be read
+        end = time.monotonic() + _bound_s(num_bytes)
 
         def read() -> bytes:
             session = huggingface_hub.get_session()
-            with session.stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT_S) as response:
+            with session.stream("GET", url, headers=headers, follow_redirects=True, timeout=_silence_s()) as response:
                 utils.hf_raise_for_status(response)
-                content = b""
+                content = bytearray()
                 for chunk in response.iter_bytes():
                     content += chunk
                     if len(content) >= num_bytes:
                         break
-                return content[:num_bytes]
+                    if time.monotonic() > end:
+                        raise TimeoutError
+                return bytes(content[:num_bytes])
 
         return _told(read, Ref(Source.HUB, pin.id, pin.revision), token)
 
@@ -223,6 +254,36 @@ def _is_offline() -> bool:
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
+
+
+def _silence_s() -> float:
+    """So long the hub may say nothing: what the library allows its own downloads."""
+    from huggingface_hub import constants
+
+    return float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+
+
+def _bound_s(num_bytes: int = 0) -> float:
+    """So long it may take to answer with so many bytes, however it spends the time."""
+    return SILENCES * _silence_s() + num_bytes / LEAST_BYTES_PER_S
+
+
+def _check(path: Path, file: Any, pin: Pin) -> None:
+    """Whether what was sent is what the hub says of that file. If not, nothing of it stays: it would be taken for good
+    by whoever finds it in the cache.
+    """
+    is_right = file.size in (None, path.stat().st_size)
+    if is_right and file.lfs is not None:
+        with path.open("rb") as content:
+            is_right = hashlib.file_digest(content, "sha256").hexdigest() == file.lfs.sha256
+    if not is_right:
+        path.resolve().unlink(missing_ok=True)  # in the cache a name is a link
+        path.unlink(missing_ok=True)
+        raise SourceUnreachable(_other(file.rfilename, pin))
+
+
+def _other(name: str, pin: Pin) -> str:
+    return f"the hub sent something else for {name} of {pin.id} than it says that it has"
 
 
 def _needs_token(info: Any) -> bool:
@@ -285,6 +346,8 @@ def _told(call: Callable[[], T], ref: Ref, token: str | None) -> T:
         raise AdapterNotAllowed(f"{ref.id} is gated, and {_shown(token)} has no right to it", status=status) from None
     except errors.RevisionNotFoundError:
         raise AdapterNotFound(f"{ref.id} has no revision {ref.revision} at the hub") from None
+    except errors.LocalEntryNotFoundError as error:  # of a file that the hub was asked for in vain
+        raise SourceUnreachable(f"the hub cannot be asked for {ref}: {type(error.__cause__).__name__}") from None
     except errors.EntryNotFoundError:
         raise AdapterNotFound(f"a file of {ref} is gone from the hub") from None
     except (errors.RepositoryNotFoundError, errors.DisabledRepoError):
@@ -294,6 +357,10 @@ def _told(call: Callable[[], T], ref: Ref, token: str | None) -> T:
         raise _by_status(error, ref, token) from None
     except errors.HFValidationError:
         raise AdapterNotFound(f"{ref} is not a name at the hub") from None
+    except OSError as error:
+        if is_full(error):
+            raise not_stored(error) from None
+        raise SourceUnreachable(f"the hub cannot be asked for {ref}: {type(error).__name__}") from None
     except Exception as error:  # the library lets errors of whichever HTTP client it is built on through
         raise SourceUnreachable(f"the hub cannot be asked for {ref}: {type(error).__name__}") from None
 

@@ -13,7 +13,17 @@ from pathlib import Path
 from adapters.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
-from adapters.sources.base import MAX_SMALL_BYTES, PEEK_BYTES, SMALL_NAMES, FileHead, Resolved, choose, parts
+from adapters.sources.base import (
+    MAX_SMALL_BYTES,
+    PEEK_BYTES,
+    SMALL_NAMES,
+    FileHead,
+    Resolved,
+    Within,
+    choose,
+    parts,
+    unbounded,
+)
 
 _HUB_CACHE_FOLDERS = ("models--", "datasets--", "spaces--")
 _MOST_FILES = 10_000
@@ -34,7 +44,7 @@ class LocalSource:
     async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
         return await asyncio.to_thread(self._small_files, pin, names)
 
-    def fetch(self, pin: Pin, token: str | None, folder: Path) -> Path:
+    def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
         """The folder itself: nothing is copied. A folder of links joins files that lie elsewhere below a root, and
         leaves out what links out of the roots or is no plain file.
         """

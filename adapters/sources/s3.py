@@ -20,10 +20,22 @@ from adapters.errors import (
     AdapterNotFound,
     AdapterTooLarge,
     SourceUnreachable,
+    is_full,
+    not_stored,
 )
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
-from adapters.sources.base import MAX_SMALL_BYTES, PEEK_BYTES, SMALL_NAMES, FileHead, Resolved, choose, parts
+from adapters.sources.base import (
+    MAX_SMALL_BYTES,
+    PEEK_BYTES,
+    SMALL_NAMES,
+    FileHead,
+    Resolved,
+    Within,
+    choose,
+    parts,
+    unbounded,
+)
 
 T = TypeVar("T")
 
@@ -47,8 +59,8 @@ class S3Source:
     async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
         return await asyncio.to_thread(self._small_files, pin, names)
 
-    def fetch(self, pin: Pin, token: str | None, folder: Path) -> Path:
-        """Into `folder`, going on where an earlier attempt ended."""
+    def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
+        """Into `folder`, going on where an earlier attempt ended. The library has bounds of its own."""
         objects = self._listed(pin.id)
         if _revision(objects) != pin.revision:
             raise AdapterNotFound(f"{pin.id} has changed since it was looked up: ask again")
@@ -207,6 +219,8 @@ def _told(call: Callable[[], T], id: str) -> T:
             raise _not_allowed(id) from None
         if status is not None and status[1] == "404":
             raise _nothing(id) from None
+        if isinstance(error, OSError) and is_full(error):
+            raise not_stored(error) from None
         raise SourceUnreachable(f"the store of {id} gives no answer: {type(error).__name__}") from None
 
 

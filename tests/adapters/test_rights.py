@@ -14,7 +14,7 @@ from adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, So
 from adapters.pin import Pin
 from adapters.refs import Ref, Source
 from adapters.rights import Rights
-from adapters.sources.base import SMALL_NAMES, Resolved
+from adapters.sources.base import SMALL_NAMES, Resolved, Within, unbounded
 
 pytestmark = pytest.mark.anyio
 
@@ -55,7 +55,7 @@ class Hub:
     async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
         return {}
 
-    def fetch(self, pin: Pin, token: str | None, folder: Path) -> Path:
+    def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
         return folder
 
     async def close(self) -> None:

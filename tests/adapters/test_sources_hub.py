@@ -1,16 +1,26 @@
 """Adapters from a hub on the loopback: rights, revisions, sizes, the cache, what is resumed and what stays private."""
 
+import errno
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
-from adapters.errors import AdapterInvalid, AdapterNotAllowed, AdapterNotFound, AdapterTooLarge, SourceUnreachable
+from adapters.errors import (
+    AdapterInvalid,
+    AdapterNotAllowed,
+    AdapterNotFound,
+    AdapterTooLarge,
+    LoaderFailed,
+    SourceUnreachable,
+)
 from adapters.refs import Ref, Source, parse
 from adapters.sources.hub import HubSource
-from tests.hub_server import HubServer, Repository, commit_of, hub
+from tests.hub_server import HubServer, Repository, Trouble, commit_of, hub
 
 pytestmark = pytest.mark.anyio
 
@@ -237,3 +247,73 @@ async def test_heads_under_another_name_are_told_by_their_first_bytes(server: Hu
     pin = (await here.resolve(parse("a/odd"), None)).pin
     folder = here.fetch(pin, None, tmp_path)
     assert {file.name for file in folder.iterdir()} == {"config.json", "odd.safetensors"}
+
+
+def large_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1000]
+
+
+@pytest.mark.parametrize("id", ["a/public", "a/private"])
+@pytest.mark.parametrize("trouble", [Trouble.OTHER, Trouble.PAGE, Trouble.CIRCLE])
+async def test_what_is_not_what_the_hub_has_is_not_kept(
+    server: HubServer, tmp_path: Path, id: str, trouble: Trouble
+) -> None:
+    weights = bytes(range(256)) * 40
+    repository = server.repositories[id]
+    repository.files["adapter_model.safetensors"] = weights
+    here = source(server, tmp_path, limit=100_000)
+    pin = (await here.resolve(parse(id), "hf_right")).pin
+    (tmp_path / "own").mkdir()
+    repository.trouble = trouble
+    with pytest.raises(SourceUnreachable, match=r"something else|TooManyRedirects"):
+        here.fetch(pin, "hf_right", tmp_path / "own")
+    assert not large_files(tmp_path)
+    repository.trouble = None
+    folder = here.fetch(pin, "hf_right", tmp_path / "own")
+    assert (folder / "adapter_model.safetensors").read_bytes() == weights
+
+
+async def test_each_part_of_a_fetch_says_how_long_it_may_take(server: HubServer, tmp_path: Path) -> None:
+    here = source(server, tmp_path, limit=100_000_000)
+    pin = (await here.resolve(parse("a/public"), None)).pin
+    allowed: list[float] = []
+    here.fetch(pin, None, tmp_path, allowed.append)
+    assert allowed == [30 + num_bytes / (1 << 17) for num_bytes in (0, 8, 14, 700)]
+
+
+@pytest.mark.parametrize("silences", [0.1, 3])
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_hub_that_hangs_is_not_waited_for(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool, silences: float
+) -> None:
+    """Neither one that says nothing, which the library notices, nor one that says a little."""
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    here = source(server, tmp_path)
+    found = await here.resolve(parse("a/public"), None) if is_known else None
+    server.repositories["a/public"].trouble = Trouble.MUTE
+    monkeypatch.setattr("adapters.sources.hub.SILENCES", silences)
+    began = time.monotonic()
+    if found is None:
+        with pytest.raises(SourceUnreachable):
+            await here.resolve(parse("a/public"), None)
+    else:
+        assert await here.resolve(parse("a/public"), None) == found
+        server.repositories["a/public"].trouble = Trouble.SILENT
+        with pytest.raises(SourceUnreachable):
+            await here.small_files(found.pin, None)
+    assert time.monotonic() - began < 5
+
+
+async def test_a_full_disk_is_not_the_hub_s_fault(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = source(server, tmp_path)
+    pin = (await here.resolve(parse("a/public"), None)).pin
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "a secret place"))
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", full)
+    with pytest.raises(LoaderFailed, match=r"cannot be stored: No space left on device$") as caught:
+        here.fetch(pin, None, tmp_path)
+    assert caught.value.status == 503 and caught.value.retry_after

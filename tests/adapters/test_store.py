@@ -155,6 +155,25 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert store.usage() == (0, 0) and not list((tmp_path / "work").iterdir())
 
 
+def test_what_is_full_for_a_note_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, 1 << 30, BASE)
+    entry = Entry(digest(1), put(store, 1), 4)
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        store.note(pin(1), entry)
+        patched.setattr(Path, "mkdir", full)
+        with pytest.raises(LoaderFailed, match="No space left") as failed:
+            store.work("a name")
+    assert failed.value.status == 503
+    assert store.of_pin(pin(1)) is None and not list((tmp_path / "pins").iterdir())
+    store.note(pin(1), entry)
+    assert store.of_pin(pin(1)) == entry
+
+
 @pytest.mark.parametrize("name", ["", "..", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "/x", "0" * 64 + "\n"])
 def test_only_a_digest_names_a_file(name: str, tmp_path: Path) -> None:
     store = Store(tmp_path, 1, BASE)

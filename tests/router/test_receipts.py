@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,37 @@ async def test_lines_that_cannot_be_written_are_said_and_answers_come(
 ) -> None:
     async with serving(tmp_path, receipts_path="/dev/full") as server:
         server.says("ab")
-        assert (await generate(server, max_new_tokens=2))["generated_text"] == "ab"
+        for _ in range(3):
+            assert (await generate(server, max_new_tokens=2))["generated_text"] == "ab"
         await server.service.receipts.close()
     printed = capfd.readouterr()
-    assert "receipts_not_written" in printed.out + printed.err
-    assert os.strerror(28) in printed.out + printed.err
+    first, last = [line for line in (printed.out + printed.err).splitlines() if "receipts_not_written" in line]
+    assert os.strerror(28) in first and "num_lost=3" in re.sub(r"\x1b\[\d*m", "", last)
+
+
+async def test_a_line_that_a_full_disk_cut_is_ended_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, room = tmp_path / "receipts.jsonl", [1 << 20]
+    write = os.write
+
+    def limited(descriptor: int, content: memoryview) -> int:
+        if not room[0]:
+            raise OSError(28, os.strerror(28))
+        num_written = write(descriptor, content[: room[0]])
+        room[0] -= num_written
+        return num_written
+
+    async with serving(tmp_path, receipts_path=str(path)) as server:
+        monkeypatch.setattr("router.receipts.os.write", limited)
+        server.says("ab")
+        for each, num_lines in ((1 << 20, 1), (20, 1), (0, 1), (1 << 20, 3)):
+            room[0] = each
+            await generate(server, max_new_tokens=2)
+            await server.shard.until(lambda: not server.service.receipts.is_writing)
+            assert path.read_text().count("\n") == num_lines
+        monkeypatch.undo()
+    whole, cut, again = path.read_text().splitlines()
+    assert len(cut) == 20 and json.loads(whole).keys() == json.loads(again).keys()
+    printed = capfd.readouterr()
+    assert "receipts_written_again" in printed.out + printed.err
