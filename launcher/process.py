@@ -17,7 +17,8 @@ _TETHER = Path(__file__).with_name("tether.py")
 
 def environment_of_children(base: Mapping[str, str]) -> dict[str, str]:
     """The environment of a child: the same code as this process's, whatever lies in the working directory."""
-    environment = dict(base) | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    # gRPC's own lines have another form than the log's, and come again with every attempt to connect
+    environment = {"GRPC_VERBOSITY": "NONE"} | dict(base) | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     root = str(Path(__file__).resolve().parents[1])
     if root != sysconfig.get_path("purelib"):
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [base.get("PYTHONPATH")])])

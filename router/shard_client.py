@@ -48,6 +48,8 @@ BEAT_SECONDS, QUIET_BEATS = 0.25, 8
 """A shard says something so often; after so many times without a word it is taken out."""
 FIRST_DELAY, LONGEST_DELAY = 0.1, 2.0
 """Seconds before another connection is tried."""
+EXPLAIN_SECONDS = 5.0
+"""So long after the first attempt, and as often from then on, it is asked why there is no connection over TCP."""
 
 
 class ShardListener(Protocol):
@@ -161,6 +163,7 @@ class ShardClient:
         """Connect and serve until something breaks; say what."""
         async with self._access.channel(self.address, self._name, _CHANNEL_OPTIONS) as channel:
             watch: asyncio.Task[None] | None = None
+            doubt = asyncio.create_task(self._explain(channel))
             try:
                 health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
                 if not await self._until_serving(health):
@@ -178,10 +181,28 @@ class ShardClient:
                 return type(error).__name__
             finally:
                 self.serving = False
+                doubt.cancel()
                 if watch is not None:
                     watch.cancel()
                     with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                         await watch
+
+    async def _explain(self, channel: grpc.aio.Channel) -> None:
+        """Say why there is no connection, once for each reason: a call that waits for one never does. Shards behind a
+        Unix socket are children of the launcher, which tells of them.
+        """
+        said = ""
+        while not self.address.startswith("unix:"):
+            await asyncio.sleep(EXPLAIN_SECONDS)
+            try:
+                stub = health_pb2_grpc.HealthStub(channel)
+                await stub.Check(health_pb2.HealthCheckRequest(), timeout=EXPLAIN_SECONDS)
+                return
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            if reason != said:
+                log.warning("shard_unreachable", address=self.address, reason=reason)
+            said = reason
 
     async def _until_serving(self, health: grpc.aio.UnaryStreamCall) -> bool:
         """False when the shard went away first."""

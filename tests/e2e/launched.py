@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -37,13 +38,14 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 class Launched:
     """`lorikeet-launcher` on a free port of the loopback."""
 
-    def __init__(self, *arguments: str, port: int | None = None, **environment: str) -> None:
+    def __init__(self, *arguments: str, port: int | None = None, under: Sequence[str] = (), **environment: str) -> None:
+        """`under` is a command that becomes the one after it."""
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "OMP_NUM_THREADS") if name in os.environ}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "launcher", "--hostname", "127.0.0.1", "--port", str(self.port), *arguments],
+            [*under, sys.executable, "-m", "launcher", "--hostname", "127.0.0.1", "--port", str(self.port), *arguments],
             env=kept | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -3,14 +3,16 @@
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import trustme
 
 from launcher.exits import Exit
 from tests.e2e import tiny_server_model
@@ -34,19 +36,26 @@ class Machines:
     def shard(self) -> Launched:
         """Started, ready, and on the list."""
         address = f"127.0.0.1:{free_port()}"
-        flags = ("--shard-listen", address, "--shard-secret-file", str(self.secret))
-        launched = self._stack.enter_context(Launched("--model-id", str(self.model), *flags, *SMALL))
+        launched = self.shard_at(address, "--shard-secret-file", str(self.secret))
         launched.wait_for(f"is ready at {address}")
         self.list(*self.addresses, address)
         return launched
+
+    def shard_at(self, address: str, *flags: str) -> Launched:
+        """Started."""
+        flags = ("--shard-listen", address, *flags, *SMALL)
+        return self._stack.enter_context(Launched("--model-id", str(self.model), *flags))
 
     def list(self, *addresses: str) -> None:
         self.addresses = [*addresses]
         self._file.write_text(json.dumps(self.addresses))
 
     def router(self, *flags: str) -> Launched:
-        flags = ("--shard-address", f"file:{self._file}", *flags, *SMALL[:2])
-        return self._stack.enter_context(Launched("--model-id", str(self.model), *flags))
+        return self.router_of(f"file:{self._file}", *flags)
+
+    def router_of(self, source: str, *flags: str, under: Sequence[str] = ()) -> Launched:
+        flags = ("--shard-address", source, *flags, *SMALL[:2])
+        return self._stack.enter_context(Launched("--model-id", str(self.model), *flags, under=under))
 
 
 @contextmanager
@@ -129,3 +138,65 @@ def test_a_shard_that_is_killed_is_started_again_where_it_was(tmp_path: Path, mo
         assert answers[0].status_code == 200
         again = httpx.post(f"{router.url}/generate", json=LONG, timeout=60)
         assert again.json()["generated_text"] == answers[0].json()["generated_text"]
+
+
+NAME = "shards.example"
+
+
+def with_hosts(folder: Path, *lines: str) -> list[str]:
+    """A command under which names stand for other addresses, for it alone. Skips where that is not permitted."""
+    hosts = folder / "hosts"
+    hosts.write_text("".join(f"{line}\n" for line in ("127.0.0.1 localhost", *lines)))
+    under = ["unshare", "--mount", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
+    if subprocess.run([*under, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("/etc/hosts cannot be another one for a process alone")
+    return under
+
+
+def tls_files(folder: Path, *names: str) -> dict[str, tuple[str, ...]]:
+    """Flags for certificates of one authority: a shard's, of these names, and a router's."""
+    folder.mkdir()
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "ca")
+    flags = {}
+    for whose, pair in (("shard", authority.issue_cert(*names)), ("router", authority.issue_cert("router.example"))):
+        pair.private_key_pem.write_to_path(folder / f"{whose}.key")
+        pair.cert_chain_pems[0].write_to_path(folder / f"{whose}.cert")
+        own = ("--shard-tls-cert", str(folder / f"{whose}.cert"), "--shard-tls-key", str(folder / f"{whose}.key"))
+        flags[whose] = (*own, "--shard-tls-ca", str(folder / "ca"))
+    return flags
+
+
+@pytest.mark.long
+def test_a_name_stands_for_several_shards_that_show_its_certificate(tmp_path: Path, model: Path) -> None:
+    flags, other = tls_files(tmp_path / "ours", NAME), tls_files(tmp_path / "theirs", NAME)
+    under, port = with_hosts(tmp_path, *(f"127.0.0.{number} {NAME}" for number in (1, 2))), free_port()
+    source = f"dns:{NAME}:{port}"
+    with made(tmp_path, model) as here:
+        addresses = [f"127.0.0.{number}:{port}" for number in (1, 2)]
+        shards = [here.shard_at(address, *flags["shard"]) for address in addresses]
+        for shard, address in zip(shards, addresses, strict=True):
+            shard.wait_for(f"is ready at {address}")
+        router = here.router_of(source, *flags["router"], under=under)
+        router.wait_for("is ready at")
+        expected = httpx.post(f"{router.url}/generate", json=LONG, timeout=60).json()["generated_text"]
+        end = time.monotonic() + 20
+        while len(httpx.get(f"{router.url}/info").json()["shards"]) < 2:
+            assert time.monotonic() < end, router.output
+            time.sleep(0.1)
+        # of another authority, and without a certificate of its own
+        wrong = {"CERTIFICATE_VERIFY_FAILED": other["router"], "Socket closed": flags["router"][-2:]}
+        for reason, given in wrong.items():
+            stranger = here.router_of(source, *given, under=under)
+            assert reason in stranger.wait_for("shard_unreachable", 60)
+            assert httpx.get(f"{stranger.url}/ready").status_code == 503
+            assert not any("ssl_transport_security" in line for line in stranger.lines)
+            stranger.signal(signal.SIGTERM)
+            stranger.wait()
+        shards[0].signal(signal.SIGTERM)
+        assert shards[0].wait() == Exit.OK
+        for _ in range(3):  # the other one answers alone
+            answer = httpx.post(f"{router.url}/generate", json=LONG, timeout=60)
+            assert answer.json()["generated_text"] == expected
+        router.signal(signal.SIGTERM)
+        assert router.wait() == Exit.OK

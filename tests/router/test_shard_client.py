@@ -1,6 +1,8 @@
 """The stream to one shard: what becomes of messages that pile up."""
 
 import asyncio
+import contextlib
+import socket
 import sys
 import time
 from pathlib import Path
@@ -76,3 +78,20 @@ async def test_only_a_busy_process_waits_for_one_more_message(tmp_path: Path, se
         assert joined > listener.num_outputs / 4
     else:
         assert joined < listener.num_outputs / 4
+
+
+async def test_why_there_is_no_connection_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("router.shard_client.EXPLAIN_SECONDS", 0.1)
+    with socket.socket() as bound:  # and nobody listens
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        running = asyncio.create_task(ShardClient(address, Listener(0.0)).run())
+        await asyncio.sleep(1.0)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+    printed = capfd.readouterr()
+    (line,) = [line for line in (printed.out + printed.err).splitlines() if "shard_unreachable" in line]
+    assert address in line and "Connection refused" in line
