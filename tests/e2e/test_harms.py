@@ -31,13 +31,16 @@ class Disk:
     """A small one of its own, which can be full."""
 
     folder: Path
+    is_own: bool
 
     @property
     def _ballast(self) -> Path:
         return self.folder / "ballast"
 
     def fill(self) -> None:
-        """To the last byte."""
+        """To the last byte. Skips the test where there is no disk of its own."""
+        if not self.is_own:
+            pytest.skip("a file system of one's own cannot be mounted here")
         with suppress(OSError), self._ballast.open("ab", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 16))
@@ -53,16 +56,14 @@ class Disk:
 
 @contextmanager
 def mounted(folder: Path, size: str) -> Iterator[Disk]:
-    """Skips the test where mounting is not permitted."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a file system of one's own cannot be mounted here")
+    is_own = subprocess.run(command, capture_output=True, check=False).returncode == 0
     try:
-        yield Disk(folder)
+        yield Disk(folder, is_own)
     finally:
-        # lazily: a child that is just ending may still hold a file
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        if is_own:  # lazily: a child that is just ending may still hold a file
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @dataclass
@@ -193,8 +194,7 @@ def test_a_hub_that_hangs_or_lies_fails_that_request_alone(
 ) -> None:
     status, said, seconds = answers[trouble]
     assert status == 503 and troubled(trouble) in said, said
-    assert said.removeprefix("Request failed during generation: Server error: ").startswith("the ")
-    assert not {TOKEN, scene.hub.url, str(scene.store.folder.parent)} & set(said.split())
+    assert not any(inner in said for inner in (TOKEN, scene.hub.url, str(scene.store.folder.parent)))
     assert seconds < 5 * BOUND_S
     scene.hub.repositories[troubled(trouble)].trouble = None
     expected = scene.from_hub(WELL)
@@ -215,7 +215,7 @@ def test_a_full_disk_fails_the_adapters_that_are_loaded_then(scene: Scene) -> No
     for id, (status, said, _) in answers.items():
         assert status == 503
         assert id in said and "cannot be stored: No space left on device" in said
-        assert not {TOKEN, str(scene.store.folder)} & set(said.split())
+        assert TOKEN not in said and str(scene.store.folder.parent) not in said
     assert scene.store.files() == before
     scene.store.make_room()
     assert {scene.from_hub(id)[0] for id in answers} == {200}
