@@ -1,4 +1,8 @@
-"""The tests that are left out of `make test` for their length, one case each: clusters, machines, second servers."""
+"""The tests that `make test` leaves out for their length, one case each: clusters, machines, second servers, rounds of
+measurements.
+
+    python -m benchmarks.proof --part recovery-tests
+"""
 
 from typing import Any
 
@@ -7,12 +11,13 @@ from benchmarks.clients import num_failed, outcomes
 
 __all__ = ["NUM_TESTS", "SETTINGS", "measure", "num_failed"]
 
-NUM_TESTS = 0
-SETTINGS: dict[str, Any] = {"marked": "long"}
+NUM_TESTS = 43
+OPTIONS = ("-m", "long", "-n", "2", "--dist", "worksteal")
+SETTINGS: dict[str, Any] = {"options": OPTIONS}
 
 
 def measure(finished: frozenset[str] = frozenset()) -> Cases:
     """One case per test; one that was skipped has failed."""
-    for case in outcomes("tests", "-m", "long"):
+    for case in outcomes("tests", *OPTIONS, OMP_NUM_THREADS="1"):
         if case.name not in finished:
             yield case

@@ -4,23 +4,26 @@ before it, the same test must pass in a copy without the fault.
     python -m benchmarks.planted
 """
 
+import itertools
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, Cases, Raw
-from tests.mutants.faults import FAULTS
-from tests.mutants.mutant import copy_tree, is_noticed, verdicts
+from tests.mutants.faults import FAULTS, OF_RECOVERY
+from tests.mutants.mutant import Mutant, copy_tree, is_noticed, verdicts
 
-NUM_FAULTS = len(FAULTS)
+NUM_FAULTS, NUM_OF_RECOVERY = len(FAULTS), len(OF_RECOVERY)
 SETTINGS: dict[str, Any] = {"faults": NUM_FAULTS}
+SETTINGS_OF_RECOVERY: dict[str, Any] = {"faults": NUM_OF_RECOVERY}
 
 
-def measure(finished: frozenset[str] = frozenset()) -> Cases:
+def measure(finished: frozenset[str] = frozenset(), faults: Sequence[Mutant] = FAULTS) -> Cases:
     """One case per fault."""
     passed: dict[str, bool] = {}
-    for fault in FAULTS:
+    for fault in faults:
         if fault.name in finished:
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -33,13 +36,18 @@ def measure(finished: frozenset[str] = frozenset()) -> Cases:
         yield Case(fault.name, {"test": fault.test, "noticed": not reason, "reason": reason})
 
 
+def of_recovery(finished: frozenset[str] = frozenset()) -> Cases:
+    """Those of what outlives an end."""
+    return measure(finished, OF_RECOVERY)
+
+
 def num_unnoticed(raw: Raw) -> float:
     return float(not raw["noticed"])
 
 
 if __name__ == "__main__":
     lost = 0
-    for case in measure():
+    for case in itertools.chain(measure(), of_recovery()):
         print(f"{case.name}: {case.raw['reason'] or 'noticed'}", flush=True)
         lost += not case.raw["noticed"]
     sys.exit(lost > 0)

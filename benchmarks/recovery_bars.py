@@ -8,6 +8,7 @@ from benchmarks import (
     long_tests,
     machines,
     overload,
+    planted,
     receipts,
     recovery,
     soak,
@@ -24,6 +25,7 @@ PARTS: tuple[Part, ...] = (
     Part("recovery-overload", overload.measure, overload.SETTINGS),
     Part("recovery-shards", four_shards.measure, four_shards.SETTINGS),
     Part("recovery-misses", adapter_misses.measure, adapter_misses.SETTINGS),
+    Part("recovery-planted", planted.of_recovery, planted.SETTINGS_OF_RECOVERY),
     Part("recovery-tests", long_tests.measure, long_tests.SETTINGS),
 )
 
@@ -62,6 +64,8 @@ BARS: tuple[Bar, ...] = (
         four_shards.share, 0.9),
     Bar("adapter misses, two replicas of 8 slots, over round robin's", "recovery-misses", adapter_misses.ROUNDS,
         adapter_misses.over_peer, 0.5, at_least=False),
-    Bar("failed tests of clusters, machines and second servers", "recovery-tests", long_tests.NUM_TESTS,
+    Bar("planted faults of recovery that no test notices", "recovery-planted", planted.NUM_OF_RECOVERY,
+        planted.num_unnoticed, 0, at_least=False, over=Over.SUM),
+    Bar("failed tests of those too long for make test", "recovery-tests", long_tests.NUM_TESTS,
         long_tests.num_failed, 0, at_least=False, over=Over.SUM),
 )  # fmt: skip

@@ -1,5 +1,8 @@
 """All faults that are planted on purpose."""
 
-from tests.mutants import sampling, scheduling, speculation
+from tests.mutants import recovery, sampling, scheduling, speculation
 
 FAULTS = [*sampling.MUTANTS, *scheduling.MUTANTS, *speculation.MUTANTS]
+
+OF_RECOVERY = recovery.MUTANTS
+"""Of what outlives an end, which are measured apart."""

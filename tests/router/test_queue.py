@@ -228,3 +228,13 @@ def test_forgotten_keys_leave_no_trace() -> None:
 def test_a_weight_is_positive() -> None:
     with pytest.raises(ValueError, match="positive"):
         FairQueue(10).push("a", 1, 1, weight=0)
+
+
+def test_of_those_that_come_back_the_last_one_goes_first() -> None:
+    queue = FairQueue(max_waiting=9)
+    for request_id in (1, 2, 3):
+        queue.push("key", request_id, 5)
+    assert [queue.pop(anything), queue.pop(anything)] == [1, 2]
+    queue.put_back("key", 2, 6)
+    queue.put_back("key", 1, 6)
+    assert [queue.pop(anything) for _ in range(4)] == [1, 2, 3, None]

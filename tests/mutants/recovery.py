@@ -1,0 +1,85 @@
+"""Faults of what outlives an end: resumption, suspects, placement, receipts, who may use a shard."""
+
+from tests.mutants.mutant import Mutant
+
+LOST_TEST = "tests/router/test_recovery.py"
+
+MUTANTS = [
+    Mutant(
+        "what was emitted is told to the next shard as prompt",
+        "router/wire.py",
+        "num_emitted=len(generation.emitted_ids)",
+        "num_emitted=0",
+        f"{LOST_TEST}::test_requests_of_a_lost_shard_go_on_elsewhere",
+    ),
+    Mutant(
+        "nobody who was computed when a shard ended is suspected",
+        "router/recovery.py",
+        "if generation.wire_id in link.computing:",
+        "if generation.wire_id in ():",
+        f"{LOST_TEST}::test_a_request_that_has_shown_its_innocence_may_see_any_number_of_ends",
+    ),
+    Mutant(
+        "a second end is enough, in whatever company",
+        "router/suspicion.py",
+        "return was_alone and self.num_ends > 1",
+        "return self.num_ends > 1",
+        "tests/router/test_suspicion.py::test_steps_that_end_well_clear_it_and_the_next_trial_is_longer",
+    ),
+    Mutant(
+        "a suspect's steps compute others too",
+        "shard/scheduler.py",
+        "return request.num_alone == 0 if self._alone is None else request is self._alone",
+        "return True",
+        "tests/shard/test_engine.py::test_suspects_have_steps_of_their_own_and_routers_know_of_each[0]",
+    ),
+    Mutant(
+        "a suspect's step begins before routers know of it",
+        "shard/outbox.py",
+        "            if wait_s:\n",
+        "            if wait_s < 0:\n",
+        "tests/shard/test_outbox.py::test_a_step_waits_until_every_stream_has_sent_it",
+    ),
+    Mutant(
+        "a step may hang for ever",
+        "shard/watch.py",
+        "if number and 0 < self._step_timeout_s <",
+        "if number and 0 > self._step_timeout_s <",
+        "tests/shard/test_watch.py::test_a_step_that_hangs_ends_the_process",
+    ),
+    Mutant(
+        "a request that comes back goes last",
+        "router/queue.py",
+        "        lane.waiting.move_to_end(request_id, last=False)\n",
+        "",
+        "tests/router/test_queue.py::test_of_those_that_come_back_the_last_one_goes_first",
+    ),
+    Mutant(
+        "every secret opens a shard",
+        "shard/access.py",
+        "return hmac.compare_digest(str(shown).encode(), self._expected)",
+        "return True",
+        "tests/shard/test_access.py::test_the_secret_opens_it_and_health_is_told_to_all",
+    ),
+    Mutant(
+        "a prompt's beginning is known to whoever asks",
+        "router/prefixes.py",
+        "key = hash((content, salt))",
+        "key = hash((content, 0))",
+        "tests/router/test_prefixes.py::test_contents_and_salts_keep_them_apart",
+    ),
+    Mutant(
+        "keys that are isolated share what others asked",
+        "router/caller.py",
+        'return f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""',
+        'return ""',
+        "tests/router/routes/test_catalogue.py::test_keys",
+    ),
+    Mutant(
+        "the rejection rule's texts get receipts",
+        "router/receipt.py",
+        'if speculation.verify == "rejection":',
+        'if speculation.verify == "never":',
+        "tests/router/routes/test_receipts.py::test_a_text_of_the_rejection_rule_has_none",
+    ),
+]
