@@ -5,6 +5,7 @@ import pytest
 from benchmarks import adapted, adapters_catalogue, adapters_known, adapters_switch
 
 
+@pytest.mark.long
 def test_exactly_the_broken_ones_are_named_and_not_served(small: adapted.Base) -> None:
     (case,) = adapters_catalogue.measure(base=small, rounds=1)
     assert (adapters_catalogue.num_misjudged(case.raw), adapters_catalogue.num_unlike(case.raw)) == (0, 0), case.raw

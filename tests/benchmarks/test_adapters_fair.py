@@ -14,6 +14,7 @@ def test_a_small_flood(small: adapted.Base) -> None:
     assert flood["flooding"] > 5 * calm["flooding"]
 
 
+@pytest.mark.long
 def test_small_shares(small: adapted.Base) -> None:
     (case,) = adapters_fair.weights(base=small, size=adapters_fair.QUICK)
     assert case.error == ""

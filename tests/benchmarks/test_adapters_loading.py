@@ -19,6 +19,7 @@ def test_gaps_count_where_they_lie_within() -> None:
     assert adapters_loading._gaps(answers, 1.5, 5.0) == [2.0, 1.5]
 
 
+@pytest.mark.long
 def test_every_tier_is_met(small: adapted.Base) -> None:
     (case,) = adapters_tiers.measure(base=small, size=adapters_tiers.QUICK)
     assert case.error == ""

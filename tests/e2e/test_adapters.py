@@ -119,6 +119,7 @@ def test_several_adapters_as_one(scene: Scene) -> None:
     assert ids not in [scene.ids(PROMPTS[0], name, ignore_eos_token=True) for name in (None, "small", "wide")]
 
 
+@pytest.mark.long
 def test_a_catalogue_over_two_shards_is_read_again_at_a_signal(scene: Scene, tmp_path: Path) -> None:
     path = tmp_path / "catalogue.yaml"
     path.write_text("support: {id: small, pin: true}\nbroken: {id: nowhere}\n")

@@ -147,7 +147,7 @@ def close_the_terminal(server: Launched) -> None:
 ONE_REQUEST = [
     pytest.param(terminate_as_timeout_does, id="timeout"),
     pytest.param(close_the_terminal, id="closed terminal", marks=pytest.mark.long),
-    pytest.param(lambda server: server.signal_group(signal.SIGINT), id="Ctrl-C"),
+    pytest.param(lambda server: server.signal_group(signal.SIGINT), id="Ctrl-C", marks=pytest.mark.long),
     pytest.param(lambda server: server.signal_all(signal.SIGINT), id="all INT", marks=pytest.mark.long),
     pytest.param(lambda server: server.signal_all(signal.SIGTERM), id="all TERM", marks=pytest.mark.long),
 ]

@@ -108,6 +108,7 @@ def test_every_shard_is_replaced_under_load_and_nobody_notices(tmp_path: Path, m
         assert router.wait() == Exit.OK
 
 
+@pytest.mark.long
 def test_a_shard_opens_to_its_secret_alone(tmp_path: Path, model: Path) -> None:
     with made(tmp_path, model) as here:
         here.shard()

@@ -10,7 +10,7 @@ import pytest
 from tests.mutants.faults import FAULTS, OF_RECOVERY
 from tests.mutants.mutant import Mutant, copy_tree, is_noticed, verdicts
 
-SAMPLE = [*FAULTS[3::8], *OF_RECOVERY[2::6]]
+SAMPLE = [*FAULTS[3:27:8], *OF_RECOVERY[2::6]]
 
 
 @pytest.mark.long

@@ -72,13 +72,15 @@ def test_memory_that_is_there_from_the_start_needs_nothing() -> None:
 def test_it_ends_with_the_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
     memories, cache, ahead = made(monkeypatch)
     cache.admit(Request((1, 1), [5] * 4 * NUM_PAGES, 4 * NUM_PAGES, 1), num_spare=0)
-    ahead._run()
+    thread = threading.Thread(target=ahead._run)  # which steps back, and never comes forward again
+    thread.start()
+    thread.join()
     assert [num_resident(memory) for memory in memories] == [NUM_PAGES] * 2
 
 
 def test_it_steps_back_no_further_than_other_work_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the lowest priority of all it kept the address space locked for seconds while steps filled both cores."""
-    ahead = made(monkeypatch)[2]
+    memories, cache, ahead = made(monkeypatch)
     ahead.start()
     (thread,) = [each for each in threading.enumerate() if each.name == "prefault" and each.is_alive()][-1:]
     end = time.monotonic() + 20.0
@@ -86,3 +88,6 @@ def test_it_steps_back_no_further_than_other_work_beside_steps(monkeypatch: pyte
         assert time.monotonic() < end
         time.sleep(0.01)
     assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + prefault.NICENESS)
+    cache.admit(Request((1, 1), [5] * 4 * NUM_PAGES, 4 * NUM_PAGES, 1), num_spare=0)
+    thread.join()  # before its memory goes
+    del memories
