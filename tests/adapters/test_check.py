@@ -136,6 +136,7 @@ def test_no_byte_of_weights_is_read(world: World, capsys: pytest.CaptureFixture[
     assert code == 0 and rows["hollow"]["state"] == "served"
 
 
+@pytest.mark.long
 def test_adapters_at_the_hub_are_judged_by_their_first_bytes(world: World, tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in (world.root / "sound1").iterdir()}
     file = tmp_path / "catalogue.yaml"

@@ -6,6 +6,7 @@ from benchmarks import adapters_hostile, adapters_tenants
 from tests.adapters.hostile import CASES
 
 
+@pytest.mark.long
 def test_a_batch_is_refused_and_nothing_stays() -> None:
     (case,) = adapters_hostile.measure(batches=1, fuzzed=4)
     assert case.error == ""

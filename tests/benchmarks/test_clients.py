@@ -29,6 +29,6 @@ def test_what_fails_or_is_skipped_counts(tmp_path: Path) -> None:
         "test_bad": 1.0,
         "test_skipped": 1.0,
     }
-    assert [case.name for case in outcomes(str(path), "-k", "skipped")] == ["test_skipped"]
+    assert [case.name for case in outcomes(str(path), "-k", "test_skipped")] == ["test_skipped"]
     assert "1 == 2" in cases["test_bad"].raw["why"]
     assert "absent" in cases["test_skipped"].raw["why"]

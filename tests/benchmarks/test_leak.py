@@ -12,6 +12,7 @@ from benchmarks.abuse import BAD, GOOD, Attempt, attempt
 SAMPLE = 90
 
 
+@pytest.mark.long
 def test_a_real_server_survives_and_holds_nothing() -> None:
     with servers.running("leak-test", servers.lorikeet(leak.MODEL, "--cpu-memory", str(1 << 28))) as server:
         case = leak.batch(server, 0, SAMPLE)

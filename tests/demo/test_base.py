@@ -54,6 +54,7 @@ def test_held_out_source_costs_less_than_xz(model: LlamaForCausalLM, tokenizer: 
     assert evaluate.bits_per_byte(model, tokenizer, sample) < evaluate.xz_bits_per_byte(files)
 
 
+@pytest.mark.long
 def test_most_continuations_compile(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     functions = evaluate.held_out_functions(corpus.held_out_files(), NUM_SAMPLED_CONTINUATIONS)
     prompts = [evaluate.prompt_of(function) for function in functions]

@@ -17,6 +17,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         yield started.wait_until_ready()
 
 
+@pytest.mark.long
 def test_routes_agree_on_the_text(server: Launched) -> None:
     """One greedy text, whole and streamed, on LoRAX's and on OpenAI's routes."""
     with httpx.Client(base_url=server.url, timeout=120) as client:

@@ -120,6 +120,7 @@ def test_what_does_not_finish_in_time_gets_an_error_event(model: Path) -> None:
         assert server.wait() == Exit.OK
 
 
+@pytest.mark.long
 def test_a_second_signal_forces(model: Path) -> None:
     with Launched("--model-id", str(model), *SMALL) as server:
         server.wait_until_ready()

@@ -123,6 +123,7 @@ def test_a_shard_opens_to_its_secret_alone(tmp_path: Path, model: Path) -> None:
             assert here.secret.read_text() not in router.output
 
 
+@pytest.mark.long
 def test_a_shard_that_is_killed_is_started_again_where_it_was(tmp_path: Path, model: Path) -> None:
     with made(tmp_path, model) as here:
         shard = here.shard()

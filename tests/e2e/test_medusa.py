@@ -134,6 +134,7 @@ def test_heads_of_another_base_are_refused_by_name(server: Client) -> None:
         assert refused.value.status == 422
 
 
+@pytest.mark.long
 def test_heads_of_the_server_guess_for_who_brings_none(own: Path) -> None:
     """`--adapter-id` with heads alone: also beside a LoRA, and not for a request with heads of its own."""
     flags = {"cpu_memory": "128MiB", "threads": 1, "default_adapter_source": "local", "adapter_source": "local"}

@@ -123,6 +123,7 @@ def last(ended: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_heads_are_trained_joined_and_measured(models: Path, tmp_path: Path) -> None:
     quick = ("--max-new-tokens", "20", "--epochs", "40", "--rows-per-step", "32", "--lr", "0.02", "--held-out", "0.2")
     adapter = ("--adapter-id", "adapter", "--join", "--num-heads", "2")
