@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
+TETHER = REPOSITORY / "launcher" / "tether.py"
 LOGS = Path(__file__).parent / ".runs" / "logs"
 STOP_S = 40.0
 
@@ -30,6 +31,7 @@ class Command:
     """How one server process is started, but for its port."""
 
     arguments: tuple[str, ...]
+    """The program by its whole path."""
     environment: Mapping[str, str] = field(default_factory=dict)
     ready_path: str = "/health"
 
@@ -78,9 +80,10 @@ def running(name: str, command: Command, timeout_s: float = 400.0) -> Iterator[S
     log = LOGS / f"{name}-{os.getpid()}-{port}.log"
     arguments = [argument.replace("{port}", str(port)) for argument in command.arguments]
     start = time.monotonic()
+    tied = [sys.executable, str(TETHER), str(os.getpid())]  # or a measurement that is killed leaves its servers behind
     with log.open("wb") as output:
         process = subprocess.Popen(
-            arguments,
+            [*tied, *arguments],
             env={**os.environ, **command.environment},
             cwd=REPOSITORY,
             stdin=subprocess.DEVNULL,

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -18,8 +19,9 @@ from adapters.errors import (
     LoaderFailed,
     SourceUnreachable,
 )
+from adapters.pin import Pin
 from adapters.refs import Ref, Source, parse
-from adapters.sources.hub import HubSource
+from adapters.sources.hub import HubSource, _check
 from tests.hub_server import HubServer, Repository, Trouble, commit_of, hub
 
 pytestmark = pytest.mark.anyio
@@ -271,6 +273,20 @@ async def test_what_is_not_what_the_hub_has_is_not_kept(
     repository.trouble = None
     folder = here.fetch(pin, "hf_right", tmp_path / "own")
     assert (folder / "adapter_model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(("says", "is_kept"), [(9, True), (None, True), (8, False), (10, False)])
+async def test_a_small_file_is_as_long_as_the_hub_says(tmp_path: Path, says: int | None, is_kept: bool) -> None:
+    """The hub names no hash of it."""
+    path = tmp_path / "adapter_config.json"
+    path.write_bytes(b'{"r": 8} ')
+    file = SimpleNamespace(rfilename=path.name, size=says, lfs=None)
+    if is_kept:
+        _check(path, file, Pin(Source.HUB, "a/public", "main"))
+    else:
+        with pytest.raises(SourceUnreachable, match=r"something else for adapter_config\.json of a/public"):
+            _check(path, file, Pin(Source.HUB, "a/public", "main"))
+    assert path.exists() == is_kept
 
 
 async def test_each_part_of_a_fetch_says_how_long_it_may_take(server: HubServer, tmp_path: Path) -> None:
