@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,11 +141,22 @@ def _randomise(layer: Any) -> None:
         magnitude.mul_(1 + 0.3 * torch.randn_like(magnitude))
 
 
-def oracle(base: Path, adapters: Mapping[str, Path], chosen: Sequence[str], prompts: list[list[int]]) -> list[Text]:
-    """PEFT's own greedy text, each prompt alone under its adapter; "" is the bare base."""
+def load_plain(base: Path) -> Any:
+    """transformers' own network."""
+    return AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()
+
+
+def oracle(
+    base: Path,
+    adapters: Mapping[str, Path],
+    chosen: Sequence[str],
+    prompts: list[list[int]],
+    load: Callable[[Path], Any] = load_plain,
+) -> list[Text]:
+    """PEFT's own greedy text, each prompt alone under its adapter; "" is the bare base, which `load` reads."""
     texts: dict[int, Text] = {}
     for adapter in dict.fromkeys(chosen):
-        model: Any = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()
+        model = load(base)
         if adapter:
             model = peft.PeftModel.from_pretrained(model, str(adapters[adapter])).eval()
         for index in (i for i, each in enumerate(chosen) if each == adapter):

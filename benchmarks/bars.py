@@ -9,6 +9,7 @@ from benchmarks import (
     adapter_bars,
     clients,
     closed_loop,
+    device_bars,
     exactness,
     family_bars,
     leak,
@@ -44,6 +45,7 @@ PARTS: tuple[Part, ...] = (
     *adapter_bars.PARTS,
     *speculation_bars.PARTS,
     *recovery_bars.PARTS,
+    *device_bars.PARTS,
 )
 
 
@@ -96,6 +98,7 @@ BARS: tuple[Bar, ...] = (
     *adapter_bars.BARS,
     *speculation_bars.BARS,
     *recovery_bars.BARS,
+    *device_bars.BARS,
 )  # fmt: skip
 
 NOT_REACHED: dict[str, str] = json.loads(Path(__file__).with_name("results").joinpath("not_reached.json").read_text())

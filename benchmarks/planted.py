@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, Cases, Raw
-from tests.mutants.faults import FAULTS, OF_RECOVERY
+from tests.mutants.faults import FAULTS, OF_DEVICES, OF_RECOVERY
 from tests.mutants.mutant import Mutant, copy_tree, is_noticed, verdicts
 
-NUM_FAULTS, NUM_OF_RECOVERY = len(FAULTS), len(OF_RECOVERY)
+NUM_FAULTS, NUM_OF_RECOVERY, NUM_OF_DEVICES = len(FAULTS), len(OF_RECOVERY), len(OF_DEVICES)
 SETTINGS: dict[str, Any] = {"faults": NUM_FAULTS}
 SETTINGS_OF_RECOVERY: dict[str, Any] = {"faults": NUM_OF_RECOVERY}
+SETTINGS_OF_DEVICES: dict[str, Any] = {"faults": NUM_OF_DEVICES}
 
 
 def measure(finished: frozenset[str] = frozenset(), faults: Sequence[Mutant] = FAULTS) -> Cases:
@@ -41,13 +42,18 @@ def of_recovery(finished: frozenset[str] = frozenset()) -> Cases:
     return measure(finished, OF_RECOVERY)
 
 
+def of_devices(finished: frozenset[str] = frozenset()) -> Cases:
+    """Those of models on several devices."""
+    return measure(finished, OF_DEVICES)
+
+
 def num_unnoticed(raw: Raw) -> float:
     return float(not raw["noticed"])
 
 
 if __name__ == "__main__":
     lost = 0
-    for case in itertools.chain(measure(), of_recovery()):
+    for case in itertools.chain(measure(), of_recovery(), of_devices()):
         print(f"{case.name}: {case.raw['reason'] or 'noticed'}", flush=True)
         lost += not case.raw["noticed"]
     sys.exit(lost > 0)

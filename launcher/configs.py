@@ -31,6 +31,8 @@ class Plan:
     draft: ModelFolder | None = None
     """The draft model, if there is one."""
     usage: UsagePlan = field(default_factory=UsagePlan)
+    num_ranks: int = 1
+    """Processes that each shard's model is split over."""
 
     @property
     def loader_address(self) -> str:
@@ -102,7 +104,12 @@ class Plan:
     def shard_device(self, index: int = 0) -> str:
         """What a shard computes on: CUDA devices are dealt out from the chosen one on."""
         kind, colon, number = self.device.partition(":")
-        return f"{kind}:{int(number) + index}" if colon else self.device
+        return f"{kind}:{int(number) + index * self.num_ranks}" if colon else self.device
+
+    def master_port(self, index: int = 0) -> int:
+        """Where the ranks of a shard meet; 0 is any free port."""
+        given: int | None = self.settings["master-port"]
+        return 0 if given is None else given + index
 
 
 def effective(plan: Plan) -> dict[str, Any]:
@@ -112,6 +119,7 @@ def effective(plan: Plan) -> dict[str, Any]:
         "model": _shown(plan.model),
         "draft_model": None if plan.draft is None else _shown(plan.draft),
         "device": plan.device,
+        "num_shard": plan.num_ranks,
         "flags": plan.settings.shown(),
         "given": dict(plan.settings.given),
     }
@@ -122,9 +130,9 @@ def _shown(model: ModelFolder) -> dict[str, Any]:
 
 
 def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
-    """The fields of a shard's configuration. Replicas on a CPU share its memory and cores."""
+    """The fields of a shard's configuration. Replicas and ranks on a CPU share its memory and cores."""
     settings = plan.settings
-    num_sharing = plan.num_replicas if plan.device == "cpu" else 1
+    num_sharing = max(1, plan.num_replicas) * plan.num_ranks if plan.device == "cpu" else 1
     return {
         "model_id": plan.model.id,
         "model_path": str(plan.model.path),
@@ -135,7 +143,11 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "tls_ca_path": settings["shard-tls-ca"],
         "ready_mark": str(plan.ready_mark(index)),
         "device": plan.shard_device(index),
+        "num_ranks": plan.num_ranks,
+        "master_addr": settings["master-addr"],
+        "master_port": plan.master_port(index),
         "dtype": settings["dtype"],
+        "quantize": settings["quantize"],
         "trust_remote_code": settings["trust-remote-code"],
         "max_total_tokens": settings["max-total-tokens"],
         "step_tokens": settings["max-batch-prefill-tokens"],
@@ -158,6 +170,7 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "draft_model": None if plan.draft is None else str(plan.draft.path),
         "draft_model_id": "" if plan.draft is None else plan.draft.id,
         "draft_dtype": settings["draft-dtype"],
+        "draft_quantize": settings["draft-quantize"],
         "step_timeout_s": settings["step-timeout-s"],
         "served_mark": str(plan.served_mark(index)),
         "watermark_gamma": settings["watermark-gamma"],
@@ -182,10 +195,10 @@ def ray_fields(plan: Plan, hidden: Sequence[str]) -> dict[str, Any]:
     shard = shard_fields(plan)
     for name in ("listen", "secret_path", "served_mark", "ready_mark", "parent_pid"):
         del shard[name]
-    bundle = {"CPU": 1, "GPU": 1}
+    bundle = {"CPU": 1, "GPU": plan.num_ranks}
     if plan.device == "cpu":
         shard["threads"] = settings["threads"] or 1
-        bundle = {"CPU": shard["threads"]}
+        bundle = {"CPU": shard["threads"] * plan.num_ranks}
     return {
         "shard": shard,
         "num_shards": plan.num_replicas,

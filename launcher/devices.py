@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.exits import Exit, LauncherError
@@ -27,12 +28,35 @@ def of_each_node(wanted: str) -> str:
     return "cpu" if wanted == "cpu" else "cuda:0"
 
 
-def check_replicas(device: str, num_replicas: int) -> None:
-    """Raise LauncherError where replicas from `device` on are more than there are CUDA devices."""
+def check_count(device: str, num_replicas: int, num_ranks: int) -> None:
+    """Raise LauncherError where replicas from `device` on, of so many ranks, are more than there are CUDA devices."""
     kind, _, number = device.partition(":")
-    if kind == "cuda" and int(number) + num_replicas > (count := count_cuda()):
-        sentence = f"--replicas {num_replicas} from {device} on: {count} CUDA devices are there"
+    if kind == "cuda" and int(number) + num_replicas * num_ranks > (count := count_cuda()):
+        split = "" if num_ranks == 1 else f" of --num-shard {num_ranks}"
+        sentence = f"--replicas {num_replicas}{split} from {device} on: {count} CUDA devices are there"
         raise LauncherError(Exit.NOT_ENOUGH_CUDA_DEVICES, sentence)
+
+
+def choose_ranks(sharded: bool | None, num_shard: int | None, device: str, environment: Mapping[str, str]) -> int:
+    """Over how many devices the model is split (LoRAX: as many as the environment names, unless it is said). Raises
+    LauncherError where it is to be split and nobody says over how many.
+    """
+    if num_shard is not None:
+        return num_shard
+    if sharded is False or not device.startswith("cuda"):
+        named = 0
+    else:
+        named = _named(environment)
+    if sharded and named < 2:
+        reason = "--sharded true needs --num-shard, or two devices and more in CUDA_VISIBLE_DEVICES"
+        raise LauncherError(Exit.NOT_ENOUGH_CUDA_DEVICES, reason)
+    return max(1, named)
+
+
+def _named(environment: Mapping[str, str]) -> int:
+    """Devices that the environment names one by one."""
+    text = environment.get("CUDA_VISIBLE_DEVICES", environment.get("NVIDIA_VISIBLE_DEVICES", ""))
+    return len([name for name in text.split(",") if name.strip() not in ("", "all", "none", "void")])
 
 
 def count_cuda() -> int:

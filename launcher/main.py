@@ -45,11 +45,11 @@ def _run(read: Settings) -> int:
     )
     if read["env"]:
         log.info("%s", runtime.description())
-    device = _device(read)
-    for sentence in rules.without_effect(read, device):
+    device, num_ranks = _device(read)
+    for sentence in rules.without_effect(read, device, num_ranks):
         log.warning("%s", sentence)
     with Signals().caught() as signals, _private_folder(read) as folder:
-        plan = _plan(read, device, folder, signals)
+        plan = _plan(read, (device, num_ranks), folder, signals)
         if plan is None:
             log.info("ended before the model was there")
             return Exit.OK
@@ -64,15 +64,19 @@ def _run(read: Settings) -> int:
         return serving.serve(plan, signals, log)
 
 
-def _device(read: Settings) -> str:
-    if read["engine"] == "ray":
-        return devices.of_each_node(read["device"])
-    device = devices.choose(read["device"])
-    devices.check_replicas(device, read["replicas"])
-    return device
+def _device(read: Settings) -> tuple[str, int]:
+    """What a shard computes on, and over how many of these the model is split."""
+    on_ray = read["engine"] == "ray"
+    device = devices.of_each_node(read["device"]) if on_ray else devices.choose(read["device"])
+    # Several replicas share what there is, and on Ray this machine's environment says nothing.
+    environment = {} if on_ray or read["replicas"] > 1 else os.environ
+    num_ranks = devices.choose_ranks(read["sharded"], read["num-shard"], device, environment)
+    if not on_ray:
+        devices.check_count(device, read["replicas"], num_ranks)
+    return device, num_ranks
 
 
-def _plan(read: Settings, device: str, folder: Path, signals: Signals) -> configs.Plan | None:
+def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals) -> configs.Plan | None:
     """Everything that must be known before a process starts; None if a signal came first."""
     told = usage.plan(read, os.environ)
     found = models.collect(read, folder, signals)
@@ -82,11 +86,14 @@ def _plan(read: Settings, device: str, folder: Path, signals: Signals) -> config
     if read["weights-cache-override"] is not None:
         path = model.with_weights_of(Path(read["weights-cache-override"]), base.path, folder / "model")
         base = model.ModelFolder(base.id, path, base.sha)
+    draft = None if found.draft is None else model.configuration(found.draft.path)
+    rules.check_models(read, model.configuration(base.path), draft)
     read = models.with_tokens(read, found.draft)
     complete = adapters.with_family(model.with_lengths(read, model.configuration(base.path)), os.environ)
     rules.check_lengths(complete)
     kept = adapters.plan(complete, os.environ, base.path, folder)
-    return configs.Plan(complete, base, device, folder, version(), kept, found.draft, told)
+    device, num_ranks = where
+    return configs.Plan(complete, base, device, folder, version(), kept, found.draft, told, num_ranks)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from adapters import refs
 from launcher.exits import Exit, LauncherError
 from launcher.flags import FLAGS
 from launcher.settings import Settings
+from proto import quantization
 
 OF_ROUTERS = frozenset({
     "adapter-disk-cache", "adapter-id", "adapter-source", "adapters", "admin-key-file", "api-keys",
@@ -22,9 +23,10 @@ OF_ROUTERS = frozenset({
 """Flags that change nothing where there is no router."""
 OF_SHARDS = frozenset({
     "adapter-cycle-time-s", "adapter-host-memory", "adapter-memory-fraction", "chunked-prefill", "cpu-memory",
-    "cuda-memory-fraction", "draft-dtype", "max-active-adapters", "max-batch-prefill-tokens",
-    "max-batch-total-tokens", "memory-wiggle-room", "ngram-long", "ngram-max", "ngram-min", "prefix-caching",
-    "speculation-max-batch-size", "threads", "watermark-delta", "watermark-gamma",
+    "cuda-memory-fraction", "draft-dtype", "draft-quantize", "master-addr", "master-port", "max-active-adapters",
+    "max-batch-prefill-tokens", "max-batch-total-tokens", "memory-wiggle-room", "ngram-long", "ngram-max", "ngram-min",
+    "num-shard", "prefix-caching", "quantize", "sharded", "speculation-max-batch-size", "threads", "watermark-delta",
+    "watermark-gamma",
 })  # fmt: skip
 """Flags that change nothing where no shard is started."""
 _WITHOUT_A_DRAFT = ("auto", "lookup", "ngram", "medusa", "off")
@@ -38,6 +40,7 @@ def check(settings: Settings) -> None:
     _check_pairs(settings)
     _check_adapters(settings)
     _check_speculation(settings)
+    _check_quantization(settings)
     _check_files(settings)
 
 
@@ -57,18 +60,32 @@ def check_lengths(settings: Settings) -> None:
         _refuse(f"--max-total-tokens {total} must be at most --max-batch-total-tokens {everything}")
 
 
-def without_effect(settings: Settings, device: str) -> list[str]:
-    """One sentence for each flag that somebody gave and that changes nothing on `device`."""
+def check_models(settings: Settings, base: dict[str, Any], draft: dict[str, Any] | None) -> None:
+    """The same for what the models' configurations say of their weights."""
+    if settings["shard-address"]:
+        return
+    told = {"quantize": ("the model", base)} | ({} if draft is None else {"draft-quantize": ("the draft model", draft)})
+    for name, (model, config) in told.items():
+        try:
+            quantization.choose(settings[name], config)
+        except ValueError as reason:
+            _refuse(f"{model} cannot be served: {reason}")
+
+
+def without_effect(settings: Settings, device: str, num_ranks: int = 1) -> list[str]:
+    """One sentence for each flag that somebody gave and that changes nothing on `device`, or on so many."""
     sentences = []
     for name, flag in FLAGS.items():
         here = not flag.no_effect_on or device.startswith(flag.no_effect_on)
         if flag.no_effect and here and name in settings.given:
             sentences.append(f"{settings.given[name]} has no effect: {flag.no_effect}")
     elsewhere: dict[str, str] = {}
+    if num_ranks == 1:
+        elsewhere = dict.fromkeys(("master-addr", "master-port"), "the model is not split, so nobody meets there")
     if settings["shard-listen"] is not None:
-        elsewhere = dict.fromkeys(OF_ROUTERS, "with --shard-listen there is no router here, whose matter it is")
+        elsewhere |= dict.fromkeys(OF_ROUTERS, "with --shard-listen there is no router here, whose matter it is")
     elif settings["shard-address"]:
-        elsewhere = dict.fromkeys(OF_SHARDS, "with --shard-address no shard is started here, whose matter it is")
+        elsewhere |= dict.fromkeys(OF_SHARDS, "with --shard-address no shard is started here, whose matter it is")
     given = [name for name in FLAGS if name in elsewhere and name in settings.given]
     return sentences + [f"{settings.given[name]} has no effect: {elsewhere[name]}" for name in given]
 
@@ -97,12 +114,20 @@ def _check_pairs(settings: Settings) -> None:
         _check_revision(settings, "model-id", "revision")
     if settings["weights-cache-override"] is not None and model is None:
         _refuse("--weights-cache-override needs --model-id: the embedded model has its weights beside it")
+    _check_ranks(settings)
     _check_shards(settings)
     _check_ray(settings)
     device = settings["device"]
     kind, _, number = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (":" in device and not (kind == "cuda" and number.isdecimal())):
         _refuse(f"--device must be auto, cpu, cuda or cuda:N, not {device!r}")
+
+
+def _check_ranks(settings: Settings) -> None:
+    """Whether the model is split over several devices."""
+    sharded, num_shard = settings["sharded"], settings["num-shard"]
+    if num_shard is not None and sharded is not None and sharded != (num_shard > 1):
+        _refuse(f"--sharded {str(sharded).lower()} and --num-shard {num_shard} contradict each other")
 
 
 def _check_shards(settings: Settings) -> None:
@@ -168,7 +193,7 @@ def _check_speculation(settings: Settings) -> None:
         _refuse(f"--ngram-min {shortest} must be at most --ngram-max {longest}")
     draft = settings["draft-model-id"]
     if draft is None:
-        for name in ("draft-revision", "draft-tokenizer-id", "draft-dtype"):
+        for name in ("draft-revision", "draft-tokenizer-id", "draft-dtype", "draft-quantize"):
             if settings[name] is not None:
                 _refuse(f"{settings.given[name]} needs --draft-model-id")
         for name, harmless in (("speculative-method", _WITHOUT_A_DRAFT), ("verify", ("coupled",))):
@@ -179,6 +204,13 @@ def _check_speculation(settings: Settings) -> None:
     wanted, most = settings["speculative-tokens"] or 0, settings["speculative-tokens-max"]
     if wanted > most:
         _refuse(f"--speculative-tokens {wanted} must be at most --speculative-tokens-max {most}")
+
+
+def _check_quantization(settings: Settings) -> None:
+    for name in ("quantize", "draft-quantize"):
+        method = settings[name]
+        if method is not None and not settings["shard-address"] and (reason := quantization.reason_against(method)):
+            _refuse(f"{settings.given[name]} {method} is refused: {reason}")
 
 
 def _check_files(settings: Settings) -> None:

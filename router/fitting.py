@@ -3,7 +3,7 @@
 from proto import shard_pb2 as pb
 from proto.version import version, versions_fit
 
-ALIKE = ("model_id", "dtype", "vocab_size", "max_total_tokens")
+ALIKE = ("model_id", "dtype", "quantization", "vocab_size", "max_total_tokens")
 """What must be the same of all, by the names of the wire."""
 
 
@@ -14,5 +14,5 @@ def unfit(info: pb.ShardInfo, known: pb.ShardInfo | None) -> str:
     for name in ALIKE if known is not None else ():
         theirs, ours = getattr(info, name), getattr(known, name)
         if theirs != ours:
-            return f"its {name} is {theirs}, that of the others {ours}"
+            return f"its {name} is {theirs or 'none'}, that of the others {ours or 'none'}"
     return ""

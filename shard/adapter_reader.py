@@ -21,7 +21,9 @@ class AdapterReader:
     """Reads what it is asked for and puts it into the inbox."""
 
     def __init__(self, store: Path, read: Callable[[Path], Content], inbox: Inbox) -> None:
-        """`store`: the folder of files named by digest; `read` raises ValueError with a reason."""
+        """`store`: the folder of files named by digest; `read` raises ValueError with a reason, and
+        FileNotFoundError.
+        """
         self._store = store
         self._read = read
         self._inbox = inbox
@@ -37,10 +39,17 @@ class AdapterReader:
             digest = self._asked.get()
             path = self._store / f"{digest}.safetensors"
             try:
-                item = AdapterRead(digest, self._read(path)) if path.exists() else AdapterRead(digest, None, NOT_HERE)
-            except ValueError as error:
-                item = AdapterRead(digest, None, str(error))
+                item = AdapterRead(digest, self._read(path))
             except Exception as error:  # this adapter fails; the next may not
-                log.exception("adapter not read", digest=digest)
-                item = AdapterRead(digest, None, f"the adapter could not be read: {type(error).__name__}")
+                item = AdapterRead(digest, None, reason_of(error, digest))
             self._inbox.put(item)
+
+
+def reason_of(error: Exception, digest: str) -> str:
+    """Why an adapter was not read, for whoever asked for it. What should not happen goes into the log."""
+    if isinstance(error, FileNotFoundError):
+        return NOT_HERE
+    if isinstance(error, ValueError):
+        return str(error)
+    log.error("adapter not read", digest=digest, exc_info=error)
+    return f"the adapter could not be read: {type(error).__name__}"

@@ -13,12 +13,14 @@ from shard.config import ShardConfig
 from shard.inbox import Inbox
 from shard.memory import adapter_bytes
 from shard.model import Model
-from shard.model.adapter_file import AdapterContent, AdapterFiles, Destination
+from shard.model.adapter_file import AdapterContent, AdapterFiles, AddUp, Destination
 from shard.model.adapter_memory import Arena, PinnedMemory
 from shard.model.adapter_plan import Form
 from shard.model.heads import HeadsPool
 from shard.model.heads_file import MOST_HEADS
 from shard.model.lora import AdapterSite, compiled
+from shard.ranks.adapters import LedSlots, ReadTogether
+from shard.ranks.leader import Ranks
 from shard.slots import AdapterSlots, Content, Device, SlotLimits
 from shard.wire import MAX_DRAFTS
 
@@ -59,8 +61,11 @@ class ModelSlots:
         for site in self._used.pop(slot):
             site.put(slot, None)
 
+    def forget(self, digest: str) -> None:
+        """Nothing here is named by digests."""
 
-def build_adapters(config: ShardConfig, model: Model, inbox: Inbox) -> AdapterSlots | None:
+
+def build_adapters(config: ShardConfig, model: Model, inbox: Inbox, ranks: Ranks | None = None) -> AdapterSlots | None:
     """Slots and what fills them, or None where no adapters are served."""
     if config.adapter_store is None:
         return None
@@ -69,27 +74,43 @@ def build_adapters(config: ShardConfig, model: Model, inbox: Inbox) -> AdapterSl
     if model.info.device.type != "cpu":
         host_bytes = config.adapter_host_memory or HOST_SHARE * slot_bytes
     limits = SlotLimits(config.max_active_adapters, slot_bytes, host_bytes, config.adapter_cycle_time_s)
-    model.allocate_adapters(limits.num_slots)
-    device, destination, form = _choose_form(config, model, limits)
-    files = AdapterFiles(model.adapter_sites, destination, model.heads)
-    reader = AdapterReader(Path(config.adapter_store), files.read, inbox)
+    add_up = None if ranks is None else ranks.group.add_up
+    device, files, form = prepare(config, model, limits.num_slots, limits.host_bytes, add_up)
     log.info("adapter memory", slots=limits.num_slots, slot_bytes=slot_bytes, host_bytes=host_bytes, computed_by=form)
-    return AdapterSlots(limits, device, reader.ask)
+    store = Path(config.adapter_store)
+    if ranks is None:
+        return AdapterSlots(limits, device, AdapterReader(store, files.read, inbox).ask)
+    ranks.leader.allocate_adapters(limits.num_slots, limits.host_bytes)
+    reader = AdapterReader(store, ReadTogether(files, ranks.group).read_first, inbox)
+
+    def read(digest: str) -> None:
+        ranks.leader.read(digest)
+        reader.ask(digest)
+
+    return AdapterSlots(limits, LedSlots(device, ranks.leader), read)
 
 
-def _choose_form(config: ShardConfig, model: Model, limits: SlotLimits) -> tuple[Device, Destination, str]:
-    """How adapters are computed, for the life of the shard: slots, how files are read into them, and its name."""
+def prepare(
+    config: ShardConfig, model: Model, num_slots: int, host_bytes: int, add_up: AddUp | None = None
+) -> tuple[Device, AdapterFiles, str]:
+    """How adapters are computed, for the life of the shard: slots, what reads files for them, and its name."""
+    model.allocate_adapters(num_slots)
+    device, destination, form = _choose_form(config, model, num_slots, host_bytes)
+    return device, AdapterFiles(model.adapter_sites, destination, model.heads, add_up), form
+
+
+def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: int) -> tuple[Device, Destination, str]:
     dtype, on = model.info.dtype, model.info.device
     if on.type == "cpu":
         form = "the specification" if compiled(dtype) is None else "compiled code"
-        return ModelSlots(model.heads), Destination(dtype, Arena(limits.host_bytes)), form
+        return ModelSlots(model.heads), Destination(dtype, Arena(host_bytes)), form
     # at the output head, where each draft's row may have those of all heads behind it
     num_guessed = config.speculation_max_batch_size * (1 + MAX_DRAFTS) * (1 + MOST_HEADS)
     max_rows = config.step_tokens + config.max_running + num_guessed
     try:
-        kernels = model.give_kernels(limits.num_slots, max_rows)
+        kernels = model.give_kernels(num_slots, max_rows)
     except ImportError as missing:
         raise ValueError(f"adapters on {on} need triton, which cannot be imported: {missing}") from missing
     from shard.model.adapter_device import DeviceSlots
 
-    return DeviceSlots(kernels, model.heads), Destination(dtype, PinnedMemory(limits.host_bytes), kernels), "triton"
+    return DeviceSlots(kernels, model.heads), Destination(dtype, PinnedMemory(host_bytes), kernels), "triton"

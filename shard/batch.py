@@ -106,6 +106,7 @@ class StepInputs:
         """Of the T tokens."""
         self.head_adapter_rows = NO_ADAPTERS
         """Of the S rows whose logits are wanted and the E rows of guesses, which speak through the same output head."""
+        self._host_rows: Sequence[int] | None = None
         self._groups: tuple[RowGroups, RowGroups] | None = None
 
     def reserve_groups(self, max_rows: int, max_slots: int) -> None:
@@ -141,23 +142,28 @@ class StepInputs:
         self.position_ids = torch.from_numpy(positions).to(self.device, non_blocking=True)
         self.kv_slots = torch.from_numpy(slots).to(self.device, non_blocking=True)
         self.logits_rows = logits_rows
+        self._host_rows = host_rows
         self.heads = list(heads)
-        self._fill_adapters(segments, host_rows)
+        self._fill_adapters(segments)
+
+    @property
+    def host_rows(self) -> Sequence[int]:
+        """[S] `logits_rows` on the host; waits for the device where nobody said."""
+        return self.logits_rows.tolist() if self._host_rows is None else self._host_rows
 
     @property
     def num_logits(self) -> int:
         """Rows that a forward pass gives: S + E."""
         return self.logits_rows.shape[0] + sum(heads.num_guesses for heads in self.heads)
 
-    def _fill_adapters(self, segments: Sequence[Segment], host_rows: Sequence[int] | None) -> None:
+    def _fill_adapters(self, segments: Sequence[Segment]) -> None:
         self.adapter_rows = self.head_adapter_rows = NO_ADAPTERS
         slots = [segment.slot for segment in segments]
         if max(slots, default=-1) < 0:
             return
         self.adapter_rows = AdapterRows(slots, self.counts.tolist())
-        rows = self.logits_rows.tolist() if host_rows is None else host_rows
         row_slots = np.repeat(np.asarray(slots, np.int32), self.counts)
-        head_slots = row_slots[np.asarray(rows, np.int64)]
+        head_slots = row_slots[np.asarray(self.host_rows, np.int64)]
         guessed = [heads.row for heads in self.heads for _ in range(heads.num_guesses)]
         head_slots = np.concatenate([head_slots, head_slots[np.asarray(guessed, np.int64)]])
         self.head_adapter_rows = rows_of(head_slots.tolist())

@@ -53,12 +53,14 @@ class Crowds:
 class Budget:
     """What is left of a step's tokens while it is being planned."""
 
-    def __init__(self, limits: Limits, crowds: dict[str, int]) -> None:
-        """crowds: adapters whose prompts have a turn of their own, and the tokens that each may have."""
+    def __init__(self, limits: Limits, crowds: dict[str, int], step_tokens: int | None = None) -> None:
+        """crowds: adapters whose prompts have a turn of their own, and the tokens that each may have. step_tokens: of
+        this step, None for the limits' own.
+        """
         self.crowds = crowds
         self.is_for_crowds = False
         """Whose turn it is: prompts of theirs, or all else."""
-        self.num_left = limits.step_tokens
+        self.num_left = limits.step_tokens if step_tokens is None else step_tokens
         self.num_scored_left = limits.max_scored
         self._is_chunked = limits.chunked_prefill
         self._is_untouched = True

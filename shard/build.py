@@ -16,6 +16,7 @@ from shard.memory import choose_num_pages
 from shard.model import Model
 from shard.model_files import ModelFiles
 from shard.outbox import Outbox
+from shard.ranks.leader import Ranks
 from shard.sampling import Sampler
 from shard.scheduler import Scheduler
 from shard.server import Facts
@@ -26,15 +27,24 @@ log = structlog.get_logger()
 
 
 def build_engine(
-    config: ShardConfig, model: Model, inbox: Inbox, outbox: Outbox, draft_model: Model | None = None
+    config: ShardConfig,
+    model: Model,
+    inbox: Inbox,
+    outbox: Outbox,
+    draft_model: Model | None = None,
+    ranks: Ranks | None = None,
 ) -> Engine:
-    """Memory, bookkeeping and the loop around a loaded model, and the draft model beside it."""
+    """Memory, bookkeeping and the loop around a loaded model, and the draft model beside it. `ranks`: those that the
+    model is split over.
+    """
+    if ranks is not None:
+        model.others = ranks.leader
     num_pages = choose_num_pages(config, model, draft_model)
     model.allocate_kv(num_pages)
     if draft_model is not None:
         draft_model.allocate_kv(num_pages)
     cache = KvCache(num_pages, model.page_size, config.prefix_caching)
-    adapters = build_adapters(config, model, inbox)
+    adapters = build_adapters(config, model, inbox, ranks)
     crowd_tokens = None
     if config.chunked_prefill:
         crowd_tokens = crowd.measure(model, min(config.max_total_tokens, num_pages * model.page_size))
@@ -82,6 +92,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         version=version(),
         model_id=config.model_id,
         dtype=str(model.info.dtype),
+        quantization=model.info.quantization,
         device=str(model.info.device),
         architecture=model.info.model_type,
         vocab_size=model.info.vocab_size,

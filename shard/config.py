@@ -31,8 +31,16 @@ class ShardConfig:
     """Path of a file that appears once requests are taken; None tells nobody."""
     device: str = "cpu"
     """`cpu` or `cuda:N`."""
+    num_ranks: int = 1
+    """Processes that the model is split over, on CUDA from that device on one each."""
+    master_addr: str = "localhost"
+    """Where they meet …"""
+    master_port: int = 0
+    """… 0 is any free port."""
     dtype: str | None = None
     """`float32`, `bfloat16` or `float16`; None takes the checkpoint's (float32 for float16 on CPU)."""
+    quantize: str | None = None
+    """What the weights are quantised by, as in `--quantize`; None is what the checkpoint says, if it does."""
     trust_remote_code: bool = False
     max_total_tokens: int = 4096
     """Prompt plus output of one request, in tokens."""
@@ -85,6 +93,8 @@ class ShardConfig:
     """The name the draft model was asked for by."""
     draft_dtype: str | None = None
     """As `dtype`, of the draft model."""
+    draft_quantize: str | None = None
+    """As `quantize`, of the draft model."""
     step_timeout_s: float = 120.0
     """A step that takes longer hangs, and ends the process; 0 is never."""
     served_mark: str | None = None

@@ -24,6 +24,7 @@ def load_draft_model(config: ShardConfig, target: Model) -> Model | None:
         model_id=config.draft_model_id,
         model_path=config.draft_model,
         dtype=config.draft_dtype,
+        quantize=config.draft_quantize,
         page_size=target.page_size,
         adapter_store=None,
     )

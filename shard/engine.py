@@ -14,7 +14,7 @@ from shard.drafter import Drafter
 from shard.durations import Durations
 from shard.inbox import Inbox
 from shard.intake import Intake
-from shard.network import Network
+from shard.network import Network, RanksApart
 from shard.outbox import AdapterNews, Outbox, Output, Status
 from shard.request import FinishReason, Method, Request, Rule, Speculation
 from shard.sampling import Sampled, Sampler
@@ -185,6 +185,14 @@ class Engine:
         except Exception as error:
             if is_device_broken(error):
                 raise
+            if is_out_of_memory(error) and self.scheduler.restraint.failed(step.num_tokens, len(shares)):
+                log.warning(
+                    "step out of memory", step=step.number, num_tokens=step.num_tokens, num_requests=len(shares)
+                )
+                if self._network.inputs.device.type == "cuda":
+                    torch.cuda.empty_cache()  # what is free lies in pieces of the wrong sizes
+                step.error, step.is_to_be_repeated = "the device has no memory for the step", True
+                return
             log.exception("step failed", step=step.number, num_requests=len(shares))
             step.error = f"the step failed: {type(error).__name__}"
 
@@ -243,8 +251,12 @@ class Engine:
         """Take in what a step gave, and say it."""
         if step.error:
             for share in step.shares:
-                self._fail(share, step.error, retryable=True)
+                if step.is_to_be_repeated:
+                    self.scheduler.take_back(share)
+                else:
+                    self._fail(share, step.error, retryable=True)
             return
+        self.scheduler.restraint.passed()
         sampled = step.sampled.to_host() if step.sampled else None
         scores = step.scores.to_host() if step.scores else None
         seconds = step.seconds()
@@ -348,8 +360,13 @@ class Engine:
         return self.scheduler.adapters is not None and self.scheduler.adapters.is_copying
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a smaller step may do what this one could not."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 def is_device_broken(error: Exception) -> bool:
-    """Whether nothing computed on the device after this error can be trusted."""
+    """Whether nothing computed on the device, or on all ranks together, after this error can be trusted."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+    return isinstance(error, torch.AcceleratorError | RanksApart) or "CUDA error" in str(error)

@@ -52,13 +52,14 @@ def adapter_bytes(config: ShardConfig, model: Model) -> int:
     device = model.info.device
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * config.adapter_memory_fraction)
-    return config.adapter_host_memory or int(cpu_budget(config) * config.adapter_memory_fraction)
+    told = (config.adapter_host_memory or 0) // config.num_ranks
+    return told or int(cpu_budget(config) * config.adapter_memory_fraction)
 
 
 def cpu_budget(config: ShardConfig) -> int:
-    """Bytes that KV and adapters may take together on CPU."""
+    """Bytes that KV and adapters may take together on CPU, of one rank."""
     if config.cpu_memory is not None:
-        return config.cpu_memory
+        return config.cpu_memory // config.num_ranks
     return int(available_bytes() * CPU_SHARE * config.memory_wiggle_room)
 
 

@@ -7,6 +7,12 @@ import torch
 from shard.batch import StepInputs
 
 
+class RanksApart(RuntimeError):
+    """A step failed on one of several ranks: the others are at another place by now, and nothing can be computed
+    together any more.
+    """
+
+
 class Network(Protocol):
     """Fill `inputs`, call `forward`."""
 

@@ -12,6 +12,7 @@ from math import inf
 from shard.budget import Budget, Crowds, Limits
 from shard.kv_cache import Admission, KvCache
 from shard.request import FinishReason, Request
+from shard.restraint import Restraint
 from shard.share import Share
 from shard.slots import AdapterSlots
 from shard.speculation import Guessers, Proposer
@@ -45,6 +46,7 @@ class Scheduler:
         self._stood_back = False
         self._alone: Request | None = None
         """Whose step the next one is, with no other request in it."""
+        self.restraint = Restraint(limits.step_tokens, limits.max_running, limits.chunked_prefill)
         self._crowds = Crowds(limits)
         self._next_deadline = inf
 
@@ -101,14 +103,14 @@ class Scheduler:
     def _schedule(self) -> list[Share]:
         shares: list[Share] = []
         crowds = self._crowds.of(self.requests.values()) if self._alone is None else {}
-        budget = Budget(self.limits, crowds)
+        budget = Budget(self.limits, crowds, self.restraint.step_tokens)
         is_whole = self._plan(shares, budget)
-        has_prompts = budget.num_left < self.limits.step_tokens
+        has_prompts = budget.num_left < self.restraint.step_tokens
         self._stood_back = bool(budget.crowds) and has_prompts and not self._stood_back
         if budget.crowds and is_whole and not self._stood_back:
             budget.is_for_crowds = True
             self._plan(shares, budget)
-        if self.proposer is not None:
+        if self.proposer is not None and not self.restraint.is_felt:
             self.proposer.propose(shares, len(self.running), budget)
         return shares
 
@@ -183,6 +185,16 @@ class Scheduler:
         self.finish(request, FinishReason.ERROR)
         return True
 
+    def take_back(self, share: Share) -> None:
+        """A launched share gave nothing, and is to be computed again. No later step of its request is launched."""
+        request = share.request
+        request.num_launched -= 1
+        if request.finish_reason:
+            self._release_if_still(request)
+        elif request.row >= 0:
+            request.num_in_flight -= share.samples
+            self._preempt(request)
+
     def fail_adapter(self, digest: str) -> list[Request]:
         """End the requests that wait for an adapter which will not come."""
         lost = [request for request in self.waiting if digest in request.digests]
@@ -240,6 +252,10 @@ class Scheduler:
         request.num_launched += 1
         return Share(request, start, end, samples)
 
+    @property
+    def _has_row(self) -> bool:
+        return bool(self._rows) and len(self.running) < self.restraint.max_running
+
     def _has_turn(self, request: Request) -> bool:
         """A step is one suspect's, or all others'."""
         return request.num_alone == 0 if self._alone is None else request is self._alone
@@ -274,7 +290,7 @@ class Scheduler:
         passed over; else none overtakes.
         """
         index = 0
-        while index < len(self.waiting) and self._rows and budget.num_left > 0:
+        while index < len(self.waiting) and self._has_row and budget.num_left > 0:
             request = self.waiting[index]
             if budget.is_spent(request) or not self._has_turn(request) or not self._take_slot(request):
                 index += 1

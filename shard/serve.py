@@ -19,6 +19,7 @@ from shard.model_files import ModelFiles
 from shard.outbox import Outbox
 from shard.prefault import Prefault
 from shard.process import watch_signals
+from shard.ranks.leader import Leader
 from shard.server import Server
 from shard.watch import Watch
 
@@ -54,10 +55,12 @@ def serve(config: ShardConfig) -> None:
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     address = server.start()
     files = ModelFiles(config.model_path, has_code=config.trust_remote_code)
-    model = load_model(config)
+    leader = None if config.num_ranks == 1 else Leader(config)
+    ranks = None if leader is None else leader.meet()
+    model = load_model(config, None if ranks is None else ranks.group)
     draft_model = load_draft_model(config, model)
     logs.adopt_libraries()  # of those that loading needed
-    engine = build_engine(config, model, inbox, outbox, draft_model)
+    engine = build_engine(config, model, inbox, outbox, draft_model, ranks)
     engine.warm_up()
     sites = model.sites + ([] if draft_model is None else draft_model.sites)
     Prefault([site.kv for site in sites if site.kv is not None], engine.scheduler.cache).start()
@@ -74,4 +77,6 @@ def serve(config: ShardConfig) -> None:
     Watch(engine, config.served_mark, config.step_timeout_s).start()
     engine.run()
     server.stop()
+    if leader is not None:
+        leader.end()
     log.info("ended")

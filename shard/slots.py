@@ -49,6 +49,9 @@ class Device(Protocol):
     def clear(self, slot: int) -> None:
         """Let `slot` mean nothing."""
 
+    def forget(self, digest: str) -> None:
+        """An adapter has left host memory."""
+
 
 @dataclass(frozen=True)
 class SlotLimits:
@@ -208,9 +211,11 @@ class AdapterSlots:
         """An adapter has arrived in host memory."""
         self._loading.discard(digest)
         if digest in self._unwanted:
+            self._device.forget(digest)
             self._gone(digest)
             return
         if content.num_bytes > min(self.limits.slot_bytes, self.limits.host_bytes):
+            self._device.forget(digest)
             self.failed(digest, f"it takes {content.num_bytes} bytes, {self.limits.slot_bytes} are kept for adapters")
             return
         self._sizes[digest] = content.num_bytes
@@ -320,13 +325,16 @@ class AdapterSlots:
             if _may_leave(held):
                 total -= held.content.num_bytes
                 self._leave_slot(held)
-                del self._held[held.digest]
-                self._waiting_since.pop(held.digest, None)
+                self._leave_host(held)
 
     def _drop(self, held: Held) -> None:
+        self._leave_host(held)
+        self._gone(held.digest)
+
+    def _leave_host(self, held: Held) -> None:
         del self._held[held.digest]
         self._waiting_since.pop(held.digest, None)
-        self._gone(held.digest)
+        self._device.forget(held.digest)
 
     def _gone(self, digest: str) -> None:
         """An adapter was unloaded: nothing is left of it."""

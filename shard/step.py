@@ -38,6 +38,8 @@ class Step:
     """Of a step with drafts."""
     error: str = ""
     """Why the step gave nothing."""
+    is_to_be_repeated: bool = False
+    """Whether its requests are computed again, in smaller steps."""
 
     @property
     def num_tokens(self) -> int:

@@ -2,7 +2,6 @@
 
 from launcher.flag import Flag, Kind
 
-_ONE_SHARD = "this version runs one shard"
 _NO_PHASES = "a step has no prefill and decode phases that would have to be balanced"
 _NO_GRAPHS = "steps do not run as CUDA graphs in this version"
 _OWN_KERNELS = "there is one attention path per device, and it is chosen by what the model needs"
@@ -117,35 +116,30 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             lorax=False,
         ),
         Flag(
-            "sharded", Kind.BOOLEAN, None, "split the model over several devices", refused=_ONE_SHARD, harmless=(False,)
+            "sharded",
+            Kind.BOOLEAN,
+            None,
+            "split the model over several devices: as many as `--num-shard` says, or as the environment names",
         ),
         Flag(
             "num-shard",
             Kind.INTEGER,
             None,
-            "devices that the model is split over",
-            default_text="1",
+            "devices, on CPU processes, that the model is split over (tensor parallelism)",
+            default_text="those that CUDA_VISIBLE_DEVICES names, else 1",
             least=1,
-            refused=_ONE_SHARD,
-            harmless=(1,),
+            most=64,
         ),
-        Flag(
-            "master-addr",
-            Kind.TEXT,
-            "localhost",
-            "address where shards of one model meet",
-            refused=_ONE_SHARD,
-            harmless=("localhost",),
-        ),
+        Flag("master-addr", Kind.TEXT, "localhost", "address where the processes of one model meet"),
         Flag(
             "master-port",
             Kind.INTEGER,
-            29500,
-            "port where shards of one model meet",
+            None,
+            "port where they meet; each replica takes the next one",
+            default_text="a free one",
             least=1,
             most=65535,
-            refused=_ONE_SHARD,
-            harmless=(29500,),
+            differs="a free port is taken unless one is named, so that several servers fit on a machine",
         ),
         Flag("compile", Kind.SWITCH, False, "run steps as CUDA graphs", no_effect=_NO_GRAPHS),
         Flag("eager", Kind.SWITCH, False, "never run steps as CUDA graphs"),

@@ -1,8 +1,7 @@
 """Rows of the flag table: what is served, and how much one request may ask for."""
 
 from launcher.flag import Flag, Kind
-
-_UNQUANTIZED = "this version serves float32, bfloat16 and float16 weights only"
+from proto.quantization import METHODS
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Model": (
@@ -38,21 +37,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             Kind.TEXT,
             None,
             "quantization of the base model",
-            choices=(
-                "bitsandbytes",
-                "bitsandbytes-nf4",
-                "bitsandbytes-fp4",
-                "gptq",
-                "awq",
-                "eetq",
-                "exl2",
-                "fp8",
-                "fp8-kv",
-                "hqq-4bit",
-                "hqq-3bit",
-                "hqq-2bit",
-            ),
-            refused=_UNQUANTIZED,
+            default_text="the checkpoint's",
+            choices=tuple(METHODS),
+            differs="what cannot be served is refused by name (docs/quantization.md); goes with `--dtype`, which the "
+            "adapters have",
         ),
         Flag("trust-remote-code", Kind.SWITCH, False, "run the code that comes with the model"),
         Flag("tokenizer-config-path", Kind.TEXT, None, "file that replaces tokenizer_config.json (chat template)"),

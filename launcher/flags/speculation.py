@@ -1,6 +1,7 @@
 """Rows of the flag table: who guesses tokens ahead, how many, and the draft model."""
 
 from launcher.flag import Flag, Kind
+from proto.quantization import METHODS
 
 TOKENS_WITH_A_DRAFT = 4
 """`--speculative-tokens` where there is a draft model and nobody says how many."""
@@ -102,8 +103,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             Kind.TEXT,
             None,
             "quantization of the draft model",
+            default_text="the checkpoint's",
+            choices=tuple(METHODS),
             lorax=False,
-            refused="this version serves float32, bfloat16 and float16 weights only",
         ),
     ),
 }

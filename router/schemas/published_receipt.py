@@ -26,6 +26,7 @@ class Receipt(BaseModel):
     base_digest: str = Field(description="Of the configuration's and weights' files")
     tokenizer_digest: str
     dtype: str
+    quantization: str | None = Field(description="What the base's weights are quantised by, as in `--quantize`")
     device: str
     max_total_tokens: int
     adapter: dict[str, Any] | None = Field(description="As a request names it, and the digest of its content")

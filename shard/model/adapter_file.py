@@ -3,7 +3,7 @@
 Whoever wrote the file has checked it against the base; here only what would break the kernels is checked again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,10 @@ from shard.native import CompilerMissing
 MOST_PLANS = 64
 NICENESS = 9
 """How far behind the steps factors are laid out, on Linux; as the loader of adapters."""
+
+
+AddUp = Callable[[torch.Tensor], torch.Tensor]
+"""[n] in host memory, of each rank: their sum."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +91,48 @@ class Destination:
         return Form.BLOCKS if self.kernels is None and compiled(self.dtype) is not None else Form.ROWS
 
 
+@dataclass(frozen=True)
+class Opened:
+    """An adapter's file that fits the base."""
+
+    file: ServedFile
+    plan: Plan
+
+
 class AdapterFiles:
     """Reads adapters for the sites of one model. One thread."""
 
-    def __init__(self, sites: Mapping[str, Site], destination: Destination, heads: HeadsPool | None = None) -> None:
-        """`heads`: where those of adapters are to compute, None where they are refused."""
+    def __init__(
+        self,
+        sites: Mapping[str, Site],
+        destination: Destination,
+        heads: HeadsPool | None = None,
+        add_up: AddUp | None = None,
+    ) -> None:
+        """`heads`: where those of adapters are to compute, None where they are refused. `add_up`: over all ranks, what
+        each finds in its columns of a weight.
+        """
         self._sites = sites
         self._heads = heads
+        self._add_up = add_up
         self._destination = destination
         self._form = destination.form
         self._plans: dict[str, Plan] = {}
 
     def read(self, path: Path) -> AdapterContent:
-        """An adapter from its file. Raises ValueError with a reason."""
-        file, destination = ServedFile(path), self._destination
-        plan = self._plan(file)
+        """An adapter from its file. Raises ValueError with a reason, and FileNotFoundError."""
+        return self.lay_out(self.open(path))
+
+    def open(self, path: Path) -> Opened:
+        """A file and what is to be done with it. Raises ValueError with a reason, and FileNotFoundError."""
+        if not path.exists():
+            raise FileNotFoundError(path)
+        file = ServedFile(path)
+        return Opened(file, self._plan(file))
+
+    def lay_out(self, opened: Opened) -> AdapterContent:
+        """Do it. Raises ValueError with a reason."""
+        file, plan, destination = opened.file, opened.plan, self._destination
         memory = destination.memory.take(plan.num_bytes)
         _lay_out(plan, file, memory)
         for vector in plan.biases:
@@ -109,7 +140,10 @@ class AdapterFiles:
         for vector in plan.magnitudes:
             scale = file.tensor(vector.values).clone()
             if vector.pair is not None:
-                scale /= row_norms(vector.site, file.tensor(vector.pair.a), file.tensor(vector.pair.b).t())
+                squares = row_squares(vector.site, file.tensor(vector.pair.a), file.tensor(vector.pair.b).t())
+                if self._add_up is not None and vector.site.cut is not None and vector.site.cut.adds_up:
+                    squares = self._add_up(squares)
+                scale /= squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()
             _view(memory, vector.to, scale.shape, torch.float32).copy_(scale)
         entries, kernels = plan.image(), destination.kernels
         image = None if kernels is None else kernels.image(plan.sites, entries)
@@ -142,6 +176,9 @@ def _lay_out(plan: Plan, file: ServedFile, memory: torch.Tensor) -> None:
         return
     table = plan.table()
     table[:, :2] += file.address
+    joined = {index: file.tensor(pair.b) for index, pair in enumerate(plan.pairs) if pair.b.parts}
+    for index, tensor in joined.items():
+        table[index, 1] = tensor.data_ptr()
     table[:, 2:4] += memory.data_ptr()
     code.pack(table.ctypes.data, len(table), plan.form, NICENESS)  # gives up the interpreter meanwhile
 
@@ -152,8 +189,9 @@ def _view(memory: torch.Tensor, first: int, shape: Sequence[int], dtype: torch.d
     return memory[first : first + num_bytes].view(dtype).view(tuple(shape))
 
 
-def row_norms(site: AdapterSite, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Lengths of the rows of `W + B A`: [out] float32, from those of W and its product with A (DoRA, Liu et al. 2024).
+def row_squares(site: AdapterSite, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Squared lengths of the rows of `W + B A`, from those of W and its product with A (DoRA, Liu et al. 2024): [out]
+    float32.
 
     a: [rank, in], b: [rank, out], in host memory, as what is returned; computed where W is.
     """
@@ -167,4 +205,4 @@ def row_norms(site: AdapterSite, a: torch.Tensor, b: torch.Tensor) -> torch.Tens
     # [rank, rank]
     gram = a.float() @ a.float().t()
     squares = site.squared_norms + 2 * (products * wide).sum(0) + (wide * (gram @ wide)).sum(0)
-    return squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt().cpu()
+    return squares.cpu()

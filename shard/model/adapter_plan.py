@@ -77,6 +77,7 @@ class Plan:
 
     def add(self, site: AdapterSite, places: Mapping[str, Place], dtype: torch.dtype) -> None:
         """One more module. `places`: by key of the served layout. Raises ValueError for what does not fit it."""
+        places = _own(site, places)
         a, b = places.get("A"), places.get("B")
         pair = None if a is None or b is None else self._pair(site, a, b, dtype)
         bias, magnitude = (self._vector(site, places.get(key), pair) for key in ("bias", "magnitude"))
@@ -120,13 +121,14 @@ class Plan:
         return np.array(self.entries, np.int64).reshape(-1, 5)
 
     def table(self) -> npt.NDArray[np.int64]:
-        """[pairs, 8] `Factors` of lora.c, with places for addresses."""
+        """[pairs, 9] `Factors` of lora.c, with places for addresses."""
         rows = [
-            (pair.a.start, pair.b.start, pair.to_a, pair.to_b, pair.rank, site.num_in, site.num_out, site.is_embedding)
+            (pair.a.start, pair.b.start, pair.to_a, pair.to_b, pair.rank, site.num_in, site.num_out, site.is_embedding,
+             pair.a.stride or site.num_in)
             for pair in self.pairs
             for site in (pair.site,)
-        ]
-        return np.array(rows, np.int64).reshape(-1, 8)
+        ]  # fmt: skip
+        return np.array(rows, np.int64).reshape(-1, 9)
 
 
 def shapes(form: Form, site: AdapterSite, rank: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -159,6 +161,27 @@ def plan_for(file: ServedFile, sites: Mapping[str, Site], form: Form, dtype: tor
     if places:
         raise ValueError(f"this shard does not compute what {min(places)} of the adapter changes")
     return plan
+
+
+def _own(site: AdapterSite, places: Mapping[str, Place]) -> Mapping[str, Place]:
+    """What of a module's tensors this rank holds. Raises ValueError where they do not fit the whole module."""
+    cut = site.cut
+    if cut is None:
+        return places
+    whole = {"A": (1, cut.num_in), "B": (0, cut.num_out), "magnitude": (0, cut.num_out), "bias": (0, cut.num_out)}
+    for key, place in places.items():
+        axis, wanted = whole[key]
+        if len(place.shape) <= axis or place.shape[axis] != wanted:
+            raise ValueError(f"{site.name}: {key} of shape {list(place.shape)} does not fit")
+    own = dict(places)
+    if cut.adds_up:
+        if "A" in own:
+            own["A"] = own["A"].columns(cut.columns)
+        if cut.rank > 0:  # the results of all ranks are added up
+            own.pop("bias", None)
+    else:
+        own |= {key: place.rows(cut.rows) for key, place in places.items() if key != "A"}
+    return own
 
 
 def _modules(file: ServedFile) -> list[str]:

@@ -14,11 +14,12 @@ from shard.batch import StepInputs
 from shard.model.experts import is_experts, up_name
 from shard.model.lora import AdapterSite, ExpertSites, Product, adapt, adapt_embedding, adapt_output
 from shard.model.packing import PackedMatrix
+from shard.model.quantized import is_quantized, matrix_of
 
 Site = AdapterSite | ExpertSites
 
 
-def mark_sites(network: nn.Module, inputs: StepInputs) -> dict[str, Site]:
+def mark_sites(network: nn.Module, inputs: StepInputs, dtype: torch.dtype) -> dict[str, Site]:
     """Give each linear, Conv1D and embedding its site as `lorikeet_adapter`. Returns them by module name."""
     sites: dict[str, Site] = {}
     output = getattr(network, "get_output_embeddings", lambda: None)()
@@ -27,7 +28,7 @@ def mark_sites(network: nn.Module, inputs: StepInputs) -> dict[str, Site]:
             sites |= _mark_experts(name, module, inputs)
         if not isinstance(module, nn.Linear | Conv1D | nn.Embedding):
             continue
-        weight = module.weight.detach()
+        weight = _dense(module, dtype)
         num_out, num_in = weight.shape if isinstance(module, nn.Linear) else weight.shape[::-1]
         site = AdapterSite(name, num_in, num_out, inputs, is_head=module is output)
         if isinstance(module, nn.Embedding):
@@ -37,9 +38,18 @@ def mark_sites(network: nn.Module, inputs: StepInputs) -> dict[str, Site]:
             site.base_bias = None if bias is None else bias.detach().float().clone()
             rows = weight if isinstance(module, nn.Linear) else weight.t()
             site.squared_norms = squared_norms(rows)
+            if is_quantized(module):
+                site.project = matrix_of(module, dtype).project
+        site.cut = getattr(module, "lorikeet_cut", None)
         module.lorikeet_adapter = site
         sites[name] = site
     return sites
+
+
+def _dense(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A module's weight, as it lies there; made for the moment where it is quantised."""
+    weight: torch.Tensor = matrix_of(module, dtype).dense() if is_quantized(module) else module.weight.detach()
+    return weight
 
 
 def _mark_experts(name: str, block: Any, inputs: StepInputs) -> dict[str, ExpertSites]:
@@ -49,6 +59,8 @@ def _mark_experts(name: str, block: Any, inputs: StepInputs) -> dict[str, Expert
         shape = getattr(block, parameter).shape
         num_experts, num_out, num_in = (shape[0], shape[2], shape[1]) if block.is_transposed else shape
         sites = ExpertSites(f"{name}.{parameter}", num_experts, num_in, num_out, inputs)
+        for site in sites.experts:
+            site.cut = getattr(block, "lorikeet_cuts", {}).get(parameter)
         block.lorikeet_adapters[parameter] = sites
     return {site.name: site for site in block.lorikeet_adapters.values()}
 
@@ -67,7 +79,7 @@ def hook_plain(network: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(_after_embedding)
         elif isinstance(module, nn.Linear | Conv1D):
-            site.project = Projection(module)
+            site.project = site.project or Projection(module)
             module.register_forward_hook(_after_linear)
 
 

@@ -7,9 +7,12 @@ from torch import nn
 
 from shard.attention import AttentionBackend
 from shard.batch import StepInputs
+from shard.model.cutting import cut_network, join
 from shard.model.layers import replace_layers
 from shard.model.model import Model, ModelInfo
+from shard.model.quantized import num_parameters
 from shard.model.rotary import tabulate_rotary
+from shard.ranks.group import Group
 
 
 def assemble(
@@ -19,17 +22,28 @@ def assemble(
     dtype: torch.dtype,
     inputs: StepInputs,
     num_positions: int,
+    group: Group | None = None,
+    quantization: str = "",
 ) -> Model:
-    """Replace the layers of `network`, which this takes over, and wrap it. No position reaches `num_positions`."""
+    """Replace the layers of `network`, which this takes over, and wrap it. No position reaches `num_positions`. With
+    other ranks in `group`, this one's part of it. Raises ValueError where that cannot be.
+
+    `quantization`: what its weights are quantised by, for others to know.
+    """
     info = ModelInfo(
         model_type=text_config.model_type,
         vocab_size=text_config.vocab_size,
         max_positions=getattr(text_config, "max_position_embeddings", None),
         dtype=dtype,
         device=inputs.device,
+        quantization=quantization,
         num_layers=text_config.num_hidden_layers,
-        num_parameters=sum(parameter.numel() for parameter in network.parameters()),
+        num_parameters=num_parameters(network),
     )
     tabulate_rotary(network, num_positions, torch.empty(1, dtype=dtype, device=inputs.device))
-    sites = replace_layers(network, backend, inputs, dtype)
-    return Model(network, backend, inputs, info, sites)
+    if group is None:
+        return Model(network, backend, inputs, info, replace_layers(network, backend, inputs, dtype))
+    cuts = cut_network(network, text_config, group)
+    network.to(inputs.device)
+    sites = replace_layers(network, backend, inputs, dtype, is_whole=False)
+    return Model(network, backend, inputs, info, sites, lambda: join(network, cuts, group))

@@ -12,6 +12,7 @@ from torch import nn
 from shard.model import kernels
 from shard.model.adapter_sites import JoinedSites, site_of
 from shard.model.packing import StreamedMatrix
+from shard.model.quantized import is_quantized
 from shard.model.site import AttentionSite
 
 NUM_TRIAL_TOKENS = 5
@@ -109,7 +110,9 @@ def _trial(
 def _has_parts(block: Any, shared: set[int]) -> bool:
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         part = getattr(block, name, None)
-        if not isinstance(part, nn.Linear) or id(part.weight) in shared or part.in_features % 2:
+        if not isinstance(part, nn.Linear) or is_quantized(part):
+            return False
+        if id(part.weight) in shared or part.in_features % 2:
             return False
     head_dim = getattr(block, "head_dim", None)
     if not isinstance(head_dim, int) or head_dim % 32 or not isinstance(getattr(block, "layer_idx", None), int):

@@ -10,6 +10,7 @@ from torch import nn
 from shard.model import kernels
 from shard.model.adapter_sites import JoinedSites, site_of
 from shard.model.packing import StreamedMatrix
+from shard.model.quantized import is_quantized
 
 TOLERANCE = 2**-6
 """Relative difference that roundings to bfloat16 in another order may leave."""
@@ -89,7 +90,7 @@ def _mlp_parts(module: nn.Module, shared: set[int]) -> tuple[nn.Linear, nn.Linea
     linears: list[nn.Linear] = []
     for name in ("gate_proj", "up_proj", "down_proj"):
         part = getattr(module, name, None)
-        if not isinstance(part, nn.Linear) or getattr(part, "bias", None) is not None:
+        if not isinstance(part, nn.Linear) or is_quantized(part) or getattr(part, "bias", None) is not None:
             return None
         if part.in_features % 2 or id(part.weight) in shared:
             return None

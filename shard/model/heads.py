@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from shard.batch import HeadsRow, StepInputs
 from shard.model import kernels
+from shard.model.cut import Cut
+from shard.model.lora import AdapterSite
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """`x Wᵀ + b` of rows x: [rows, in]; two rows at least, for equal bits whatever their number."""
@@ -62,17 +64,19 @@ class HeadsPool:
     def __init__(self, inputs: StepInputs) -> None:
         self.vocab_size = self.hidden_size = 0
         """Of the output head."""
+        self.cut: Cut | None = None
+        """Which rows of it this rank holds; None is all of them."""
         self.is_reached = False
         """Whether the network takes its logits from its output head, so that heads can speak through it."""
         self._inputs = inputs
         self._slots: dict[int, SlotHeads] = {}
         self._own: list[_OwnRows] = []
 
-    def attach(self, network: nn.Module, vocab_size: int, hidden_size: int) -> None:
-        """Let guesses go through the network's output head, which is in place for good."""
+    def attach(self, network: nn.Module, site: AdapterSite) -> None:
+        """Let guesses go through the network's output head, which is in place for good. `site`: of that head."""
         output = getattr(network, "get_output_embeddings", lambda: None)()
         if isinstance(output, nn.Module):
-            self.vocab_size, self.hidden_size = vocab_size, hidden_size
+            self.vocab_size, self.hidden_size, self.cut = site.num_out, site.num_in, site.cut
             output.register_forward_pre_hook(self._before)
             output.register_forward_hook(self._after)
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from shard.model.adapter_memory import ALIGNMENT, HostMemory
+from shard.model.cut import Cut
 from shard.model.heads import HeadsPool, Product, SlotHeads
 from shard.model.packing import StreamedMatrix, can_pack, pack
 from shard.model.served_file import HEADS, Place, ServedFile
@@ -72,6 +73,8 @@ def read_heads(
     if pool is None or not pool.is_reached:
         raise ValueError("the base has no output head that Medusa heads could speak through")
     shape = _shape(file.metadata.get("heads", ""), pool)
+    if shape.vocab_size and pool.cut is not None:
+        places = _own_outputs(places, pool.cut)
     parts = [list(_taken(places, names, size)) for names, size in zip(_names(shape), shape.tensors(), strict=True)]
     if places:
         raise ValueError(f"this shard does not compute {min(places)} of the adapter")
@@ -146,6 +149,17 @@ def _names(shape: HeadsShape) -> Iterator[list[str]]:
             yield [f"heads.{head}{middle}.{part}" for head in heads]
     if shape.vocab_size:
         yield [f"heads.{head}.output" for head in heads]
+
+
+def _own_outputs(places: dict[str, Place], cut: Cut) -> dict[str, Place]:
+    """The same with this rank's rows of the output matrices."""
+    own = dict(places)
+    for name, place in places.items():
+        if name.endswith(".output"):
+            if place.shape[0] != cut.num_out:
+                raise ValueError(f"{name} of the adapter is {list(place.shape)} where {cut.num_out} rows fit the base")
+            own[name] = place.rows(cut.rows)
+    return own
 
 
 def _taken(places: dict[str, Place], names: Sequence[str], size: tuple[int, ...]) -> Iterator[Place]:

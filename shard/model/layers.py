@@ -5,6 +5,8 @@ few rows and gives equal bits for any number of rows from two on; the model neve
 In bfloat16 the layout and the product are our own where the processor allows, and a usual decoder layer is one call.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -20,6 +22,7 @@ from shard.model.fusion import FusedNorm, fuse
 from shard.model.legacy import replace_legacy
 from shard.model.lora import AdapterSite, adapt_output
 from shard.model.packing import PackedMatrix, SharedMatrix, can_pack, pack, return_freed_memory
+from shard.model.quantized import is_quantized, matrix_of
 from shard.model.routers import replace_router_weights
 from shard.model.site import AttentionSite
 
@@ -44,26 +47,39 @@ class PackedLinear(nn.Module):
 
 
 def replace_layers(
-    network: nn.Module, backend: AttentionBackend, inputs: StepInputs, dtype: torch.dtype
+    network: nn.Module, backend: AttentionBackend, inputs: StepInputs, dtype: torch.dtype, is_whole: bool = True
 ) -> dict[str, Site]:
-    """Bind every attention module to the backend and, on CPU, give every weight matrix its packed layer.
+    """Bind every attention module to the backend and, on CPU, give every weight matrix its packed layer. Unless
+    it `is_whole` every module stays in its place, for others are called between them.
 
     Returns where adapters can change the network, by module name.
     """
     replace_legacy(network, backend, inputs)
-    sites = mark_sites(network, inputs)
+    sites = mark_sites(network, inputs, dtype)
     for module in list(network.modules()):
         if isinstance(getattr(module, "layer_idx", None), int):
             module.lorikeet_site = AttentionSite(backend, inputs)
-    if inputs.device.type == "cpu" and can_pack(dtype):
-        _pack_layers(network, dtype)
+    if inputs.device.type == "cpu":
+        _take_over_quantized(network, dtype)
+        if can_pack(dtype):
+            _pack_layers(network, dtype, is_whole)
     hook_plain(network)
     return sites
 
 
-def _pack_layers(network: nn.Module, dtype: torch.dtype) -> None:
+def _take_over_quantized(network: nn.Module, dtype: torch.dtype) -> None:
+    """Put our layers in place of quantised ones, which keep the weight as it is."""
+    for parent in list(network.modules()):
+        for name, child in list(parent.named_children()):
+            if is_quantized(child):
+                matrix = matrix_of(child, dtype)
+                matrix.leave_the_file()
+                setattr(parent, name, PackedLinear(matrix, site_of(child)))
+
+
+def _pack_layers(network: nn.Module, dtype: torch.dtype, is_whole: bool) -> None:
     tied = _shared_weights(network)
-    if dtype == torch.bfloat16 and kernels.available():
+    if is_whole and dtype == torch.bfloat16 and kernels.available():
         _fuse_children(network, tied)
     for parent in list(network.modules()):
         if is_experts(parent):
@@ -73,7 +89,7 @@ def _pack_layers(network: nn.Module, dtype: torch.dtype) -> None:
             if isinstance(child, nn.Linear | Conv1D):
                 setattr(parent, name, _packed(child, is_shared=id(child.weight) in tied))
     replace_router_weights(network)
-    _leave_the_file(network)
+    _leave_the_file(network, set() if is_whole else tied)
     return_freed_memory()
 
 
@@ -99,20 +115,25 @@ def _packed(module: nn.Linear | Conv1D, is_shared: bool) -> PackedLinear:
     return packed
 
 
-def _leave_the_file(network: nn.Module) -> None:
+def _leave_the_file(network: nn.Module, copied: set[int]) -> None:
     """Copy what is left of the plain weights: one view into the mapped checkpoint would keep all of it resident.
 
-    Fused norms hold copies already, to which compiled layers point.
+    Fused norms hold copies already, to which compiled layers point. `copied`: ids of other weights that are.
     """
     left = {p for m in network.modules() if not isinstance(m, FusedNorm) for p in m.parameters(recurse=False)}
     for parameter in left:
-        parameter.data = parameter.data.clone()
+        if id(parameter) not in copied:
+            parameter.data = parameter.data.clone()
 
 
 def _shared_weights(network: nn.Module) -> set[int]:
-    """Ids of weights that more than one module holds: a tied head stays plain, for a second copy would cost memory."""
-    owners: dict[int, int] = {}
-    for module in network.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return {key for key, count in owners.items() if count > 1}
+    """Ids of weights that more than one module holds, all or a part of them: a tied head stays plain, for a second copy
+    would cost memory.
+    """
+    held = [parameter for module in network.modules() for parameter in module.parameters(recurse=False)]
+    held.sort(key=lambda parameter: parameter.data_ptr())
+    shared: set[int] = set()
+    for before, after in pairwise(held):
+        if after.data_ptr() < before.data_ptr() + before.numel() * before.element_size():
+            shared |= {id(before), id(after)}
+    return shared

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shard.config import ShardConfig
-from shard.model import experts
+from shard.model import experts, quantized
 from shard.model.site import NAME
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,19 +41,24 @@ def choose_dtype(config: ShardConfig, checkpoint: Any) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else DTYPES[str(dtype)]
 
 
-def load_network(config: ShardConfig, checkpoint: Any, dtype: torch.dtype) -> nn.Module:
-    """Weights in place on the device, in eval mode. Raises ValueError for files that are broken or hold code."""
+def load_network(
+    config: ShardConfig, checkpoint: Any, dtype: torch.dtype, method: str | None = None, is_whole: bool = True
+) -> nn.Module:
+    """Weights in place on the device, in host memory where only a part of them is to go there, in eval mode, quantised
+    by `method`. Raises ValueError for files that are broken or hold code.
+    """
     try:
         network: nn.Module = AutoModelForCausalLM.from_pretrained(
             config.model_path,
             config=checkpoint,
             dtype=dtype,
-            device_map={"": config.device} if config.device != "cpu" else None,
+            device_map={"": config.device} if is_whole and config.device != "cpu" else None,
             attn_implementation=NAME,
             experts_implementation=experts.NAME,
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
             weights_only=True,
+            **quantized.loading(method, checkpoint, dtype),
         )
     except pickle.UnpicklingError as failure:
         raise ValueError(

@@ -230,11 +230,12 @@ void adapt_embedding(const Part *part, const int64_t *ids, const Task *tasks, in
     }
 }
 
-// One adapter's factors of one module as its file has them, A [rank, in] and B [out, rank], and room for what is made of them.
+// One adapter's factors of one module as its file has them, A [rank, in] with a_stride from row to row and B [out, rank], and room for what
+// is made of them.
 typedef struct {
     const element *a, *b;
     element *packed_a, *packed_b;
-    int64_t rank, num_in, num_out, is_embedding;
+    int64_t rank, num_in, num_out, is_embedding, a_stride;
 } Factors;
 
 typedef struct {
@@ -246,9 +247,10 @@ typedef struct {
 static void pack_rows(const Factors *f) {
     if (f->is_embedding)
         for (int64_t k = 0; k < f->num_in; k++)
-            for (int64_t j = 0; j < f->rank; j++) f->packed_a[k * f->rank + j] = f->a[j * f->num_in + k];
+            for (int64_t j = 0; j < f->rank; j++) f->packed_a[k * f->rank + j] = f->a[j * f->a_stride + k];
     else
-        memcpy(f->packed_a, f->a, f->rank * f->num_in * sizeof(element));
+        for (int64_t j = 0; j < f->rank; j++)
+            memcpy(f->packed_a + j * f->num_in, f->a + j * f->a_stride, f->num_in * sizeof(element));
     for (int64_t c = 0; c < f->num_out; c++)
         for (int64_t j = 0; j < f->rank; j++) f->packed_b[j * f->num_out + c] = f->b[c * f->rank + j];
 }
@@ -256,7 +258,7 @@ static void pack_rows(const Factors *f) {
 static void pack_a(const Factors *f, int64_t wide_rank) {
     if (f->is_embedding) {
         for (int64_t k = 0; k < f->num_in; k++)
-            for (int64_t j = 0; j < wide_rank; j++) f->packed_a[k * wide_rank + j] = j < f->rank ? f->a[j * f->num_in + k] : 0;
+            for (int64_t j = 0; j < wide_rank; j++) f->packed_a[k * wide_rank + j] = j < f->rank ? f->a[j * f->a_stride + k] : 0;
         return;
     }
     element *to = f->packed_a;
@@ -264,7 +266,7 @@ static void pack_a(const Factors *f, int64_t wide_rank) {
         for (int64_t k = 0; k < f->num_in; k += STEP)
             for (int64_t j = first; j < first + RANKS; j++, to += STEP) {
                 int64_t there = j >= f->rank ? 0 : f->num_in - k < STEP ? f->num_in - k : STEP;
-                if (there) memcpy(to, f->a + j * f->num_in + k, there * sizeof(element));
+                if (there) memcpy(to, f->a + j * f->a_stride + k, there * sizeof(element));
                 if (there < STEP) memset(to + there, 0, (STEP - there) * sizeof(element));
             }
 }

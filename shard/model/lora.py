@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from shard.batch import AdapterRows, StepInputs
+from shard.model.cut import Cut
 from shard.native import CompilerMissing, library
 
 MOST_RANK = 512
@@ -138,6 +139,8 @@ class AdapterSite:
         self.squared_norms = torch.empty(0)
         self.project: Callable[[torch.Tensor], torch.Tensor] | None = None
         """`x Wᵀ` of rows x: [rows, in]."""
+        self.cut: Cut | None = None
+        """Which part of the module this rank holds; None is all of it."""
         self.slots: list[SlotWeights | None] = []
         self.table = (_Weights * 0)()
         self.kernels: Kernels | None = None

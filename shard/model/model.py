@@ -3,9 +3,9 @@
 Runs transformers' own code on one flat row of T tokens; KV lives in pages that the attention backend owns.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from shard.model.adapter_sites import Site
 from shard.model.heads import HeadsPool
 from shard.model.lora import AdapterSite
 from shard.model.site import AttentionSite
+from shard.network import RanksApart
 
 if TYPE_CHECKING:
     from shard.model.lora_device import DeviceKernels
@@ -33,6 +34,18 @@ class ModelInfo:
     device: torch.device
     num_layers: int
     num_parameters: int
+    quantization: str = ""
+    """What the weights are quantised by, "" for not at all."""
+
+
+class Others(Protocol):
+    """The other ranks of a model that is split over several, as the first one meets them."""
+
+    def step(self, inputs: StepInputs) -> None:
+        """Compute along what `inputs` describes."""
+
+    def allocate_kv(self, num_pages: int) -> None:
+        """Have so many pages."""
 
 
 class Model:
@@ -45,7 +58,9 @@ class Model:
         inputs: StepInputs,
         info: ModelInfo,
         adapter_sites: Mapping[str, Site],
+        join: Callable[[], None] = lambda: None,
     ) -> None:
+        """`join` lets modules that are cut into parts give what the whole ones would."""
         self.network = network
         self.backend = backend
         self.info = info
@@ -56,7 +71,10 @@ class Model:
         self.heads = HeadsPool(inputs)
         output = next((site for site in adapter_sites.values() if isinstance(site, AdapterSite) and site.is_head), None)
         if output is not None:
-            self.heads.attach(network, output.num_out, output.num_in)
+            self.heads.attach(network, output)
+        join()
+        self.others: Others | None = None
+        """Who computes along, once they listen."""
         self.sites = [module for module in network.modules() if isinstance(module, AttentionSite)]
         self._learn_shapes()
 
@@ -67,6 +85,8 @@ class Model:
 
     def allocate_kv(self, num_pages: int) -> None:
         """Reserve KV memory for `num_pages` pages in every layer, dropping what was there."""
+        if self.others is not None:
+            self.others.allocate_kv(num_pages)
         for site in self.sites:
             assert site.spec is not None
             site.kv = None
@@ -87,6 +107,15 @@ class Model:
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:
         """Logits of `inputs.logits_rows`, then those of the heads that `inputs.heads` wants: [S + E, V] float32."""
+        if self.others is None:
+            return self._forward()
+        self.others.step(self.inputs)
+        try:
+            return self._forward()
+        except Exception as error:
+            raise RanksApart(f"a step failed on one of several ranks: {type(error).__name__}: {error}") from error
+
+    def _forward(self) -> torch.Tensor:
         inputs = self.inputs
         self.backend.prepare(inputs)
         input_ids, position_ids, rows = (

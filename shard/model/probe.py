@@ -14,9 +14,11 @@ from shard import attention
 from shard.batch import Segment, StepInputs
 from shard.config import ShardConfig
 from shard.model.assemble import assemble
+from shard.model.cutting import NotSplit
 from shard.model.experts import NAME as EXPERTS
 from shard.model.model import Model
 from shard.model.site import NAME
+from shard.ranks.group import Group
 
 LENGTHS = (37, 5, 18)
 CHUNK = 13
@@ -26,15 +28,19 @@ TOLERANCE = 1e-3
 """Of the largest logit; both sides compute in float32."""
 
 
-def probe(config: ShardConfig, checkpoint: Any) -> None:
-    """Raise ValueError when the two-layer copy of `checkpoint`'s architecture differs between the two ways."""
+def probe(config: ShardConfig, checkpoint: Any, group: Group | None = None) -> None:
+    """Raise ValueError when the two-layer copy of `checkpoint`'s architecture differs between the two ways; ours is
+    split over the ranks of `group`.
+    """
     small = two_layers(checkpoint.get_text_config())
     device = torch.device(config.device)
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         torch.manual_seed(0)
         rows = [torch.randint(0, VOCAB, (length,), device=device) for length in LENGTHS]
         try:
-            expected, given = _both_ways(config, small, rows, device)
+            expected, given = _both_ways(config, small, rows, device, group)
+        except NotSplit:
+            raise
         except Exception as failure:
             raise ValueError(f"cannot serve {checkpoint.model_type}: its two-layer copy fails: {failure}") from failure
     worst = max(float((a - b).abs().max()) for a, b in zip(expected, given, strict=True))
@@ -49,6 +55,8 @@ def probe(config: ShardConfig, checkpoint: Any) -> None:
 def two_layers(text_config: Any) -> Any:
     """A copy of the configuration with two layers of different kinds, a small vocabulary and short windows."""
     small = copy.deepcopy(text_config)
+    if hasattr(small, "quantization_config"):  # its weights are random, and stay as they are
+        del small.quantization_config
     kinds = list(getattr(small, "layer_types", None) or ())
     small.num_hidden_layers = 2
     if kinds:
@@ -62,7 +70,7 @@ def two_layers(text_config: Any) -> Any:
 
 
 def _both_ways(
-    config: ShardConfig, small: Any, rows: list[torch.Tensor], device: torch.device
+    config: ShardConfig, small: Any, rows: list[torch.Tensor], device: torch.device, group: Group | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Logits of every row: each alone by transformers, all together by us."""
     network = AutoModelForCausalLM.from_config(
@@ -78,7 +86,7 @@ def _both_ways(
     ours.load_state_dict(network.state_dict())
     backend = attention.create(config.attention, device, torch.float32, config.page_size)
     inputs = StepInputs(backend.page_size, device)
-    model = assemble(ours.eval().to(device), small, backend, torch.float32, inputs, max(LENGTHS))
+    model = assemble(ours.eval().to(device), small, backend, torch.float32, inputs, max(LENGTHS), group)
     return expected, _in_chunks(model, rows)
 
 

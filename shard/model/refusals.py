@@ -24,8 +24,6 @@ def reason_against(checkpoint: Any) -> str | None:
     for name, kind in (("vision_config", "images"), ("audio_config", "audio")):
         if getattr(checkpoint, name, None) is not None:
             return f"it takes {kind}, and only text models are served"
-    if getattr(checkpoint, "quantization_config", None) is not None:
-        return "its weights are quantised, and quantised weights are not served"
     text = checkpoint.get_text_config()
     other = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS
     if other:

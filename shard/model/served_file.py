@@ -3,6 +3,7 @@
 import json
 import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,28 @@ class Place:
     shape: tuple[int, ...]
     start: int
     """In bytes from the first tensor."""
+    stride: int = 0
+    """Elements from row to row of a matrix, where these are not neighbours in the file; else 0."""
+
+    parts: tuple["Place", ...] = ()
+    """What it is put together from, one below the other; empty where it lies in one piece."""
+
+    def rows(self, wanted: Sequence[slice]) -> "Place":
+        """Some rows of it, stretch by stretch."""
+        num_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        parts = [
+            Place(self.dtype, (rows.stop - rows.start, *self.shape[1:]), self.start + rows.start * num_bytes)
+            for rows in wanted
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        shape = (sum(part.shape[0] for part in parts), *self.shape[1:])
+        return Place(self.dtype, shape, parts[0].start, parts=tuple(parts))
+
+    def columns(self, wanted: slice) -> "Place":
+        """Some columns of a matrix."""
+        shape = (self.shape[0], wanted.stop - wanted.start)
+        return Place(self.dtype, shape, self.start + wanted.start * self.dtype.itemsize, self.shape[1])
 
 
 class ServedFile:
@@ -63,9 +86,14 @@ class ServedFile:
             raise ValueError(f"the adapter's file cannot be read: {type(failure).__name__}: {failure}") from failure
 
     def tensor(self, place: Place) -> torch.Tensor:
-        """A view of the file's memory; what is written to it does not reach the file."""
+        """A view of the file's memory, a copy where it is in parts; what is written to it does not reach the file."""
+        if place.parts:
+            return torch.cat([self.tensor(part) for part in place.parts])
         count, start = math.prod(place.shape), self._begin + place.start
-        return torch.frombuffer(self._mapped, dtype=place.dtype, count=count, offset=start).view(place.shape)
+        if place.stride:
+            count = (place.shape[0] - 1) * place.stride + place.shape[1]
+        found = torch.frombuffer(self._mapped, dtype=place.dtype, count=count, offset=start)
+        return found.as_strided(place.shape, (place.stride, 1)) if place.stride else found.view(place.shape)
 
     def _place(self, entry: dict[str, Any]) -> Place:
         dtype, shape, (start, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]

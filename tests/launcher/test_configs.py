@@ -100,6 +100,27 @@ def test_replicas_share_the_machine(tmp_path: Path) -> None:
     assert [configs.shard_fields(cuda, index)["device"] for index in range(2)] == ["cuda:1", "cuda:2"]
 
 
+def test_ranks_share_the_machine_and_meet_somewhere(tmp_path: Path) -> None:
+    split = plan(tmp_path, "--num-shard", "2", "--replicas", "2", "--master-port", "29600")
+    given = dataclasses.replace(split, num_ranks=2)
+    shards = [
+        ShardConfig.read(configs.write(tmp_path / f"shard-{index}.json", configs.shard_fields(given, index)))
+        for index in range(2)
+    ]
+    assert [(shard.num_ranks, shard.master_addr, shard.master_port) for shard in shards] == [
+        (2, "localhost", 29600),
+        (2, "localhost", 29601),
+    ]
+    alone = ShardConfig.read(configs.write(tmp_path / "alone.json", configs.shard_fields(plan(tmp_path))))
+    assert (alone.num_ranks, alone.master_port) == (1, 0)
+    assert all(shard.memory_wiggle_room == alone.memory_wiggle_room / 4 for shard in shards)
+    cuda = dataclasses.replace(given, device="cuda:1")
+    assert [configs.shard_fields(cuda, index)["device"] for index in range(2)] == ["cuda:1", "cuda:3"]
+    assert configs.effective(given)["num_shard"] == 2
+    on_ray = dataclasses.replace(plan(tmp_path, "--engine", "ray"), device="cuda:0", num_ranks=4)
+    assert RayConfig(**configs.ray_fields(on_ray, ())).bundle == {"CPU": 1, "GPU": 4}
+
+
 def test_shards_on_ray_are_told_what_their_nodes_do_not_know(tmp_path: Path) -> None:
     given = dataclasses.replace(plan(tmp_path, "--engine", "ray", "--replicas", "3"), device="cuda:0")
     ray = RayConfig.read(configs.write(tmp_path / "ray.json", configs.ray_fields(given, ["HF_TOKEN"])))
@@ -178,6 +199,8 @@ def test_the_lists_of_what_is_the_other_side_s_matter_are_complete(tmp_path: Pat
     of_shards, of_routers = read_by(configs.shard_fields), read_by(configs.router_fields, configs.loader_fields)
     # What decides about lengths and processes on either side, and where adapters are found before a process starts.
     both = {"max-input-length", "drain-timeout-s", "shard-address"}
+    # … and how many devices there are.
     earlier = {"admin-key-file", "local-adapter-root", "log-texts", "receipts", "usage-log"}
     assert of_routers - of_shards - both - earlier == rules.OF_ROUTERS - earlier
-    assert of_shards - of_routers - {"shard-listen", "replicas"} == rules.OF_SHARDS
+    devices = {"num-shard", "sharded"}
+    assert of_shards - of_routers - {"shard-listen", "replicas"} == rules.OF_SHARDS - devices

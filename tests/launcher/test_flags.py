@@ -21,6 +21,7 @@ DIFFERENT = {
     "--chunked-prefill": True,
     "--prefix-caching": True,
     "--shard-uds-path": None,
+    "--master-port": None,
 }
 
 

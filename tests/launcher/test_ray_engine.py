@@ -142,7 +142,7 @@ def test_shards_of_a_lost_node_come_back_on_another(cluster: RayCluster, tmp_pat
 
 
 def test_a_shard_that_always_ends_is_given_up(cluster: RayCluster, tmp_path: Path) -> None:
-    with running(cluster, tmp_path, num=1, die_after_s=1.0, exit_code=4) as engine:
+    with running(cluster, tmp_path, num=1, die_after_s=3.0, exit_code=4) as engine:
         assert engine.wait() == Exit.SHARD_KEEPS_ENDING
         assert "shard 0 ended the 5th time running without having completed a request" in engine.output()
 

@@ -34,14 +34,8 @@ def with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 REFUSED = {
     "source": "s3",
-    "quantize": "bitsandbytes-nf4",
-    "draft-quantize": "fp8",
     "embedding-dim": "512",
     "merge-adapter-weights": None,
-    "sharded": "true",
-    "num-shard": "2",
-    "master-addr": "10.0.0.1",
-    "master-port": "29501",
     "otlp-endpoint": "http://127.0.0.1:4317",
 }
 
@@ -70,8 +64,6 @@ def test_every_quantization_is_refused(quantization: str) -> None:
         ["--speculative-tokens", "3", "--speculation-max-batch-size", "8"],
         ["--speculative-method", "medusa"],
         ["--speculative-method", "draft", "--draft-model-id", "a/b"],
-        ["--num-shard", "1"],
-        ["--sharded", "false"],
         ["--source", "hub"],
     ],
 )
@@ -219,3 +211,18 @@ def test_a_file_that_is_there_is_accepted(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer_config.json"
     file.write_text("{}")
     rules.check(settings("--tokenizer-config-path", str(file)))
+
+
+@pytest.mark.parametrize(("sharded", "num_shard"), [("true", "1"), ("false", "2")])
+def test_a_model_is_split_or_it_is_not(sharded: str, num_shard: str) -> None:
+    said = refusal("--sharded", sharded, "--num-shard", num_shard)
+    assert said == f"--sharded {sharded} and --num-shard {num_shard} contradict each other"
+
+
+@pytest.mark.parametrize("arguments", [["--num-shard", "2"], ["--sharded", "true", "--num-shard", "2"]])
+def test_where_ranks_meet_says_something_only_if_there_are_several(arguments: list[str]) -> None:
+    given = settings(*arguments, "--master-addr", "127.0.0.1", "--master-port", "29501")
+    rules.check(given)
+    assert rules.without_effect(given, "cpu", num_ranks=2) == []
+    alone = rules.without_effect(given, "cpu", num_ranks=1)
+    assert [line.split()[0] for line in alone] == ["--master-addr", "--master-port"]

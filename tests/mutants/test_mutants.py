@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.faults import FAULTS, OF_RECOVERY
+from tests.mutants.faults import FAULTS, OF_DEVICES, OF_RECOVERY
 from tests.mutants.mutant import Mutant, copy_tree, is_noticed, verdicts
 
-SAMPLE = [*FAULTS[3:27:8], *OF_RECOVERY[2::6]]
+SAMPLE = [*FAULTS[3:27:8], *OF_RECOVERY[2::6], *OF_DEVICES[6:7]]
 
 
 @pytest.mark.long
@@ -24,7 +24,7 @@ def test_a_fault_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
     assert is_noticed(mutant, copy_tree(tmp_path)) == ""
 
 
-@pytest.mark.parametrize("mutant", [*FAULTS, *OF_RECOVERY], ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", [*FAULTS, *OF_RECOVERY, *OF_DEVICES], ids=lambda mutant: mutant.name)
 def test_every_fault_can_be_planted(mutant: Mutant, tmp_path: Path) -> None:
     mutant.plant(copy_tree(tmp_path))
 

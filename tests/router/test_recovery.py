@@ -214,7 +214,7 @@ async def test_what_ends_shards_is_refused_by_name_and_nobody_else(tmp_path: Pat
         poison, other = here.submit(1000, 1), here.submit(1000, 2)
         await poison.next(), await other.next()
         await here.end(0)
-        shard = await here.start(0, step_seconds=0.2)
+        shard = await here.start(0, step_seconds=2.0)
         await here.until(lambda: shard.num_running == 2)
         assert [submit.num_alone > 0 for submit in here.submits[0][-2:]] == [True, True]
         alone = pb.Computing(ids=[poison.wire_id])

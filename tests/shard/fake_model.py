@@ -73,12 +73,16 @@ class FakeModel:
         self.poisoned: set[int] = set()
         self.failures: list[Exception] = []
         """Raised by the next steps, last first, before anything is written."""
+        self.most_tokens: int | None = None
+        """For a step with more there is no memory."""
 
     def forward(self) -> torch.Tensor:
         """[S, V] logits."""
         self.num_steps += 1
         if self.failures:
             raise self.failures.pop()
+        if self.most_tokens is not None and len(self.inputs.input_ids) > self.most_tokens:
+            raise torch.OutOfMemoryError("no memory left")
         inputs = self.inputs
         input_ids, kv_slots = inputs.input_ids.tolist(), inputs.kv_slots.tolist()
         self.num_tokens += len(input_ids)

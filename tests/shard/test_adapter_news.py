@@ -24,6 +24,9 @@ class Device:
 
     def clear(self, slot: int) -> None: ...
 
+    def forget(self, digest: str) -> None:
+        pass
+
     def is_ready(self, slot: int) -> bool:
         return True
 

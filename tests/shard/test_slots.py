@@ -27,6 +27,7 @@ class Device:
     def __init__(self, is_slow: bool = False) -> None:
         """`is_slow`: slots are ready when `finish` says so."""
         self.slots: dict[int, Content] = {}
+        self.forgotten: list[str] = []
         self._is_slow = is_slow
         self._copying: set[int] = set()
 
@@ -43,6 +44,10 @@ class Device:
     def clear(self, slot: int) -> None:
         del self.slots[slot]
         self._copying.discard(slot)
+
+    def forget(self, digest: str) -> None:
+        assert digest not in {content.digest for content in self.slots.values() if isinstance(content, Weights)}
+        self.forgotten.append(digest)
 
     def finish(self) -> None:
         self._copying.clear()
@@ -64,6 +69,8 @@ class SlotsMachine(RuleBasedStateMachine):
         self.slots = AdapterSlots(self.limits, self.device, self.asked.append)
         self.running: list[tuple[str, int]] = []
         self.pinned: set[str] = set()
+        self.held: set[str] = set()
+        """Adapters that have come and were not let go of."""
 
     @rule(digest=st.sampled_from(DIGESTS))
     def want(self, digest: str) -> None:
@@ -89,6 +96,8 @@ class SlotsMachine(RuleBasedStateMachine):
         if fails:
             self.slots.failed(digest, "broken")
         else:
+            assert digest not in self.held
+            self.held.add(digest)
             self.slots.loaded(digest, Weights(digest, num_bytes))
 
     @rule(digest=st.sampled_from(DIGESTS), pinned=st.booleans())
@@ -122,6 +131,10 @@ class SlotsMachine(RuleBasedStateMachine):
         assert len(self.device.slots) <= self.limits.num_slots
         assert sum(content.num_bytes for content in self.device.slots.values()) <= self.limits.slot_bytes
         assert len(set(self.asked)) == len(self.asked), "an adapter is read twice at once"
+        for digest in self.device.forgotten:
+            self.held.remove(digest)
+        self.device.forgotten.clear()
+        assert self.held == set(self.slots._held), "what is let go of is not what is held no more"
         for digest, slot in self.running:
             content = self.device.slots[slot]
             assert isinstance(content, Weights) and content.digest == digest

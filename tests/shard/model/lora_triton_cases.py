@@ -321,7 +321,7 @@ def test_heads_from_a_file_guess_from_their_slot(tmp_path: Path) -> None:
     network = torch.nn.Module()
     network.get_output_embeddings = lambda: output  # type: ignore[assignment]
     pool = HeadsPool(bench.inputs)
-    pool.attach(network, 40, 24)
+    pool.attach(network, AdapterSite("head", 24, 40, bench.inputs, is_head=True))
     bench.step([-1], [1])
     output(bench.random(1, 1, 24))
     parts = {"weight": (24, 24), "bias": (24,), "output": (40, 24)}

@@ -15,12 +15,14 @@ from shard.model import adapter_file, lora
 from shard.model.adapter_file import AdapterFiles, Destination
 from shard.model.adapter_memory import Arena
 from shard.model.adapter_plan import Form
+from shard.model.cut import Cut
 from shard.model.lora import AdapterSite, SlotWeights
 from shard.model.served_file import FORMAT
 from shard.native import CompilerMissing
 
 SHAPES = [(64, 64), (96, 33), (130, 200), (31, 1), (1, 127), (1024, 256)]
 RANKS = (1, 2, 8, 16, 17, 64, 320)
+CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -94,6 +96,53 @@ def test_rows_are_what_torch_makes_of_them(
     for name, site in sites.items():
         assert not found[name].is_packed
         assert_equal(found[name], wanted_of(tensors, site))
+
+
+CUTS = {
+    "rows": Cut(1, 2, 200, 130, adds_up=False),
+    "rows of two matrices": Cut(1, 2, 200, 130, adds_up=False, num_stacked=2),
+    "columns": Cut(1, 2, 200, 130, adds_up=True),
+    "columns of the first rank": Cut(0, 2, 200, 130, adds_up=True),
+}
+
+
+@pytest.mark.parametrize("form", ["blocks", "rows", "no compiler"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_a_rank_reads_its_part_of_each_factor(
+    tmp_path: Path, cut: Cut, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(dtype: torch.dtype) -> None:
+        raise CompilerMissing
+
+    if form != "blocks":
+        monkeypatch.setattr(adapter_file, "compiled", lambda dtype: None)
+    if form == "no compiler":
+        monkeypatch.setattr(adapter_file, "library_for", missing)
+    a, b, bias = torch.randn(17, cut.num_in).to(dtype), torch.randn(cut.num_out, 17).to(dtype), torch.randn(200)
+    path = write(tmp_path / "file", {"linear.A": a, "linear.B": b, "linear.bias": bias})
+    num_out, num_in = cut.of_weight(torch.empty(cut.num_out, cut.num_in)).shape
+    site = AdapterSite("linear", num_in, num_out, StepInputs(16, torch.device("cpu")))
+    site.cut = cut
+    wanted = SlotWeights(a, b.t(), None, bias)
+    if cut.adds_up:
+        wanted = SlotWeights(a[:, cut.columns], b.t(), None, bias if cut.rank == 0 else None)
+    else:
+        rows = torch.cat([torch.arange(200)[part] for part in cut.rows])
+        wanted = SlotWeights(a, b[rows].t(), None, bias[rows])
+    assert_equal(read(path, {"linear": site}, dtype)["linear"], wanted.packed(False) if form == "blocks" else wanted)
+
+
+@pytest.mark.parametrize("key", ["A", "B", "bias"])
+def test_a_rank_refuses_what_does_not_fit_the_whole_module(tmp_path: Path, key: str) -> None:
+    cut = Cut(0, 2, 64, 32, adds_up=key == "A")
+    tensors = {"A": torch.randn(4, 32), "B": torch.randn(64, 4), "bias": torch.randn(64)}
+    tensors[key] = tensors[key][..., :16].contiguous() if key == "A" else tensors[key][:32].contiguous()
+    site = AdapterSite("linear", 16 if cut.adds_up else 32, 64 if cut.adds_up else 32, StepInputs(16, CPU))
+    site.cut = cut
+    path = write(tmp_path / "file", {f"linear.{name}": tensor for name, tensor in tensors.items()})
+    with pytest.raises(ValueError, match=rf"linear: {key} of shape .* does not fit"):
+        read(path, {"linear": site}, torch.float32)
 
 
 def test_files_that_are_alike_share_a_plan_and_nothing_else(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""What of one matrix a rank holds under tensor parallelism (Shoeybi et al. 2019): some of its rows or columns."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Of a linear module `y = x Wᵀ + b`, W: [out, in]."""
+
+    rank: int
+    num_ranks: int
+    num_out: int
+    """Of the whole module …"""
+    num_in: int
+    """… over all ranks."""
+    adds_up: bool
+    """Whether the ranks hold columns of W, so that the sum of their results is the module's; else they hold rows."""
+    is_gathered: bool = False
+    """Whether everybody needs the whole output, not the rows' own part of it."""
+    is_split: bool = False
+    """Whether the input is whole, and each rank takes its columns' part of it."""
+    num_stacked: int = 1
+    """Matrices that lie one below the other in W; a rank holds its part of the rows of each."""
+
+    def __post_init__(self) -> None:
+        if (self.num_in if self.adds_up else self.num_out) % (self.num_stacked * self.num_ranks):
+            shape = [self.num_out, self.num_in]
+            raise ValueError(f"a matrix of shape {shape} does not divide by {self.num_ranks} ranks")
+
+    @property
+    def columns(self) -> slice:
+        """That this rank holds, where results are added up."""
+        count = self.num_in // self.num_ranks
+        return slice(self.rank * count, (self.rank + 1) * count)
+
+    @property
+    def rows(self) -> tuple[slice, ...]:
+        """That this rank holds, where they are not, stretch by stretch."""
+        each = self.num_out // self.num_stacked
+        count = each // self.num_ranks
+        firsts = (number * each + self.rank * count for number in range(self.num_stacked))
+        return tuple(slice(first, first + count) for first in firsts)
+
+    def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight: [..., out, in]. Returns this rank's part, a view where it is in one piece."""
+        if self.adds_up:
+            return weight[..., self.columns]
+        parts = [weight[..., rows, :] for rows in self.rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+
+    def of_bias(self, bias: torch.Tensor) -> torch.Tensor | None:
+        """bias: [..., out]. Returns this rank's part; None where another rank adds it to the sum."""
+        if self.adds_up:
+            return bias if self.rank == 0 else None
+        return torch.cat([bias[..., rows] for rows in self.rows], dim=-1)

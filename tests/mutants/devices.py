@@ -1,0 +1,87 @@
+"""Faults of a model on several devices, and of steps that a device has no memory for."""
+
+from tests.mutants.mutant import Mutant
+
+CUT_TEST = "tests/shard/model/test_cutting.py"
+READ_TEST = "tests/shard/ranks/test_adapters.py"
+ENGINE_TEST = "tests/shard/test_engine.py"
+
+MUTANTS = [
+    Mutant(
+        "results of columns are not added up",
+        "shard/model/cutting.py",
+        "        if cut.adds_up:\n            module.register",
+        "        if cut.is_split:\n            module.register",
+        f"{CUT_TEST}::test_split_over_two_it_computes_the_same[llama]",
+    ),
+    Mutant(
+        "every rank adds the bias",
+        "shard/model/cut.py",
+        "return bias if self.rank == 0 else None",
+        "return bias",
+        f"{CUT_TEST}::test_odd_vocabularies_tied_heads_and_biases_are_split_too[overrides2]",
+    ),
+    Mutant(
+        "gate and up of experts are cut as one matrix",
+        "shard/model/cutting.py",
+        "num_stacked = 2 if block.has_gate and not adds_up else 1",
+        "num_stacked = 1",
+        f"{CUT_TEST}::test_split_over_two_it_computes_the_same[mixtral]",
+    ),
+    Mutant(
+        "every rank adds an adapter's bias",
+        "shard/model/adapter_plan.py",
+        "if cut.rank > 0:",
+        "if cut.rank > 1:",
+        "tests/shard/model/test_adapter_file.py::test_a_rank_reads_its_part_of_each_factor[columns-float32-blocks]",
+    ),
+    Mutant(
+        "DoRA divides by the length of a rank's columns",
+        "shard/model/adapter_file.py",
+        "squares = self._add_up(squares)",
+        "self._add_up(squares.clone())",
+        f"{READ_TEST}::test_dora_divides_by_the_length_of_whole_rows",
+    ),
+    Mutant(
+        "a slot is changed on the first rank alone",
+        "shard/ranks/adapters.py",
+        "        self._leader.clear(slot)\n",
+        "",
+        f"{READ_TEST}::test_every_slot_means_the_same_everywhere",
+    ),
+    Mutant(
+        "a step without memory ends its requests",
+        "shard/engine.py",
+        "if step.is_to_be_repeated:",
+        "if not step.error:",
+        f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
+    ),
+    Mutant(
+        "what was forgone once is forgone for ever",
+        "shard/engine.py",
+        "        self.scheduler.restraint.passed()\n",
+        "",
+        f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
+    ),
+    Mutant(
+        "a token of a step that is computed again is still on its way",
+        "shard/scheduler.py",
+        "            request.num_in_flight -= share.samples\n            self._preempt(request)",
+        "            self._preempt(request)",
+        f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
+    ),
+    Mutant(
+        "a layer of soft caps goes to a kernel that has none",
+        "shard/attention/varlen.py",
+        'for name in ("softcap", "sinks", "alibi_slopes"):',
+        'for name in ("sinks", "alibi_slopes"):',
+        "tests/shard/attention/test_varlen.py::test_what_the_kernel_has_not_is_the_reference_s[soft cap]",
+    ),
+    Mutant(
+        "a window sees one token more",
+        "shard/attention/varlen.py",
+        "else spec.window - 1, 0)",
+        "else spec.window, 0)",
+        "tests/shard/attention/test_varlen.py::test_agrees_with_the_reference[window]",
+    ),
+]

@@ -1,0 +1,50 @@
+"""What a base is quantised by, and why some of it is not served."""
+
+import importlib.util
+
+import pytest
+
+from proto import quantization
+
+NF4 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+FOUND = [
+    ({}, None),
+    ({"quantization_config": None}, None),
+    (NF4, "bitsandbytes-nf4"),
+    ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes-fp4"),
+    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "bitsandbytes"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+    (
+        {"quantization_config": {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 3}}}},
+        "hqq-3bit",
+    ),
+    ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+]
+
+
+@pytest.mark.parametrize(("config", "method"), FOUND, ids=[str(method) for _, method in FOUND])
+def test_a_checkpoint_says_what_it_is_quantised_by(config: dict[str, object], method: str | None) -> None:
+    assert quantization.of_checkpoint(config) == method
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if is_there else None)
+
+
+def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, False)
+    said = quantization.reason_against("bitsandbytes-nf4")
+    assert said == "it needs the package bitsandbytes: pip install 'lorikeet[bitsandbytes]'"
+    installed(monkeypatch, True)
+    assert quantization.reason_against("bitsandbytes-nf4") == ""
+
+
+def test_checkpoint_and_flag_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, True)
+    assert quantization.choose(None, {}) is None
+    assert quantization.choose("bitsandbytes", {}) == "bitsandbytes"
+    assert quantization.choose(None, NF4) == quantization.choose("bitsandbytes-nf4", NF4) == "bitsandbytes-nf4"
+    with pytest.raises(ValueError, match="by bitsandbytes-nf4 already, and bitsandbytes was asked for"):
+        quantization.choose("bitsandbytes", NF4)
+    with pytest.raises(ValueError, match="quantised by compressed-tensors: it is not known here"):
+        quantization.choose(None, FOUND[-1][0])

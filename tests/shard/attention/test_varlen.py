@@ -1,0 +1,114 @@
+"""How torch's variable-length attention is asked, against the reference: its kernel runs on CUDA alone, so here it is
+written out as its documentation has it.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from shard.attention import AttentionSpec
+from shard.attention.reference import ReferenceAttention, ReferenceKV
+from shard.attention.varlen import PagedKV, VarlenAttention, covers
+from tests.shard.attention.test_cpu import LENGTH, SPECS, Runner, expected, random_rows, spec_of, with_moments
+
+PAGES = [5, 9, 2]
+BFLOAT16 = torch.bfloat16
+
+
+def written_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: None, max_q: int,
+    max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: torch.Tensor,
+    block_table: torch.Tensor, num_splits: int,
+) -> torch.Tensor:  # fmt: skip
+    """What `varlen_attn` says that it computes: causal from the bottom right, keys by pages."""
+    assert cu_seq_k is None and num_splits == 1 and window_size[1] == 0
+    assert all(tensor.dtype == torch.int32 for tensor in (cu_seq_q, seqused_k, block_table))
+    assert enable_gqa or query.shape[1] == key.shape[2]
+    output = torch.empty_like(query)
+    rows = cu_seq_q.tolist()
+    assert max_q == max(end - first for first, end in pairwise(rows))
+    assert max_k == max(seqused_k.tolist())
+    for index, (first, end) in enumerate(pairwise(rows)):
+        length = int(seqused_k[index])
+        keys, values = (pool[block_table[index].long()].flatten(0, 1)[:length].float() for pool in (key, value))
+        keys, values = (each.repeat_interleave(query.shape[1] // key.shape[2], 1) for each in (keys, values))
+        scores = torch.einsum("qhd,lhd->hql", query[first:end].float(), keys) * scale
+        behind = torch.arange(length - (end - first), length)[:, None] - torch.arange(length)
+        hidden = behind < 0
+        if window_size[0] >= 0:
+            hidden |= behind > window_size[0]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        output[first:end] = torch.einsum("hql,lhd->qhd", weights, values).to(query.dtype)
+    return output
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if covers(spec_of(name), BFLOAT16)])
+def test_agrees_with_the_reference(name: str) -> None:
+    spec = spec_of(name)
+    long, short = random_rows(spec, LENGTH, BFLOAT16, 0), random_rows(spec, 40, BFLOAT16, 1)
+    ours = Runner(VarlenAttention(kernel=written_out), spec, BFLOAT16)
+    assert isinstance(ours.kv, PagedKV)
+    reference = Runner(ReferenceAttention(256), replace(spec, value_dim=3 * spec.value_dim), torch.float32)
+    for shares in (
+        [(0, PAGES, long.part(0, 101)), (0, [7, 1], short.part(0, 3))],
+        [(101, PAGES, long.part(101, 1)), (3, [7, 1], short.part(3, 30))],
+        [(102, PAGES, long.part(102, 48)), (33, [7, 1], short.part(33, 1))],
+    ):
+        wide = [(start, pages, with_moments(rows)) for start, pages, rows in shares]
+        for output, moments in zip(ours.step(shares), reference.step(wide), strict=True):
+            mean, allowed = expected(moments, BFLOAT16)
+            assert ((output.float() - mean).abs() <= allowed).all()
+
+
+def test_positions_beyond_a_page_lie_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of("grouped")
+    rows = random_rows(spec, 600, BFLOAT16, 0)
+    ours = Runner(VarlenAttention(kernel=written_out), spec, BFLOAT16)
+    reference = Runner(ReferenceAttention(256), spec, BFLOAT16)
+    for start, count in ((0, 255), (255, 2), (257, 300), (557, 43)):
+        shares = [(start, PAGES, rows.part(start, count))]
+        torch.testing.assert_close(ours.step(shares)[0], reference.step(shares)[0], rtol=2**-7, atol=2**-8)
+
+
+@pytest.mark.parametrize("name", ["soft cap", "sinks", "alibi", "odd head size", "odd sizes"])
+def test_what_the_kernel_has_not_is_the_reference_s(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def never(*_: Any, **__: Any) -> torch.Tensor:
+        raise AssertionError
+
+    spec = spec_of(name)
+    ours = Runner(VarlenAttention(kernel=never), spec, BFLOAT16)
+    assert isinstance(ours.kv, ReferenceKV) and "slow reference" in caplog.text
+    rows = random_rows(spec, 20, BFLOAT16, 0)
+    reference = Runner(ReferenceAttention(256), spec, BFLOAT16)
+    shares = [(0, PAGES, rows)]
+    assert torch.equal(ours.step(shares)[0], reference.step(shares)[0])
+
+
+def test_float32_is_the_reference_s() -> None:
+    assert not covers(spec_of("grouped"), torch.float32)
+
+
+def test_page_sizes_are_the_kernel_s() -> None:
+    assert VarlenAttention(512).page_size == 512
+    with pytest.raises(ValueError, match="multiples of 256"):
+        VarlenAttention(64)
+
+
+def test_a_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    def off(*arguments: Any, **named: Any) -> torch.Tensor:
+        return written_out(*arguments, **{**named, "window_size": (3, 0)})
+
+    ours = Runner(VarlenAttention(kernel=off), spec_of("grouped"), BFLOAT16)
+    assert isinstance(ours.kv, ReferenceKV) and "is off by" in caplog.text
+
+
+def test_torch_takes_what_it_is_asked_but_for_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    """It gets as far as the kernel, which is there on CUDA alone; then the reference computes."""
+    spec = AttentionSpec(4, 2, 16, 16, 0.25, window=9)
+    runner = Runner(VarlenAttention(), spec, BFLOAT16)
+    assert isinstance(runner.kv, ReferenceKV)
+    assert "does not run" in caplog.text and "CUDA" in caplog.text
+    assert len(runner.step([(0, [1], random_rows(spec, 3, BFLOAT16, 0))])[0]) == 3
