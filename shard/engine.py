@@ -20,12 +20,12 @@ from shard.request import FinishReason, Method, Request, Rule, Speculation
 from shard.sampling import Sampled, Sampler
 from shard.sampling.drafting import DraftDraws
 from shard.sampling.highest import arg_max
-from shard.sampling.transfer import HostCopy
 from shard.scheduler import Scheduler
 from shard.share import Share
 from shard.slots import Residency
 from shard.step import Layout, Step, agreed, error_output, fill_inputs, score_output, scored_span, token_output
 from shard.stopwatch import Phase, Stopwatch
+from shard.transfer import HostCopy, to_device
 
 log = structlog.get_logger()
 
@@ -220,7 +220,7 @@ class Engine:
         if layout.heads:
             step.head_ids = HostCopy(arg_max(logits[num_sampled + num_scored :]))
         if layout.target_ids:
-            target_ids = torch.tensor(layout.target_ids, dtype=torch.long).to(logits.device, non_blocking=True)
+            target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
             step.scores = self._sampler.prompt_logprobs(
                 logits[num_sampled:][:num_scored], target_ids, layout.num_score_alternatives
             )

@@ -9,6 +9,7 @@ from shard.drafter import Drafter
 from shard.engine import Engine, Pacing
 from shard.inbox import Commands, Inbox, StreamOpened
 from shard.kv_cache import KvCache
+from shard.network import Network
 from shard.outbox import Mail, Outbox, Output
 from shard.request import LogprobParams, Request, SamplingParams
 from shard.sampling import Sampler
@@ -34,6 +35,8 @@ class Setup:
     max_scored: int = 512
     guessers: Guessers | None = None
     draft: DraftModel | None = None
+    network: Network | None = None
+    """In place of the fake model; of its vocabulary."""
 
 
 class Rig:
@@ -50,7 +53,12 @@ class Rig:
         sampler = self.sampler = Sampler(VOCAB_SIZE, setup.max_running, torch.device("cpu"))
         pacing = Pacing(setup.commit_lag, setup.max_waiting)
         self.engine = Engine(
-            self.model, sampler, self.scheduler, (self.inbox, self.outbox), pacing, self._drafter(setup)
+            setup.network or self.model,
+            sampler,
+            self.scheduler,
+            (self.inbox, self.outbox),
+            pacing,
+            self._drafter(setup),
         )
         self.num_wakes = 0
         self.watches_kv = False
