@@ -108,6 +108,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         dtype=str(model.info.dtype),
         quantization=model.info.quantization,
         device=str(model.info.device),
+        num_ranks=config.num_ranks if config.num_ranks > 1 else 0,
         architecture=model.info.model_type,
         vocab_size=model.info.vocab_size,
         max_total_tokens=config.max_total_tokens,

@@ -12,6 +12,7 @@ import torch
 
 from shard.drafter import Drafter
 from shard.durations import Durations
+from shard.gaps import Gaps
 from shard.inbox import Inbox
 from shard.intake import Intake
 from shard.network import Network, RanksApart
@@ -80,6 +81,7 @@ class Engine:
         self._num_steps = 0
         self._last = (0, 0)  # milliseconds and tokens of the newest step
         self._durations = Durations()
+        self._gaps = Gaps(network.inputs.device)
         self._expected = 0.0  # seconds, as told
         self._committed_at = 0.0
         self._num_preempted_told = 0
@@ -98,6 +100,7 @@ class Engine:
             if self.scheduler.is_idle:
                 self._when_idle()
             elif not self.scheduler.running and not self._launched:
+                self._gaps.rest()
                 self._inbox.wait(COPY_WAIT_S if self._is_copying else PARKED_WAIT_S)
 
     @torch.inference_mode()
@@ -200,6 +203,8 @@ class Engine:
         watch = None
         if any(share.draft_ids for share in step.shares):
             watch = step.watch = Stopwatch(self._network.inputs.device)
+        if self._drafter is not None:
+            self._gaps.begin()
         draws = None if self._drafter is None else self._drafter.draft(step.shares, watch)
         if watch is not None:
             watch.mark(Phase.DRAFT)
@@ -207,6 +212,7 @@ class Engine:
         for share in step.shares:
             layout.add(share)
         fill_inputs(self._network.inputs, layout, step.shares, self._sampler)
+        self._gaps.begin()
         # [S + M + E, V]
         logits = self._network.forward()
         if watch is not None:
@@ -224,6 +230,7 @@ class Engine:
             step.scores = self._sampler.prompt_logprobs(
                 logits[num_sampled:][:num_scored], target_ids, layout.num_score_alternatives
             )
+        self._gaps.end()
 
     def _sample(self, logits: torch.Tensor, shares: list[Share], draws: DraftDraws | None) -> Sampled:
         """logits: [S, V], one row per sampled token of each share."""
@@ -345,10 +352,12 @@ class Engine:
             step_ms=self._last[0],
             step_tokens=self._last[1],
             expected_ms=round(1000 * self._expected),
+            gap_us=round(1e6 * self._gaps.seconds()),
         )
 
     def _when_idle(self) -> None:
         """Prove that nothing leaked, once, then sleep until something comes."""
+        self._gaps.rest()
         if not self._is_clean:
             self.scheduler.check()
             self._is_clean = True
