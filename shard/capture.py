@@ -75,6 +75,7 @@ def _measure(config: ShardConfig, model: Model, has_adapters: bool) -> Captured:
     every = padding.all()
     model.allocate_kv(1)
     used = [_used(model, padding, count) for count in (1, min(TRIAL, len(every)))]
+    model.free_kv()
     each = max(0, used[1] - used[0]) // max(1, min(TRIAL, len(every)) - 1)
     return Captured(model, most_rows, config.max_total_tokens, has_adapters, used[0] + each * (len(every) - 1))
 

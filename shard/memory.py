@@ -36,7 +36,14 @@ def choose_num_pages(
             f"KV memory holds {num_tokens} tokens ({page_bytes // model.page_size} bytes each), fewer than the "
             f"{config.max_total_tokens} of one request: lower --max-total-tokens or give more memory"
         )
-    log.info("kv memory", num_pages=num_pages, num_tokens=num_tokens, bytes=num_pages * page_bytes)
+    log.info(
+        "kv memory",
+        num_pages=num_pages,
+        num_tokens=num_tokens,
+        bytes=num_pages * page_bytes,
+        graph_bytes=graph_bytes,
+        adapter_bytes=adapter_bytes(config, model),
+    )
     return num_pages
 
 

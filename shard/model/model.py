@@ -89,14 +89,19 @@ class Model:
 
     def allocate_kv(self, num_pages: int) -> None:
         """Reserve KV memory for `num_pages` pages in every layer, dropping what was there, graphs too."""
-        self.graphs = None
-        self.inputs.pad(None)
+        self.free_kv()
         if self.others is not None:
             self.others.allocate_kv(num_pages)
         for site in self.sites:
             assert site.spec is not None
-            site.kv = None
             site.kv = self.backend.allocate(site.spec, num_pages, self.info.dtype, self.info.device)
+
+    def free_kv(self) -> None:
+        """Have no pages, and no graphs that would read them."""
+        self.graphs = None
+        self.inputs.pad(None)
+        for site in self.sites:
+            site.kv = None
 
     def allocate_adapters(self, num_slots: int) -> None:
         """Room for so many adapters in a step, dropping what was there."""
