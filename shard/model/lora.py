@@ -113,7 +113,6 @@ class SlotImage:
 
     # [sites, 5] rank, and where in the adapter's memory a, b, scale and bias begin, -1 for none
     entries: npt.NDArray[np.int64]
-    largest_rank: int
 
 
 class Kernels(Protocol):

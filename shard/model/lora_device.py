@@ -11,7 +11,7 @@ import torch
 
 from shard.batch import AdapterRows
 from shard.model.lora import AdapterSite, Product, SlotImage
-from shard.model.lora_triton import ENTRY, LEAST_ROOM, PART, RANKS, add_delta
+from shard.model.lora_triton import ENTRY, PART, add_delta
 
 _ALIGNED = 16
 
@@ -24,7 +24,6 @@ class DeviceKernels:
         self._index = {site: index for index, site in enumerate(sites)}
         # [slots, sites, ENTRY] rank and addresses, 0 for what there is not
         self.table = torch.zeros(num_slots, len(sites), ENTRY.value, dtype=torch.int64, device=device)
-        self._room = LEAST_ROOM
         self._parts: dict[tuple[tuple[AdapterSite, int], ...], torch.Tensor] = {}
         for site in sites:
             site.kernels = self
@@ -39,11 +38,10 @@ class DeviceKernels:
         if missing is not None:
             raise ValueError(f"{missing}: adapters of experts are computed on the CPU only")
         found[[self._index[site] for site in sites]] = entries
-        return SlotImage(found, int(found[:, 0].max(initial=0)))
+        return SlotImage(found)
 
     def bind(self, slot: int, image: SlotImage, memory: torch.Tensor) -> None:
         """Let `slot` mean the adapter in `memory`, [bytes] on the device, for steps launched from now on."""
-        self._room = max(self._room, -(-image.largest_rank // RANKS) * RANKS)
         offsets = image.entries[:, 1:]
         entries = image.entries.copy()
         entries[:, 1:] = np.where(offsets >= 0, offsets + memory.data_ptr(), 0)
@@ -82,7 +80,7 @@ class DeviceKernels:
         if groups is None:
             raise RuntimeError("rows of adapters that the device does not know of")
         is_aligned = all(site.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for site, column in columns)
-        shape = [groups.num_launched, max(site.num_out for site, _ in columns), self._room]
+        shape = [groups.num_launched, max(site.num_out for site, _ in columns)]
         add_delta(x, y, groups.tasks, groups.row_ids, self._describe(columns), self.table, shape, is_aligned)
 
     def _describe(self, columns: Sequence[tuple[AdapterSite, int]]) -> torch.Tensor:

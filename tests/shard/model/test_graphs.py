@@ -1,7 +1,11 @@
 """Captured steps, on CPU: a tape keeps the operations of a forward pass as a CUDA graph would keep its launches."""
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,10 +53,10 @@ class ReadingAttention(DenseAttention):
         return output if float(output.sum()) else output * 2
 
 
-def model_with(kind: type[DenseAttention] = DenseAttention) -> Model:
+def model_with(kind: type[DenseAttention] = DenseAttention, num_layers: int = 2) -> Model:
     """A tiny Llama whose layers are plain, as on a device."""
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -196,3 +200,13 @@ def texts_of(model: Model, lag: int) -> list[list[int]]:
         requests.append(make_request(index, prompt, 9, sampling=sampling, speculation=speculation))
     outputs = rig.run(*requests)
     return [list(outputs[index].token_ids) for index in range(6)]
+
+
+@pytest.mark.long
+def test_graphs_with_adapters() -> None:
+    """In a process of its own: kernels are interpreted, or not, from their import on."""
+    cases = Path(__file__).with_name("graphs_triton_cases.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", str(cases)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
