@@ -98,7 +98,7 @@ MUTANTS = [
         "shard/batch.py",
         "        self._logits_rows[logits_rows.shape[0] : num_rows].zero_()\n",
         "",
-        f"{GRAPHS_TEST}::test_replayed_steps_give_what_launched_ones_give[0]",
+        f"{GRAPHS_TEST}::test_rows_that_nobody_wants_are_rows_of_the_step",
     ),
     Mutant(
         "steps are padded to more than they need",

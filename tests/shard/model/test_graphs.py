@@ -150,6 +150,16 @@ def test_rows_of_padding_write_to_the_spare_page_alone() -> None:
         assert written == {16, NUM_PAGES}
 
 
+def test_rows_that_nobody_wants_are_rows_of_the_step() -> None:
+    plain, (graphed, _) = model_with(), captured()
+    plain.allocate_kv(NUM_PAGES)
+    found = []
+    for texts in (Texts(plain), Texts(graphed)):
+        texts.step({0: MOST_ROWS}, range(MOST_ROWS - 1, -1, -1))
+        found.append(texts.step({1: 3}, [2]))
+    assert float((found[0] - found[1]).abs().max()) <= CLOSE
+
+
 def test_a_pass_that_waits_for_the_device_is_refused() -> None:
     with pytest.raises(CannotCapture, match="not permitted when stream is capturing"):
         captured(ReadingAttention)
