@@ -94,13 +94,6 @@ MUTANTS = [
         f"{GRAPHS_TEST}::test_rows_of_padding_write_to_the_spare_page_alone",
     ),
     Mutant(
-        "a padded step keeps rows of the one before",
-        "shard/batch.py",
-        "        self._logits_rows[logits_rows.shape[0] : num_rows].zero_()\n",
-        "",
-        f"{GRAPHS_TEST}::test_rows_that_nobody_wants_are_rows_of_the_step",
-    ),
-    Mutant(
         "steps are padded to more than they need",
         "shard/padding.py",
         "bisect_left(self.row_counts, max(num_rows, num_logits))",

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shard.padding import GUESSES_PER_ROW, Padding, row_counts
@@ -24,6 +24,8 @@ def test_numbers_of_rows_rise_to_the_most(most: int) -> None:
     adapters=st.booleans(),
     serves_adapters=st.booleans(),
 )
+@example(most=128, num_rows=9, logits=9, guesses=0, adapters=False, serves_adapters=True)
+@example(most=128, num_rows=9, logits=9, guesses=27, adapters=False, serves_adapters=True)
 def test_a_step_fits_the_least_bounds_that_hold_it(
     most: int, num_rows: int, logits: int, guesses: int, adapters: bool, serves_adapters: bool
 ) -> None:
