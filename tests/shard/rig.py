@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from shard.budget import Limits
 from shard.drafter import Drafter
 from shard.engine import Engine, Pacing
