@@ -20,11 +20,13 @@ class RowGroups:
         self.max_rows = max_rows
         self._max_slots = max_slots
         self.max_tasks = self.most_tasks(max_rows)
-        self._memory = torch.zeros(3 * self.max_tasks + max_rows, dtype=torch.int32, device=device)
+        self._sizes = 3 * self.max_tasks, max_rows + 1, max_rows
+        self._memory = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        tasks, self.row_slots, self.row_ids = self._memory.split(self._sizes)
         # [max_tasks, 3] slot, first index into row_ids, number of rows
-        self.tasks = self._memory[: 3 * self.max_tasks].view(-1, 3)
-        # [max_rows] rows of the step, those of one slot side by side
-        self.row_ids = self._memory[3 * self.max_tasks :]
+        self.tasks = tasks.view(-1, 3)
+        # row_slots: [max_rows + 1] the slot of each row of the step; -1 for none, and behind the rows that there are
+        # row_ids: [max_rows] rows of the step, those of one slot side by side
         self.num_launched = 0
         """Tasks that a launch covers: those there are and some empty ones, few different numbers in all."""
 
@@ -33,14 +35,17 @@ class RowGroups:
         step has; None launches for the step.
         """
         tasks, row_ids = group(slots)
-        if len(tasks) > self.max_tasks or len(row_ids) > self.max_rows:
-            raise RuntimeError(f"{len(row_ids)} rows in {len(tasks)} tasks of adapters: more than was reserved")
+        if len(tasks) > self.max_tasks or len(slots) > self.max_rows:
+            raise RuntimeError(f"{len(slots)} rows, {len(tasks)} tasks of adapters: more than was reserved")
         is_pinned = self._memory.device.type == "cuda"
-        num_values = 3 * self.max_tasks + len(row_ids)
+        num_before = self._sizes[0] + self._sizes[1]
+        num_values = num_before + len(row_ids)
         host = torch.zeros(num_values, dtype=torch.int32, pin_memory=is_pinned)
         view = host.numpy()
         view[: tasks.size] = tasks.ravel()
-        view[3 * self.max_tasks :] = row_ids
+        view[self._sizes[0] : num_before] = -1
+        view[self._sizes[0] :][: len(slots)] = slots
+        view[num_before:] = row_ids
         self._memory[:num_values].copy_(host, non_blocking=True)
         if num_rows is not None:
             self.num_launched = self.most_tasks(num_rows)

@@ -16,6 +16,7 @@ from shard.batch import StepInputs
 from shard.model import kernels
 from shard.model.adapter_sites import Site, hook_plain, mark_sites, site_of
 from shard.model.experts import PackedExperts, is_experts
+from shard.model.experts_device import place_experts
 from shard.model.fused_attention import fuse_attention
 from shard.model.fused_layer import fuse_layer
 from shard.model.fusion import FusedNorm, fuse
@@ -63,6 +64,7 @@ def replace_layers(
         _take_over_quantized(network, dtype)
         if can_pack(dtype):
             _pack_layers(network, dtype, is_whole)
+    place_experts(network)
     hook_plain(network)
     return sites
 
