@@ -37,7 +37,9 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     backend = attention.create(config.attention, device, dtype, config.page_size)
     network = load_network(config, checkpoint, dtype, method, is_whole=group is None)
     inputs = StepInputs(backend.page_size, device)
-    model = assemble(network, text_config, backend, dtype, inputs, config.max_total_tokens, group, method or "")
+    model = assemble(
+        network, text_config, backend, dtype, inputs, config.max_total_tokens, group, method or "", config.fusions
+    )
     try:
         if method is not None:
             check_company(quantized_matrices(network), device)
