@@ -60,7 +60,9 @@ def model_of(name: str) -> Model:
             config, dtype=torch.bfloat16, attn_implementation=NAME, experts_implementation=EXPERTS
         ).eval()
     backend = Attention()
-    model = assemble(network, config, backend, torch.bfloat16, StepInputs(backend.page_size, META), MOST_TOKENS)
+    inputs = StepInputs(backend.page_size, META)
+    # fused twins are proved by values
+    model = assemble(network, config, backend, torch.bfloat16, inputs, MOST_TOKENS, fusions="none")
     model.allocate_kv(NUM_PAGES)
     return model
 
