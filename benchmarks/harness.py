@@ -113,8 +113,9 @@ class Harness:
     def turn(self) -> None:
         """One step, and what it gave."""
         self._engine.step()
+        now = time.perf_counter()
         for output in self._outbox.take(EPOCH).outputs:
-            if self._note(self._open[output.key[1]], output):
+            if self._note(self._open[output.key[1]], output, now):
                 del self._open[output.key[1]]
         if self._open and not self._engine.scheduler.running:  # they wait for adapters
             self._inbox.wait(PARKED_S)
@@ -140,12 +141,12 @@ class Harness:
         self._engine.scheduler.check()
 
     @staticmethod
-    def _note(run: Run, output: Output) -> bool:
-        """Whether the request has ended with this."""
+    def _note(run: Run, output: Output, now: float) -> bool:
+        """Whether the request has ended with this, known `now`."""
         if output.error:
             raise RuntimeError(output.error)
         if output.token_ids:
-            now, drafted = time.perf_counter(), sum(output.num_drafted)
+            drafted = sum(output.num_drafted)
             found = () if output.details is None else output.details.alternative_logprobs
             run.steps.append(Gave(output.token_ids, drafted, output.num_accepted, now, output.seconds, found))
         return bool(output.finish_reason)
