@@ -157,6 +157,8 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "cpu_memory": settings["cpu-memory"],
         "cuda_memory_fraction": settings["cuda-memory-fraction"],
         "memory_wiggle_room": settings["memory-wiggle-room"] / num_sharing,
+        "graphs": True if settings["compile"] else False if settings["eager"] else None,
+        "graph_rows": settings["compile-max-batch-size"],
         "threads": settings["threads"] or _threads(num_sharing),
         "adapter_store": str(plan.adapters.store),
         "max_active_adapters": settings["max-active-adapters"],

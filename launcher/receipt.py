@@ -161,6 +161,7 @@ def different_parts(first: Receipt, second: Receipt) -> list[str]:
         "adapter digest": ((before["adapter"] or {}).get("digest"), (after["adapter"] or {}).get("digest")),
         **{name.replace("_", " "): (before[name], after[name]) for name in _PARTS},
         "quantization": (before.get("quantization"), after.get("quantization")),
+        "number of ranks": (before.get("num_ranks", 1), after.get("num_ranks", 1)),
     }
     for name, value in before["parameters"].items():
         pairs[f"parameter {name}"] = (value, after["parameters"].get(name))

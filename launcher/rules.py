@@ -22,7 +22,8 @@ OF_ROUTERS = frozenset({
 })  # fmt: skip
 """Flags that change nothing where there is no router."""
 OF_SHARDS = frozenset({
-    "adapter-cycle-time-s", "adapter-host-memory", "adapter-memory-fraction", "chunked-prefill", "cpu-memory",
+    "adapter-cycle-time-s", "adapter-host-memory", "adapter-memory-fraction", "chunked-prefill", "compile",
+    "compile-max-batch-size", "cpu-memory", "eager",
     "cuda-memory-fraction", "draft-dtype", "draft-quantize", "master-addr", "master-port", "max-active-adapters",
     "max-batch-prefill-tokens", "max-batch-total-tokens", "memory-wiggle-room", "ngram-long", "ngram-max", "ngram-min",
     "num-shard", "prefix-caching", "quantize", "sharded", "speculation-max-batch-size", "threads", "watermark-delta",
@@ -108,6 +109,8 @@ def _check_pairs(settings: Settings) -> None:
     model = settings["model-id"]
     if settings["compile"] and settings["eager"]:
         _refuse("--compile and --eager contradict each other")
+    if settings["compile"] and (settings["num-shard"] or 1) > 1:
+        _refuse("--compile and --num-shard: steps of a model that is split over devices do not run as CUDA graphs")
     if settings["revision"] is not None:
         if model is None:
             _refuse("--revision needs --model-id: the embedded model has no revisions")

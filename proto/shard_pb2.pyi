@@ -54,7 +54,7 @@ class DigestReply(_message.Message):
     def __init__(self, sha256: _Optional[str] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "speculate", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization")
+    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "speculate", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class ShardInfo(_message.Message):
     WATERMARK_GAMMA_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_DELTA_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model_id: str
     dtype: str
@@ -91,7 +92,8 @@ class ShardInfo(_message.Message):
     watermark_gamma: float
     watermark_delta: float
     quantization: str
-    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., speculate: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ...) -> None: ...
+    num_ranks: int
+    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., speculate: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests", "drain")
@@ -272,7 +274,7 @@ class Heartbeat(_message.Message):
     def __init__(self, running_step: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "used_pages", "cached_pages", "num_preempted", "step_ms", "step_tokens", "expected_ms")
+    __slots__ = ("num_running", "num_waiting", "used_pages", "cached_pages", "num_preempted", "step_ms", "step_tokens", "expected_ms", "gap_us")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     USED_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +283,7 @@ class Load(_message.Message):
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_MS_FIELD_NUMBER: _ClassVar[int]
+    GAP_US_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     used_pages: int
@@ -289,7 +292,8 @@ class Load(_message.Message):
     step_ms: int
     step_tokens: int
     expected_ms: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., used_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., num_preempted: _Optional[int] = ..., step_ms: _Optional[int] = ..., step_tokens: _Optional[int] = ..., expected_ms: _Optional[int] = ...) -> None: ...
+    gap_us: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., used_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., num_preempted: _Optional[int] = ..., step_ms: _Optional[int] = ..., step_tokens: _Optional[int] = ..., expected_ms: _Optional[int] = ..., gap_us: _Optional[int] = ...) -> None: ...
 
 class AdapterState(_message.Message):
     __slots__ = ("digest", "residency", "reason")

@@ -77,6 +77,7 @@ class Metrics:
         self.cached_prompt_tokens = Counter()
         self.prefix_hits = Counter()
         self.preemptions = Counter()
+        self.step_gap_seconds = Counter()
         self.drafted_tokens = Counter()
         self.accepted_tokens = Counter()
         self.aborts = Counter()
@@ -126,7 +127,10 @@ class Metrics:
         if not output.HasField("load"):
             return
         load = output.load
+        before = self._loads.get(index)
         self._loads[index] = load
+        if before is not None and load.gap_us > before.gap_us:
+            self.step_gap_seconds.add((load.gap_us - before.gap_us) / 1e6)
         if load.num_preempted:
             self.preemptions.add(load.num_preempted)
         if load.step_tokens:
@@ -285,6 +289,7 @@ _COUNTERS = {
     "cached_prompt_tokens": "Prompt tokens found in the prefix cache",
     "prefix_hits": "Requests that found a part of their prompt in the prefix cache",
     "preemptions": "Requests that gave up their pages to older ones",
+    "step_gap_seconds": "Seconds that devices waited for the host between steps",
     "drafted_tokens": "Draft tokens verified",
     "accepted_tokens": "Draft tokens accepted",
     "aborts": "Requests ended by the router: cancelled, or complete at a stop string",

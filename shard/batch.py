@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shard.padding import Bounds, Padding
 from shard.row_groups import TASK_ROWS, RowGroups
+from shard.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,23 @@ class StepInputs:
         """Of the T tokens."""
         self.head_adapter_rows = NO_ADAPTERS
         """Of the S rows whose logits are wanted and the E rows of guesses, which speak through the same output head."""
+        self.num_wanted = self.num_guesses = 0
+        """S and E."""
+        self.bounds: Bounds | None = None
+        """What the step is padded to; None where it is as it comes."""
         self._host_rows: Sequence[int] | None = None
         self._groups: tuple[RowGroups, RowGroups] | None = None
+        self._padding: Padding | None = None
+        self._frame = Frame(0, device)
 
     def reserve_groups(self, max_rows: int, max_slots: int) -> None:
         """From now on tell the device too which rows belong to which adapter."""
         self._groups = RowGroups(max_rows, max_slots, self.device), RowGroups(max_rows, max_slots, self.device)
+
+    def pad(self, padding: Padding | None) -> None:
+        """From now on pad the steps that fit, and keep what the device reads of them at fixed addresses."""
+        self._padding = padding
+        self._frame = Frame(0 if padding is None else padding.most_rows, self.device)
 
     def fill(
         self,
@@ -124,6 +137,13 @@ class StepInputs:
         """Describe the next step. input_ids: [T] on the device; logits_rows: [S] indices into T on the device, which
         `host_rows` repeats for the host; heads: guesses that are wanted too.
         """
+        self.num_wanted, self.num_guesses = logits_rows.shape[0], sum(each.num_guesses for each in heads)
+        self.bounds = None
+        if self._padding is not None:
+            has_adapters = any(segment.slot >= 0 for segment in segments)
+            self.bounds = self._padding.fit(input_ids.shape[0], self.num_wanted, self.num_guesses, has_adapters)
+        if self.bounds is not None and self._padding is not None:
+            segments = [*segments, *self._spare(self.bounds.num_rows - input_ids.shape[0], self._padding.spare_page)]
         num_segments = len(segments)
         self.segments = list(segments)
         self.starts = np.fromiter((segment.start for segment in segments), np.int32, num_segments)
@@ -138,13 +158,20 @@ class StepInputs:
         positions = np.arange(owners.size) + (self.starts - self.first_rows).astype(np.int64)[owners]
         slots = self.page_table[owners, positions // self.page_size].astype(np.int64) * self.page_size
         slots += positions % self.page_size
-        self.input_ids = input_ids
-        self.position_ids = torch.from_numpy(positions).to(self.device, non_blocking=True)
-        self.kv_slots = torch.from_numpy(slots).to(self.device, non_blocking=True)
-        self.logits_rows = logits_rows
-        self._host_rows = host_rows
         self.heads = list(heads)
+        self._host_rows = host_rows
+        if self.bounds is None:
+            self.input_ids, self.logits_rows = input_ids, logits_rows
+            self.position_ids, self.kv_slots = to_device(torch.from_numpy(np.stack([positions, slots])), self.device)
+        else:
+            self._frame.fill(self.bounds.num_rows, input_ids, logits_rows, np.concatenate([positions, slots]))
+            self.input_ids, self.logits_rows, self.position_ids, self.kv_slots = self._frame.views(self.bounds.num_rows)
         self._fill_adapters(segments)
+
+    def _spare(self, num_rows: int, page_id: int) -> list[Segment]:
+        """Rows that belong to nobody, in a page that belongs to nobody."""
+        counts = [min(self.page_size, num_rows - first) for first in range(0, num_rows, self.page_size)]
+        return [Segment(0, count, (page_id,)) for count in counts]
 
     @property
     def host_rows(self) -> Sequence[int]:
@@ -153,21 +180,52 @@ class StepInputs:
 
     @property
     def num_logits(self) -> int:
-        """Rows that a forward pass gives: S + E."""
-        return self.logits_rows.shape[0] + sum(heads.num_guesses for heads in self.heads)
+        """Rows of a forward pass that somebody wants: S + E."""
+        return self.num_wanted + self.num_guesses
 
     def _fill_adapters(self, segments: Sequence[Segment]) -> None:
         self.adapter_rows = self.head_adapter_rows = NO_ADAPTERS
-        slots = [segment.slot for segment in segments]
-        if max(slots, default=-1) < 0:
+        slots, bounds = [segment.slot for segment in segments], self.bounds
+        if max(slots, default=-1) < 0 and not (bounds is not None and bounds.has_adapters):
             return
         self.adapter_rows = AdapterRows(slots, self.counts.tolist())
         row_slots = np.repeat(np.asarray(slots, np.int32), self.counts)
         head_slots = row_slots[np.asarray(self.host_rows, np.int64)]
         guessed = [heads.row for heads in self.heads for _ in range(heads.num_guesses)]
-        head_slots = np.concatenate([head_slots, head_slots[np.asarray(guessed, np.int64)]])
+        guess_slots = head_slots[np.asarray(guessed, np.int64)]
+        if bounds is not None:  # guesses follow the padded rows
+            head_slots = np.pad(head_slots, (0, bounds.num_rows - len(head_slots)), constant_values=-1)
+        head_slots = np.concatenate([head_slots, guess_slots])
         self.head_adapter_rows = rows_of(head_slots.tolist())
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups
-            self._groups[0].fill(row_slots)
-            self._groups[1].fill(head_slots)
+            self._groups[0].fill(row_slots, None if bounds is None else bounds.num_rows)
+            self._groups[1].fill(head_slots, None if bounds is None else bounds.num_rows + bounds.num_guesses)
+
+
+class Frame:
+    """What the device reads of a padded step besides pages and adapters, at the same addresses for the same number of
+    rows.
+    """
+
+    def __init__(self, most_rows: int, device: torch.device) -> None:
+        # [most_rows] token ids
+        self._input_ids = torch.zeros(most_rows, dtype=torch.long, device=device)
+        # [most_rows] indices into T
+        self._logits_rows = torch.zeros(most_rows, dtype=torch.long, device=device)
+        # [2 * most_rows] of T rows first the positions, then where their K and V go
+        self._places = torch.zeros(2 * most_rows, dtype=torch.long, device=device)
+
+    def fill(
+        self, num_rows: int, input_ids: torch.Tensor, logits_rows: torch.Tensor, places: npt.NDArray[np.int64]
+    ) -> None:
+        """input_ids: [≤ num_rows], logits_rows: [≤ num_rows] on the device; places: [2 * num_rows]."""
+        self._input_ids[: input_ids.shape[0]].copy_(input_ids)
+        self._logits_rows[: logits_rows.shape[0]].copy_(logits_rows)
+        self._logits_rows[logits_rows.shape[0] : num_rows].zero_()
+        self._places[: 2 * num_rows].copy_(to_device(torch.from_numpy(places), self._places.device))
+
+    def views(self, num_rows: int) -> tuple[torch.Tensor, ...]:
+        """[num_rows] each: token ids, rows whose logits are wanted, positions, and where K and V go."""
+        positions, kv_slots = self._places[: 2 * num_rows].split(num_rows)
+        return self._input_ids[:num_rows], self._logits_rows[:num_rows], positions, kv_slots

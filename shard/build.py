@@ -7,6 +7,7 @@ from proto.version import version
 from shard import crowd
 from shard.adapters import build_adapters
 from shard.budget import Limits
+from shard.capture import plan_capture
 from shard.config import ShardConfig
 from shard.drafter import Drafter
 from shard.engine import Engine, Pacing
@@ -39,12 +40,9 @@ def build_engine(
     """
     if ranks is not None:
         model.others = ranks.leader
-    num_pages = choose_num_pages(config, model, draft_model)
-    model.allocate_kv(num_pages)
-    if draft_model is not None:
-        draft_model.allocate_kv(num_pages)
-    cache = KvCache(num_pages, model.page_size, config.prefix_caching)
     adapters = build_adapters(config, model, inbox, ranks)
+    num_pages = build_kv(config, model, draft_model, has_adapters=adapters is not None)
+    cache = KvCache(num_pages, model.page_size, config.prefix_caching)
     crowd_tokens = None
     if config.chunked_prefill:
         crowd_tokens = crowd.measure(model, min(config.max_total_tokens, num_pages * model.page_size))
@@ -80,6 +78,22 @@ def build_engine(
     return Engine(model, sampler, scheduler, (inbox, outbox), Pacing(lag, config.max_waiting), drafter)
 
 
+def build_kv(config: ShardConfig, model: Model, draft_model: Model | None, has_adapters: bool) -> int:
+    """Give both models their pages, and capture their steps where these run as graphs. Returns the number of pages."""
+    plans = [plan_capture(config, model, has_adapters)]
+    if draft_model is not None:
+        plans.append(plan_capture(config, draft_model, has_adapters=False))
+    captured = [plan for plan in plans if plan is not None]
+    num_spare = 1 if captured else 0
+    num_pages = choose_num_pages(config, model, draft_model, sum(plan.num_bytes for plan in captured), num_spare)
+    for each in (model, draft_model):
+        if each is not None:
+            each.allocate_kv(num_pages + num_spare)
+    for plan in captured:
+        plan.capture(spare_page=num_pages)
+    return num_pages
+
+
 def build_drafter(model: Model, draft_model: Model, sampler: Sampler) -> Drafter:
     """The draft model's part of a step."""
     return Drafter(draft_model, sampler, model.info.vocab_size, draft_model.info.vocab_size)
@@ -94,6 +108,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         dtype=str(model.info.dtype),
         quantization=model.info.quantization,
         device=str(model.info.device),
+        num_ranks=config.num_ranks if config.num_ranks > 1 else 0,
         architecture=model.info.model_type,
         vocab_size=model.info.vocab_size,
         max_total_tokens=config.max_total_tokens,

@@ -15,6 +15,7 @@ from shard.sampling import Sampler
 from shard.sampling.drafting import DraftDraws
 from shard.share import Share
 from shard.stopwatch import Phase, Stopwatch
+from shard.transfer import to_device
 
 
 class Drafter:
@@ -98,4 +99,4 @@ def _segment(share: Share, start: int, end: int) -> Segment:
 
 
 def _tensor(values: Sequence[int], inputs: StepInputs) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.long).to(inputs.device, non_blocking=True)
+    return to_device(torch.tensor(values, dtype=torch.long), inputs.device)

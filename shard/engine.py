@@ -12,6 +12,7 @@ import torch
 
 from shard.drafter import Drafter
 from shard.durations import Durations
+from shard.gaps import Gaps
 from shard.inbox import Inbox
 from shard.intake import Intake
 from shard.network import Network, RanksApart
@@ -20,12 +21,12 @@ from shard.request import FinishReason, Method, Request, Rule, Speculation
 from shard.sampling import Sampled, Sampler
 from shard.sampling.drafting import DraftDraws
 from shard.sampling.highest import arg_max
-from shard.sampling.transfer import HostCopy
 from shard.scheduler import Scheduler
 from shard.share import Share
 from shard.slots import Residency
 from shard.step import Layout, Step, agreed, error_output, fill_inputs, score_output, scored_span, token_output
 from shard.stopwatch import Phase, Stopwatch
+from shard.transfer import HostCopy, to_device
 
 log = structlog.get_logger()
 
@@ -80,6 +81,7 @@ class Engine:
         self._num_steps = 0
         self._last = (0, 0)  # milliseconds and tokens of the newest step
         self._durations = Durations()
+        self._gaps = Gaps(network.inputs.device)
         self._expected = 0.0  # seconds, as told
         self._committed_at = 0.0
         self._num_preempted_told = 0
@@ -98,6 +100,7 @@ class Engine:
             if self.scheduler.is_idle:
                 self._when_idle()
             elif not self.scheduler.running and not self._launched:
+                self._gaps.rest()
                 self._inbox.wait(COPY_WAIT_S if self._is_copying else PARKED_WAIT_S)
 
     @torch.inference_mode()
@@ -200,6 +203,8 @@ class Engine:
         watch = None
         if any(share.draft_ids for share in step.shares):
             watch = step.watch = Stopwatch(self._network.inputs.device)
+        if self._drafter is not None:
+            self._gaps.begin()
         draws = None if self._drafter is None else self._drafter.draft(step.shares, watch)
         if watch is not None:
             watch.mark(Phase.DRAFT)
@@ -207,6 +212,7 @@ class Engine:
         for share in step.shares:
             layout.add(share)
         fill_inputs(self._network.inputs, layout, step.shares, self._sampler)
+        self._gaps.begin()
         # [S + M + E, V]
         logits = self._network.forward()
         if watch is not None:
@@ -220,10 +226,11 @@ class Engine:
         if layout.heads:
             step.head_ids = HostCopy(arg_max(logits[num_sampled + num_scored :]))
         if layout.target_ids:
-            target_ids = torch.tensor(layout.target_ids, dtype=torch.long).to(logits.device, non_blocking=True)
+            target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
             step.scores = self._sampler.prompt_logprobs(
                 logits[num_sampled:][:num_scored], target_ids, layout.num_score_alternatives
             )
+        self._gaps.end()
 
     def _sample(self, logits: torch.Tensor, shares: list[Share], draws: DraftDraws | None) -> Sampled:
         """logits: [S, V], one row per sampled token of each share."""
@@ -345,10 +352,12 @@ class Engine:
             step_ms=self._last[0],
             step_tokens=self._last[1],
             expected_ms=round(1000 * self._expected),
+            gap_us=round(1e6 * self._gaps.seconds()),
         )
 
     def _when_idle(self) -> None:
         """Prove that nothing leaked, once, then sleep until something comes."""
+        self._gaps.rest()
         if not self._is_clean:
             self.scheduler.check()
             self._is_clean = True

@@ -15,14 +15,16 @@ CPU_SHARE = 0.25
 """Part of the available memory that KV takes on CPU unless told otherwise: other processes live there too."""
 
 
-def choose_num_pages(config: ShardConfig, model: Model, draft_model: Model | None = None) -> int:
-    """The number of KV pages, each of both models. Raises ValueError when they could not hold one request of
-    `max_total_tokens`.
+def choose_num_pages(
+    config: ShardConfig, model: Model, draft_model: Model | None = None, graph_bytes: int = 0, num_spare: int = 0
+) -> int:
+    """The number of KV pages, each of both models, beside `num_spare` more and `graph_bytes` for graphs. Raises
+    ValueError when they could not hold one request of `max_total_tokens`.
     """
     page_bytes = model.page_bytes + (0 if draft_model is None else draft_model.page_bytes)
     num_pages = config.num_pages
     if num_pages is None:
-        num_pages = measure_budget(config, model) // page_bytes
+        num_pages = max(0, measure_budget(config, model) - graph_bytes) // page_bytes - num_spare
         # More than every running and waiting request at its longest could fill only serves prefixes.
         num_useful = (config.max_running + config.max_waiting) * -(-config.max_total_tokens // model.page_size)
         num_pages = min(num_pages, num_useful)
@@ -34,7 +36,14 @@ def choose_num_pages(config: ShardConfig, model: Model, draft_model: Model | Non
             f"KV memory holds {num_tokens} tokens ({page_bytes // model.page_size} bytes each), fewer than the "
             f"{config.max_total_tokens} of one request: lower --max-total-tokens or give more memory"
         )
-    log.info("kv memory", num_pages=num_pages, num_tokens=num_tokens, bytes=num_pages * page_bytes)
+    log.info(
+        "kv memory",
+        num_pages=num_pages,
+        num_tokens=num_tokens,
+        bytes=num_pages * page_bytes,
+        graph_bytes=graph_bytes,
+        adapter_bytes=adapter_bytes(config, model),
+    )
     return num_pages
 
 

@@ -103,6 +103,8 @@ class Status:
     step_tokens: int = 0
     expected_ms: int = 0
     """What the step at hand, or the next one, should take."""
+    gap_us: int = 0
+    """That the device has waited for the host between steps, since the start."""
 
 
 @dataclass

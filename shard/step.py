@@ -12,9 +12,9 @@ from shard.batch import HeadsRow, Segment, StepInputs
 from shard.outbox import DRAFTED, NO_SECONDS, Details, Output
 from shard.request import FinishReason, Request, Source
 from shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
-from shard.sampling.transfer import HostCopy
 from shard.share import Share
 from shard.stopwatch import Phase, Stopwatch
+from shard.transfer import HostCopy, to_device
 
 STEP_END = b"\1"
 NO_SPAN = range(0)
@@ -109,15 +109,15 @@ def scored_span(share: Share) -> range:
 def fill_inputs(inputs: StepInputs, layout: Layout, shares: list[Share], sampler: Sampler) -> None:
     """Tell the model what comes: one flat row of tokens, those of the last step straight from the device."""
     device = inputs.device
-    input_ids = torch.tensor(layout.input_ids, dtype=torch.long).to(device, non_blocking=True)
+    input_ids = to_device(torch.tensor(layout.input_ids, dtype=torch.long), device)
     if layout.device_indices:
-        indices = torch.tensor(layout.device_indices, dtype=torch.long).to(device, non_blocking=True)
-        rows = torch.tensor(layout.device_rows, dtype=torch.long).to(device, non_blocking=True)
+        places = torch.tensor([layout.device_indices, layout.device_rows], dtype=torch.long)
+        indices, rows = to_device(places, device)
         input_ids.index_copy_(0, indices, sampler.last_tokens.index_select(0, rows))
     host_rows = layout.sample_indices + layout.score_indices
-    logits_rows = torch.tensor(host_rows, dtype=torch.long)
+    logits_rows = to_device(torch.tensor(host_rows, dtype=torch.long), device)
     segments = [Segment(share.start, share.num_tokens, share.request.page_ids, share.request.slot) for share in shares]
-    inputs.fill(segments, input_ids, logits_rows.to(device, non_blocking=True), host_rows, layout.heads)
+    inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads)
 
 
 def agreed(share: Share, sampled: HostSampled, row: int) -> list[int]:

@@ -208,6 +208,7 @@ def write_mail(mail: Mail, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:
             step_ms=status.step_ms,
             step_tokens=status.step_tokens,
             expected_ms=status.expected_ms,
+            gap_us=status.gap_us,
         ),
     )
     message = pb.StepOutput()

@@ -3,7 +3,7 @@
 from launcher.flag import Flag, Kind
 
 _NO_PHASES = "a step has no prefill and decode phases that would have to be balanced"
-_NO_GRAPHS = "steps do not run as CUDA graphs in this version"
+_CPU_GRAPHS = "there are no CUDA graphs on a CPU"
 _OWN_KERNELS = "there is one attention path per device, and it is chosen by what the model needs"
 _NO_NGROK = "tunnels are not part of the server (nor do they work in LoRAX)"
 
@@ -141,18 +141,43 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             most=65535,
             differs="a free port is taken unless one is named, so that several servers fit on a machine",
         ),
-        Flag("compile", Kind.SWITCH, False, "run steps as CUDA graphs", no_effect=_NO_GRAPHS),
+        Flag(
+            "compile",
+            Kind.SWITCH,
+            False,
+            "run steps as CUDA graphs, or refuse to start",
+            default_text="where they can be captured, else a warning",
+            no_effect=_CPU_GRAPHS,
+            no_effect_on="cpu",
+        ),
         Flag("eager", Kind.SWITCH, False, "never run steps as CUDA graphs"),
         Flag(
             "compile-max-batch-size",
             Kind.INTEGER,
             128,
-            "batch above which no graph is used",
+            "tokens of the largest step that runs as a graph; a request counts one, and one more for each guess",
             least=1,
-            no_effect=_NO_GRAPHS,
+            most=1024,
+            no_effect=_CPU_GRAPHS,
+            no_effect_on="cpu",
+            differs="tokens are counted, not requests",
         ),
-        Flag("compile-max-rank", Kind.INTEGER, 64, "rank above which no graph is used", least=0, no_effect=_NO_GRAPHS),
-        Flag("compile-batch-size", Kind.INTEGER, 32, "largest batch traced at start", least=1, no_effect=_NO_GRAPHS),
+        Flag(
+            "compile-max-rank",
+            Kind.INTEGER,
+            64,
+            "rank above which no graph is used",
+            least=0,
+            no_effect="a graph holds adapters of any rank",
+        ),
+        Flag(
+            "compile-batch-size",
+            Kind.INTEGER,
+            32,
+            "largest batch traced at start",
+            least=1,
+            no_effect="all graphs are captured at start, so that none is while requests wait",
+        ),
         Flag("disable-custom-kernels", Kind.SWITCH, False, "run without kernels of its own", no_effect=_OWN_KERNELS),
         Flag("disable-sgmv", Kind.SWITCH, False, "run adapters without the SGMV kernel", no_effect=_OWN_KERNELS),
         Flag("backend", Kind.TEXT, "fa2", "attention library", choices=("fa2", "flashinfer"), no_effect=_OWN_KERNELS),

@@ -27,6 +27,7 @@ class Receipt(BaseModel):
     tokenizer_digest: str
     dtype: str
     quantization: str | None = Field(description="What the base's weights are quantised by, as in `--quantize`")
+    num_ranks: int = Field(description="Processes that the model is split over, each of which rounds its own sums")
     device: str
     max_total_tokens: int
     adapter: dict[str, Any] | None = Field(description="As a request names it, and the digest of its content")

@@ -67,6 +67,8 @@ class AttentionBackend(ABC):
     """One way to compute attention over paged K and V."""
 
     page_size: int
+    why_no_graphs = ""
+    """What keeps its calls from being captured in a CUDA graph; empty for nothing."""
 
     def page_bytes(self, spec: AttentionSpec, dtype: torch.dtype) -> int:
         """Bytes that one page takes in one layer."""

@@ -19,6 +19,8 @@ class ReferenceKV(LayerKV):
 class ReferenceAttention(AttentionBackend):
     """Gathers each request's pages and computes softmax(Q Kᵀ) V in float32."""
 
+    why_no_graphs = "the reference attention goes from request to request on the host"
+
     def __init__(self, page_size: int = 16) -> None:
         self.page_size = page_size
         self._inputs: StepInputs | None = None

@@ -1,9 +1,10 @@
-"""Mixtures of experts: transformers' expert blocks call one registered function, which finds our packed experts.
+"""Mixtures of experts: transformers' expert blocks call one registered function, which finds our experts.
 
-Each expert multiplies its own tokens, sorted by expert; each token then sums its experts in the router's order, so a
-token's bits do not depend on its neighbours.
+Packed ones, on CPU, are here; others are in experts_device.py. Each expert multiplies its own tokens, sorted by expert;
+each token then sums its experts in the router's order, so a token's bits do not depend on its neighbours.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,18 @@ def is_experts(module: nn.Module) -> bool:
     return isinstance(getattr(module, "down_proj", None), nn.Parameter) and hasattr(module, "_apply_gate")
 
 
+def check_served(block: Any) -> None:
+    """Raises ValueError for what we do not compute."""
+    if block.has_post_expert_norm or block._is_expert_parallel:
+        raise ValueError(f"{type(block).__name__}: experts with a norm of their own are not served")
+
+
 class PackedExperts(nn.Module):
     """The packed matrices of one block's experts; takes them from `block`, which keeps its gate function only."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
-        if block.has_post_expert_norm or block._is_expert_parallel:
-            raise ValueError(f"{type(block).__name__}: experts with a norm of their own are not served")
+        check_served(block)
         names = up_name(block), "down_proj"
         self.up, self.down = (self._take(block, name) for name in names)
         sites: dict[str, ExpertSites] = getattr(block, "lorikeet_adapters", {})
@@ -102,12 +108,12 @@ def _runs(slots: npt.NDArray[np.int32] | None, span: slice) -> AdapterRows:
     return NO_ADAPTERS if slots is None else rows_of(slots[span].tolist())
 
 
-def packed_experts(
+def compute_experts(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The function that transformers' expert blocks call by name."""
-    experts: PackedExperts = module.lorikeet_experts  # type: ignore[assignment]
+    experts: Callable[..., torch.Tensor] = module.lorikeet_experts  # type: ignore[assignment]
     return experts(module, hidden_states, top_k_index, top_k_weights)
 
 
-ExpertsInterface.register(NAME, packed_experts)
+ExpertsInterface.register(NAME, compute_experts)

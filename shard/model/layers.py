@@ -1,8 +1,9 @@
 """The pass over a loaded network that puts our parts in place of transformers': attention sites, linears, experts.
 
-Our layers own their weights. On CPU these lie in oneDNN's blocked layout, which reads two to three times as fast for
-few rows and gives equal bits for any number of rows from two on; the model never runs fewer (see `Model.forward`).
-In bfloat16 the layout and the product are our own where the processor allows, and a usual decoder layer is one call.
+Our layers own their weights. Quantised ones are ours on every device. On CPU plain ones lie in oneDNN's blocked
+layout, which reads two to three times as fast for few rows and gives equal bits for any number of rows from two on; the
+model never runs fewer (see `Model.forward`). In bfloat16 the layout and the product are our own where the processor
+allows, and a usual decoder layer is one call.
 """
 
 from itertools import pairwise
@@ -16,6 +17,7 @@ from shard.batch import StepInputs
 from shard.model import kernels
 from shard.model.adapter_sites import Site, hook_plain, mark_sites, site_of
 from shard.model.experts import PackedExperts, is_experts
+from shard.model.experts_device import place_experts
 from shard.model.fused_attention import fuse_attention
 from shard.model.fused_layer import fuse_layer
 from shard.model.fusion import FusedNorm, fuse
@@ -23,6 +25,7 @@ from shard.model.legacy import replace_legacy
 from shard.model.lora import AdapterSite, adapt_output
 from shard.model.packing import PackedMatrix, SharedMatrix, can_pack, pack, return_freed_memory
 from shard.model.quantized import is_quantized, matrix_of
+from shard.model.quantized_matrices import QuantizedMatrix
 from shard.model.routers import replace_router_weights
 from shard.model.site import AttentionSite
 
@@ -49,8 +52,8 @@ class PackedLinear(nn.Module):
 def replace_layers(
     network: nn.Module, backend: AttentionBackend, inputs: StepInputs, dtype: torch.dtype, is_whole: bool = True
 ) -> dict[str, Site]:
-    """Bind every attention module to the backend and, on CPU, give every weight matrix its packed layer. Unless
-    it `is_whole` every module stays in its place, for others are called between them.
+    """Bind every attention module to the backend and give weight matrices their packed layer: quantised ones always,
+    plain ones on CPU. Unless it `is_whole` every module stays in its place, for others are called between them.
 
     Returns where adapters can change the network, by module name.
     """
@@ -59,10 +62,10 @@ def replace_layers(
     for module in list(network.modules()):
         if isinstance(getattr(module, "layer_idx", None), int):
             module.lorikeet_site = AttentionSite(backend, inputs)
-    if inputs.device.type == "cpu":
-        _take_over_quantized(network, dtype)
-        if can_pack(dtype):
-            _pack_layers(network, dtype, is_whole)
+    _take_over_quantized(network, dtype)
+    if inputs.device.type == "cpu" and can_pack(dtype):
+        _pack_layers(network, dtype, is_whole)
+    place_experts(network)
     hook_plain(network)
     return sites
 
@@ -75,6 +78,12 @@ def _take_over_quantized(network: nn.Module, dtype: torch.dtype) -> None:
                 matrix = matrix_of(child, dtype)
                 matrix.leave_the_file()
                 setattr(parent, name, PackedLinear(matrix, site_of(child)))
+
+
+def quantized_matrices(network: nn.Module) -> list[QuantizedMatrix]:
+    """Of the layers that this pass has put in place of quantised ones."""
+    matrices = [module.matrix for module in network.modules() if isinstance(module, PackedLinear)]
+    return [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
 
 
 def _pack_layers(network: nn.Module, dtype: torch.dtype, is_whole: bool) -> None:

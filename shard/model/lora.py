@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from shard.batch import AdapterRows, StepInputs
 from shard.model.cut import Cut
+from shard.model.expert_pairs import SortedPairs
 from shard.native import CompilerMissing, library
 
 MOST_RANK = 512
@@ -113,7 +114,6 @@ class SlotImage:
 
     # [sites, 5] rank, and where in the adapter's memory a, b, scale and bias begin, -1 for none
     entries: npt.NDArray[np.int64]
-    largest_rank: int
 
 
 class Kernels(Protocol):
@@ -124,6 +124,14 @@ class Kernels(Protocol):
     def adapt(self, rows: AdapterRows, products: Sequence["Product"]) -> None: ...
 
     def adapt_embedding(self, rows: AdapterRows, site: "AdapterSite", ids: torch.Tensor, y: torch.Tensor) -> None: ...
+
+    def change(self, rows: AdapterRows, site: "AdapterSite") -> bool: ...
+
+    def pair_slots(self, rows: AdapterRows, num_rows: int) -> tuple[torch.Tensor, int]: ...
+
+    def pair_tasks(self, pairs: SortedPairs) -> torch.Tensor: ...
+
+    def adapt_pairs(self, tasks: torch.Tensor, sites: "ExpertSites", x: torch.Tensor, y: torch.Tensor) -> None: ...
 
 
 class AdapterSite:
@@ -186,6 +194,7 @@ class ExpertSites:
     def __init__(self, name: str, num_experts: int, num_in: int, num_out: int, inputs: StepInputs) -> None:
         self.name = name
         self.num_in, self.num_out = num_in, num_out
+        self._inputs = inputs
         self.experts = [AdapterSite(f"{name}.{index}", num_in, num_out, inputs) for index in range(num_experts)]
 
     def allocate(self, num_slots: int) -> None:
@@ -193,13 +202,29 @@ class ExpertSites:
         for site in self.experts:
             site.allocate(num_slots)
 
+    @property
+    def kernels(self) -> Kernels | None:
+        """In place of compiled code and specification."""
+        return self.experts[0].kernels
+
+    @property
+    def rows(self) -> AdapterRows:
+        """The rows of the step at hand that belong to an adapter."""
+        return self.experts[0].rows
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether an adapter of the step at hand changes this parameter; of a padded step, whether one could."""
+        if not len(self.rows) or self.kernels is None:
+            return any(self.experts[0].changes(slot) for slot, _, _ in self.rows.tasks.tolist())
+        return self._inputs.bounds is not None or self.kernels.change(self.rows, self.experts[0])
+
     def slots_of(self, num_rows: int) -> npt.NDArray[np.int32] | None:
         """[rows] the slot of each row of the step, -1 for none; None when no adapter of it changes this parameter."""
-        rows = self.experts[0].rows
-        if not any(self.experts[0].changes(slot) for slot, _, _ in rows.tasks.tolist()):
+        if not self.is_changed:
             return None
         slots = np.full(num_rows, -1, np.int32)
-        for slot, first, count in rows.tasks.tolist():
+        for slot, first, count in self.rows.tasks.tolist():
             slots[first : first + count] = slot
         return slots
 

@@ -10,8 +10,11 @@ import numpy.typing as npt
 import torch
 
 from shard.batch import AdapterRows
-from shard.model.lora import AdapterSite, Product, SlotImage
-from shard.model.lora_triton import ENTRY, LEAST_ROOM, PART, RANKS, add_delta
+from shard.model.adapter_sites import Site
+from shard.model.expert_pairs import SortedPairs, most_tasks, tasks_of
+from shard.model.lora import AdapterSite, ExpertSites, Product, SlotImage
+from shard.model.lora_triton import ENTRY, PART, add_delta
+from shard.row_groups import TASK_ROWS
 
 _ALIGNED = 16
 
@@ -24,27 +27,25 @@ class DeviceKernels:
         self._index = {site: index for index, site in enumerate(sites)}
         # [slots, sites, ENTRY] rank and addresses, 0 for what there is not
         self.table = torch.zeros(num_slots, len(sites), ENTRY.value, dtype=torch.int64, device=device)
-        self._room = LEAST_ROOM
+        # [slots, sites] whether the slot's adapter changes the site
+        self._changes = np.zeros(self.table.shape[:2], np.bool_)
         self._parts: dict[tuple[tuple[AdapterSite, int], ...], torch.Tensor] = {}
         for site in sites:
             site.kernels = self
 
     def image(self, sites: Sequence[AdapterSite], entries: npt.NDArray[np.int64]) -> SlotImage:
         """Describe an adapter: entries: [sites, 5], of each its rank and where in the adapter's memory a, b, scale and
-        bias begin, -1 for none. Raises ValueError for a site that the kernels do not compute.
+        bias begin, -1 for none.
         """
         found = np.full((len(self._index), ENTRY.value), -1, np.int64)
         found[:, 0] = 0
-        missing = next((site.name for site in sites if site not in self._index), None)
-        if missing is not None:
-            raise ValueError(f"{missing}: adapters of experts are computed on the CPU only")
         found[[self._index[site] for site in sites]] = entries
-        return SlotImage(found, int(found[:, 0].max(initial=0)))
+        return SlotImage(found)
 
     def bind(self, slot: int, image: SlotImage, memory: torch.Tensor) -> None:
         """Let `slot` mean the adapter in `memory`, [bytes] on the device, for steps launched from now on."""
-        self._room = max(self._room, -(-image.largest_rank // RANKS) * RANKS)
         offsets = image.entries[:, 1:]
+        self._changes[slot] = (offsets >= 0).any(axis=1)
         entries = image.entries.copy()
         entries[:, 1:] = np.where(offsets >= 0, offsets + memory.data_ptr(), 0)
         self.table[slot].copy_(_sendable(entries, self.device), non_blocking=True)
@@ -52,6 +53,7 @@ class DeviceKernels:
     def clear(self, slot: int) -> None:
         """Let `slot` mean nothing, for steps launched from now on."""
         self.table[slot].zero_()
+        self._changes[slot] = False
 
     def adapt(self, rows: AdapterRows, products: Sequence[Product]) -> None:
         """Add to every product what the rows' adapters add: one launch for parts of one output, else one for each."""
@@ -65,6 +67,34 @@ class DeviceKernels:
     def adapt_embedding(self, rows: AdapterRows, site: AdapterSite, ids: torch.Tensor, y: torch.Tensor) -> None:
         """ids: [rows] token ids; y: [rows, H], in place."""
         self._call(rows, ids, y, [(site, 0)])
+
+    def change(self, rows: AdapterRows, site: AdapterSite) -> bool:
+        """Whether the adapter of one of the rows changes the site."""
+        return bool(self._changes[rows.tasks[:, 0], self._index[site]].any())
+
+    def pair_slots(self, rows: AdapterRows, num_rows: int) -> tuple[torch.Tensor, int]:
+        """[num_rows] int32 the slot of each row of the step, -1 for none, and how many slots there are."""
+        if rows.groups is None:
+            raise RuntimeError("rows of adapters that the device does not know of")
+        return rows.groups.row_slots[:num_rows], self.table.shape[0]
+
+    def pair_tasks(self, pairs: SortedPairs) -> torch.Tensor:
+        """[tasks, 3] int32 for `adapt_pairs`: entry of the table, counted from that of slot 0 and expert 0; first pair;
+        number of pairs.
+        """
+        slots, (num_slots, num_sites) = pairs.slots, self.table.shape[:2]
+        entries = torch.where(slots >= 0, slots * num_sites + pairs.experts, -1)
+        num_tasks = most_tasks(len(slots), pairs.num_experts * num_slots, TASK_ROWS)
+        return tasks_of(pairs.keys, entries, TASK_ROWS, num_tasks)
+
+    def adapt_pairs(self, tasks: torch.Tensor, sites: ExpertSites, x: torch.Tensor, y: torch.Tensor) -> None:
+        """x: [P, in], y: [P, out] of pairs, contiguous, y changed in place; tasks: by `pair_tasks` of these pairs."""
+        first = (sites.experts[0], 0)
+        # sites of experts stand side by side, so an entry is that of the first and a number
+        table = self.table.view(-1, 1, ENTRY.value)
+        pair_ids = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+        shape = [tasks.shape[0], sites.num_out]
+        add_delta(x, y, tasks, pair_ids, self._describe([first]), table, shape, sites.num_out % _ALIGNED == 0)
 
     def _launch(self, rows: AdapterRows, products: Sequence[Product]) -> None:
         first = products[0]
@@ -82,7 +112,7 @@ class DeviceKernels:
         if groups is None:
             raise RuntimeError("rows of adapters that the device does not know of")
         is_aligned = all(site.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for site, column in columns)
-        shape = [groups.num_launched, max(site.num_out for site, _ in columns), self._room]
+        shape = [groups.num_launched, max(site.num_out for site, _ in columns)]
         add_delta(x, y, groups.tasks, groups.row_ids, self._describe(columns), self.table, shape, is_aligned)
 
     def _describe(self, columns: Sequence[tuple[AdapterSite, int]]) -> torch.Tensor:
@@ -117,6 +147,6 @@ def _sendable(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tens
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def sites_of(sites: Mapping[str, object]) -> list[AdapterSite]:
-    """Those that the kernels compute: experts are not among them."""
-    return [site for site in sites.values() if isinstance(site, AdapterSite)]
+def sites_of(sites: Mapping[str, Site]) -> list[AdapterSite]:
+    """All of a model's, those of one parameter's experts side by side."""
+    return [one for site in sites.values() for one in (site.experts if isinstance(site, ExpertSites) else [site])]

@@ -30,7 +30,8 @@ SPLITS = 8
 """Programs that share the inputs of a task of one tile's rank; more tiles have fewer each."""
 WIDTH = 128
 """Outputs of one program of expand."""
-LEAST_ROOM = RANKS * SPLITS
+ROOM = 512
+"""Floats of h per row: those of the largest rank, MOST_RANK of lora.py, and of all splits of a small one."""
 
 
 @triton.jit
@@ -57,39 +58,38 @@ def shrink(
     WIDENS: tl.constexpr,
 ):  # fmt: skip
     """h[part, task, row, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row."""
-    task, piece, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    task, part = tl.program_id(0), tl.program_id(2)
     slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
     if count == 0:
         return
     entry = table + (slot * num_sites + tl.load(parts + part * PART)) * ENTRY
     rank = tl.load(entry).to(tl.int32)
     splits = _splits(rank, RANKS, SPLITS)
-    if piece >= splits * tl.cdiv(rank, RANKS):
-        return
-    a = _pointer(entry, 1, x.dtype.element_ty)
-    split = piece % splits
     span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
-
     lanes = tl.arange(0, ROWS)
     rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
-    factors = (piece // splits) * RANKS + tl.arange(0, RANKS)
-    offsets = tl.arange(0, DEPTH)
-    sums = tl.zeros((ROWS, RANKS), tl.float32)
-    for start in range(split * span, tl.minimum(num_in, (split + 1) * span), DEPTH):
-        inputs = start + offsets
-        terms = tl.load(
-            x + rows[:, None] * x_stride + inputs[None, :],
-            mask=(lanes < count)[:, None] & (inputs < num_in)[None, :],
-            other=0.0,
-        )
-        weights = tl.load(
-            a + factors[None, :] * num_in + inputs[:, None],
-            mask=(factors < rank)[None, :] & (inputs < num_in)[:, None],
-            other=0.0,
-        )
-        sums = _dot(terms, weights, sums, WIDENS)
     row = ((part * tl.num_programs(0) + task) * ROWS + lanes).to(tl.int64) * room
-    tl.store(h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :], sums)
+    offsets = tl.arange(0, DEPTH)
+    # As many programs for every rank, so that a captured launch holds adapters of any: large ones have turns.
+    for piece in range(tl.program_id(1), splits * tl.cdiv(rank, RANKS), tl.num_programs(1)):
+        a = _pointer(entry, 1, x.dtype.element_ty)
+        split = piece % splits
+        factors = (piece // splits) * RANKS + tl.arange(0, RANKS)
+        sums = tl.zeros((ROWS, RANKS), tl.float32)
+        for start in range(split * span, tl.minimum(num_in, (split + 1) * span), DEPTH):
+            inputs = start + offsets
+            terms = tl.load(
+                x + rows[:, None] * x_stride + inputs[None, :],
+                mask=(lanes < count)[:, None] & (inputs < num_in)[None, :],
+                other=0.0,
+            )
+            weights = tl.load(
+                a + factors[None, :] * num_in + inputs[:, None],
+                mask=(factors < rank)[None, :] & (inputs < num_in)[:, None],
+                other=0.0,
+            )
+            sums = _dot(terms, weights, sums, WIDENS)
+        tl.store(h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :], sums)
 
 
 @triton.jit(do_not_specialize=["num_sites"])
@@ -173,9 +173,9 @@ def add_delta(
     """x: [rows, in], or [rows] token ids for embeddings; y: [rows, out of all parts], changed in place.
 
     tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, sites, ENTRY]. shape: tasks to launch, most
-    outputs of a part, floats that h takes per row.
+    outputs of a part.
     """
-    num_tasks, num_out, room = shape
+    num_tasks, num_out = shape
     num_parts, num_sites = parts.shape[0], table.shape[1]
     fixed: dict[str, Any] = {
         "ROWS": TASK_ROWS,
@@ -186,13 +186,13 @@ def add_delta(
     }
     h = x
     if x.dim() > 1:
-        h = torch.empty((num_parts, num_tasks, TASK_ROWS, room), dtype=torch.float32, device=x.device)
-        shrink[(num_tasks, room // RANKS, num_parts)](
-            x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), num_sites, room, DEPTH=DEPTH, **fixed
+        h = torch.empty((num_parts, num_tasks, TASK_ROWS, ROOM), dtype=torch.float32, device=x.device)
+        shrink[(num_tasks, SPLITS, num_parts)](
+            x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), num_sites, ROOM, DEPTH=DEPTH, **fixed
         )
     # one stage: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper
     expand[(num_tasks, triton.cdiv(num_out, WIDTH), num_parts)](
-        h, y, tasks, row_ids, parts, table, y.stride(0), num_sites, room, WIDTH=WIDTH, IS_ALIGNED=is_aligned,
+        h, y, tasks, row_ids, parts, table, y.stride(0), num_sites, ROOM, WIDTH=WIDTH, IS_ALIGNED=is_aligned,
         IS_EMBEDDING=x.dim() == 1, num_stages=1, **fixed,
     )  # fmt: skip
 

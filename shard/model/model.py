@@ -3,7 +3,7 @@
 Runs transformers' own code on one flat row of T tokens; KV lives in pages that the attention backend owns.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,10 +13,12 @@ from torch import nn
 from shard.attention import AttentionBackend
 from shard.batch import Segment, StepInputs
 from shard.model.adapter_sites import Site
+from shard.model.graphs import Graphs, Recorder
 from shard.model.heads import HeadsPool
 from shard.model.lora import AdapterSite
 from shard.model.site import AttentionSite
 from shard.network import RanksApart
+from shard.padding import Bounds, Padding
 
 if TYPE_CHECKING:
     from shard.model.lora_device import DeviceKernels
@@ -75,6 +77,8 @@ class Model:
         join()
         self.others: Others | None = None
         """Who computes along, once they listen."""
+        self.graphs: Graphs | None = None
+        """Padded steps as they were captured, once they are."""
         self.sites = [module for module in network.modules() if isinstance(module, AttentionSite)]
         self._learn_shapes()
 
@@ -84,13 +88,20 @@ class Model:
         return sum(self.backend.page_bytes(site.spec, self.info.dtype) for site in self.sites if site.spec)
 
     def allocate_kv(self, num_pages: int) -> None:
-        """Reserve KV memory for `num_pages` pages in every layer, dropping what was there."""
+        """Reserve KV memory for `num_pages` pages in every layer, dropping what was there, graphs too."""
+        self.free_kv()
         if self.others is not None:
             self.others.allocate_kv(num_pages)
         for site in self.sites:
             assert site.spec is not None
-            site.kv = None
             site.kv = self.backend.allocate(site.spec, num_pages, self.info.dtype, self.info.device)
+
+    def free_kv(self) -> None:
+        """Have no pages, and no graphs that would read them."""
+        self.graphs = None
+        self.inputs.pad(None)
+        for site in self.sites:
+            site.kv = None
 
     def allocate_adapters(self, num_slots: int) -> None:
         """Room for so many adapters in a step, dropping what was there."""
@@ -104,9 +115,30 @@ class Model:
         self.inputs.reserve_groups(max_rows, num_slots)
         return DeviceKernels(sites_of(self.adapter_sites), num_slots, self.info.device)
 
+    @property
+    def why_no_graphs(self) -> str:
+        """What of its forward pass cannot be captured; empty where nothing is known."""
+        return self.backend.why_no_graphs
+
+    def capture(self, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds] | None = None) -> None:
+        """Compute the steps that `padding` fits by graphs from now on, captured here: those of `bounds`, or of all.
+
+        The spare page must be there. Raises CannotCapture.
+        """
+        self.graphs = None
+        self.inputs.pad(padding)
+        try:
+            with torch.inference_mode():
+                self.graphs = Graphs(self, padding, recorder, padding.all() if bounds is None else bounds)
+        except Exception:
+            self.inputs.pad(None)
+            raise
+
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:
-        """Logits of `inputs.logits_rows`, then those of the heads that `inputs.heads` wants: [S + E, V] float32."""
+        """Logits of `inputs.logits_rows`, then those of the heads that `inputs.heads` wants: [S + E, V] float32. Good
+        until the next call.
+        """
         if self.others is None:
             return self._forward()
         self.others.step(self.inputs)
@@ -118,15 +150,28 @@ class Model:
     def _forward(self) -> torch.Tensor:
         inputs = self.inputs
         self.backend.prepare(inputs)
-        input_ids, position_ids, rows = (
-            _at_least_two(tensor) for tensor in (inputs.input_ids, inputs.position_ids, inputs.logits_rows)
-        )
+        if inputs.bounds is None or self.graphs is None:
+            return self.compute()[: inputs.num_logits].float()
+        # [T + E, V]
+        logits = self.graphs.replay(inputs.bounds)
+        guesses = logits[inputs.bounds.num_rows :][: inputs.num_guesses]
+        logits = logits[: inputs.num_wanted]
+        return torch.cat([logits, guesses]) if inputs.num_guesses else logits
+
+    def compute(self) -> torch.Tensor:
+        """What the network makes of `inputs` after `backend.prepare`: rows of logits in the network's dtype, [S + E, V]
+        or one row more; of a padded step [T + E, V].
+        """
+        inputs = self.inputs
+        input_ids, position_ids, rows = inputs.input_ids, inputs.position_ids, inputs.logits_rows
+        if inputs.device.type == "cpu":
+            input_ids, position_ids, rows = (_at_least_two(tensor) for tensor in (input_ids, position_ids, rows))
         output = self.network(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=rows
         )
-        if output.logits.shape[1] < inputs.num_logits:
+        logits: torch.Tensor = output.logits[0]
+        if logits.shape[0] < inputs.num_logits:
             raise RuntimeError("heads are to guess, and the network does not take its logits from its output head")
-        logits: torch.Tensor = output.logits[0, : inputs.num_logits].float()
         return logits
 
     def _learn_shapes(self) -> None:

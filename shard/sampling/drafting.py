@@ -17,7 +17,7 @@ from shard.sampling.noise import Purpose, log_exponentials, row_keys
 from shard.sampling.penalties import TokenCounts
 from shard.sampling.plan import Chunk, Planner, Row
 from shard.sampling.rejection import DraftLaws
-from shard.sampling.transfer import HostCopy
+from shard.transfer import HostCopy
 
 MOST_PLANS = 64
 LawOf = Callable[[Chunk, torch.Tensor], torch.Tensor]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shard.sampling.noise import Purpose, hash_bits, row_keys
-from shard.sampling.transfer import to_device
+from shard.transfer import to_device
 
 _PROMPT = 1 << 30
 _WATERMARK_KEY = 15485863

@@ -13,7 +13,7 @@ import torch
 from shard.request import LogprobParams, SamplingParams
 from shard.sampling.noise import as_signed
 from shard.sampling.penalties import Bias, Penalties
-from shard.sampling.transfer import to_device
+from shard.transfer import to_device
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Scores worked on at once: what stays in a CPU core's cache; what bounds scratch memory on CUDA."""

@@ -9,7 +9,7 @@ import torch
 
 from shard.sampling.highest import most_likely
 from shard.sampling.plan import Wanted
-from shard.sampling.transfer import HostCopy
+from shard.transfer import HostCopy
 
 _BLOCK_ELEMENTS = 1 << 22
 

@@ -1,10 +1,12 @@
-"""Faults of a model on several devices, and of steps that a device has no memory for."""
+"""Faults of a model on several devices, of steps that a device has no memory for, and of captured steps."""
 
 from tests.mutants.mutant import Mutant
 
 CUT_TEST = "tests/shard/model/test_cutting.py"
 READ_TEST = "tests/shard/ranks/test_adapters.py"
 ENGINE_TEST = "tests/shard/test_engine.py"
+GRAPHS_TEST = "tests/shard/model/test_graphs.py"
+FIT_TEST = "tests/shard/test_padding.py::test_a_step_fits_the_least_bounds_that_hold_it"
 
 MUTANTS = [
     Mutant(
@@ -83,5 +85,33 @@ MUTANTS = [
         "else spec.window - 1, 0)",
         "else spec.window, 0)",
         "tests/shard/attention/test_varlen.py::test_agrees_with_the_reference[window]",
+    ),
+    Mutant(
+        "padding writes to somebody's page",
+        "shard/batch.py",
+        "Segment(0, count, (page_id,))",
+        "Segment(0, count, (0,))",
+        f"{GRAPHS_TEST}::test_rows_of_padding_write_to_the_spare_page_alone",
+    ),
+    Mutant(
+        "steps are padded to more than they need",
+        "shard/padding.py",
+        "bisect_left(self.row_counts, max(num_rows, num_logits))",
+        "-1",
+        FIT_TEST,
+    ),
+    Mutant(
+        "base rows pay for adapters",
+        "shard/padding.py",
+        "has_adapters or bool(num_guesses))",
+        "self._has_adapters)",
+        FIT_TEST,
+    ),
+    Mutant(
+        "graphs outlive the pages that they write to",
+        "shard/model/model.py",
+        "        self.graphs = None\n        self.inputs.pad(None)\n        for site",
+        "        for site",
+        f"{GRAPHS_TEST}::test_new_pages_drop_the_graphs",
     ),
 ]

@@ -51,6 +51,13 @@ def samples(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
+def test_gaps_of_each_shard_add_up_from_one_word_to_the_next() -> None:
+    metrics = filled()
+    for index, gap_us in [(0, 400), (0, 1500), (1, 9000), (1, 9100), (0, 0), (0, 200)]:
+        metrics.shard_spoke(pb.StepOutput(load=pb.Load(gap_us=gap_us)), 0, index)
+    assert samples(metrics)["lorikeet_step_gap_seconds_total"] == pytest.approx((1500 + 100 + 200) / 1e6)
+
+
 def test_names_are_lorax_s_own() -> None:
     found = samples(filled())
     names = {name.split("{")[0] for name in found}

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from shard.budget import Limits
 from shard.drafter import Drafter
 from shard.engine import Engine, Pacing
 from shard.inbox import Commands, Inbox, StreamOpened
 from shard.kv_cache import KvCache
+from shard.network import Network
 from shard.outbox import Mail, Outbox, Output
 from shard.request import LogprobParams, Request, SamplingParams
 from shard.sampling import Sampler
@@ -34,6 +33,11 @@ class Setup:
     max_scored: int = 512
     guessers: Guessers | None = None
     draft: DraftModel | None = None
+    network: Network | None = None
+    """In place of the fake model …"""
+    draft_network: Network | None = None
+    """… and of its draft model; both of this vocabulary."""
+    vocab_size: int = VOCAB_SIZE
 
 
 class Rig:
@@ -47,10 +51,17 @@ class Rig:
         cache = KvCache(setup.num_pages, setup.page_size, setup.prefix_caching)
         self.scheduler = Scheduler(cache, limits, guessers=setup.guessers)
         self.inbox, self.outbox = Inbox(), outbox or Outbox()
-        sampler = self.sampler = Sampler(VOCAB_SIZE, setup.max_running, torch.device("cpu"))
+        sampler = self.sampler = Sampler(
+            setup.vocab_size, setup.max_running, (setup.network or self.model).inputs.device
+        )
         pacing = Pacing(setup.commit_lag, setup.max_waiting)
         self.engine = Engine(
-            self.model, sampler, self.scheduler, (self.inbox, self.outbox), pacing, self._drafter(setup)
+            setup.network or self.model,
+            sampler,
+            self.scheduler,
+            (self.inbox, self.outbox),
+            pacing,
+            self._drafter(setup),
         )
         self.num_wakes = 0
         self.watches_kv = False
@@ -109,6 +120,8 @@ class Rig:
         assert self.scheduler.cache.num_owned == 0
 
     def _drafter(self, setup: Setup) -> Drafter | None:
+        if setup.draft_network is not None:
+            return Drafter(setup.draft_network, self.sampler, setup.vocab_size, setup.vocab_size)
         if setup.draft is None:
             return None
         self.draft = setup.draft.make(setup.num_pages, setup.page_size)

@@ -1,0 +1,98 @@
+"""Whether the steps of a shard are computed by graphs, how much memory these take, and when they are captured.
+
+Their memory is measured before KV is sized: two trials on one page say what the first graph takes and what each one
+more does.
+"""
+
+import gc
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from shard.config import ShardConfig
+from shard.model import Model
+from shard.model.graphs import CannotCapture, CudaRecorder
+from shard.padding import Padding
+
+log = structlog.get_logger()
+
+TRIAL = 3
+"""Graphs of the longer trial."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What is to be captured of one model."""
+
+    model: Model
+    most_rows: int
+    max_kv_len: int
+    has_adapters: bool
+    num_bytes: int
+    """That all graphs should take."""
+
+    def capture(self, spare_page: int) -> None:
+        """Capture all; the KV of padding goes to `spare_page`. Raises CannotCapture."""
+        device = self.model.info.device
+        before = _free(device)
+        padding = Padding(self.most_rows, self.max_kv_len, spare_page, self.has_adapters)
+        self.model.capture(padding, CudaRecorder(device))
+        graphs = self.model.graphs
+        assert graphs is not None
+        graphs.check()
+        log.info(
+            "graphs captured",
+            model_type=self.model.info.model_type,
+            num_graphs=graphs.num_graphs,
+            seconds=round(graphs.seconds, 1),
+            bytes=before - _free(device),
+            expected_bytes=self.num_bytes,
+        )
+
+
+def plan_capture(config: ShardConfig, model: Model, has_adapters: bool) -> Captured | None:
+    """What is to be captured of a model, whose adapters have their tables already and whose KV has no pages yet; None
+    where steps are launched one by one. Raises ValueError where graphs were asked for and cannot be.
+    """
+    if config.graphs is False or model.info.device.type != "cuda":
+        return None
+    reason = "the model is split over several devices" if config.num_ranks > 1 else model.why_no_graphs
+    if not reason:
+        try:
+            return _measure(config, model, has_adapters)
+        except CannotCapture as failure:
+            reason = str(failure)
+    if config.graphs:
+        raise ValueError(f"steps of {model.info.model_type} do not run as CUDA graphs (--compile): {reason}")
+    log.warning("steps do not run as CUDA graphs", model_type=model.info.model_type, reason=reason)
+    return None
+
+
+def _measure(config: ShardConfig, model: Model, has_adapters: bool) -> Captured:
+    most_rows = min(config.graph_rows, config.step_tokens + config.max_running)
+    padding = Padding(most_rows, config.max_total_tokens, spare_page=0, has_adapters=has_adapters)
+    every = padding.all()
+    model.allocate_kv(1)
+    used = [_used(model, padding, count) for count in (1, min(TRIAL, len(every)))]
+    model.free_kv()
+    each = max(0, used[1] - used[0]) // max(1, min(TRIAL, len(every)) - 1)
+    return Captured(model, most_rows, config.max_total_tokens, has_adapters, used[0] + each * (len(every) - 1))
+
+
+def _used(model: Model, padding: Padding, count: int) -> int:
+    """Bytes of the device that the first so many graphs take."""
+    device = model.info.device
+    before = _free(device)
+    model.capture(padding, CudaRecorder(device), padding.all()[:count])
+    used = before - _free(device)
+    model.graphs = None
+    model.inputs.pad(None)
+    return used
+
+
+def _free(device: torch.device) -> int:
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

@@ -1,0 +1,130 @@
+"""Steps captured as CUDA graphs: one for each of the bounds that steps are padded to, replayed with one launch.
+
+A graph is the launches of one forward pass at the addresses that they had. What differs from step to step (tokens,
+positions, pages, which row has which adapter, ranks, heads) is read by the kernels from memory that is refilled before
+each replay; so any mix of adapters, ranks and widths of verification is the same graph. All graphs share their memory:
+one runs at a time. Knows what is captured; what a step is padded to is for shard/padding.py to say.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import structlog
+import torch
+
+from shard.attention import AttentionBackend
+from shard.batch import HeadsRow, Segment, StepInputs
+from shard.padding import GUESSES_PER_ROW, Bounds, Padding
+
+log = structlog.get_logger()
+
+Launch = Callable[[], None]
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-5}
+"""Of the largest logit: libraries may choose another kernel while a graph is captured."""
+
+
+class CannotCapture(RuntimeError):
+    """Something that the forward pass does cannot be captured, or gives something else when replayed."""
+
+
+class Recorder(Protocol):
+    """Captures launches."""
+
+    def record(self, compute: Launch) -> Launch:
+        """Run `compute` and return what runs it again, on whatever is at its addresses then."""
+
+
+class Computing(Protocol):
+    """A model, as far as graphs are concerned."""
+
+    inputs: StepInputs
+    backend: AttentionBackend
+    info: Any
+
+    def compute(self) -> torch.Tensor: ...
+
+
+class CudaRecorder:
+    """torch's CUDA graphs, in one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Launch) -> Launch:
+        """Run `compute` once, so that kernels are compiled and libraries have their memory, then capture it."""
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            compute()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # other threads may copy meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            compute()
+        return graph.replay
+
+
+class Graphs:
+    """The captured steps of one model."""
+
+    def __init__(self, model: Computing, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds]) -> None:
+        """Captures one graph for each of `bounds`. The inputs must be padded already. Raises CannotCapture."""
+        started = time.monotonic()
+        self._model, self._padding = model, padding
+        most_logits = max(each.num_rows + each.num_guesses for each in bounds)
+        # [most S + E, V] of the step at hand
+        self._logits = torch.zeros(most_logits, model.info.vocab_size, device=model.info.device)
+        self._launches: dict[Bounds, Launch] = {}
+        for each in bounds:
+            try:
+                self._launches[each] = self._capture(each, recorder)
+            except Exception as error:
+                sentence = str(error).strip().partition("\n")[0]
+                raise CannotCapture(
+                    f"a step of {each} cannot be captured: {type(error).__name__}: {sentence}"
+                ) from error
+        self.num_graphs = len(self._launches)
+        self.seconds = time.monotonic() - started
+
+    def replay(self, bounds: Bounds) -> torch.Tensor:
+        """Compute the step that inputs and backend hold. Returns [T + E, V] float32, good until the next replay."""
+        self._launches[bounds]()
+        return self._logits[: bounds.num_rows + bounds.num_guesses]
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compare what the largest graph of each family gives for tokens that it was not captured with to what the same
+        launches give one by one. Raises CannotCapture.
+        """
+        families = {(bool(each.num_guesses), each.has_adapters): each for each in reversed(self._launches)}
+        for bounds in families.values():
+            self._describe(bounds, first_token=1)
+            found = self.replay(bounds)[: bounds.num_rows].clone()
+            wanted = self._model.compute()[: bounds.num_rows].float()
+            off, largest = (found - wanted).abs().max(), wanted.abs().max()
+            if not bool(off <= TOLERANCE[self._model.info.dtype] * largest.clamp(min=1e-3)):
+                raise CannotCapture(f"a step of {bounds} gives other logits when replayed: off by {float(off):.3g}")
+
+    def _capture(self, bounds: Bounds, recorder: Recorder) -> Launch:
+        num_logits = bounds.num_rows + bounds.num_guesses
+        self._describe(bounds)
+
+        def compute() -> None:
+            self._logits[:num_logits].copy_(self._model.compute()[:num_logits])
+
+        return recorder.record(compute)
+
+    def _describe(self, bounds: Bounds, first_token: int = 0) -> None:
+        """Fill in a step of these bounds: requests of one token each, all in the spare page."""
+        inputs, num_rows = self._model.inputs, bounds.num_rows
+        slot = 0 if bounds.has_adapters else -1
+        segments = [Segment(0, 1, (self._padding.spare_page,), slot)] * num_rows
+        heads = [HeadsRow(row, 0, GUESSES_PER_ROW) for row in range(num_rows)] if bounds.num_guesses else []
+        ids = torch.arange(first_token, first_token + num_rows, device=inputs.device)
+        inputs.fill(segments, ids % self._model.info.vocab_size, ids - first_token, range(num_rows), heads)
+        if inputs.bounds != bounds:
+            raise CannotCapture(f"a step that is to be captured as {bounds} is {inputs.bounds}")
+        self._model.backend.prepare(inputs)

@@ -1,0 +1,51 @@
+"""Between host and device without waiting: nothing here makes the host wait for a step that is still running."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+_ALIGNED = 16
+"""Bytes; the largest element is a divisor."""
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on its way to the device, in order with what is launched next."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """Tensors on their way to the host as one copy, begun when made; on CUDA no step launched later is waited for."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensors = list(tensors)
+        if any(tensor.is_cuda for tensor in tensors):
+            packed = pack(tensors)
+            self._tensors = list(unpack(packed.to("cpu", non_blocking=True), tensors))
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(packed.device))
+
+    def wait(self) -> list[torch.Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[bytes] uint8: all of them one behind the other, each from a multiple of 16 on."""
+    parts: list[torch.Tensor] = []
+    for tensor in tensors:
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        parts += [flat, flat.new_zeros(-flat.numel() % _ALIGNED)]
+    return torch.cat(parts)
+
+
+def unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """packed: [bytes] uint8. Views of it with the shapes and types of `like`."""
+    first = 0
+    for tensor in like:
+        size = tensor.numel() * tensor.element_size()
+        yield packed[first : first + size].view(tensor.dtype).view(tensor.shape)
+        first += size + -size % _ALIGNED

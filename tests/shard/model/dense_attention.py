@@ -1,0 +1,46 @@
+"""Attention by operations of fixed shapes over the page table, as slow as it is plain: what can be captured on CPU."""
+
+import numpy as np
+import torch
+
+from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from shard.attention.reference import ReferenceKV
+from shard.batch import StepInputs
+
+
+class DenseAttention(AttentionBackend):
+    """Every row looks at all pages of its segment's table row, at the most that a step may have."""
+
+    def __init__(self, page_size: int, most_rows: int, max_kv_len: int) -> None:
+        self.page_size = page_size
+        self._num_pages = -(-max_kv_len // page_size)
+        # [most_rows, pages] pages of each row's segment; [most_rows] position of each row
+        self._pages = torch.zeros(most_rows, self._num_pages, dtype=torch.long)
+        self._positions = torch.zeros(most_rows, dtype=torch.long)
+        self._inputs: StepInputs | None = None
+
+    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
+        return ReferenceKV(spec, num_pages * self.page_size, dtype, device)
+
+    def prepare(self, inputs: StepInputs) -> None:
+        self._inputs = inputs
+        table = np.zeros((len(inputs.segments), self._num_pages), np.int64)
+        table[:, : inputs.page_table.shape[1]] = inputs.page_table[:, : self._num_pages]
+        rows = np.repeat(table, inputs.counts, axis=0)
+        self._pages[: len(rows)] = torch.from_numpy(rows)
+        self._positions[: len(rows)] = inputs.position_ids
+
+    def attend(
+        self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        assert isinstance(kv, ReferenceKV) and self._inputs is not None
+        kv.keys.index_copy_(0, self._inputs.kv_slots, key)
+        kv.values.index_copy_(0, self._inputs.kv_slots, value)
+        num_rows = query.shape[0]
+        # [T, L] slots
+        slots = (self._pages[:num_rows, :, None] * self.page_size + torch.arange(self.page_size)).flatten(1)
+        keys, values = (pool[slots].repeat_interleave(spec.group, 2).float() for pool in (kv.keys, kv.values))
+        scores = torch.einsum("thd,tlhd->thl", query.float(), keys) * spec.scaling
+        hidden = torch.arange(slots.shape[1]) > self._positions[:num_rows, None]
+        scores = scores.masked_fill(hidden[:, None], float("-inf"))
+        return torch.einsum("thl,tlhd->thd", scores.softmax(-1), values).to(query.dtype)

@@ -1,0 +1,244 @@
+"""The kernels for experts on devices against their specification: run by test_experts_triton.py in a process of its
+own, on CUDA or, with TRITON_INTERPRET=1, on CPU.
+"""
+
+import os
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+from benchmarks.adapters_exact import lay_out, load_plain, make_adapters
+from shard.batch import Segment, StepInputs
+from shard.config import ShardConfig
+from shard.model import layers, load_model
+from shard.model.adapter_device import DeviceSlots
+from shard.model.adapter_file import AdapterFiles, Destination
+from shard.model.adapter_memory import PinnedMemory
+from shard.model.adapter_sites import mark_sites
+from shard.model.expert_pairs import SortedPairs, sort_pairs
+from shard.model.experts import is_experts
+from shard.model.experts_device import DeviceExperts
+from shard.model.grouped import multiply_plainly
+from shard.model.grouped_triton import multiply_tiles
+from shard.model.lora import AdapterSite, SlotWeights, adapt_row
+from shard.model.lora_device import DeviceKernels, sites_of
+from tests import tiny
+from tests.shard.model.test_experts_device import NoHostReads, chosen, network_of
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+NUM_SLOTS = 9
+RANKS = (1, 3, 8, 16, 17, 64)
+FIRST_ALONE, NOTHING = 4, 5
+"""Slots whose adapters change the first product only, and no expert at all."""
+
+# slot of each token, -1 for none
+MIXES = {
+    "distinct": [0, 1, 2, 3, 4, 5, 6, 7, 8],
+    "uniform": [3, 1, 3, 0, 2, 1, 0, 2, 4],
+    "zipf": [0, 0, -1, 0, 0, 1, 1, 5, 2],
+    "identical": [6] * 18,
+    "none": [-1] * 9,
+}
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=GENERATOR).to(DEVICE, dtype)
+
+
+def pairs_of(*counts: int) -> SortedPairs:
+    """So many pairs of each expert, one expert per token."""
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(DEVICE)
+    return sort_pairs(ids[:, None], len(counts))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "shape", "dtype"),
+    [
+        ((3, 0, 19), (33, 37), torch.float32),
+        ((1, 2, 0, 1), (96, 130), torch.bfloat16),
+        ((70, 1), (48, 24), torch.float16),
+        ((0, 20, 16), (144, 64), torch.bfloat16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_products_equal_the_specification(
+    counts: tuple[int, ...], shape: tuple[int, int], dtype: torch.dtype, is_transposed: bool
+) -> None:
+    pairs, (num_in, num_out) = pairs_of(*counts), shape
+    x = random(sum(counts), num_in, dtype=dtype)
+    matrices = random(len(counts), num_out, num_in, dtype=dtype).mT / num_in**0.5
+    matrices = matrices.contiguous() if is_transposed else matrices
+    wanted = multiply_plainly(x, matrices, pairs)
+    got = multiply_tiles(x, matrices, pairs)
+    torch.testing.assert_close(got, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_equal_bits_beside_any_others(dtype: torch.dtype) -> None:
+    x, matrices = random(18, 70, dtype=dtype), random(3, 70, 40, dtype=dtype)
+    together = multiply_tiles(x, matrices, pairs_of(0, 18, 0))
+    among = multiply_tiles(torch.cat([x[:3], x[17:], x[:7]]), matrices, pairs_of(3, 1, 7))
+    assert torch.equal(among[3], together[17])
+
+
+def placed(network: torch.nn.Module, block: Any, dtype: torch.dtype) -> "Placed":
+    inputs = StepInputs(16, DEVICE)
+    sites = mark_sites(network, inputs, dtype)
+    for each in sites.values():
+        each.allocate(NUM_SLOTS)
+    inputs.reserve_groups(32, NUM_SLOTS)
+    bench = Placed(inputs, DeviceKernels(sites_of(sites), NUM_SLOTS, DEVICE), block)
+    for slot in range(NUM_SLOTS):
+        bench.load(slot)
+    return bench
+
+
+@dataclass
+class Placed:
+    """One block of a network whose slots hold adapters of every rank."""
+
+    inputs: StepInputs
+    kernels: DeviceKernels
+    block: Any
+    plain: dict[tuple[int, AdapterSite], SlotWeights] = field(default_factory=dict)
+    memories: list[torch.Tensor] = field(default_factory=list)
+
+    def load(self, slot: int) -> None:
+        """One for all experts, one for some products, one for no expert."""
+        found: list[AdapterSite] = []
+        entries, pieces = [], []
+        for name, sites in self.block.lorikeet_adapters.items():
+            if slot == NOTHING or (slot == FIRST_ALONE and name == "down_proj"):
+                continue
+            for site in sites.experts:
+                rank = RANKS[slot % len(RANKS)]
+                dtype = self.block.down_proj.dtype
+                a = random(rank, site.num_in, dtype=dtype) / site.num_in**0.5
+                b = random(rank, site.num_out, dtype=dtype) / rank**0.5
+                self.plain[slot, site] = SlotWeights(a, b)
+                found.append(site)
+                pieces += [a, b]
+        sizes = [-(-piece.nbytes // 64) * 64 for piece in pieces]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device=DEVICE)
+        starts = np.cumsum([0, *sizes])[:-1].reshape(-1, 2)
+        for piece, part in zip(pieces, memory.split(sizes), strict=True):
+            part[: piece.nbytes].view(piece.dtype).view(piece.shape).copy_(piece)
+        entries = np.full((len(found), 5), -1, np.int64)
+        entries[:, 0] = RANKS[slot % len(RANKS)]
+        entries[:, 1:3] = starts
+        self.kernels.bind(slot, self.kernels.image(found, entries), memory)
+        self.memories.append(memory)
+
+    def step(self, slots: list[int]) -> None:
+        segments = [Segment(0, 1, range(1), slot) for slot in slots]
+        self.inputs.fill(segments, *[torch.arange(len(slots), device=DEVICE)] * 2)
+
+    def wanted(self, slots: list[int], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Token by token and expert by expert."""
+        rows = []
+        for row, slot in enumerate(slots):
+            each = [self._one(slot, expert, x[row : row + 1]) for expert in ids[row].tolist()]
+            rows.append((torch.cat(each) * weights[row, :, None]).sum(0).to(x.dtype))
+        return torch.stack(rows)
+
+    def _one(self, slot: int, expert: int, x: torch.Tensor) -> torch.Tensor:
+        up, down = self.block.lorikeet_adapters
+        hidden = self._product(up, slot, expert, x)
+        return self._product(down, slot, expert, self.block._apply_gate(hidden))
+
+    def _product(self, name: str, slot: int, expert: int, x: torch.Tensor) -> torch.Tensor:
+        matrix, biases = getattr(self.block, name)[expert], getattr(self.block, f"{name}_bias", None)
+        y = x @ (matrix if self.block.is_transposed else matrix.t())
+        y = y if biases is None else y + biases[expert]
+        weights = self.plain.get((slot, self.block.lorikeet_adapters[name].experts[expert]))
+        if weights is not None:
+            adapt_row(weights, None, x[0], y[0])
+        return y
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "mix"),
+    [
+        *(("mixtral", torch.float32, mix) for mix in MIXES),
+        ("mixtral", torch.bfloat16, "zipf"),
+        ("qwen3_moe", torch.bfloat16, "uniform"),
+        ("gpt_oss", torch.float32, "zipf"),
+        ("gpt_oss", torch.bfloat16, "uniform"),
+    ],
+    ids=str,
+)
+def test_adapters_of_experts_equal_the_specification(name: str, dtype: torch.dtype, mix: str) -> None:
+    network = network_of(name, dtype).to(DEVICE)
+    block: Any = next(module for module in network.modules() if is_experts(module))
+    bench, slots = placed(network, block, dtype), MIXES[mix]
+    x = random(len(slots), 64, dtype=dtype)
+    ids = chosen(len(slots), block.num_experts, "zipf").to(DEVICE)
+    weights = torch.rand(len(slots), 2, generator=GENERATOR).to(DEVICE)
+    experts = DeviceExperts(block)
+    bench.step([-1] * len(slots))
+    base = experts(block, x, ids, weights)
+    bench.step(slots)
+    with NoHostReads() if DEVICE.type == "cuda" else nullcontext():
+        got = experts(block, x, ids, weights)
+    wanted = bench.wanted(slots, x, ids, weights)
+    # two products with a rounding between them: of the largest, for small ones are what is left of those
+    torch.testing.assert_close(got, wanted, rtol=0, atol=2 * TOLERANCE[dtype] * float(wanted.abs().max()))
+    untouched = torch.tensor([slot in (-1, NOTHING) for slot in slots], device=DEVICE)
+    assert torch.equal(got[untouched], base[untouched])
+    assert not (got[~untouched] == base[~untouched]).all(1).any()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_a_model_gives_peft_s_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several adapters and none in one step, through everything between an adapter's file and a row."""
+    warnings.filterwarnings("ignore", category=peft.utils.warning.PeftWarning)
+    monkeypatch.setattr(layers, "can_pack", lambda dtype: False)
+    kinds = {"layer_types": ["sliding_attention"]} if name == "gpt_oss" else {}
+    base = tiny.make(name, tmp_path / "base", num_hidden_layers=1, **kinds)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    configs = {
+        "experts": peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], target_parameters=parameters),
+        "one": peft.LoraConfig(r=2, lora_alpha=8, target_modules=["o_proj"], target_parameters=parameters[:1]),
+        "attention": peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]),
+    }
+    adapters = make_adapters(base, tmp_path / "adapters", configs, seed=1)
+    digests = lay_out(base, tmp_path / "store", adapters)
+    config = ShardConfig(
+        name, str(base), "unix:/dev/null", dtype="float32", max_total_tokens=64, device=str(DEVICE),
+        attention="reference",
+    )  # fmt: skip
+    model = load_model(config)
+    model.allocate_kv(16)
+    model.allocate_adapters(4)
+    kernels = model.give_kernels(4, 64)
+    memory = PinnedMemory(1 << 24, 1 << 20, is_pinned=DEVICE.type == "cuda")
+    files = AdapterFiles(model.adapter_sites, Destination(torch.float32, memory, kernels), model.heads)
+    slots = DeviceSlots(kernels, model.heads)
+    for slot, digest in enumerate(digests.values()):
+        slots.put(slot, files.read(tmp_path / "store" / f"{digest}.safetensors"))
+        while not slots.is_ready(slot):
+            pass
+    chosen = [("experts", 0), ("", -1), ("one", 1), ("attention", 2), ("experts", 0)]
+    rows = [torch.randint(0, tiny.VOCAB, (length,), generator=GENERATOR) for length in (4, 2, 3, 1, 1)]
+    segments = [Segment(0, len(row), [2 * i, 2 * i + 1], slot)
+                for i, (row, (_, slot)) in enumerate(zip(rows, chosen, strict=True))]  # fmt: skip
+    ids = torch.cat(rows).to(DEVICE)
+    model.inputs.fill(segments, ids, torch.arange(len(ids), device=DEVICE))
+    found = model.forward().split([len(row) for row in rows])
+    for (adapter, _), row, got in zip(chosen, rows, found, strict=True):
+        wanted = load_plain(base)
+        if adapter:
+            wanted = peft.PeftModel.from_pretrained(wanted, str(adapters[adapter])).eval()
+        with torch.inference_mode():
+            logits = wanted(row[None]).logits[0]
+        torch.testing.assert_close(got.cpu(), logits, rtol=1e-3, atol=1e-3)

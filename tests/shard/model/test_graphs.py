@@ -1,0 +1,222 @@
+"""Captured steps, on CPU: a tape keeps the operations of a forward pass as a CUDA graph would keep its launches."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from shard.attention import AttentionSpec, LayerKV
+from shard.batch import Segment, StepInputs
+from shard.model import Model
+from shard.model.assemble import assemble
+from shard.model.experts import NAME as EXPERTS
+from shard.model.graphs import CannotCapture
+from shard.model.site import NAME
+from shard.padding import Padding
+from shard.request import Method, SamplingParams, Speculation
+from shard.speculation import Guessers
+from tests.shard.fake_model import VOCAB_SIZE
+from tests.shard.model.dense_attention import DenseAttention
+from tests.shard.model.tape import TapeRecorder
+from tests.shard.rig import Rig, Setup, make_request
+
+PAGE_SIZE, NUM_PAGES, MOST_ROWS, MOST_TOKENS = 4, 40, 16, 32
+VOCAB = VOCAB_SIZE
+CLOSE = 2.0**-8
+"""Float16; matrix products of other numbers of rows sum in another order."""
+
+
+class BakingAttention(DenseAttention):
+    """Keeps the positions of a step on the host, where a graph never looks again."""
+
+    def attend(
+        self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        assert self._inputs is not None
+        ids = torch.tensor(self._inputs.page_table[:, 0]).to(query.dtype).sum()
+        return super().attend(spec, kv, query, key, value) * (1 + ids)
+
+
+class ReadingAttention(DenseAttention):
+    """Waits for the device in the middle of the step."""
+
+    def attend(
+        self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        output = super().attend(spec, kv, query, key, value)
+        return output if float(output.sum()) else output * 2
+
+
+def model_with(kind: type[DenseAttention] = DenseAttention, num_layers: int = 2) -> Model:
+    """A tiny Llama whose layers are plain, as on a device."""
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float16, attn_implementation=NAME, experts_implementation=EXPERTS
+    ).eval()
+    backend = kind(PAGE_SIZE, 64, MOST_TOKENS)
+    return assemble(network, config, backend, torch.float16, StepInputs(PAGE_SIZE, torch.device("cpu")), MOST_TOKENS)
+
+
+def padding() -> Padding:
+    return Padding(MOST_ROWS, MOST_TOKENS, spare_page=NUM_PAGES)
+
+
+def captured(kind: type[DenseAttention] = DenseAttention) -> tuple[Model, TapeRecorder]:
+    model, recorder = model_with(kind), TapeRecorder()
+    model.allocate_kv(NUM_PAGES + 1)
+    model.capture(padding(), recorder)
+    return model, recorder
+
+
+class Texts:
+    """Requests that a model computes step by step, each with pages of its own."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._computed: dict[int, int] = {}
+
+    def step(self, counts: dict[int, int], wanted: Sequence[int] | None = None) -> torch.Tensor:
+        """Compute so many more tokens of each request. wanted: rows, None is all. Returns their logits."""
+        segments, ids = [], []
+        for request, count in counts.items():
+            start = self._computed.get(request, 0)
+            self._computed[request] = start + count
+            pages = range(request * 8, request * 8 + 8)
+            segments.append(Segment(start, count, pages))
+            ids += [(31 * request + 7 * place) % VOCAB for place in range(start, start + count)]
+        rows = list(range(len(ids))) if wanted is None else list(wanted)
+        self._model.inputs.fill(segments, torch.tensor(ids), torch.tensor(rows, dtype=torch.long), rows)
+        return self._model.forward().clone()
+
+
+def plans(seed: int) -> list[dict[int, int]]:
+    """Chunks, single tokens and widths of verification, mixed; some steps too large for any graph."""
+    draw, left, found = random.Random(seed), dict.fromkeys(range(5), MOST_TOKENS), []
+    while any(left.values()):
+        members = [request for request in left if left[request] and draw.random() < 0.7]
+        counts = {request: min(left[request], draw.choice([1, 1, 2, 4, 7])) for request in members}
+        for request, count in counts.items():
+            left[request] -= count
+        if counts:
+            found.append(counts)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_replayed_steps_give_what_launched_ones_give(seed: int) -> None:
+    plain = model_with()
+    plain.allocate_kv(NUM_PAGES)
+    graphed, recorder = captured()
+    launched, replayed = Texts(plain), Texts(graphed)
+    steps = plans(seed)
+    for index, counts in enumerate(steps):
+        num_rows = sum(counts.values())
+        wanted = None if index % 3 else range(num_rows - 1, -1, -2)
+        expected, found = launched.step(counts, wanted), replayed.step(counts, wanted)
+        assert found.shape == expected.shape
+        assert float((found - expected).abs().max()) <= CLOSE
+    assert recorder.num_replayed == sum(sum(counts.values()) <= MOST_ROWS for counts in steps) > 0
+
+
+def test_what_is_captured_reads_no_memory_of_its_own_step() -> None:
+    graphed, recorder = captured()
+    before = {id(out) for tape in recorder.tapes for _, _, _, outs in tape.kept for out in outs}
+    Texts(graphed).step({0: 3, 1: 1})
+    assert {id(out) for tape in recorder.tapes for _, _, _, outs in tape.kept for out in outs} == before
+    assert graphed.graphs is not None
+    assert graphed.graphs.num_graphs == len(padding().all()) == len(recorder.tapes)
+    graphed.graphs.check()
+
+
+def test_rows_of_padding_write_to_the_spare_page_alone() -> None:
+    graphed, _ = captured()
+    for site in graphed.sites:
+        assert site.kv is not None
+        site.kv.keys.fill_(9.0)  # type: ignore[attr-defined]
+    Texts(graphed).step({2: 3})  # padded to four rows, of pages 16 and the spare one
+    for site in graphed.sites:
+        keys = site.kv.keys.view(NUM_PAGES + 1, PAGE_SIZE, -1)  # type: ignore[union-attr]
+        written = {int(page) for page in (keys != 9.0).flatten(1).any(1).nonzero()}
+        assert written == {16, NUM_PAGES}
+
+
+def test_rows_that_nobody_wants_are_rows_of_the_step() -> None:
+    plain, (graphed, _) = model_with(), captured()
+    plain.allocate_kv(NUM_PAGES)
+    found = []
+    for texts in (Texts(plain), Texts(graphed)):
+        texts.step({0: MOST_ROWS}, range(MOST_ROWS - 1, -1, -1))
+        found.append(texts.step({1: 3}, [2]))
+    assert float((found[0] - found[1]).abs().max()) <= CLOSE
+
+
+def test_a_pass_that_waits_for_the_device_is_refused() -> None:
+    with pytest.raises(CannotCapture, match="not permitted when stream is capturing"):
+        captured(ReadingAttention)
+
+
+def test_a_pass_that_goes_by_the_host_is_found_out() -> None:
+    model = model_with(BakingAttention)
+    model.allocate_kv(NUM_PAGES + 1)
+    model.capture(padding(), TapeRecorder(), padding().all()[:1])
+    texts = Texts(model)
+    texts.step({0: 16})
+    assert model.graphs is not None
+    model.inputs.pad(Padding(MOST_ROWS, MOST_TOKENS, spare_page=3))
+    model.graphs._padding = Padding(MOST_ROWS, MOST_TOKENS, spare_page=3)  # pages that it was not captured with
+    with pytest.raises(CannotCapture, match="gives other logits"):
+        model.graphs.check()
+
+
+def test_new_pages_drop_the_graphs() -> None:
+    graphed, _ = captured()
+    graphed.allocate_kv(NUM_PAGES + 1)
+    assert graphed.graphs is None
+    plain = model_with()
+    plain.allocate_kv(NUM_PAGES)
+    assert torch.equal(Texts(graphed).step({0: 5}), Texts(plain).step({0: 5}))
+    assert graphed.inputs.bounds is None
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_engine_gives_the_same_texts_with_graphs(lag: int) -> None:
+    plain = model_with()
+    plain.allocate_kv(NUM_PAGES)
+    graphed, recorder = captured()
+    texts = [texts_of(model, lag) for model in (plain, graphed)]
+    assert texts[0] == texts[1]
+    assert recorder.num_replayed > 5
+
+
+def texts_of(model: Model, lag: int) -> list[list[int]]:
+    """What an engine makes of six requests: greedy, sampled, with guesses, one longer than any graph."""
+    guessers = Guessers(8, 1, 8, 4)
+    rig = Rig(Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, guessers=guessers))
+    requests = []
+    for index in range(6):
+        prompt = [(5 * index + 3 * (place % 4)) % VOCAB for place in range(3 + 4 * index)]
+        sampling = SamplingParams(do_sample=index % 2 == 1, temperature=0.5, seed=index)
+        speculation = Speculation(Method.LOOKUP, 3) if index % 3 else Speculation()
+        requests.append(make_request(index, prompt, 9, sampling=sampling, speculation=speculation))
+    outputs = rig.run(*requests)
+    return [list(outputs[index].token_ids) for index in range(6)]
+
+
+@pytest.mark.long
+def test_graphs_with_adapters() -> None:
+    """In a process of its own: kernels are interpreted, or not, from their import on."""
+    cases = Path(__file__).with_name("graphs_triton_cases.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", str(cases)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
