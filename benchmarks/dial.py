@@ -16,6 +16,7 @@ from shard.batch import StepInputs
 from shard.config import ShardConfig
 from shard.model import Model, load_model
 from shard.request import Method, Request, Schedule, Speculation
+from shard.transfer import to_device
 
 FORCED = 1e9
 """A logit that no other reaches."""
@@ -76,12 +77,8 @@ class Dial:
 def _put(logits: torch.Tensor, places: Sequence[tuple[int, int]], value: float) -> None:
     """logits: [rows, V]; places: (row, token). The host does not wait for the device."""
     if places:
-        rows, tokens = _sent(torch.tensor(places).T.contiguous(), logits.device)
-        logits.index_put_((rows, tokens), _sent(torch.tensor(value), logits.device))
-
-
-def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+        rows, tokens = to_device(torch.tensor(places).T.contiguous(), logits.device)
+        logits.index_put_((rows, tokens), to_device(torch.tensor(value), logits.device))
 
 
 class DialledModel(Model):

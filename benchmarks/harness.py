@@ -55,6 +55,8 @@ class Gave:
     """What proposing, verifying and accepting took in a step with drafts."""
     alternatives: Sequence[float] = ()
     """Log probabilities of the alternatives of all tokens, one after the other."""
+    gap_us: int = 0
+    """That the device had waited for the host between steps so far, as the shard tells its routers."""
 
 
 @dataclass
@@ -114,8 +116,9 @@ class Harness:
         """One step, and what it gave."""
         self._engine.step()
         now = time.perf_counter()
-        for output in self._outbox.take(EPOCH).outputs:
-            if self._note(self._open[output.key[1]], output, now):
+        mail = self._outbox.take(EPOCH)
+        for output in mail.outputs:
+            if self._note(self._open[output.key[1]], output, now, mail.status.gap_us):
                 del self._open[output.key[1]]
         if self._open and not self._engine.scheduler.running:  # they wait for adapters
             self._inbox.wait(PARKED_S)
@@ -141,14 +144,14 @@ class Harness:
         self._engine.scheduler.check()
 
     @staticmethod
-    def _note(run: Run, output: Output, now: float) -> bool:
+    def _note(run: Run, output: Output, now: float, gap_us: int) -> bool:
         """Whether the request has ended with this, known `now`."""
         if output.error:
             raise RuntimeError(output.error)
         if output.token_ids:
             drafted = sum(output.num_drafted)
             found = () if output.details is None else output.details.alternative_logprobs
-            run.steps.append(Gave(output.token_ids, drafted, output.num_accepted, now, output.seconds, found))
+            run.steps.append(Gave(output.token_ids, drafted, output.num_accepted, now, output.seconds, found, gap_us))
         return bool(output.finish_reason)
 
 

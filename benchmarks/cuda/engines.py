@@ -66,10 +66,12 @@ def random_network(checkpoint: Any, dtype: torch.dtype, device: str, seed: int) 
 
 
 def room(setup: Setup, num_requests: int, num_tokens: int) -> dict[str, Any]:
-    """Settings with which so many requests of so many tokens fit, and no more."""
+    """Settings with which so many requests of so many tokens fit, and no more; one alone may be as long as a server
+    usually lets it, since what is captured depends on that.
+    """
     memory = {} if setup.is_cuda else {"cpu_memory": 2**28}
     return {
-        "max_total_tokens": num_tokens,
+        "max_total_tokens": max(num_tokens, setup.longest),
         "max_running": num_requests,
         "max_batch_total_tokens": num_requests * (num_tokens + 512),
         **memory,
@@ -106,17 +108,21 @@ def wanted(setup: Setup, shape: LlamaShape, count: int, **asked: Any) -> list[Wa
 
 
 def step_of(runs: list[Run]) -> dict[str, float]:
-    """Of requests that ran all at once: what a step took while all of them did, one token each or more."""
+    """Of requests that ran all at once: what a step took while all of them did, and how long the device waited for the
+    host before one, as the shard tells it.
+    """
     start, end = max(run.steps[0].at for run in runs), min(run.steps[-1].at for run in runs)
     inside = [[gave for gave in run.steps if start < gave.at <= end] for run in runs]
     num_steps, num_tokens = len(inside[0]), sum(len(gave.token_ids) for gaves in inside for gave in gaves)
     if not num_steps:
         raise RuntimeError("the requests did not run at once")
+    gaps = [gave.gap_us for gave in inside[0]]
     return {
         "seconds": (end - start) / num_steps,
         "steps": num_steps,
         "tokens": num_tokens,
         "tokens_per_second": num_tokens / (end - start),
+        "gap": (gaps[-1] - gaps[0]) / 1e6 / max(1, num_steps - 1),
     }
 
 

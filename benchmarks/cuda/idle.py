@@ -34,7 +34,7 @@ def idle_of(engine: Harness, wanted: Sequence[Wanted]) -> dict[str, float]:
     ]
     idle, whole = between(spans)
     share = idle / whole if whole else 0.0
-    return {"idle_per_step": idle / 1e6 / max(1, num_steps), "idle_share": share, "steps": float(num_steps)}
+    return {"idle_per_step": idle / 1e6 / max(1, num_steps), "idle_share": share, "profiled": float(num_steps)}
 
 
 def between(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:

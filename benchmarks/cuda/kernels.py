@@ -18,7 +18,7 @@ from benchmarks.cuda.shapes import module_shapes
 USUAL, EAGER, UNFUSED, FP8 = "usual", "eager", "unfused", "fp8"
 WAYS: Mapping[str, Mapping[str, Any]] = {
     EAGER: {"graphs": False},
-    UNFUSED: {"fusions": False},
+    UNFUSED: {"fusions": "none"},
     FP8: {"kv_dtype": "fp8"},
 }
 """Settings in which the other ways differ from the usual one."""
@@ -68,7 +68,9 @@ def worth(other: str, batch: int, raw: Raw) -> float:
 
 
 def gaps(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
-    """One case per batch: how long the device waits in a step, by torch's profiler."""
+    """One case per batch: how long the device waits for the host per step, as the shard tells it, and how long nothing
+    runs on it, by torch's profiler.
+    """
     ours = engines.usual(setup)
     for batch in batches(setup):
         if f"batch {batch}" in finished:
@@ -77,8 +79,8 @@ def gaps(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
         ours.run(asked)
         plain = engines.steadily(ours, asked)
         short = [replace(each, num_tokens=min(24, setup.text)) for each in asked]
-        yield Case(f"batch {batch}", {**idle_of(ours, short), "seconds": plain["seconds"]})
+        yield Case(f"batch {batch}", {**plain, **idle_of(ours, short)})
 
 
-def gap_us(raw: Raw) -> float:
-    return 1e6 * float(raw["idle_per_step"])
+def microseconds(name: str, raw: Raw) -> float:
+    return 1e6 * float(raw[name])

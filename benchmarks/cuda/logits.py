@@ -15,14 +15,14 @@ from shard.batch import Segment
 from shard.model import Model
 
 LAYERS = 2
-PLAIN: Mapping[str, Any] = {"attention": "reference", "fusions": False}
+PLAIN: Mapping[str, Any] = {"attention": "reference", "fusions": "none"}
 KERNELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "every": {
-        "varlen": {"attention": "varlen", "fusions": False},
-        "triton": {"attention": "triton", "fusions": False},
-        "fusions": {"attention": "reference", "fusions": True},
+        "varlen": {"attention": "varlen", "fusions": "none"},
+        "triton": {"attention": "triton", "fusions": "none"},
+        "fusions": {"attention": "reference", "fusions": "auto"},
     },
-    "fp8": {"fp8": {"attention": "triton", "fusions": False, "kv_dtype": "fp8"}},
+    "fp8": {"fp8": {"attention": "triton", "fusions": "none", "kv_dtype": "fp8"}},
 }
 """By what they are measured for: the settings that bring each kernel in."""
 CONTEXT = 300

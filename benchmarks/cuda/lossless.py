@@ -48,7 +48,8 @@ def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
         folder = Path(name)
         digest = lay_out(BASE, folder, {"heads": FAMILY / "heads" / "base"})["heads"]
         longest = max(map(len, prompts)) + length + 2 * max(WIDTHS)
-        settings = {**room(setup, count, longest), "dtype": "float32", "speculation_max_batch_size": count}
+        own = {"max_total_tokens": longest, "dtype": "float32", "speculation_max_batch_size": count}
+        settings = {**room(setup, count, longest), **own}
         config = configured(
             setup, BASE, **settings, adapter_store=str(folder), draft_model=str(DRAFT), draft_dtype="float32"
         )

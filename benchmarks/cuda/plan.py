@@ -200,6 +200,7 @@ def _start(setup: Setup) -> Table:
 
 def _kernels(setup: Setup) -> Table:
     attention = partial(Bar, part="kernels-attention", num_cases=len(shapes.steps(setup)), wanted=None)
+    gaps = partial(Bar, part="kernels-gaps", num_cases=2, wanted=None, at_least=False, unit="µs")
     ways = {"eager": "without graphs", "unfused": "without fusions", "fp8": "with KV in fp8"}
     batches = (1, setup.requests)
     return [
@@ -213,8 +214,8 @@ def _kernels(setup: Setup) -> Table:
                   unit="of it"),
         Bar("adapters: grouped products' time over the kernels'", "kernels-adapters", len(shapes.module_shapes(setup)),
             _of("kernels.over_kernels"), None, unit="times"),
-        Bar("a device's wait in a step", "kernels-gaps", len(batches), _of("kernels.gap_us"), None, at_least=False,
-            unit="µs"),
+        gaps("the device's wait for the host between steps", value=_of("kernels.microseconds", "gap")),
+        gaps("time of a step in which nothing runs", value=_of("kernels.microseconds", "idle_per_step")),
         *(
             Bar(f"a step {text} over a usual one, {batch} at once", f"kernels-{way}", setup.long_rounds,
                 _of("kernels.worth", way, batch), None)

@@ -66,6 +66,8 @@ class Setup:
     prompt: int = 128
     text: int = 192
     """Tokens of each request's output."""
+    longest: int = 4096
+    """Tokens that one request may have."""
     bytes_copied: int = 4 << 30
     adapters: int = 1024
     """In rotation over as many slots as there are requests …"""
@@ -108,8 +110,8 @@ class Setup:
 
 SMOKE = Setup(
     "cpu", "float32", TINY, TINIER, TINIER, rounds=1, long_rounds=1, repeats=2, requests=4, prompt=6,
-    text=8, bytes_copied=1 << 20, adapters=8, laps=2, swaps=2, swap_batch=2, contexts=(24,), prefill=8, loads=(1, 2),
-    width=2, architectures=("llama",), workers=1, is_smoke=True,
+    text=8, longest=64, bytes_copied=1 << 20, adapters=8, laps=2, swaps=2, swap_batch=2, contexts=(24,), prefill=8,
+    loads=(1, 2), width=2, architectures=("llama",), workers=1, is_smoke=True,
 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
                 continue
             checkpoint.forget(folder)
             mark, listen = folder / f"ready-{number}", f"unix:{folder}/shard-{number}.sock"
-            room = engines.room(setup, setup.requests, 2 * (setup.prompt + setup.text))
+            room = {} if setup.is_cuda else engines.room(setup, setup.requests, setup.longest)
             config = engines.configured(setup, folder, **room, json_output=True, ready_mark=str(mark))
             told = {**json.loads(engines.config_json(config)), "listen": listen, "parent_pid": os.getpid()}
             raw, log = _start(told, mark, folder / f"shard-{number}.log")

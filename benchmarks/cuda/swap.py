@@ -38,7 +38,7 @@ class Met:
 def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
     """One case per round, with the length of every step before, and while each adapter came."""
     num_slots = setup.swap_batch + SPARE
-    num_tokens = setup.swaps * 2 * (QUIET + 16)
+    num_tokens = setup.swaps * 2 * (QUIET + 8)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         room = engines.room(setup, num_slots, setup.prompt + num_tokens)

@@ -44,7 +44,7 @@ def test_declared_numbers_of_cases_are_those_that_exist() -> None:
     assert declared["exact-lossless"] == len(lossless.ways(full))
     assert declared["exact-logits"] == len(logits.KERNELS["every"])
     assert declared["exact-fp8"] == len(logits.KERNELS["fp8"])
-    assert declared["exact-tests"] == len(exact.case_files()) + 1
+    assert declared["exact-tests"] == len(exact.case_files(full)) + 1
 
 
 def test_shapes_of_attention_cover_every_kind_and_context() -> None:

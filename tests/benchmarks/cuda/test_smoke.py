@@ -14,7 +14,7 @@ from shard.config import ShardConfig
 
 WHOLE = plan(SMOKE)
 GROUPS = list(dict.fromkeys(group_of(part) for part in WHOLE.parts))
-NEEDED = {"graphs", "fusions", "kv_dtype"}
+NEEDED = {"fusions", "kv_dtype"}
 """Settings that some parts are about."""
 
 
