@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shard.guess_groups import GuessGroups, as_array
 from shard.row_groups import TASK_ROWS, RowGroups
 
 
@@ -44,6 +45,18 @@ class HeadsRow(NamedTuple):
     """Heads 1 … num_guesses guess, head j the token j places after the one that the row itself gives."""
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What a step is padded to, so that one captured graph computes every step of these bounds."""
+
+    num_rows: int
+    """T, and S: tokens, and rows whose logits are given."""
+    max_kv_len: int
+    """Tokens visible to any of them at most."""
+    num_guesses: int = 0
+    """E: rows of heads' guesses; 0 for a step without heads."""
+
+
 class AdapterRows:
     """The rows of a step that belong to an adapter: tasks of up to TASK_ROWS neighbours of one slot each."""
 
@@ -62,8 +75,8 @@ class AdapterRows:
         """The same on the device, where kernels read it there."""
 
     def __len__(self) -> int:
-        """Number of tasks."""
-        return len(self.tasks)
+        """Number of tasks; on a device, of those that a launch covers."""
+        return len(self.tasks) if self.groups is None else self.groups.num_launched
 
     @property
     def address(self) -> int:
@@ -85,6 +98,8 @@ class StepInputs:
     def __init__(self, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.device = device
+        self.bounds: Bounds | None = None
+        """What the step is padded to; None for one that is as large as it is."""
         self.segments: list[Segment] = []
         # Host side, for attention backends. [R] first position, number of tokens, first row in T of each segment
         self.starts: npt.NDArray[np.int32] = np.empty(0, np.int32)
@@ -107,11 +122,17 @@ class StepInputs:
         self.head_adapter_rows = NO_ADAPTERS
         """Of the S rows whose logits are wanted and the E rows of guesses, which speak through the same output head."""
         self._host_rows: Sequence[int] | None = None
+        self.guess_groups: GuessGroups | None = None
+        """The guesses that are wanted, on the device, where kernels read them there."""
         self._groups: tuple[RowGroups, RowGroups] | None = None
 
-    def reserve_groups(self, max_rows: int, max_slots: int) -> None:
-        """From now on tell the device too which rows belong to which adapter."""
-        self._groups = RowGroups(max_rows, max_slots, self.device), RowGroups(max_rows, max_slots, self.device)
+    def reserve_groups(self, max_rows: int, max_slots: int, max_guesses: int = 0) -> None:
+        """From now on tell the device too which rows belong to which adapter, and which guesses to which head: of up to
+        so many rows of the step, and so many rows of guesses beside them at the output head.
+        """
+        head_rows = RowGroups(max_rows + max_guesses, max_slots, self.device)
+        self._groups = RowGroups(max_rows, max_slots, self.device), head_rows
+        self.guess_groups = GuessGroups(max_guesses, self.device)
 
     def fill(
         self,
@@ -145,6 +166,8 @@ class StepInputs:
         self._host_rows = host_rows
         self.heads = list(heads)
         self._fill_adapters(segments)
+        if self.guess_groups is not None:
+            self.guess_groups.fill(as_array(self.heads), None if self.bounds is None else self.bounds.num_guesses)
 
     @property
     def host_rows(self) -> Sequence[int]:
@@ -152,22 +175,35 @@ class StepInputs:
         return self.logits_rows.tolist() if self._host_rows is None else self._host_rows
 
     @property
+    def num_guesses(self) -> int:
+        """Rows of guesses that a forward pass gives, E."""
+        if self.bounds is not None:
+            return self.bounds.num_guesses
+        return sum(heads.num_guesses for heads in self.heads)
+
+    @property
     def num_logits(self) -> int:
         """Rows that a forward pass gives: S + E."""
-        return self.logits_rows.shape[0] + sum(heads.num_guesses for heads in self.heads)
+        return self.logits_rows.shape[0] + self.num_guesses
 
     def _fill_adapters(self, segments: Sequence[Segment]) -> None:
         self.adapter_rows = self.head_adapter_rows = NO_ADAPTERS
         slots = [segment.slot for segment in segments]
-        if max(slots, default=-1) < 0:
+        # a captured graph launches the kernels whether a step has adapters or not
+        is_captured = self.bounds is not None and self._groups is not None
+        if max(slots, default=-1) < 0 and not is_captured:
             return
         self.adapter_rows = AdapterRows(slots, self.counts.tolist())
         row_slots = np.repeat(np.asarray(slots, np.int32), self.counts)
-        head_slots = row_slots[np.asarray(self.host_rows, np.int64)]
+        wanted = row_slots[np.asarray(self.host_rows, np.int64)]
+        # [S] -1 for rows that are padding
+        head_slots = np.full(self.logits_rows.shape[0], -1, np.int32)
+        head_slots[: len(wanted)] = wanted
         guessed = [heads.row for heads in self.heads for _ in range(heads.num_guesses)]
         head_slots = np.concatenate([head_slots, head_slots[np.asarray(guessed, np.int64)]])
         self.head_adapter_rows = rows_of(head_slots.tolist())
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups
-            self._groups[0].fill(row_slots)
-            self._groups[1].fill(head_slots)
+            bounds = self.bounds
+            self._groups[0].fill(row_slots, None if bounds is None else bounds.num_rows)
+            self._groups[1].fill(head_slots, None if bounds is None else bounds.num_rows + bounds.num_guesses)

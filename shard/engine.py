@@ -206,7 +206,8 @@ class Engine:
         layout = Layout()
         for share in step.shares:
             layout.add(share)
-        fill_inputs(self._network.inputs, layout, step.shares, self._sampler)
+        inputs = self._network.inputs
+        fill_inputs(inputs, layout, step.shares, self._sampler)
         # [S + M + E, V]
         logits = self._network.forward()
         if watch is not None:
@@ -218,7 +219,8 @@ class Engine:
         if watch is not None:
             watch.mark(Phase.ACCEPT)
         if layout.heads:
-            step.head_ids = HostCopy(arg_max(logits[num_sampled + num_scored :]))
+            first, num_guesses = inputs.logits_rows.shape[0], sum(heads.num_guesses for heads in layout.heads)
+            step.head_ids = HostCopy(arg_max(logits[first : first + num_guesses]))
         if layout.target_ids:
             target_ids = torch.tensor(layout.target_ids, dtype=torch.long).to(logits.device, non_blocking=True)
             step.scores = self._sampler.prompt_logprobs(

@@ -11,7 +11,8 @@ import torch
 
 from shard.batch import AdapterRows
 from shard.model.lora import AdapterSite, Product, SlotImage
-from shard.model.lora_triton import ENTRY, LEAST_ROOM, PART, RANKS, add_delta
+from shard.model.lora_triton import ENTRY, PART, RANKS, add_delta
+from shard.model.tuning import DEFAULTS, Tuned
 
 _ALIGNED = 16
 
@@ -19,12 +20,16 @@ _ALIGNED = 16
 class DeviceKernels:
     """The sites of one model, as the kernels see them."""
 
-    def __init__(self, sites: Sequence[AdapterSite], num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, sites: Sequence[AdapterSite], num_slots: int, device: torch.device, tuned: Tuned = DEFAULTS
+    ) -> None:
         self.device = device
+        self._tuned = tuned
         self._index = {site: index for index, site in enumerate(sites)}
         # [slots, sites, ENTRY] rank and addresses, 0 for what there is not
         self.table = torch.zeros(num_slots, len(sites), ENTRY.value, dtype=torch.int64, device=device)
-        self._room = LEAST_ROOM
+        self.largest_rank = RANKS
+        """Of the adapters bound so far, in whole tiles. Launches depend on it: a captured graph holds for one value."""
         self._parts: dict[tuple[tuple[AdapterSite, int], ...], torch.Tensor] = {}
         for site in sites:
             site.kernels = self
@@ -43,11 +48,11 @@ class DeviceKernels:
 
     def bind(self, slot: int, image: SlotImage, memory: torch.Tensor) -> None:
         """Let `slot` mean the adapter in `memory`, [bytes] on the device, for steps launched from now on."""
-        self._room = max(self._room, -(-image.largest_rank // RANKS) * RANKS)
+        self.largest_rank = max(self.largest_rank, -(-image.largest_rank // RANKS) * RANKS)
         offsets = image.entries[:, 1:]
         entries = image.entries.copy()
         entries[:, 1:] = np.where(offsets >= 0, offsets + memory.data_ptr(), 0)
-        self.table[slot].copy_(_sendable(entries, self.device), non_blocking=True)
+        self.table[slot].copy_(sendable(entries, self.device), non_blocking=True)
 
     def clear(self, slot: int) -> None:
         """Let `slot` mean nothing, for steps launched from now on."""
@@ -82,8 +87,11 @@ class DeviceKernels:
         if groups is None:
             raise RuntimeError("rows of adapters that the device does not know of")
         is_aligned = all(site.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for site, column in columns)
-        shape = [groups.num_launched, max(site.num_out for site, _ in columns), self._room]
-        add_delta(x, y, groups.tasks, groups.row_ids, self._describe(columns), self.table, shape, is_aligned)
+        # by the modules alone: what a step holds changes no row's bits
+        num_in, num_out = columns[0][0].num_in, max(site.num_out for site, _ in columns)
+        tiles = self._tuned.tiles("shrink", num_in, y.dtype) + self._tuned.tiles("expand", num_out, y.dtype)
+        shape = [groups.num_launched, num_out, self.largest_rank]
+        add_delta(x, y, groups.tasks, groups.row_ids, self._describe(columns), self.table, shape, is_aligned, tiles)
 
     def _describe(self, columns: Sequence[tuple[AdapterSite, int]]) -> torch.Tensor:
         """[parts, PART] on the device; made once for each combination, which is of the model, not of the step."""
@@ -111,7 +119,7 @@ def _lies_beside(first: Product, other: Product) -> bool:
     return same_input and same_matrix and same_rows and first.site.num_in == other.site.num_in and fits
 
 
-def _sendable(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def sendable(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """A copy in memory from which the device copies by itself."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
