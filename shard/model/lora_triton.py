@@ -57,7 +57,7 @@ def shrink(
     room, ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
     WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """h[part, task, row, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row."""
+    """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part."""
     task, part = tl.program_id(0), tl.program_id(2)
     slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
     if count == 0:
@@ -68,7 +68,7 @@ def shrink(
     span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
     lanes = tl.arange(0, ROWS)
     rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
-    row = ((part * tl.num_programs(0) + task) * ROWS + lanes).to(tl.int64) * room
+    row = (rows * tl.num_programs(2) + part) * room
     offsets = tl.arange(0, DEPTH)
     # As many programs for every rank, so that a captured launch holds adapters of any: large ones have turns.
     for piece in range(tl.program_id(1), splits * tl.cdiv(rank, RANKS), tl.num_programs(1)):
@@ -89,7 +89,8 @@ def shrink(
                 other=0.0,
             )
             sums = _dot(terms, weights, sums, WIDENS)
-        tl.store(h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :], sums)
+        place = h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :]
+        tl.store(place, sums, mask=(lanes < count)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_sites"])
@@ -128,7 +129,7 @@ def expand(
     if IS_EMBEDDING:
         row = tl.load(h + rows, mask=lanes < count, other=0) * rank
     else:
-        row = ((part * tl.num_programs(0) + task) * ROWS + lanes).to(tl.int64) * room
+        row = (rows * tl.num_programs(2) + part) * room
     delta = tl.zeros((ROWS, WIDTH), tl.float32)
     for start in range(0, rank, RANKS):
         factors = start + tl.arange(0, RANKS)
@@ -144,7 +145,8 @@ def expand(
         else:
             value = tl.zeros((ROWS, RANKS), tl.float32)
             for split in range(splits):
-                value += tl.load(h + row[:, None] + split * padded + factors[None, :])
+                place = h + row[:, None] + split * padded + factors[None, :]
+                value += tl.load(place, mask=(lanes < count)[:, None], other=0.0)
             high = value.to(element)
             delta = _dot(high, weights, delta, WIDENS)
             if element != tl.float32:  # what rounding took away, so that h counts as float32
@@ -186,7 +188,7 @@ def add_delta(
     }
     h = x
     if x.dim() > 1:
-        h = torch.empty((num_parts, num_tasks, TASK_ROWS, ROOM), dtype=torch.float32, device=x.device)
+        h = torch.empty((x.shape[0], num_parts, ROOM), dtype=torch.float32, device=x.device)
         shrink[(num_tasks, SPLITS, num_parts)](
             x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), num_sites, ROOM, DEPTH=DEPTH, **fixed
         )

@@ -1,6 +1,7 @@
 """Experts as devices compute them, on CPU: against transformers' own loop, alone and inside a model."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from benchmarks import adapters_exact
+from benchmarks.adapters_exact import configs_of
 from shard import attention
 from shard.batch import StepInputs
 from shard.model import grouped, layers
@@ -112,14 +115,19 @@ def plain_tasks(pairs: SortedPairs, values: list[int], num_rows: int) -> list[li
     return found
 
 
+def of_tokens(slots: str, num_tokens: int) -> torch.Tensor:
+    """[num_tokens] int32 the slot of each token, -1 for none."""
+    numbers = torch.arange(num_tokens)
+    return {
+        "distinct": numbers, "uniform": numbers % 5 - 1, "zipf": 40 // (1 + numbers),
+        "identical": torch.full((num_tokens,), 7), "none": torch.full((num_tokens,), -1),
+    }[slots].int()  # fmt: skip
+
+
 @pytest.mark.parametrize("slots", ["distinct", "uniform", "zipf", "identical", "none"])
 def test_pairs_are_sorted_by_expert_and_adapter_and_cut_into_tasks(slots: str) -> None:
     num_tokens, num_experts, num_slots = 45, 4, 64
-    of_token = {
-        "distinct": torch.arange(num_tokens), "uniform": torch.arange(num_tokens) % 5 - 1,
-        "zipf": 40 // (1 + torch.arange(num_tokens)), "identical": torch.full((num_tokens,), 7),
-        "none": torch.full((num_tokens,), -1),
-    }[slots].int()  # fmt: skip
+    of_token = of_tokens(slots, num_tokens)
     ids = chosen(num_tokens, num_experts, "zipf")
     with NoHostReads():
         pairs = sort_pairs(ids, num_experts, of_token, num_slots)
@@ -158,3 +166,15 @@ def test_experts_with_a_norm_of_their_own_are_refused() -> None:
     block.has_post_expert_norm = True
     with pytest.raises(ValueError, match="a norm of their own"):
         place_experts(network)
+
+
+def test_a_batch_of_adapters_on_plain_experts_gives_peft_s_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "can_pack", lambda dtype: False)
+    monkeypatch.setattr(adapters_exact, "NEW_TOKENS", 8)
+    monkeypatch.setattr(adapters_exact, "MIN_DISTINCT", 0)
+    some = {name: config for name, config in configs_of("mixtral").items() if name in ("experts", "dora", "attention")}
+    monkeypatch.setattr(adapters_exact, "configs_of", lambda name: some)
+    [tried] = adapters_exact.check("mixtral", tmp_path, num_slots=[adapters_exact.FEW_SLOTS])
+    assert not tried.differences and tried.num_ties == 0 and tried.share_changed == 1, tried
