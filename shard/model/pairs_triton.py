@@ -16,12 +16,6 @@ BLOCK = 128
 """Pairs of one program."""
 
 
-@triton.jit
-def _key(keys, places, mask, stride, BY_EXPERT: tl.constexpr):
-    key = tl.load(keys + places, mask=mask, other=-1)
-    return key // stride if BY_EXPERT else key
-
-
 @triton.jit(do_not_specialize=["num_pairs", "num_halvings"])
 def cut(
     keys, tasks, pair_ids, num_tasks, num_pairs, num_halvings, stride, num_sites,
@@ -30,12 +24,14 @@ def cut(
     """keys: [pairs] of SortedPairs; tasks: [pairs at most, 3] zeros; pair_ids: [pairs]; num_tasks: one number, 0."""
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = places < num_pairs
-    key = _key(keys, places, there, stride, BY_EXPERT)
+    # what a key is divided by, to leave the adapter out
+    part = stride if BY_EXPERT else 1
+    key = tl.load(keys + places, mask=there, other=0) // part
     # the first pair with this key
     low, high = tl.zeros_like(places), places
     for _ in range(num_halvings):
         middle = (low + high) // 2
-        is_before = _key(keys, middle, there, stride, BY_EXPERT) < key
+        is_before = tl.load(keys + middle, mask=there, other=0) // part < key
         low, high = tl.where(is_before, middle + 1, low), tl.where(is_before, high, middle)
     if BY_EXPERT:
         value = key
@@ -45,7 +41,8 @@ def cut(
     count = tl.zeros_like(places)
     for lane in range(ROWS):
         beside = places + lane
-        count += (_key(keys, beside, beside < num_pairs, stride, BY_EXPERT) == key).to(tl.int32)
+        is_there = beside < num_pairs
+        count += (is_there & (tl.load(keys + beside, mask=is_there, other=0) // part == key)).to(tl.int32)
     number = tl.atomic_add(num_tasks, tl.sum(begins)) + tl.cumsum(begins) - 1
     task = tasks + number * 3
     tl.store(task, value, mask=begins > 0)

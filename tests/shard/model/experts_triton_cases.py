@@ -38,18 +38,18 @@ from tests.shard.model.test_experts_device import NoHostReads, chosen, network_o
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
-NUM_SLOTS = 9
-RANKS = (1, 3, 8, 16, 17, 64)
+NUM_SLOTS = 6
+RANKS = (1, 3, 8, 17, 64, 16)
 FIRST_ALONE, NOTHING = 4, 5
 """Slots whose adapters change the first product only, and no expert at all."""
 
 # slot of each token, -1 for none
 MIXES = {
-    "distinct": [0, 1, 2, 3, 4, 5, 6, 7, 8],
-    "uniform": [3, 1, 3, 0, 2, 1, 0, 2, 4],
-    "zipf": [0, 0, -1, 0, 0, 1, 1, 5, 2],
-    "identical": [6] * 18,
-    "none": [-1] * 9,
+    "distinct": [0, 1, 2, 3, 4, 5],
+    "uniform": [3, 1, 0, 3, 1, 0],
+    "zipf": [0, 0, -1, 0, 5, 2],
+    "identical": [4] * 18,
+    "none": [-1] * 6,
 }
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -228,19 +228,19 @@ def test_a_captured_block_computes_whatever_tokens_and_slots_come(monkeypatch: p
     network = network_of("mixtral", torch.bfloat16).to(DEVICE)
     block: Any = next(module for module in network.modules() if is_experts(module))
     bench, experts = placed(network, block, torch.bfloat16), DeviceExperts(block)
-    x, ids = random(3, 64, dtype=torch.bfloat16), chosen(3, 4, "identical").to(DEVICE)
-    weights, found = torch.rand(3, 2, generator=GENERATOR).to(DEVICE), random(3, 64, dtype=torch.bfloat16)
-    bench.step([NOTHING] * 3)
-    bench.inputs.bounds = Bounds(3, 16, has_adapters=True)
+    x, ids = random(2, 64, dtype=torch.bfloat16), chosen(2, 4, "identical").to(DEVICE)
+    weights, found = torch.rand(2, 2, generator=GENERATOR).to(DEVICE), random(2, 64, dtype=torch.bfloat16)
+    bench.step([NOTHING] * 2)
+    bench.inputs.bounds = Bounds(2, 16, has_adapters=True)
     recorder: Recorder = TapeRecorder() if DEVICE.type == "cpu" else CudaRecorder(DEVICE)
 
     def compute() -> None:
         found.copy_(experts(block, x, ids, weights))
 
     replay = recorder.record(compute)
-    for slots in ([0, -1, 2], [4, 4, 4]):
-        x.copy_(random(3, 64, dtype=torch.bfloat16))
-        ids.copy_(chosen(3 + slots[0], 4, "zipf")[:3])
+    for slots in ([-1, 2], [4, 0]):
+        x.copy_(random(2, 64, dtype=torch.bfloat16))
+        ids.copy_(chosen(3 + slots[0], 4, "zipf")[:2])
         bench.step(slots)
         replay()
         assert torch.equal(found, experts(block, x, ids, weights))
@@ -275,7 +275,7 @@ def test_a_model_gives_peft_s_logits(tmp_path: Path, monkeypatch: pytest.MonkeyP
         while not slots.is_ready(slot):
             pass
     chosen = [("experts", 0), ("", -1), ("one", 1), ("attention", 2)]
-    rows = [torch.randint(0, tiny.VOCAB, (length,), generator=GENERATOR) for length in (3, 1, 2, 1)]
+    rows = [torch.randint(0, tiny.VOCAB, (length,), generator=GENERATOR) for length in (2, 1, 1, 1)]
     segments = [Segment(0, len(row), [2 * i, 2 * i + 1], slot)
                 for i, (row, (_, slot)) in enumerate(zip(rows, chosen, strict=True))]  # fmt: skip
     ids = torch.cat(rows).to(DEVICE)

@@ -1,7 +1,6 @@
 """Experts as devices compute them, on CPU: against transformers' own loop, alone and inside a model."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +8,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from benchmarks import adapters_exact
-from benchmarks.adapters_exact import configs_of
 from shard import attention
 from shard.batch import StepInputs
 from shard.model import grouped, layers
@@ -166,15 +163,3 @@ def test_experts_with_a_norm_of_their_own_are_refused() -> None:
     block.has_post_expert_norm = True
     with pytest.raises(ValueError, match="a norm of their own"):
         place_experts(network)
-
-
-def test_a_batch_of_adapters_on_plain_experts_gives_peft_s_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layers, "can_pack", lambda dtype: False)
-    monkeypatch.setattr(adapters_exact, "NEW_TOKENS", 8)
-    monkeypatch.setattr(adapters_exact, "MIN_DISTINCT", 0)
-    some = {name: config for name, config in configs_of("mixtral").items() if name in ("experts", "dora", "attention")}
-    monkeypatch.setattr(adapters_exact, "configs_of", lambda name: some)
-    [tried] = adapters_exact.check("mixtral", tmp_path, num_slots=[adapters_exact.FEW_SLOTS])
-    assert not tried.differences and tried.num_ties == 0 and tried.share_changed == 1, tried
