@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=hub/id or folder] [PORT=8080] [ARGS="more launcher flags"]
 #   make test  [ARGS="-k words"]      make check     make fmt
-#   make bench [ARGS=…]               make proof [PART=name]
+#   make bench [ARGS=…]               make proof [PART=name]      make bench-cuda [PART=name]
 #   make setup                        make proto    make docs
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch from there; without it from pip's own index.
@@ -20,7 +20,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TORCH_PIN = $$(sed -n 's/^ *"\(torch[<>=!~].*\)",/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check fmt bench proof proto docs clean
+.PHONY: help setup serve test check fmt bench proof bench-cuda proto docs clean
 
 help:
 	@sed -n '2,9s/^# \{0,1\}//p' Makefile
@@ -70,6 +70,9 @@ bench: $(VENV)/.installed-dev
 
 proof: $(VENV)/.installed-dev
 	$(PY) -m benchmarks.proof $(if $(PART),--part $(PART)) $(ARGS)
+
+bench-cuda: $(VENV)/.installed-dev
+	$(PY) -m benchmarks.cuda $(if $(PART),--part $(PART)) $(ARGS)
 
 proto: $(VENV)/.installed-dev
 	$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. proto/shard.proto

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from adapters.loader.config import LoaderConfig
 from adapters.loader.reader import Jobs, Work
-from benchmarks.exact import MIN_DISTINCT, MOST_SEEDS, NEW_TOKENS, prompts_of
+from benchmarks.exact import MIN_DISTINCT, MOST_SEEDS, NEW_TOKENS, TIE, prompts_of
 from shard.build import build_engine
 from shard.config import ShardConfig
 from shard.inbox import Commands, Inbox, StreamOpened
@@ -207,7 +207,7 @@ def through_engine(config: ShardConfig, prompts: list[list[int]], digests: list[
     return [texts[index] for index in range(len(prompts))]
 
 
-def compare(tried: Tried, wanted: list[Text], given: list[list[int]], chosen: Sequence[str]) -> None:
+def compare(tried: Tried, wanted: list[Text], given: list[list[int]], chosen: Sequence[str], tie: float = TIE) -> None:
     """Equal tokens up to ties of the oracle."""
     tried.num_requests = len(wanted)
     for index, (want, got) in enumerate(zip(wanted, given, strict=True)):
@@ -216,13 +216,15 @@ def compare(tried: Tried, wanted: list[Text], given: list[list[int]], chosen: Se
         tried.num_tokens += same
         if same < len(got):
             best = want.logits[same].topk(2).values
-            if best[0] - best[1] < 1e-4:
+            if best[0] - best[1] < tie:
                 tried.num_ties += 1
             else:
                 tried.differences.append(f"request {index} ({chosen[index] or 'base'}) differs at token {same}")
 
 
-def check(name: str, folder: Path, num_slots: Sequence[int] = (16, FEW_SLOTS)) -> list[Tried]:
+def check(
+    name: str, folder: Path, num_slots: Sequence[int] = (16, FEW_SLOTS), device: str = "cpu", tie: float = TIE
+) -> list[Tried]:
     """Make, load, run and compare one architecture, once per number of slots."""
     warnings.filterwarnings("ignore", category=peft.utils.warning.PeftWarning)  # about merging, which nobody does here
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
@@ -243,11 +245,11 @@ def check(name: str, folder: Path, num_slots: Sequence[int] = (16, FEW_SLOTS)) -
     for number in num_slots:
         tried = Tried(name, number, num_distinct=num_distinct, share_changed=sum(changed) / len(changed))
         config = ShardConfig(
-            name, str(base), "unix:/dev/null", dtype="float32", max_total_tokens=128, step_tokens=40,
+            name, str(base), "unix:/dev/null", device=device, dtype="float32", max_total_tokens=128, step_tokens=40,
             adapter_store=str(folder / "store"), max_active_adapters=number,
         )  # fmt: skip
         given = through_engine(config, prompts, [digests[each] if each else "" for each in chosen])
-        compare(tried, wanted, given, chosen)
+        compare(tried, wanted, given, chosen, tie)
         runs.append(tried)
     return runs
 

@@ -14,7 +14,9 @@ from tests import tiny
 TOTAL = 128
 SHORT_TOTAL = tiny.ORIGINAL_LENGTH
 """So many tokens per request select the other set of longrope factors."""
-TIE = 1e-4
+
+PAGE_SIZE = 32
+"""On a device, whose pages may else be so large that few of them are many."""
 
 
 @dataclass(frozen=True)
@@ -38,29 +40,38 @@ WAYS = {
 }
 
 
-def run(name: str, folder: Path) -> list[dict[str, Any]]:
+def run(name: str, folder: Path, device: str = "cpu", tie: float = exact.TIE) -> list[dict[str, Any]]:
     """Every way of one architecture; each tells tokens, ties, differences and the fewest distinct tokens of a text."""
     prompts = exact.prompts_of(name, tiny.LENGTHS)
     expected = exact.make_lively(name, folder, prompts, TOTAL)
-    told = [_alone(name, folder, TOTAL, tiny.LENGTHS)]
+    told = [_alone(name, folder, TOTAL, tiny.LENGTHS, device, tie)]
     if "longrope" in name:
         short = tuple(length for length in tiny.LENGTHS if length + exact.NEW_TOKENS <= SHORT_TOTAL)
-        told.append(_alone(name, folder, SHORT_TOTAL, short))
+        told.append(_alone(name, folder, SHORT_TOTAL, short, device, tie))
     config = ShardConfig(
-        name, str(folder), "unix:/dev/null", dtype="float32", max_total_tokens=TOTAL, num_pages=80, prefix_caching=True
-    )
-    return told + [_engine(way, WAYS[way], config, prompts, expected) for way in WAYS]
+        name, str(folder), "unix:/dev/null", device=device, dtype="float32", max_total_tokens=TOTAL, num_pages=80,
+        prefix_caching=True, page_size=None if device == "cpu" else PAGE_SIZE,
+    )  # fmt: skip
+    told += [_engine(way, WAYS[way], config, (prompts, expected), tie) for way in WAYS]
+    if device != "cpu":
+        own = replace(config, device="cpu", page_size=None)
+        told.append(_engine("our own CPU", Way({}), own, (prompts, expected), tie))
+    return told
 
 
-def _alone(name: str, folder: Path, max_total_tokens: int, lengths: tuple[int, ...]) -> dict[str, Any]:
+def _alone(
+    name: str, folder: Path, max_total_tokens: int, lengths: tuple[int, ...], device: str, tie: float
+) -> dict[str, Any]:
     """The model without the engine, where log probabilities can be compared too."""
-    tried = exact.check(name, folder, max_total_tokens=max_total_tokens, lengths=lengths)
+    tried = exact.check(name, folder, max_total_tokens=max_total_tokens, lengths=lengths, device=device, tie=tie)
     return {"way": f"model, {max_total_tokens} tokens", **asdict(tried)}
 
 
 def _engine(
-    name: str, way: Way, config: ShardConfig, prompts: list[list[int]], expected: list[exact.Continued]
+    name: str, way: Way, config: ShardConfig, texts: tuple[list[list[int]], list[exact.Continued]], tie: float
 ) -> dict[str, Any]:
+    """texts: prompts, and what the oracle wrote after them."""
+    prompts, expected = texts
     result = exact.through_engine(replace(config, **way.settings), prompts, way.rounds)
     told: dict[str, Any] = {"way": name, "num_tokens": 0, "num_ties": 0, "differences": []}
     for index, text in enumerate(result.texts):
@@ -72,7 +83,7 @@ def _engine(
         at = len(text) if same is None else same
         told["num_tokens"] += at
         best = want.logprobs[min(at, len(want.token_ids) - 1)].topk(2).values
-        if same is not None and best[0] - best[1] < TIE:
+        if same is not None and best[0] - best[1] < tie:
             told["num_ties"] += 1
         else:
             told["differences"].append(f"request {index} differs at token {at}")

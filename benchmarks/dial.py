@@ -4,7 +4,7 @@ that is right with a chosen probability. `benchmarks.dialled` says what for. Kno
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,14 @@ import torch
 
 from benchmarks.dialled import AT_ONCE, PROMPT, SEED, TEXT, TINY
 from benchmarks.harness import Harness, Run, Wanted, random_llama
+from shard.batch import StepInputs
 from shard.config import ShardConfig
 from shard.model import Model, load_model
 from shard.request import Method, Request, Schedule, Speculation
+from shard.transfer import to_device
+
+FORCED = 1e9
+"""A logit that no other reaches."""
 
 
 @dataclass
@@ -38,31 +43,56 @@ class Dial:
         draw: npt.NDArray[np.float64] = np.random.default_rng([SEED, self.round, number]).random(length)
         return draw < self.chance
 
-    def set(self, inputs: Any, logits: torch.Tensor) -> None:
+    def set(self, inputs: StepInputs, logits: torch.Tensor) -> None:
         """logits: [S, V], of the first S segments of a pass of the draft model; changed in place."""
-        self._live = [each for each in self._live if not each[0].finish_reason]
-        by_pages = {id(request.page_ids): (ids, right) for request, ids, right in self._live}
+        by_pages = self._by_pages()
         forced: list[tuple[int, int]] = []
         forbidden: list[tuple[int, int]] = []
         for row, segment in enumerate(inputs.segments[: logits.shape[0]]):
             ids, right = by_pages.get(id(segment.page_ids), ((), ()))
             if segment.kv_len < len(ids):
                 (forced if right[segment.kv_len] else forbidden).append((row, int(ids[segment.kv_len])))
-        for places, value in ((forced, 1e9), (forbidden, -torch.inf)):
-            if places:
-                rows, tokens = torch.tensor(places).T
-                logits[rows, tokens] = value
+        _put(logits, forced, FORCED)
+        _put(logits, forbidden, -torch.inf)
+
+    def force(self, inputs: StepInputs, logits: torch.Tensor) -> None:
+        """Let the target write the recorded texts. logits: [S + E, V], of a pass of it; changed in place."""
+        by_pages = self._by_pages()
+        forced: list[tuple[int, int]] = []
+        for row, at in enumerate(inputs.host_rows):
+            place = int(inputs.first_rows.searchsorted(at, side="right")) - 1
+            segment = inputs.segments[place]
+            ids, _ = by_pages.get(id(segment.page_ids), ((), ()))
+            following = segment.start + at - int(inputs.first_rows[place]) + 1
+            if following < len(ids):
+                forced.append((row, int(ids[following])))
+        _put(logits, forced, FORCED)
+
+    def _by_pages(self) -> dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
+        """What is recorded and where a draft is right, by the identity of a request's list of pages."""
+        self._live = [each for each in self._live if not each[0].finish_reason]
+        return {id(request.page_ids): (ids, right) for request, ids, right in self._live}
+
+
+def _put(logits: torch.Tensor, places: Sequence[tuple[int, int]], value: float) -> None:
+    """logits: [rows, V]; places: (row, token). The host does not wait for the device."""
+    if places:
+        rows, tokens = to_device(torch.tensor(places).T.contiguous(), logits.device)
+        logits.index_put_((rows, tokens), to_device(torch.tensor(value), logits.device))
 
 
 class DialledModel(Model):
     """A loaded draft model whose logits a dial changes."""
 
     dial: Dial | None = None
+    is_target: bool = False
+    """Whether it writes what is recorded; else it is right about it where the dial says so."""
 
     @classmethod
-    def of(cls, model: Model) -> Self:
+    def of(cls, model: Model, is_target: bool = False) -> Self:
         dialled = object.__new__(cls)
         dialled.__dict__.update(model.__dict__)
+        dialled.is_target = is_target
         return dialled
 
     @torch.inference_mode()
@@ -70,7 +100,7 @@ class DialledModel(Model):
         """[S, V]"""
         logits = super().forward()
         if self.dial is not None:
-            self.dial.set(self.inputs, logits)
+            (self.dial.force if self.is_target else self.dial.set)(self.inputs, logits)
         return logits
 
 

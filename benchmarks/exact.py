@@ -28,6 +28,8 @@ NEW_TOKENS = 24
 MIN_DISTINCT = 12
 """Distinct tokens that every text of the oracle must have: text that repeats itself proves nothing."""
 MOST_SEEDS = 40
+TIE = 1e-4
+"""Distance of the oracle's two best logits below which either may be the higher one."""
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Tried:
     num_requests: int = 0
     num_tokens: int = 0
     num_ties: int = 0
-    """Requests whose first difference is a tie of the oracle (top-2 gap below 1e-4)."""
+    """Requests whose first difference is a tie of the oracle."""
     num_distinct: int = 0
     """Fewest distinct tokens in a text; below 12 the case could not fail."""
     worst_logprob: float = 0.0
@@ -140,8 +142,9 @@ def _step(model: Model, plan: list[tuple[Driven, int]]) -> None:
     segments = [Segment(request.num_computed, count, request.page_ids) for request, count in plan]
     ids = [i for request, count in plan for i in request.token_ids[request.num_computed : request.num_computed + count]]
     rows = torch.tensor([count for _, count in plan]).cumsum(0) - 1
-    model.inputs.fill(segments, torch.tensor(ids), rows)
-    logprobs = model.forward().log_softmax(-1)
+    device = model.info.device
+    model.inputs.fill(segments, torch.tensor(ids).to(device), rows.to(device), rows.tolist())
+    logprobs = model.forward().log_softmax(-1).cpu()
     for (request, count), row in zip(plan, logprobs, strict=True):
         request.num_computed += count
         if request.num_computed == len(request.token_ids):
@@ -149,7 +152,7 @@ def _step(model: Model, plan: list[tuple[Driven, int]]) -> None:
             request.logprobs.append(row)
 
 
-def compare(name: str, expected: list[Continued], given: list[Continued]) -> Tried:
+def compare(name: str, expected: list[Continued], given: list[Continued], tie: float = TIE) -> Tried:
     """Equal tokens up to ties, and equal log probabilities up to the first difference."""
     tried = Tried(name, num_requests=len(expected))
     tried.num_distinct = min(len(set(text.token_ids)) for text in expected)
@@ -163,7 +166,7 @@ def compare(name: str, expected: list[Continued], given: list[Continued]) -> Tri
         )
         if same < len(want.token_ids):
             best = want.logprobs[same].topk(2).values
-            if best[0] - best[1] < 1e-4:
+            if best[0] - best[1] < tie:
                 tried.num_ties += 1
             else:
                 tried.differences.append(f"request {index} differs at token {same}")
@@ -209,15 +212,16 @@ def through_engine(config: ShardConfig, prompts: list[list[int]], rounds: int = 
 
 def check(
     name: str, folder: Path, *, step_tokens: int = 64, attention: str = "auto", max_total_tokens: int = 128,
-    lengths: tuple[int, ...] = tiny.LENGTHS,
+    lengths: tuple[int, ...] = tiny.LENGTHS, device: str = "cpu", tie: float = TIE,
 ) -> Tried:  # fmt: skip
     """Make, load, run and compare one architecture at model level."""
     prompts = prompts_of(name, lengths)
     expected = make_lively(name, folder, prompts, max_total_tokens)
     config = ShardConfig(
-        name, str(folder), "unix:/dev/null", dtype="float32", attention=attention, max_total_tokens=max_total_tokens
-    )
-    return compare(name, expected, drive(load_model(config), prompts, step_tokens))
+        name, str(folder), "unix:/dev/null", device=device, dtype="float32", attention=attention,
+        max_total_tokens=max_total_tokens,
+    )  # fmt: skip
+    return compare(name, expected, drive(load_model(config), prompts, step_tokens), tie)
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ Knows a shard's seams: configuration, models, inbox, outbox. Knows no guess and 
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,13 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.models import MODELS
 from shard.build import build_engine
 from shard.config import ShardConfig
-from shard.inbox import Commands, Inbox, StreamOpened
+from shard.inbox import Commands, Inbox, Refusal, StreamOpened
 from shard.model import Model
-from shard.outbox import Outbox, Output
-from shard.request import NO_SPECULATION, Request, SamplingParams, Speculation
+from shard.outbox import NO_SECONDS, Outbox, Output
+from shard.request import NO_SPECULATION, LogprobParams, Request, SamplingParams, Speculation
 from shard.speculation.pacer import Pacer
 
 EPOCH = 1
+PARKED_S = 0.001
+"""Between two looks while every request waits for an adapter."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Wanted:
     num_tokens: int
     speculation: Speculation = NO_SPECULATION
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    adapter_digest: str = ""
+    heads_digest: str = ""
+    alternatives: int = 0
+    """Likeliest tokens to tell at every position, with their log probabilities."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,12 @@ class Gave:
     num_accepted: int
     at: float
     """time.perf_counter() when it was known."""
+    seconds: tuple[float, float, float] = NO_SECONDS
+    """What proposing, verifying and accepting took in a step with drafts."""
+    alternatives: Sequence[float] = ()
+    """Log probabilities of the alternatives of all tokens, one after the other."""
+    gap_us: int = 0
+    """That the device had waited for the host between steps so far, as the shard tells its routers."""
 
 
 @dataclass
@@ -52,6 +64,8 @@ class Run:
     """What became of one request."""
 
     wanted: Wanted
+    asked_at: float = 0.0
+    """time.perf_counter() when it was submitted."""
     steps: list[Gave] = field(default_factory=list)
 
     @property
@@ -69,6 +83,7 @@ class Harness:
         self._outbox.open(EPOCH, wake=lambda: None)
         self._inbox.put(StreamOpened(EPOCH))
         self._num_made = 0
+        self._open: dict[int, Run] = {}
         self._at_once = config.max_running
         self._pacers: dict[str, Pacer] = {}
 
@@ -78,42 +93,80 @@ class Harness:
         assert proposer is not None
         proposer.pacer = self._pacers.setdefault(name, Pacer(proposer.guessers))
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._open
+
+    def submit(
+        self, wanted: Sequence[Wanted], began: Callable[[int, Request], None] = lambda number, request: None
+    ) -> list[Run]:
+        """Ask for these from the next step on. `began` hears of each request, by its place, as it is made."""
+        runs = [Run(each, time.perf_counter()) for each in wanted]
+        requests: list[Request | Refusal] = []
+        for number, run in enumerate(runs):
+            request = _request((EPOCH, self._num_made), run.wanted)
+            began(number, request)
+            requests.append(request)
+            self._open[self._num_made] = run
+            self._num_made += 1
+        self._inbox.put(Commands(EPOCH, submits=requests))
+        return runs
+
+    def turn(self) -> None:
+        """One step, and what it gave."""
+        self._engine.step()
+        now = time.perf_counter()
+        mail = self._outbox.take(EPOCH)
+        for output in mail.outputs:
+            if self._note(self._open[output.key[1]], output, now, mail.status.gap_us):
+                del self._open[output.key[1]]
+        if self._open and not self._engine.scheduler.running:  # they wait for adapters
+            self._inbox.wait(PARKED_S)
+
     def run(
         self, wanted: Sequence[Wanted], began: Callable[[int, Request], None] = lambda number, request: None
     ) -> list[Run]:
         """Run all, as many at once as may, and return them in order. `began` hears of each request as it is made."""
-        runs = [Run(each) for each in wanted]
-        first, self._num_made = self._num_made, self._num_made + len(wanted)
-        fresh, num_open, num_ended = self._requests(wanted, first, began), 0, 0
-        while num_ended < len(wanted):
-            if more := list(islice(fresh, self._at_once - num_open)):
-                self._inbox.put(Commands(EPOCH, submits=list(more)))
-                num_open += len(more)
-            self._engine.step()
-            for output in self._outbox.take(EPOCH).outputs:
-                ended = self._note(runs[output.key[1] - first], output)
-                num_ended, num_open = num_ended + ended, num_open - ended
-        self._engine.scheduler.check()
+        runs: list[Run] = []
+        while len(runs) < len(wanted) or self._open:
+            if more := wanted[len(runs) : len(runs) + self._at_once - len(self._open)]:
+                runs += self.submit(more, partial(_counted_from, len(runs), began))
+            self.turn()
+        self.finish()
         return runs
 
-    @staticmethod
-    def _requests(wanted: Sequence[Wanted], first: int, began: Callable[[int, Request], None]) -> Iterator[Request]:
-        for number, each in enumerate(wanted):
-            prompt = list(each.prompt_ids)
-            request = Request((EPOCH, first + number), prompt, len(prompt), each.num_tokens, each.sampling)
-            request.speculation = each.speculation
-            began(number, request)
-            yield request
+    def finish(self) -> None:
+        """Run what is open to its end, and prove that nothing is left of it."""
+        while self._open:
+            self.turn()
+        while not self._engine.scheduler.is_idle:  # a step may be under way whose tokens nobody takes
+            self._engine.step()
+        self._engine.scheduler.check()
 
     @staticmethod
-    def _note(run: Run, output: Output) -> bool:
-        """Whether the request has ended with this."""
+    def _note(run: Run, output: Output, now: float, gap_us: int) -> bool:
+        """Whether the request has ended with this, known `now`."""
         if output.error:
             raise RuntimeError(output.error)
         if output.token_ids:
             drafted = sum(output.num_drafted)
-            run.steps.append(Gave(output.token_ids, drafted, output.num_accepted, time.perf_counter()))
+            found = () if output.details is None else output.details.alternative_logprobs
+            run.steps.append(Gave(output.token_ids, drafted, output.num_accepted, now, output.seconds, found, gap_us))
         return bool(output.finish_reason)
+
+
+def _counted_from(first: int, began: Callable[[int, Request], None], number: int, request: Request) -> None:
+    began(first + number, request)
+
+
+def _request(key: tuple[int, int], wanted: Wanted) -> Request:
+    prompt = list(wanted.prompt_ids)
+    request = Request(key, prompt, len(prompt), wanted.num_tokens, wanted.sampling)
+    request.speculation = wanted.speculation
+    request.adapter_digest, request.heads_digest = wanted.adapter_digest, wanted.heads_digest
+    if wanted.alternatives:
+        request.logprobs = LogprobParams(wanted=True, alternatives=wanted.alternatives)
+    return request
 
 
 def random_llama(name: str, seed: int, spread: float = 1.0, **shape: int) -> Path:

@@ -9,27 +9,24 @@ code are the same. Knows files, commits and verdicts; `benchmarks/bars.py` is th
 import argparse
 import contextlib
 import json
-import os
-import platform
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks import history
+from benchmarks import entries, history
 from benchmarks.bars import BARS, PARTS
-from benchmarks.case import Bar, Case, Cases, Part, verdict
+from benchmarks.case import Bar, Case, Cases, Part
+from benchmarks.entries import machine, versions
 
 RESULTS = Path(__file__).parent / "results" / "proof.json"
 RUNS = Path(__file__).parent / ".runs"
 BUDGET_S = 585.0
-VERSIONS = ("torch", "transformers", "tokenizers", "grpcio", "fastapi", "uvicorn", "uvloop", "numpy")
 
 
 @dataclass
@@ -106,22 +103,7 @@ def bars_of(part: Part) -> list[Bar]:
 
 def entry(bar: Bar, part: Part, run: Run) -> dict[str, Any]:
     """What proof.json says about one bar."""
-    failed = any(case.error for case in run.cases) or len(run.cases) != bar.num_cases
-    void = "" if failed else part.void([case.raw for case in run.cases])
-    state, measured = verdict(bar, run.cases, void)
-    return {
-        "bar": bar.name,
-        "part": part.name,
-        "wanted": bar.wanted,
-        "at_least": bar.at_least,
-        "unit": bar.unit,
-        "over": bar.over.value,
-        "measured": None if measured is None else round(measured.median, 6),
-        "spread": None if measured is None else [round(measured.low, 6), round(measured.high, 6)],
-        "verdict": state,
-        "reason": void or next((case.error for case in run.cases if case.error), ""),
-        "num_cases": len(run.cases),
-        "cases": [_told(bar, case) for case in run.cases],
+    facts = {
         "commit": run.commit,
         "changed": history.changed(),
         "began": run.began,
@@ -130,18 +112,7 @@ def entry(bar: Bar, part: Part, run: Run) -> dict[str, Any]:
         "machine": machine(),
         "versions": versions(),
     }
-
-
-def _told(bar: Bar, case: Case) -> dict[str, Any]:
-    """A case with its own verdict."""
-    value = None if case.error else bar.value(case.raw)
-    return {
-        "case": case.name,
-        "value": value,
-        "reaches": value is not None and bar.reaches(value, value),
-        "error": case.error,
-        "raw": dict(case.raw),
-    }
+    return entries.entry(bar, part, run.cases, facts)
 
 
 def write(entries: Sequence[dict[str, Any]]) -> None:
@@ -155,30 +126,6 @@ def write(entries: Sequence[dict[str, Any]]) -> None:
         sign = "≥" if told["at_least"] else "≤"
         wanted = "" if told["wanted"] is None else f", wanted {sign} {told['wanted']} {told['unit']}"
         print(f"{told['bar']}: {told['measured']} {told['unit']} {told['spread']}{wanted}: {told['verdict']}")
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on beside the code."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    fields = dict(part.partition(":")[::2] for part in lines)
-    named = {key.strip(): value.strip() for key, value in fields.items()}
-    flags = [flag for flag in named.get("flags", "").split() if flag.startswith(("avx512_bf16", "amx", "avx512f"))]
-    memory = int(Path("/proc/meminfo").read_text().split()[1]) // 1024
-    cores = len(os.sched_getaffinity(0))
-    known = (
-        f"{named.get('model name', platform.processor())} family {named.get('cpu family')} model {named.get('model')}"
-    )
-    return {"processor": known, "cores": cores, "flags": flags, "memory_mib": memory, "kernel": platform.release()}
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in VERSIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "absent"
-    return found
 
 
 def latest(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -7,37 +7,52 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_CUDA_ONLY = "its kernels run on CUDA only, and have not been tried here"
-_THROUGH_GPTQMODEL = (
-    "transformers reads it through the package gptqmodel, whose releases need a torch that this version has not been "
-    "tried with"
+_AFTER_SAMPLES = (
+    "it is computed from sample texts beforehand, never at a start: name a checkpoint that is quantised so, or take "
+    "bitsandbytes-nf4 or hqq-4bit, which quantise any"
 )
-_NO_HQQ = "transformers reads no such weights since its version 5"
+_NO_HQQ_FILES = (
+    "transformers reads no such checkpoints since its version 5: name the plain model, which is quantised at the start"
+)
+_NO_FP8_FILES = (
+    "transformers' layers for them compute by kernels that are fetched from the hub while serving: name the plain "
+    "model and --quantize fp8"
+)
+_EETQ = "its kernels are fetched from the hub while serving: bitsandbytes and fp8 have 8 bits too"
+_EXL2 = "transformers has no loader for it: gptq and awq checkpoints are served, hqq has 2, 3 and 4 bits"
 
 
 @dataclass(frozen=True)
 class Method:
     """One way of quantising."""
 
-    package: str = ""
-    """What must be installed; its name is that of our extra, too."""
+    packages: tuple[str, ...] = ()
+    """What must be installed."""
+    extra: str = ""
+    """Our extra that brings them."""
     refused: str = ""
     """Why it is not served, "" where it is."""
+    refused_at_load: str = ""
+    """Why weights that are not quantised yet are not quantised by it, "" where they are."""
+    refused_in_files: str = ""
+    """Why checkpoints that are quantised by it are not served, "" where they are."""
 
 
+_BITSANDBYTES = Method(("bitsandbytes",), "bitsandbytes")
+_HQQ = Method(("hqq",), "hqq", refused_in_files=_NO_HQQ_FILES)
 METHODS = {
-    "bitsandbytes": Method("bitsandbytes"),
-    "bitsandbytes-nf4": Method("bitsandbytes"),
-    "bitsandbytes-fp4": Method("bitsandbytes"),
-    "gptq": Method(refused=_THROUGH_GPTQMODEL),
-    "awq": Method(refused=_THROUGH_GPTQMODEL),
-    "eetq": Method(refused=_CUDA_ONLY),
-    "exl2": Method(refused="transformers has no loader for it"),
-    "fp8": Method(refused=_CUDA_ONLY),
+    "bitsandbytes": _BITSANDBYTES,
+    "bitsandbytes-nf4": _BITSANDBYTES,
+    "bitsandbytes-fp4": _BITSANDBYTES,
+    "gptq": Method(("gptqmodel", "optimum"), "gptq", refused_at_load=_AFTER_SAMPLES),
+    "awq": Method(("gptqmodel",), "gptq", refused_at_load=_AFTER_SAMPLES),
+    "eetq": Method(refused=_EETQ),
+    "exl2": Method(refused=_EXL2),
+    "fp8": Method(("torchao",), "torchao", refused_in_files=_NO_FP8_FILES),
     "fp8-kv": Method(refused="KV pages have the number format of the model"),
-    "hqq-4bit": Method(refused=_NO_HQQ),
-    "hqq-3bit": Method(refused=_NO_HQQ),
-    "hqq-2bit": Method(refused=_NO_HQQ),
+    "hqq-4bit": _HQQ,
+    "hqq-3bit": _HQQ,
+    "hqq-2bit": _HQQ,
 }
 
 
@@ -48,8 +63,9 @@ def reason_against(name: str) -> str:
         return "it is not known here"
     if method.refused:
         return method.refused
-    if importlib.util.find_spec(method.package) is None:
-        return f"it needs the package {method.package}: pip install 'lorikeet[{method.package}]'"
+    missing = [package for package in method.packages if importlib.util.find_spec(package) is None]
+    if missing:
+        return f"it needs the package {' and '.join(missing)}: pip install 'lorikeet[{method.extra}]'"
     return ""
 
 
@@ -77,6 +93,10 @@ def choose(wanted: str | None, config: Mapping[str, Any]) -> str | None:
     if own is not None and wanted is not None and own != wanted:
         raise ValueError(f"its weights are quantised by {own} already, and {wanted} was asked for")
     chosen = own or wanted
-    if chosen is not None and (reason := reason_against(chosen)):
+    if chosen is None:
+        return None
+    method = METHODS.get(chosen, Method())
+    reason = method.refused_at_load if own is None else method.refused_in_files
+    if reason := reason or reason_against(chosen):
         raise ValueError(f"quantised by {chosen}: {reason}")
     return chosen

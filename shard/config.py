@@ -65,6 +65,9 @@ class ShardConfig:
     """Tokens per KV page; None is the attention backend's own."""
     attention: str = "auto"
     """Attention backend: `auto`, `reference`, `cpu`, …"""
+    fusions: str = "auto"
+    """`auto` computes chains of small operators by kernels of our own, `none` by torch's, one by one; `device` takes
+    the kernels for CUDA on any device, for tests."""
     commit_lag: int | None = None
     """0 commits a step before the next is launched, 1 after; None is 0 on CPU, 1 on CUDA."""
     graphs: bool | None = None

@@ -7,9 +7,11 @@ from shard import attention
 from shard.batch import StepInputs
 from shard.config import ShardConfig
 from shard.model.assemble import assemble
+from shard.model.layers import quantized_matrices
 from shard.model.loader import choose_dtype, load_network, read_config
 from shard.model.model import Model, ModelInfo
 from shard.model.probe import probe
+from shard.model.quantized import check_company
 from shard.model.refusals import refuse_unservable
 from shard.model.rotary import fix_rotary
 from shard.ranks.group import Group
@@ -35,4 +37,12 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     backend = attention.create(config.attention, device, dtype, config.page_size)
     network = load_network(config, checkpoint, dtype, method, is_whole=group is None)
     inputs = StepInputs(backend.page_size, device)
-    return assemble(network, text_config, backend, dtype, inputs, config.max_total_tokens, group, method or "")
+    model = assemble(
+        network, text_config, backend, dtype, inputs, config.max_total_tokens, group, method or "", config.fusions
+    )
+    try:
+        if method is not None:
+            check_company(quantized_matrices(network), device)
+    except ValueError as reason:
+        raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {reason}") from None
+    return model

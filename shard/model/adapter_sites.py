@@ -26,20 +26,18 @@ def mark_sites(network: nn.Module, inputs: StepInputs, dtype: torch.dtype) -> di
     for name, module in network.named_modules():
         if is_experts(module):
             sites |= _mark_experts(name, module, inputs)
-        if not isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+        if not isinstance(module, nn.Linear | Conv1D | nn.Embedding) and not is_quantized(module):
             continue
         weight = _dense(module, dtype)
-        num_out, num_in = weight.shape if isinstance(module, nn.Linear) else weight.shape[::-1]
+        is_upright = not isinstance(module, Conv1D | nn.Embedding)
+        num_out, num_in = weight.shape if is_upright else weight.shape[::-1]
         site = AdapterSite(name, num_in, num_out, inputs, is_head=module is output)
         if isinstance(module, nn.Embedding):
             site.is_embedding = True
         else:
             bias = module.bias
             site.base_bias = None if bias is None else bias.detach().float().clone()
-            rows = weight if isinstance(module, nn.Linear) else weight.t()
-            site.squared_norms = squared_norms(rows)
-            if is_quantized(module):
-                site.project = matrix_of(module, dtype).project
+            site.squared_norms = squared_norms(weight if is_upright else weight.t())
         site.cut = getattr(module, "lorikeet_cut", None)
         module.lorikeet_adapter = site
         sites[name] = site

@@ -24,11 +24,12 @@ def assemble(
     num_positions: int,
     group: Group | None = None,
     quantization: str = "",
+    fusions: str = "auto",
 ) -> Model:
     """Replace the layers of `network`, which this takes over, and wrap it. No position reaches `num_positions`. With
     other ranks in `group`, this one's part of it. Raises ValueError where that cannot be.
 
-    `quantization`: what its weights are quantised by, for others to know.
+    `quantization`: what its weights are quantised by, for others to know; `fusions`: as in `ShardConfig`.
     """
     info = ModelInfo(
         model_type=text_config.model_type,
@@ -42,7 +43,8 @@ def assemble(
     )
     tabulate_rotary(network, num_positions, torch.empty(1, dtype=dtype, device=inputs.device))
     if group is None:
-        return Model(network, backend, inputs, info, replace_layers(network, backend, inputs, dtype))
+        sites = replace_layers(network, backend, inputs, dtype, fusions=fusions)
+        return Model(network, backend, inputs, info, sites)
     cuts = cut_network(network, text_config, group)
     network.to(inputs.device)
     sites = replace_layers(network, backend, inputs, dtype, is_whole=False)

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from shard.batch import NO_ADAPTERS
-from shard.model import kernels
-from shard.model.fused_attention import FusedAttention, Recorder
+from shard.model import kernels, trial
+from shard.model.fused_attention import FusedAttention
 from shard.model.fusion import FusedMlp, FusedNorm
 from shard.model.lora import compiled
-
-NUM_TRIAL_TOKENS = 5
+from shard.model.trial import Recorder
 
 
 class FusedDecoderLayer(nn.Module):
@@ -99,23 +98,14 @@ def fuse_layer(layer: Any) -> FusedDecoderLayer | None:
 
 def _agree(layer: Any, twin: FusedDecoderLayer) -> bool:
     """Whether both make the same of random rows, whatever the attention returns."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, NUM_TRIAL_TOKENS, twin.layer.width, generator=generator).bfloat16()
-    angles = torch.randn(1, NUM_TRIAL_TOKENS, twin.attention.head_dim // 2, generator=generator).repeat(1, 1, 2)
-    position_embeddings = (angles.cos().bfloat16(), angles.sin().bfloat16())
-    site = twin.attention.lorikeet_site
-    recorder: Any = Recorder()
-    del twin.attention.lorikeet_site
-    twin.attention.lorikeet_site = recorder
+    like = torch.empty(0, dtype=torch.bfloat16)
+    x, position_embeddings = trial.tokens(twin.layer.width, twin.attention.head_dim, like)
     try:
-        with torch.inference_mode():
+        with trial.recording(twin.attention, Recorder()), torch.inference_mode():
             wanted = layer(x, attention_mask=None, position_embeddings=position_embeddings)
             got = twin.one_by_one(x, position_embeddings)
     except (RuntimeError, TypeError):  # it wants other arguments: another kind of layer
         return False
-    finally:
-        del twin.attention.lorikeet_site
-        twin.attention.lorikeet_site = site
     return isinstance(wanted, torch.Tensor) and torch.equal(wanted, got)
 
 

@@ -7,14 +7,12 @@ few random rows, and the twin stays only if they agree. Bfloat16 on CPU only.
 import torch
 from torch import nn
 
-from shard.model import kernels
+from shard.model import kernels, trial
 from shard.model.adapter_sites import JoinedSites, site_of
 from shard.model.packing import StreamedMatrix
-from shard.model.quantized import is_quantized
+from shard.model.parts import is_plain, mlp_parts, norm_parts
 
-TOLERANCE = 2**-6
-"""Relative difference that roundings to bfloat16 in another order may leave."""
-NUM_TRIAL_ROWS = 8
+_LIKE = torch.empty(0, dtype=torch.bfloat16)
 
 
 class FusedNorm(nn.Module):
@@ -63,46 +61,18 @@ class FusedMlp(nn.Module):
 
 def fuse(module: nn.Module, shared: set[int]) -> nn.Module | None:
     """The fused twin of `module`, or None where it has none. `shared`: ids of weights that others hold too."""
-    parts = _norm_parts(module)
-    if parts is not None:
-        twin: nn.Module = FusedNorm(*parts)
-        return twin if _agree(module, twin, parts[0].shape[0]) else None
-    linears = _mlp_parts(module, shared)
-    if linears is not None:
-        twin = FusedMlp(*linears)
-        return twin if _agree(module, twin, linears[0].in_features) else None
-    return None
-
-
-def _norm_parts(module: nn.Module) -> tuple[torch.Tensor, float] | None:
-    """(weight, epsilon) of what may be an RMS norm."""
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight = getattr(module, "weight", None)
-    if not isinstance(epsilon, float) or not isinstance(weight, nn.Parameter):
+    norm, mlp = norm_parts(module), mlp_parts(module, shared)
+    if norm is not None and norm.weight.shape[0] % 16 == 0:
+        # rows with a mean: without one a wide layer norm does about the same
+        return _proved(module, FusedNorm(norm.weight, norm.epsilon), trial.rows(norm.weight.shape[0], _LIKE, mean=1.0))
+    if mlp is None or len(mlp.ups) != 2 or not is_plain(mlp.down, shared):
         return None
-    if weight.dim() != 1 or weight.shape[0] % 16 or getattr(module, "bias", None) is not None:
+    linears = (*mlp.ups, mlp.down)
+    if any(getattr(part, "bias", None) is not None or part.in_features % 2 for part in linears):
         return None
-    return weight, epsilon
+    return _proved(module, FusedMlp(*linears), trial.rows(linears[0].in_features, _LIKE))
 
 
-def _mlp_parts(module: nn.Module, shared: set[int]) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
-    """Gate, up and down of what may be a gated MLP."""
-    linears: list[nn.Linear] = []
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        part = getattr(module, name, None)
-        if not isinstance(part, nn.Linear) or is_quantized(part) or getattr(part, "bias", None) is not None:
-            return None
-        if part.in_features % 2 or id(part.weight) in shared:
-            return None
-        linears.append(part)
-    gate, up, down = linears
-    return gate, up, down
-
-
-def _agree(plain: nn.Module, twin: nn.Module, width: int) -> bool:
-    """Whether both give the same for random rows of `width`."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(NUM_TRIAL_ROWS, width, generator=generator).bfloat16()
-    with torch.inference_mode():
-        wanted, got = plain(x).float(), twin(x).float()
-    return bool((wanted - got).abs().max() <= TOLERANCE * wanted.abs().max())
+def _proved(plain: nn.Module, twin: nn.Module, x: torch.Tensor) -> nn.Module | None:
+    """The twin, if it makes of x what the plain module makes of it."""
+    return twin if trial.difference(plain, twin, x) <= trial.TOLERANCES[torch.bfloat16] else None

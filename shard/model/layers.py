@@ -1,8 +1,10 @@
 """The pass over a loaded network that puts our parts in place of transformers': attention sites, linears, experts.
 
-Our layers own their weights. On CPU these lie in oneDNN's blocked layout, which reads two to three times as fast for
-few rows and gives equal bits for any number of rows from two on; the model never runs fewer (see `Model.forward`).
-In bfloat16 the layout and the product are our own where the processor allows, and a usual decoder layer is one call.
+Our layers own their weights. Quantised ones are ours on every device. On CPU plain ones lie in oneDNN's blocked
+layout, which reads two to three times as fast for few rows and gives equal bits for any number of rows from two on; the
+model never runs fewer (see `Model.compute`). In bfloat16 the layout and the product are our own where the processor
+allows, and a usual decoder layer is one call. On devices plain products are torch's; what lies between them is fused
+(twins.py).
 """
 
 from itertools import pairwise
@@ -13,17 +15,16 @@ from transformers.pytorch_utils import Conv1D
 
 from shard.attention import AttentionBackend
 from shard.batch import StepInputs
-from shard.model import kernels
+from shard.model import twins
 from shard.model.adapter_sites import Site, hook_plain, mark_sites, site_of
 from shard.model.experts import PackedExperts, is_experts
 from shard.model.experts_device import place_experts
-from shard.model.fused_attention import fuse_attention
-from shard.model.fused_layer import fuse_layer
-from shard.model.fusion import FusedNorm, fuse
+from shard.model.fusion import FusedNorm
 from shard.model.legacy import replace_legacy
 from shard.model.lora import AdapterSite, adapt_output
 from shard.model.packing import PackedMatrix, SharedMatrix, can_pack, pack, return_freed_memory
 from shard.model.quantized import is_quantized, matrix_of
+from shard.model.quantized_matrices import QuantizedMatrix
 from shard.model.routers import replace_router_weights
 from shard.model.site import AttentionSite
 
@@ -48,22 +49,31 @@ class PackedLinear(nn.Module):
 
 
 def replace_layers(
-    network: nn.Module, backend: AttentionBackend, inputs: StepInputs, dtype: torch.dtype, is_whole: bool = True
+    network: nn.Module,
+    backend: AttentionBackend,
+    inputs: StepInputs,
+    dtype: torch.dtype,
+    is_whole: bool = True,
+    fusions: str = "auto",
 ) -> dict[str, Site]:
-    """Bind every attention module to the backend and, on CPU, give every weight matrix its packed layer. Unless
-    it `is_whole` every module stays in its place, for others are called between them.
+    """Bind every attention module to the backend, put fused twins in place (`fusions`: which, see twins.py) and give
+    weight matrices their packed layer: quantised ones always, plain ones on CPU. Unless it `is_whole` every module
+    stays in its place: the sums over ranks come between them, each at a module of its plan.
 
-    Returns where adapters can change the network, by module name.
+    Returns where adapters can change the network, by module name. Raises ValueError for twins that cannot be had.
     """
     replace_legacy(network, backend, inputs)
     sites = mark_sites(network, inputs, dtype)
     for module in list(network.modules()):
         if isinstance(getattr(module, "layer_idx", None), int):
             module.lorikeet_site = AttentionSite(backend, inputs)
-    if inputs.device.type == "cpu":
-        _take_over_quantized(network, dtype)
-        if can_pack(dtype):
-            _pack_layers(network, dtype, is_whole)
+    _take_over_quantized(network, dtype)
+    tied = _shared_weights(network)
+    chosen = twins.choose(fusions, network, inputs.device, dtype, tied) if is_whole else None
+    if chosen is not None:
+        twins.place(network, chosen)
+    if inputs.device.type == "cpu" and can_pack(dtype):
+        _pack_layers(network, tied, is_whole)
     place_experts(network)
     hook_plain(network)
     return sites
@@ -79,10 +89,13 @@ def _take_over_quantized(network: nn.Module, dtype: torch.dtype) -> None:
                 setattr(parent, name, PackedLinear(matrix, site_of(child)))
 
 
-def _pack_layers(network: nn.Module, dtype: torch.dtype, is_whole: bool) -> None:
-    tied = _shared_weights(network)
-    if is_whole and dtype == torch.bfloat16 and kernels.available():
-        _fuse_children(network, tied)
+def quantized_matrices(network: nn.Module) -> list[QuantizedMatrix]:
+    """Of the layers that this pass has put in place of quantised ones."""
+    matrices = [module.matrix for module in network.modules() if isinstance(module, PackedLinear)]
+    return [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+
+
+def _pack_layers(network: nn.Module, tied: set[int], is_whole: bool) -> None:
     for parent in list(network.modules()):
         if is_experts(parent):
             parent.lorikeet_experts = PackedExperts(parent)
@@ -93,17 +106,6 @@ def _pack_layers(network: nn.Module, dtype: torch.dtype, is_whole: bool) -> None
     replace_router_weights(network)
     _leave_the_file(network, set() if is_whole else tied)
     return_freed_memory()
-
-
-def _fuse_children(parent: nn.Module, shared: set[int]) -> None:
-    """Put fused twins in place of parts, then of layers made of them; the weights of what they replace are dropped."""
-    for name, child in list(parent.named_children()):
-        twin = fuse(child, shared) or fuse_attention(child, shared)
-        if twin is None:
-            _fuse_children(child, shared)
-            twin = fuse_layer(child)
-        if twin is not None:
-            setattr(parent, name, twin)
 
 
 def _packed(module: nn.Linear | Conv1D, is_shared: bool) -> PackedLinear:

@@ -47,19 +47,18 @@ def load_network(
     """Weights in place on the device, in host memory where only a part of them is to go there, in eval mode, quantised
     by `method`. Raises ValueError for files that are broken or hold code.
     """
+    told = {
+        "config": checkpoint,
+        "dtype": dtype,
+        "device_map": {"": config.device} if is_whole and config.device != "cpu" else None,
+        "attn_implementation": NAME,
+        "experts_implementation": experts.NAME,
+        "trust_remote_code": config.trust_remote_code,
+        "local_files_only": True,
+        "weights_only": True,
+    }
     try:
-        network: nn.Module = AutoModelForCausalLM.from_pretrained(
-            config.model_path,
-            config=checkpoint,
-            dtype=dtype,
-            device_map={"": config.device} if is_whole and config.device != "cpu" else None,
-            attn_implementation=NAME,
-            experts_implementation=experts.NAME,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
-            weights_only=True,
-            **quantized.loading(method, checkpoint, dtype),
-        )
+        network = _load(config, told, method)
     except pickle.UnpicklingError as failure:
         raise ValueError(
             f"cannot load the weights of {config.model_id}: a .bin file of it is broken or holds more than tensors. "
@@ -70,3 +69,18 @@ def load_network(
         raise ValueError(reason) from failure
     network.requires_grad_(False)
     return network.eval()
+
+
+def _load(config: ShardConfig, told: dict[str, Any], method: str | None) -> nn.Module:
+    """The network, quantised by `method`. Raises ValueError with what the method's package says against it."""
+    if method is None:
+        plain: nn.Module = AutoModelForCausalLM.from_pretrained(config.model_path, **told)
+        return plain
+    try:
+        told |= quantized.loading(method, told["config"], told["dtype"], config.device)
+        network: nn.Module = AutoModelForCausalLM.from_pretrained(config.model_path, **told)
+        quantized.quantize_loaded(network, method, told["dtype"], config.device)
+    except (ImportError, RuntimeError, ValueError, AssertionError) as failure:
+        sentence = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+        raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {sentence}") from failure
+    return network

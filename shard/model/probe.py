@@ -86,7 +86,8 @@ def _both_ways(
     ours.load_state_dict(network.state_dict())
     backend = attention.create(config.attention, device, torch.float32, config.page_size)
     inputs = StepInputs(backend.page_size, device)
-    model = assemble(ours.eval().to(device), small, backend, torch.float32, inputs, max(LENGTHS), group)
+    ours = ours.eval().to(device)
+    model = assemble(ours, small, backend, torch.float32, inputs, max(LENGTHS), group, fusions=config.fusions)
     return expected, _in_chunks(model, rows)
 
 

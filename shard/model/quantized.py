@@ -1,27 +1,63 @@
-"""Linear layers whose weight is quantised: how transformers is asked for them, and their product.
-
-Knows the packages by the names of their classes and imports none that is not needed. On CPU a row's bits must not
-depend on its neighbours, so the weight is read out in the number format of the activations for each product, and the
-product is ours; the packages' own either round more or let a row see the rest of the batch. On CUDA it is theirs.
+"""Linear layers whose weight is quantised: how transformers is asked for them, which they are, and the check at start
+that each row of theirs is computed alone. Knows the packages by the names of their classes and imports none that is
+not needed; the products are those of `quantized_matrices`.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable
+import copy
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, TorchAoConfig
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from proto import quantization
-from shard.model.packing import PackedMatrix, can_pack, multiply
+from shard.model.quantized_matrices import (
+    AwqMatrix,
+    EightBitMatrix,
+    Float8Matrix,
+    FourBitMatrix,
+    GptqMatrix,
+    GroupedMatrix,
+    KernelMatrix,
+    QuantizedMatrix,
+)
+
+_OF_GPTQMODEL = "BaseQuantLinear"
+_MATRICES: dict[str, type[QuantizedMatrix]] = {
+    "Linear4bit": FourBitMatrix,
+    "Linear8bitLt": EightBitMatrix,
+    "HQQLinear": GroupedMatrix,
+    "Float8Tensor": Float8Matrix,
+    "TorchLinear": GptqMatrix,
+    "AwqTorchLinear": AwqMatrix,
+    _OF_GPTQMODEL: KernelMatrix,
+}
+"""By the class of the module, of its weight, or of gptqmodel's layers at large."""
+_HQQ_GROUPS = {4: 64, 3: 64, 2: 32}
+"""Weights that share a scale and a zero, by bits. LoRAX's but for 2: 16 would take the room of 4 bits, since hqq keeps
+zeros in 16 bits.
+"""
+_TORCH_KERNELS = {"gptq": "gptq_torch", "awq": "torch_awq"}
+"""gptqmodel's layers that keep the weight as the checkpoint has it."""
+COMPANY_TOLERANCE = 2.0**-8
+"""How far a row may be from itself in other company, of its root mean square, where products are not ours: the rounding
+of results to bfloat16 is a third of it, that of activations to 8 bits twice as much.
+"""
 
 
-def loading(method: str | None, checkpoint: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """What transformers' `from_pretrained` is to be told besides. A checkpoint that is quantised says so itself."""
-    if method is None or quantization.of_checkpoint(checkpoint.to_dict()) is not None:
+def loading(method: str | None, checkpoint: Any, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """What transformers' `from_pretrained` is to be told besides. Raises ValueError where `device` cannot."""
+    if method is None:
         return {}
+    if quantization.of_checkpoint(checkpoint.to_dict()) is not None:
+        return _reading(method, checkpoint, dtype, device)
+    if method == "fp8":
+        from torchao.quantization import Float8WeightOnlyConfig
+
+        return {"quantization_config": TorchAoConfig(Float8WeightOnlyConfig())}
+    if method.startswith("hqq-"):  # the network is quantised once it is loaded, part by part
+        return {"device_map": None}
     if method == "bitsandbytes":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     kind = method.removeprefix("bitsandbytes-")
@@ -29,124 +65,85 @@ def loading(method: str | None, checkpoint: Any, dtype: torch.dtype) -> dict[str
     return {"quantization_config": asked}
 
 
+def _reading(method: str, checkpoint: Any, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """The same for a checkpoint that is quantised: it says so itself."""
+    if method not in _TORCH_KERNELS:
+        return {}
+    if device == "cpu":
+        asked = copy.deepcopy(checkpoint)
+        asked.quantization_config["backend"] = _TORCH_KERNELS[method]
+        return {"config": asked}
+    if method == "awq" and dtype != torch.float16:
+        raise ValueError("on CUDA its kernels compute in float16 alone: --dtype float16")
+    return {}
+
+
+def quantize_loaded(network: Any, method: str | None, dtype: torch.dtype, device: str) -> None:
+    """Quantise by hqq, in place and on `device`, what transformers has loaded plain, but for the output head and what
+    is tied. Raises ValueError for weights that hqq cannot group.
+    """
+    if method is None or not method.startswith("hqq-"):
+        return
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    num_bits = int(method.removeprefix("hqq-").removesuffix("bit"))
+    group = _HQQ_GROUPS[num_bits]
+    kept = set(get_keys_to_not_convert(network))
+    chosen = [n for n, module in network.named_modules() if isinstance(module, nn.Linear) and n not in kept]
+    for name in chosen:
+        module = network.get_submodule(name)
+        if module.in_features % group:
+            raise ValueError(f"{name} has rows of {module.in_features} weights, which groups of {group} do not divide")
+        asked = BaseQuantizeConfig(nbits=num_bits, group_size=group)
+        network.set_submodule(name, HQQLinear(module, asked, compute_dtype=dtype, device=device))
+    network.to(device)
+
+
 def is_quantized(module: nn.Module) -> bool:
     """Whether the module is a linear layer with a quantised weight."""
-    return type(module).__name__ in _MATRICES
-
-
-class QuantizedMatrix(PackedMatrix):
-    """`x ↦ x Wᵀ + bias` with the weight as it was quantised."""
-
-    def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        """`module`: whose weight is kept. `dtype`: of activations."""
-        self.out_features, self.in_features = int(module.out_features), int(module.in_features)
-        self.dtype = dtype
-        # [out]
-        self.bias = None if module.bias is None else module.bias.detach().to(dtype)
-
-    @abstractmethod
-    def dense(self) -> torch.Tensor:
-        """[out, in] in `dtype`, made anew."""
-
-    @abstractmethod
-    def leave_the_file(self) -> None:
-        """Copy the weight: one view into a mapped checkpoint would keep all of it resident."""
-
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int:
-        """That the weight takes, scales and all."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _product(x, self.dense(), self.bias)
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        return _product(x, self.dense(), None)
-
-
-class FourBitMatrix(QuantizedMatrix):
-    """bitsandbytes' 4 bits: nf4 and fp4."""
-
-    def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        super().__init__(module, dtype)
-        state = module.weight.quant_state
-        if getattr(state, "packing_format_for_cpu", False):
-            raise ValueError("the 4-bit weight was laid out for bitsandbytes' own product already")
-        # [out in / 2, 1] uint8, and the scale of each block
-        self._packed, self._state = module.weight.data, state
-
-    def leave_the_file(self) -> None:
-        self._packed = self._packed.clone()
-
-    def dense(self) -> torch.Tensor:
-        from bitsandbytes.functional import dequantize_4bit
-
-        dense: torch.Tensor = dequantize_4bit(self._packed, self._state)
-        return dense.to(self.dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        scales = [self._state.absmax, *([self._state.state2.absmax] if self._state.nested else [])]
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self._packed, *scales))
-
-
-class EightBitMatrix(QuantizedMatrix):
-    """bitsandbytes' 8 bits, whose product rounds activations to 8 bits too, row by row, but for large ones (Dettmers et
-    al. 2022). There a value in one row decides how a whole column of all rows is computed; here each row decides alone.
-    """
-
-    def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        super().__init__(module, dtype)
-        weight, state = module.weight, module.state
-        scales = weight.SCB if weight.SCB is not None else state.SCB
-        # [out, in] int8 and [out] float32: the largest of each row, which 127 stands for
-        self._rounded, self._largest = weight.data, scales
-        self._threshold = float(state.threshold)
-
-    def leave_the_file(self) -> None:
-        self._rounded, self._largest = self._rounded.clone(), self._largest.clone()
-
-    def dense(self) -> torch.Tensor:
-        return self._rounded.to(self.dtype) * (self._largest / 127).to(self.dtype)[:, None]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self._rounded, self._largest))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        operators = torch.ops.bitsandbytes
-        # [rows, in]
-        rows = x.reshape(-1, self.in_features)
-        halves = rows.half()
-        large = halves.abs() >= (self._threshold if self._threshold > 0 else torch.inf)
-        rounded, scales, _ = operators.int8_vectorwise_quant(halves.masked_fill(large, 0), 0.0)
-        y: torch.Tensor = operators.int8_scaled_mm(rounded, self._rounded, scales, self._largest, self.bias, self.dtype)
-        if large.any():
-            y = y + _product(rows.masked_fill(~large, 0), self.dense(), None)
-        return y.view(*x.shape[:-1], self.out_features)
-
-
-_MATRICES: dict[str, Callable[[Any, torch.dtype], QuantizedMatrix]] = {
-    "Linear4bit": FourBitMatrix,
-    "Linear8bitLt": EightBitMatrix,
-}
+    return _kind(module) is not None
 
 
 def matrix_of(module: nn.Module, dtype: torch.dtype) -> QuantizedMatrix:
-    """The weight of a module that `is_quantized`, with our product."""
-    return _MATRICES[type(module).__name__](module, dtype)
+    """The weight of a module that `is_quantized`, with its product."""
+    kind = _kind(module)
+    assert kind is not None
+    return kind(module, dtype)
+
+
+def _kind(module: nn.Module) -> type[QuantizedMatrix] | None:
+    names = [type(module).__name__, type(getattr(module, "weight", None)).__name__]
+    if isinstance(module, nn.Embedding):
+        return None
+    names += [_OF_GPTQMODEL] if _OF_GPTQMODEL in {kind.__name__ for kind in type(module).__mro__} else []
+    return next((_MATRICES[name] for name in names if name in _MATRICES), None)
 
 
 def num_parameters(network: nn.Module) -> int:
     """Of a network: packed weights count as what they stand for."""
-    total = sum(parameter.numel() for parameter in network.parameters())
     modules: list[Any] = [module for module in network.modules() if is_quantized(module)]
+    packed = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+    total = sum(parameter.numel() for parameter in network.parameters() if id(parameter) not in packed)
     for module in modules:
-        total += module.in_features * module.out_features - module.weight.numel()
+        total += module.in_features * module.out_features + (0 if module.bias is None else module.bias.numel())
     return total
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x: [..., in]; weight: [out, in]; bias: [out]. Returns [..., out]."""
-    on_cpu = x.device.type == "cpu" and can_pack(x.dtype)
-    return multiply(x, weight, bias) if on_cpu else functional.linear(x, weight, bias)
+def check_company(matrices: list[QuantizedMatrix], device: torch.device) -> None:
+    """Raise ValueError where nothing is quantised, or where what a row gives depends on rows beside it: one matrix of
+    each kind and shape is asked for two rows alone, and beside rows of small and of large values.
+    """
+    if not matrices:
+        raise ValueError("none of its layers is of a kind that this method quantises")
+    generator = torch.Generator().manual_seed(0)
+    tolerance = 0.0 if device.type == "cpu" else COMPANY_TOLERANCE
+    for matrix in {(type(each), each.in_features, each.out_features): each for each in matrices}.values():
+        rows = torch.randn(2, matrix.in_features, generator=generator).to(device, matrix.dtype)
+        alone = matrix(rows).float()
+        beside = matrix(torch.cat([rows, rows.flip(1) / 64, rows.flip(1) * 64])).float()[:2]
+        off = float((beside - alone).square().mean().sqrt() / alone.square().mean().sqrt().clamp(min=1e-30))
+        if not off <= tolerance:
+            raise ValueError(
+                f"what a row gives depends on the rows beside it (by {off:.1e} of it, at {matrix.out_features} × "
+                f"{matrix.in_features} weights), so a request's text would depend on others"
+            )

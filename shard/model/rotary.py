@@ -36,6 +36,14 @@ def tabulate_rotary(network: nn.Module, num_positions: int, like: torch.Tensor) 
                 setattr(parent, name, RotaryTable(child, num_positions, like))
 
 
+def rotary_width(network: nn.Module) -> int | None:
+    """Numbers of a head that positions turn; None where it is not the same in all of the network."""
+    widths = {int(module.cos.shape[1]) for module in network.modules() if isinstance(module, RotaryTable)}
+    frequencies = (getattr(module, "inv_freq", None) for module in network.modules())
+    widths |= {2 * found.numel() for found in frequencies if isinstance(found, torch.Tensor)}
+    return widths.pop() if len(widths) == 1 else None
+
+
 def _takes_positions_alone(rotary: nn.Module) -> bool:
     """Not the layer's kind too, for instance."""
     return list(inspect.signature(rotary.forward).parameters) == ["x", "position_ids"]

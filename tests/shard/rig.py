@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from shard.budget import Limits
 from shard.drafter import Drafter
 from shard.engine import Engine, Pacing
@@ -36,7 +34,10 @@ class Setup:
     guessers: Guessers | None = None
     draft: DraftModel | None = None
     network: Network | None = None
-    """In place of the fake model; of its vocabulary."""
+    """In place of the fake model …"""
+    draft_network: Network | None = None
+    """… and of its draft model; both of this vocabulary."""
+    vocab_size: int = VOCAB_SIZE
 
 
 class Rig:
@@ -50,7 +51,9 @@ class Rig:
         cache = KvCache(setup.num_pages, setup.page_size, setup.prefix_caching)
         self.scheduler = Scheduler(cache, limits, guessers=setup.guessers)
         self.inbox, self.outbox = Inbox(), outbox or Outbox()
-        sampler = self.sampler = Sampler(VOCAB_SIZE, setup.max_running, torch.device("cpu"))
+        sampler = self.sampler = Sampler(
+            setup.vocab_size, setup.max_running, (setup.network or self.model).inputs.device
+        )
         pacing = Pacing(setup.commit_lag, setup.max_waiting)
         self.engine = Engine(
             setup.network or self.model,
@@ -117,6 +120,8 @@ class Rig:
         assert self.scheduler.cache.num_owned == 0
 
     def _drafter(self, setup: Setup) -> Drafter | None:
+        if setup.draft_network is not None:
+            return Drafter(setup.draft_network, self.sampler, setup.vocab_size, setup.vocab_size)
         if setup.draft is None:
             return None
         self.draft = setup.draft.make(setup.num_pages, setup.page_size)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssConfig
 from transformers.models.granite.modeling_granite import GraniteAttention, GraniteConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
@@ -17,8 +18,9 @@ from shard import attention
 from shard.batch import Segment, StepInputs
 from shard.config import ShardConfig
 from shard.model import kernels, load_model
-from shard.model.fused_attention import FusedAttention, Recorder, _trial, fuse_attention
+from shard.model.fused_attention import FusedAttention, fuse_attention
 from shard.model.site import NAME, AttentionSite
+from shard.model.trial import Recorder, attend
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs AVX512-BF16 and a C compiler")
@@ -59,17 +61,17 @@ def test_the_site_gets_the_same(kind: Any, config_kind: Any, more: dict[str, Any
     block = block_of(kind, config_kind, **more)
     site, (x, angles) = block.lorikeet_site, inputs_of(40)
     plain, fused = Recorder(), Recorder()
-    wanted = _trial(block, plain, x, angles)
+    wanted = attend(block, plain, x, angles)
     twin = fuse_attention(block, set())
     assert isinstance(twin, FusedAttention)
     assert twin.lorikeet_site is site
-    got = _trial(twin, fused, x, angles)
+    got = attend(twin, fused, x, angles)
     assert fused.options == plain.options
     for one, other in zip((wanted, *plain.seen), (got, *fused.seen), strict=True):
         assert one.shape == other.shape
         assert (one.float() - other.float()).abs().max() <= 2**-7 * one.float().abs().max()
     few = Recorder()
-    _trial(twin, few, x[:, 10:13], (angles[0][:, 10:13], angles[1][:, 10:13]))
+    attend(twin, few, x[:, 10:13], (angles[0][:, 10:13], angles[1][:, 10:13]))
     for all_rows, some_rows in zip(fused.seen, few.seen, strict=True):
         assert torch.equal(all_rows[:, :, 10:13], some_rows)
 
@@ -81,6 +83,8 @@ def test_blocks_that_do_more_or_less_are_left_alone() -> None:
     block = block_of(LlamaAttention, LlamaConfig)
     assert fuse_attention(block, {id(block.k_proj.weight)}) is None
     assert fuse_attention(torch.nn.Linear(4, 4), set()) is None
+    # its code turns as much of a head as there are angles for
+    assert fuse_attention(block_of(Glm4MoeAttention, Glm4MoeConfig), set(), rotary_width=16) is None
 
 
 @torch.inference_mode()

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 from shard.batch import Segment
 from shard.config import ShardConfig
 from shard.model import Model, kernels, load_model
 from shard.model.fused_layer import FusedDecoderLayer
-from shard.model.fusion import FusedNorm
+from shard.model.fusion import FusedNorm, fuse
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs AVX512-BF16 and a C compiler")
@@ -71,3 +72,14 @@ def test_one_call_gives_the_bits_of_the_parts(
 @pytest.mark.parametrize("kind", ["granite", "gemma2", "qwen3", "olmo2", "cohere"])
 def test_layers_that_do_more_or_less_are_left_alone(kind: str, tmp_path: Path) -> None:
     assert not fused_layers(load(kind, tmp_path))
+
+
+@pytest.mark.parametrize("width", [64, 4096])
+def test_a_layer_norm_is_no_rms_norm_however_wide(width: int) -> None:
+    assert fuse(CohereLayerNorm(width).bfloat16(), set()) is None
+
+
+def test_nothing_is_fused_where_nothing_is_to_be(tmp_path: Path) -> None:
+    tiny.make("llama", tmp_path, **SHAPE)
+    model = load_model(ShardConfig("tiny", str(tmp_path), "unix:/dev/null", dtype="bfloat16", fusions="none"))
+    assert not any(isinstance(module, FusedNorm | FusedDecoderLayer) for module in model.network.modules())

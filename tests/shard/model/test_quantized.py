@@ -20,7 +20,8 @@ from shard.config import ShardConfig
 from shard.memory import choose_num_pages
 from shard.model import Model, load_model
 from shard.model.layers import PackedLinear
-from shard.model.quantized import QuantizedMatrix, is_quantized, matrix_of
+from shard.model.quantized import is_quantized, matrix_of
+from shard.model.quantized_matrices import QuantizedMatrix
 from tests import tiny
 from tests.shard.model.test_invariance import LENGTH, logits_of
 

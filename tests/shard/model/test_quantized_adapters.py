@@ -20,9 +20,14 @@ LENGTHS = (5, 17, 33, 2, 12, 24, 9, 19, 3, 14)
 
 @torch.no_grad()
 def warm(folder: Path, method: str) -> Any:
-    """transformers' own model; PEFT's DoRA fails on 8-bit weights that have not been used yet."""
+    """transformers' own model; PEFT's DoRA fails on 8-bit weights that have not been used yet, and bitsandbytes loses
+    the scales of those that are moved once they have.
+    """
     network = quantized.theirs(folder, method)
     network(torch.tensor([[1]]))
+    for module in network.modules():
+        if type(module).__name__ == "Linear8bitLt":
+            module.init_8bit_state = lambda: None
     return network
 
 

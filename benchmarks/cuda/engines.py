@@ -1,0 +1,155 @@
+"""Random models of true shapes, made on the device, and engines around them: everything but the weights is loaded as a
+shard loads it.
+
+Knows configurations and how weights are drawn; nothing of what is measured.
+"""
+
+import gc
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.cuda.setup import LlamaShape, Setup
+from benchmarks.harness import Harness, Run, Wanted
+from shard.config import ShardConfig
+from shard.model import Model, experts, load_model
+from shard.model.site import NAME
+
+
+def configured(setup: Setup, folder: Path, **settings: Any) -> ShardConfig:
+    """A shard's configuration. Raises ValueError that names settings which this shard does not have."""
+    unknown = sorted(set(settings) - {field.name for field in fields(ShardConfig)})
+    if unknown:
+        raise ValueError(f"this shard has no setting {', '.join(unknown)}")
+    common = {"device": setup.device, "dtype": setup.dtype, "prefix_caching": False}
+    return ShardConfig("random", str(folder), "unix:/dev/null", **{**common, **settings})
+
+
+def write_config(shape: LlamaShape, folder: Path, dtype: str) -> Path:
+    """A folder that holds a configuration and no weights."""
+    LlamaConfig(**shape.config(), dtype=dtype, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    return folder
+
+
+def load(setup: Setup, shape: LlamaShape, **settings: Any) -> tuple[ShardConfig, Model]:
+    """A random model, the same numbers for the same seed, and what it was loaded by."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_config(shape, Path(name), setup.dtype)
+        config = configured(setup, folder, **settings)
+
+        def draw(config: ShardConfig, checkpoint: Any, dtype: torch.dtype, *_: object, **__: object) -> nn.Module:
+            return random_network(checkpoint, dtype, config.device, setup.seed)
+
+        with patch("shard.model.load_network", draw):
+            return config, load_model(config)
+
+
+def random_network(checkpoint: Any, dtype: torch.dtype, device: str, seed: int) -> nn.Module:
+    """transformers' network with the numbers that transformers would draw, on the device from the beginning."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        network: nn.Module = AutoModelForCausalLM.from_config(
+            checkpoint, dtype=dtype, attn_implementation=NAME, experts_implementation=experts.NAME
+        )
+    network.requires_grad_(False)
+    return network.eval()
+
+
+def room(setup: Setup, num_requests: int, num_tokens: int) -> dict[str, Any]:
+    """Settings with which so many requests of so many tokens fit, and no more; one alone may be as long as a server
+    usually lets it, since what is captured depends on that.
+    """
+    memory = {} if setup.is_cuda else {"cpu_memory": 2**28}
+    return {
+        "max_total_tokens": max(num_tokens, setup.longest),
+        "max_running": num_requests,
+        "max_batch_total_tokens": num_requests * (num_tokens + 512),
+        **memory,
+    }
+
+
+def engine(setup: Setup, shape: LlamaShape, num_requests: int, num_tokens: int, **settings: Any) -> Harness:
+    """An engine of its own model with room for so many requests of so many tokens."""
+    config, model = load(setup, shape, **room(setup, num_requests, num_tokens), **settings)
+    return Harness(config, model)
+
+
+def full(setup: Setup, **settings: Any) -> Harness:
+    """An engine of the large model for a full batch of the usual length."""
+    return engine(setup, setup.large, setup.requests, setup.prompt + setup.text, **settings)
+
+
+@lru_cache(maxsize=1)
+def usual(setup: Setup) -> Harness:
+    """The same with a shard's own settings, made once for all parts of a process."""
+    return full(setup)
+
+
+def prompts(setup: Setup, shape: LlamaShape, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts."""
+    choice = np.random.default_rng([setup.seed, seed])
+    found: list[list[int]] = choice.integers(1, shape.vocabulary, (count, length)).tolist()
+    return found
+
+
+def wanted(setup: Setup, shape: LlamaShape, count: int, **asked: Any) -> list[Wanted]:
+    """So many requests with prompts and texts of full length."""
+    return [Wanted(ids, setup.text, **asked) for ids in prompts(setup, shape, count, setup.prompt)]
+
+
+def step_of(runs: list[Run]) -> dict[str, float]:
+    """Of requests that ran all at once: what a step took while all of them did, and how long the device waited for the
+    host before one, as the shard tells it.
+    """
+    start, end = max(run.steps[0].at for run in runs), min(run.steps[-1].at for run in runs)
+    inside = [[gave for gave in run.steps if start < gave.at <= end] for run in runs]
+    num_steps, num_tokens = len(inside[0]), sum(len(gave.token_ids) for gaves in inside for gave in gaves)
+    if not num_steps:
+        raise RuntimeError("the requests did not run at once")
+    gaps = [gave.gap_us for gave in inside[0]]
+    return {
+        "seconds": (end - start) / num_steps,
+        "steps": num_steps,
+        "tokens": num_tokens,
+        "tokens_per_second": num_tokens / (end - start),
+        "gap": (gaps[-1] - gaps[0]) / 1e6 / max(1, num_steps - 1),
+    }
+
+
+def total(runs: list[Run]) -> dict[str, float]:
+    """Of requests that followed each other: all tokens over the time from the first request to the last token."""
+    num_tokens = sum(len(run.token_ids) for run in runs)
+    seconds = max(run.steps[-1].at for run in runs) - min(run.asked_at for run in runs)
+    return {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / seconds}
+
+
+def steadily(harness: Harness, requests: list[Wanted]) -> dict[str, float]:
+    """What a step takes while all of these run. The collector does not go through what was loaded meanwhile."""
+    gc.collect()
+    gc.freeze()
+    try:
+        return step_of(harness.run(requests))
+    finally:
+        gc.unfreeze()
+
+
+def in_turn(ways: Mapping[str, Any], number: int) -> list[str]:
+    """The ways in the order of a round: each comes first once."""
+    names = list(ways)
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def config_json(config: ShardConfig) -> str:
+    """What a shard process reads."""
+    return json.dumps({field.name: getattr(config, field.name) for field in fields(config)})

@@ -1,0 +1,139 @@
+"""What is measured: shapes of models, loads and rounds, at full size and as small as a test wants it.
+
+Knows sizes and one formula, how long a step takes at least; nothing of how anything is measured. Imports no torch.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.limit import Shape
+
+
+@dataclass(frozen=True)
+class LlamaShape(Shape):
+    """The sizes of a Llama."""
+
+    is_tied: bool = False
+    """Whether the output head is the embedding."""
+
+    def config(self) -> dict[str, Any]:
+        """What transformers' LlamaConfig is made of."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.mlp,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 131_072,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": self.is_tied,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        }
+
+
+LLAMA_8B = LlamaShape(4096, 14336, 32, 32, 8, 128_256)
+"""Llama 3.1 8B."""
+LLAMA_1B = LlamaShape(2048, 8192, 16, 32, 8, 128_256, is_tied=True)
+"""Llama 3.2 1B."""
+LLAMA_100M = LlamaShape(768, 2048, 4, 12, 4, 128_256, is_tied=True)
+"""A draft model of about a tenth of that."""
+TINY = LlamaShape(64, 128, 2, 4, 2, 512)
+TINIER = LlamaShape(64, 128, 1, 4, 2, 512)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How much is measured, of what and where. The defaults are full size."""
+
+    device: str = "cuda:0"
+    dtype: str = "bfloat16"
+    large: LlamaShape = LLAMA_8B
+    small: LlamaShape = LLAMA_1B
+    draft: LlamaShape = LLAMA_100M
+    seed: int = 20_261_123
+    rounds: int = 5
+    """Of what takes seconds …"""
+    long_rounds: int = 3
+    """… and of what takes longer."""
+    repeats: int = 10
+    """Of one timed call."""
+    requests: int = 64
+    """At once, in a full batch."""
+    prompt: int = 128
+    text: int = 192
+    """Tokens of each request's output."""
+    longest: int = 4096
+    """Tokens that one request may have."""
+    bytes_copied: int = 4 << 30
+    adapters: int = 1024
+    """In rotation over as many slots as there are requests …"""
+    laps: int = 4
+    """… so many requests after each other in each of them in a round."""
+    swaps: int = 16
+    """In a round."""
+    swap_batch: int = 8
+    """Requests that run meanwhile."""
+    contexts: tuple[int, ...] = (1024, 8192, 32_768)
+    prefill: int = 2048
+    loads: tuple[int, ...] = (1, 8, 32)
+    """Requests at once under which guessing is measured."""
+    width: int = 4
+    """Drafts of a request in a step."""
+    architectures: tuple[str, ...] = ()
+    """Those whose texts are compared; none is all."""
+    workers: int = 8
+    """Processes that compare them."""
+    is_smoke: bool = False
+    """On CPU, where times mean nothing: what a smoke run leaves out for its length is left out."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of adapters in a batch of mixed ranks."""
+        return (1, 2, 4) if self.is_smoke else (8, 16, 32, 64, 128)
+
+    @property
+    def rank(self) -> int:
+        """Of all other adapters."""
+        return 2 if self.is_smoke else 16
+
+    def told(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+SMOKE = Setup(
+    "cpu", "float32", TINY, TINIER, TINIER, rounds=1, long_rounds=1, repeats=2, requests=4, prompt=6,
+    text=8, longest=64, bytes_copied=1 << 20, adapters=8, laps=2, swaps=2, swap_batch=2, contexts=(24,), prefill=8,
+    loads=(1, 2), width=2, architectures=("llama",), workers=1, is_smoke=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of the card at hand."""
+
+    copy: float
+    """Bytes per second that a copy within its memory moves, read and written ones counted."""
+    read: float
+    """Bytes per second of a sum over its memory."""
+    flops: float
+    """Operations per second of the best matrix product among the model's shapes."""
+    upload: float
+    """Bytes per second from page-locked host memory."""
+
+
+def step_bytes(shape: LlamaShape, num_kv_tokens: float) -> float:
+    """What a step reads at least: every matrix once, and K and V of so many tokens. Of the embedding it takes rows."""
+    return 2 * shape.num_multiplied + num_kv_tokens * shape.kv_bytes_per_token
+
+
+def floors(shape: LlamaShape, num_rows: int, num_kv_tokens: float, speeds: Speeds) -> tuple[float, float]:
+    """Seconds of a step of so many rows that sees so many tokens in all: by bandwidth, by matrix products."""
+    return step_bytes(shape, num_kv_tokens) / speeds.copy, 2 * num_rows * shape.num_multiplied / speeds.flops

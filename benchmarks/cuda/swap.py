@@ -1,0 +1,120 @@
+"""What a hot swap costs those who run meanwhile, and whoever waits for it: an adapter goes from host memory into a slot
+beside the steps of a batch.
+
+The same request by turns with an adapter that is in a slot and with one that is not. Knows moments, no bar.
+"""
+
+import gc
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from benchmarks.case import Case, Cases, Raw
+from benchmarks.cuda import engines
+from benchmarks.cuda.mixes import settings_of
+from benchmarks.cuda.served import ALL, Store
+from benchmarks.cuda.setup import Setup
+from benchmarks.harness import Harness, Run, Wanted
+
+QUIET = 8
+"""Steps between two requests, that nothing happens in."""
+SPARE = 2
+"""Slots beside those of the batch …"""
+CYCLE = 6
+"""… for so many adapters in turn, so that none of them is in a slot when it is asked for."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """A request that came while a batch ran."""
+
+    asked_at: float
+    first_at: float
+
+
+def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
+    """One case per round, with the length of every step before, and while each adapter came."""
+    num_slots = setup.swap_batch + SPARE
+    num_tokens = setup.swaps * 2 * (QUIET + 8)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        room = engines.room(setup, num_slots, setup.prompt + num_tokens)
+        config, model = engines.load(setup, setup.large, **room, **settings_of(setup, folder, num_slots))
+        digests = Store(folder, model, setup.seed).loras(setup.swap_batch + CYCLE, [setup.rank], ALL)
+        engine = Harness(config, model)
+        ids = engines.prompts(setup, setup.large, setup.swap_batch, setup.prompt)
+        batch = [Wanted(each, num_tokens, adapter_digest=digest) for each, digest in zip(ids, digests, strict=False)]
+        spare = digests[setup.swap_batch :]
+        engine.run([Wanted([1, 2], 1, adapter_digest=digest) for digest in digests])
+        for number in range(-1, setup.rounds):
+            if f"round {number}" not in finished:
+                raw = _round(engine, batch, spare, setup.swaps)
+                if number >= 0:  # the first one warms up
+                    yield Case(f"round {number}", raw)
+
+
+def _round(engine: Harness, batch: Sequence[Wanted], spare: Sequence[str], swaps: int) -> Raw:
+    gc.collect()
+    gc.freeze()
+    running = engine.submit(batch)
+    while not all(run.steps for run in running):
+        engine.turn()
+    met: dict[str, list[Met]] = {"resident": [], "missing": []}
+    for number in range(swaps):
+        digests = {"resident": batch[number % len(batch)].adapter_digest, "missing": spare[number % len(spare)]}
+        for kind, digest in digests.items():
+            met[kind].append(_meet(engine, Wanted(list(batch[0].prompt_ids), 1, adapter_digest=digest)))
+    if any(len(run.token_ids) == run.wanted.num_tokens for run in running):
+        raise RuntimeError("the batch ended before the last adapter had come")
+    times = [gave.at for gave in running[0].steps]
+    engine.finish()
+    gc.unfreeze()
+    return told(times, met)
+
+
+def _meet(engine: Harness, wanted: Wanted) -> Met:
+    for _ in range(QUIET):
+        engine.turn()
+    run: Run = engine.submit([wanted])[0]
+    while not run.steps:
+        engine.turn()
+    return Met(run.asked_at, run.steps[0].at)
+
+
+def told(times: Sequence[float], met: dict[str, list[Met]]) -> dict[str, object]:
+    """What a round gives. times: when each step of the batch was known.
+
+    A step counts as one beside a copy if it ended between a request and its first token, but for the step that computed
+    the request's own prompt, which is the last of these. A quiet one ended in the same time before the request.
+    """
+    steps = list(pairwise(times))
+    during, quiet = [], []
+    for each in met["missing"]:
+        beside = [end - start for start, end in steps if each.asked_at < end < each.first_at]
+        before = [end - start for start, end in steps if end <= each.asked_at][-len(beside) :] if beside else []
+        during += [max(beside)] if beside else []
+        quiet += [max(before)] if beside else []
+    return {
+        "steps": [end - start for start, end in steps],
+        "during": during,
+        "quiet": quiet,
+        **{kind: [each.first_at - each.asked_at for each in found] for kind, found in met.items()},
+    }
+
+
+def lengthening(raw: Raw) -> float:
+    """The longest step beside a copy over the longest of as many quiet ones, at the median over copies."""
+    return median(raw["during"]) / median(raw["quiet"]) if raw["during"] else 1.0
+
+
+def longest(raw: Raw) -> float:
+    """The longest step beside any copy over a usual one."""
+    return max(raw["during"]) / median(raw["steps"]) if raw["during"] else 1.0
+
+
+def later_ms(raw: Raw) -> float:
+    """How much later the first token comes, in milliseconds."""
+    return 1e3 * (median(raw["missing"]) - median(raw["resident"]))

@@ -1,0 +1,241 @@
+"""RMS norms, gates and rotary positions on CUDA: three Triton kernels, each of which reads and writes a row once.
+
+Semantics are those of transformers' plain modules: computed in float32, rounded to the number format where they round.
+Launch grids and addresses follow from shapes alone, so a captured graph may hold every launch. A row's bits do not
+depend on the rows beside it.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# (Triton compiles the kernels' text, annotations too)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+GATE_BLOCK = 1024
+"""Outputs of one program of `gate_rows`."""
+HEADS = 8
+"""Heads of one program of `rotate_heads`."""
+WARP_SHARE = 512
+"""Numbers of a row for each warp of a norm."""
+MOST_WARPS = 16
+FIXED: dict[str, Any] = {"enable_fp_fusion": False}
+"""Every product is rounded for itself, as where it is an operator of its own."""
+CUTS = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Triton's interpreter cuts off what does not fit into bfloat16, where a device rounds."""
+
+
+@triton.jit
+def _rounded(values, element: tl.constexpr):
+    """float32 values in the number format `element`, to the nearest."""
+    if CUTS and element == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        values = ((bits >> 16) << 16).to(tl.float32, bitcast=True)
+    return values.to(element)
+
+
+@triton.jit
+def _weighted(scaled, weight, OFFSET: tl.constexpr, ROUNDS: tl.constexpr, element: tl.constexpr):
+    """A norm's last step: `weight * scaled`, where ROUNDS says so rounded before it too."""
+    if ROUNDS:
+        scaled = _rounded(scaled, element).to(tl.float32)
+    return _rounded(scaled * (weight.to(tl.float32) + OFFSET), element)
+
+
+@triton.jit
+def norm_rows(
+    x, added, weight, sums, y, count, x_stride, added_stride, epsilon,
+    BLOCK: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """y[row] = norm(x[row]), or with ADDS sums[row] = x[row] + added[row] and y[row] = norm(sums[row])."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < count
+    element: tl.constexpr = y.dtype.element_ty
+    values = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        values += tl.load(added + row * added_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        rounded = _rounded(values, element)
+        tl.store(sums + row * count + columns, rounded, mask=mask)
+        values = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / count + epsilon)
+    weights = tl.load(weight + columns, mask=mask, other=0.0)
+    tl.store(y + row * count + columns, _weighted(values * scale, weights, OFFSET, ROUNDS, element), mask=mask)
+
+
+@triton.jit
+def gate_rows(x, y, num_hidden, x_stride, BLOCK: tl.constexpr, IS_TANH: tl.constexpr):
+    """y[row] = act(x[row, :num_hidden]) * x[row, num_hidden:]; act is SiLU, or GELU by its tanh formula."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < num_hidden
+    element: tl.constexpr = y.dtype.element_ty
+    gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + num_hidden + columns, mask=mask, other=0.0).to(tl.float32)
+    inner = gate
+    if IS_TANH:  # (1 + tanh z) / 2 = 1 / (1 + exp(-2 z)), and twice the root of 2 / pi
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    small = tl.exp(-tl.abs(inner))
+    share = tl.where(inner >= 0, 1.0, small) / (1.0 + small)
+    activated = _rounded(gate * share, element).to(tl.float32)
+    tl.store(y + row * num_hidden + columns, _rounded(activated * up, element), mask=mask)
+
+
+@triton.jit
+def _head_weight(q_weight, k_weight, is_query, offsets, mask):
+    """[heads, offsets] of the norm that each head has."""
+    of_query = tl.load(q_weight + offsets, mask=mask, other=0.0)
+    of_key = tl.load(k_weight + offsets, mask=mask, other=0.0)
+    return tl.where(is_query[:, None], of_query[None, :], of_key[None, :])
+
+
+@triton.jit
+def rotate_heads(
+    x, cos, sin, q_weight, k_weight, num_heads, num_turned, x_stride, epsilon,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
+    NORMS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Turns the first WIDTH of the DIM numbers of each of the first `num_turned` heads of x[row], in place; with NORMS
+    each head goes through the norm of q (the first `num_heads`) or of k before. HALF, TAIL: powers of two that hold
+    half of WIDTH and what follows it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    offsets = tl.arange(0, HALF)
+    inside = offsets < WIDTH // 2
+    mask = (heads < num_turned)[:, None] & inside[None, :]
+    element: tl.constexpr = x.dtype.element_ty
+    first_place = x + row * x_stride + heads[:, None] * DIM + offsets[None, :]
+    second_place = first_place + WIDTH // 2
+    first = tl.load(first_place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(second_place, mask=mask, other=0.0).to(tl.float32)
+    if NORMS:
+        is_query = heads < num_heads
+        total = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        if WIDTH < DIM:
+            tail = WIDTH + tl.arange(0, TAIL)
+            tail_place = x + row * x_stride + heads[:, None] * DIM + tail[None, :]
+            tail_mask = (heads < num_turned)[:, None] & (tail < DIM)[None, :]
+            rest = tl.load(tail_place, mask=tail_mask, other=0.0).to(tl.float32)
+            total += tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(total / DIM + epsilon)[:, None]
+        weight = _head_weight(q_weight, k_weight, is_query, offsets, inside)
+        first = _weighted(first * scale, weight, OFFSET, ROUNDS, element).to(tl.float32)
+        weight = _head_weight(q_weight, k_weight, is_query, WIDTH // 2 + offsets, inside)
+        second = _weighted(second * scale, weight, OFFSET, ROUNDS, element).to(tl.float32)
+        if WIDTH < DIM:
+            weight = _head_weight(q_weight, k_weight, is_query, tail, tail < DIM)
+            tl.store(tail_place, _weighted(rest * scale, weight, OFFSET, ROUNDS, element), mask=tail_mask)
+
+    angle = row * WIDTH + offsets
+    first_cos = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    first_sin = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + angle + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + angle + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+    # each product is rounded, as where they are tensors of their own
+    kept, crossed = _rounded(first * first_cos, element), _rounded(second * first_sin, element)
+    tl.store(first_place, _rounded(kept.to(tl.float32) - crossed.to(tl.float32), element), mask=mask)
+    kept, crossed = _rounded(second * second_cos, element), _rounded(first * second_sin, element)
+    tl.store(second_place, _rounded(kept.to(tl.float32) + crossed.to(tl.float32), element), mask=mask)
+
+
+@torch.library.custom_op("lorikeet::rms_norm", mutates_args=())
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool) -> torch.Tensor:
+    """`(weight + offset) * x / sqrt(mean(x²) + epsilon)` over the last axis; `rounds` before the weight comes in.
+
+    x: [..., H]; weight: [H]. Returns [..., H], contiguous.
+    """
+    rows = _rows(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(rows, rows, weight, y, y, (epsilon, offset, rounds), adds=False)
+    return y
+
+
+@rms_norm.register_fake
+def _(x: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op("lorikeet::add_rms_norm", mutates_args=())
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, added: [..., H]. Returns `x + added`, rounded, and what `rms_norm` makes of it."""
+    sums, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _launch_norm(_rows(x), _rows(added), weight, sums, y, (epsilon, offset, rounds), adds=True)
+    return sums, y
+
+
+@add_rms_norm.register_fake
+def _(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op("lorikeet::gate", mutates_args=())
+def gate(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
+    """x: [rows, 2 n], gates first. Returns [rows, n]: `silu(gate) * up`, with `is_tanh` GELU's tanh formula instead."""
+    num_rows, num_hidden = x.shape[0], x.shape[1] // 2
+    y = torch.empty(num_rows, num_hidden, dtype=x.dtype, device=x.device)
+    block = min(GATE_BLOCK, triton.next_power_of_2(num_hidden))
+    grid = (num_rows, triton.cdiv(num_hidden, block))
+    gate_rows[grid](x, y, num_hidden, x.stride(0), BLOCK=block, IS_TANH=is_tanh, num_warps=4, **FIXED)
+    return y
+
+
+@gate.register_fake
+def _(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
+    return torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op("lorikeet::rotate", mutates_args=("x",))
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: list[int],
+    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, epsilon: float, offset: float, rounds: bool,
+) -> None:  # fmt: skip
+    """Turn q and k by their rows' angles, in place, where they have norms after these (Su et al. 2021).
+
+    x: [T, columns], the heads of q, then those of k, then others; cos, sin: [T, R] contiguous, R even: the first R
+    numbers of each head turn. shape: heads of q, heads of k, numbers of a head. q_weight, k_weight: [D] of the norms,
+    as in `rms_norm`.
+    """
+    num_heads, num_kv_heads, head_dim = shape
+    width = cos.shape[1]
+    num_turned = num_heads + num_kv_heads
+    grid = (x.shape[0], triton.cdiv(num_turned, HEADS))
+    rotate_heads[grid](
+        x, cos, sin, cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
+        num_heads, num_turned, x.stride(0), epsilon, DIM=head_dim, WIDTH=width,
+        HALF=triton.next_power_of_2(width // 2), TAIL=triton.next_power_of_2(max(1, head_dim - width)), HEADS=HEADS,
+        NORMS=q_weight is not None, OFFSET=offset, ROUNDS=rounds, num_warps=2, **FIXED,
+    )  # fmt: skip
+
+
+@rotate.register_fake
+def _(*_args: object) -> None:
+    return None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[rows, H] with neighbouring elements side by side."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _launch_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, sums: torch.Tensor, y: torch.Tensor,
+    form: tuple[float, float, bool], adds: bool,
+) -> None:  # fmt: skip
+    """x, added, sums, y: [rows, H]; form: epsilon, offset and whether it rounds."""
+    count, (epsilon, offset, rounds) = x.shape[1], form
+    norm_rows[(x.shape[0],)](
+        x, added, weight, sums, y, count, x.stride(0), added.stride(0), epsilon,
+        BLOCK=triton.next_power_of_2(count), OFFSET=offset, ROUNDS=rounds, ADDS=adds, num_warps=num_warps(count),
+        **FIXED,
+    )  # fmt: skip
+
+
+def num_warps(count: int) -> int:
+    """Of a norm over `count` numbers, a power of two."""
+    return min(MOST_WARPS, max(1, triton.next_power_of_2(count) // WARP_SHARE))

@@ -1,0 +1,19 @@
+"""What a shard's log says of its start."""
+
+import json
+
+from benchmarks.cuda import start
+
+
+def test_graphs_of_target_and_draft_model_add_up() -> None:
+    lines = [
+        {"event": "kv memory", "num_tokens": 2048},
+        {"event": "graphs captured", "seconds": 9.5, "num_graphs": 20, "bytes": 100, "level": "info"},
+        {"event": "graphs captured", "seconds": 2.5, "num_graphs": 10, "bytes": 50, "level": "info"},
+        {"event": "ready"},
+    ]
+    text = "a line of a library\n" + "\n".join(map(json.dumps, lines))
+    found = start.events(text)
+    assert found == {"num_kv_tokens": 2048, "graphs": {"seconds": 12.0, "num_graphs": 30, "bytes": 150}}
+    assert start.capture_s(found) == 12.0
+    assert start.capture_s({}) == 0.0
