@@ -4,6 +4,7 @@ Nothing here reads a value on the host, and every shape follows from the numbers
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +37,15 @@ class SortedPairs:
         return torch.empty_like(results).index_copy_(0, self.order, results)
 
 
+class PairTasks(NamedTuple):
+    """Sorted pairs cut into pieces, for kernels."""
+
+    # [tasks, 3] int32 value, first pair, number of pairs; some of no pairs
+    tasks: torch.Tensor
+    # [P] int32 0 … P - 1: where each pair lies
+    pair_ids: torch.Tensor
+
+
 def sort_pairs(
     expert_ids: torch.Tensor, num_experts: int, slots: torch.Tensor | None = None, num_slots: int = 0
 ) -> SortedPairs:
@@ -57,10 +67,11 @@ def most_tasks(num_pairs: int, num_keys: int, num_rows: int) -> int:
 
 
 def tasks_of(keys: torch.Tensor, values: torch.Tensor, num_rows: int, num_tasks: int) -> torch.Tensor:
-    """keys: [P] int32 ascending; values: [P] int32, alike where keys are, negative for what is left out.
+    """What pairs_triton.py gives, in operations of torch's: its specification.
 
-    Returns [num_tasks, 3] int32: value, first pair, number of pairs, of neighbours of one key, `num_rows` at most;
-    behind those that there are, zeros.
+    keys: [P] int32 ascending; values: [P] int32, alike where keys are, negative for what is left out. Returns
+    [num_tasks, 3] int32: value, first pair, number of pairs, of neighbours of one key, `num_rows` at most; behind those
+    that there are, zeros.
     """
     places = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
     firsts = torch.searchsorted(keys, keys, out_int32=True)

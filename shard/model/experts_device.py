@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shard.batch import AdapterRows
-from shard.model.expert_pairs import SortedPairs, sort_pairs
+from shard.model.expert_pairs import PairTasks, SortedPairs, sort_pairs
 from shard.model.experts import check_served, is_experts, up_name
 from shard.model.grouped import multiply_grouped
 from shard.model.lora import ExpertSites, Product, adapt
@@ -53,13 +53,13 @@ class DeviceExperts(nn.Module):
         assert slots is not None
         return torch.from_numpy(slots).to(x.device), len(changed.experts[0].slots)
 
-    def _tasks(self, pairs: SortedPairs) -> torch.Tensor | None:
+    def _tasks(self, pairs: SortedPairs) -> PairTasks | None:
         """What the device's kernels are to compute; None where there are no adapters or no kernels."""
         kernels = next((sites.kernels for sites in self.sites.values()), None)
         return None if kernels is None or not pairs.num_slots else kernels.pair_tasks(pairs)
 
     def _multiply(
-        self, block: Any, name: str, x: torch.Tensor, pairs: SortedPairs, tasks: torch.Tensor | None
+        self, block: Any, name: str, x: torch.Tensor, pairs: SortedPairs, tasks: PairTasks | None
     ) -> torch.Tensor:
         """x: [P, in]. Returns [P, out], with what adapters add."""
         matrices = getattr(block, name)

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shard.model.expert_pairs import SortedPairs, most_tasks, tasks_of
+from shard.model.expert_pairs import SortedPairs
+from shard.model.pairs_triton import cut_pairs
 
 FEW_ROWS, MANY_ROWS = 16, 64
 """Rows of a tile: where each matrix has few on average, and where it has many."""
@@ -65,9 +66,7 @@ def multiply_tiles(x: torch.Tensor, matrices: torch.Tensor, pairs: SortedPairs) 
     """x: [P, in] as the pairs lie; matrices: [experts, in, out], strided at will. Returns [P, out]."""
     num_pairs, num_experts = x.shape[0], matrices.shape[0]
     num_rows = FEW_ROWS if num_pairs <= FEW_ROWS * num_experts else MANY_ROWS
-    experts = pairs.experts
-    tasks = tasks_of(experts, experts, num_rows, most_tasks(num_pairs, num_experts, num_rows))
-    return multiply_tasks(x.contiguous(), matrices, tasks, num_rows)
+    return multiply_tasks(x.contiguous(), matrices, cut_pairs(pairs, num_rows).tasks, num_rows)
 
 
 @torch.library.custom_op("lorikeet::multiply_grouped", mutates_args=())

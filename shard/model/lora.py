@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from shard.batch import AdapterRows, StepInputs
 from shard.model.cut import Cut
-from shard.model.expert_pairs import SortedPairs
+from shard.model.expert_pairs import PairTasks, SortedPairs
 from shard.native import CompilerMissing, library
 
 MOST_RANK = 512
@@ -129,9 +129,9 @@ class Kernels(Protocol):
 
     def pair_slots(self, rows: AdapterRows, num_rows: int) -> tuple[torch.Tensor, int]: ...
 
-    def pair_tasks(self, pairs: SortedPairs) -> torch.Tensor: ...
+    def pair_tasks(self, pairs: SortedPairs) -> PairTasks: ...
 
-    def adapt_pairs(self, tasks: torch.Tensor, sites: "ExpertSites", x: torch.Tensor, y: torch.Tensor) -> None: ...
+    def adapt_pairs(self, tasks: PairTasks, sites: "ExpertSites", x: torch.Tensor, y: torch.Tensor) -> None: ...
 
 
 class AdapterSite:

@@ -11,9 +11,10 @@ import torch
 
 from shard.batch import AdapterRows
 from shard.model.adapter_sites import Site
-from shard.model.expert_pairs import SortedPairs, most_tasks, tasks_of
+from shard.model.expert_pairs import PairTasks, SortedPairs
 from shard.model.lora import AdapterSite, ExpertSites, Product, SlotImage
 from shard.model.lora_triton import ENTRY, PART, add_delta
+from shard.model.pairs_triton import cut_pairs
 from shard.model.tuning import DEFAULTS, Tuned
 from shard.row_groups import TASK_ROWS
 
@@ -82,24 +83,18 @@ class DeviceKernels:
             raise RuntimeError("rows of adapters that the device does not know of")
         return rows.groups.row_slots[:num_rows], self.table.shape[0]
 
-    def pair_tasks(self, pairs: SortedPairs) -> torch.Tensor:
-        """[tasks, 3] int32 for `adapt_pairs`: entry of the table, counted from that of slot 0 and expert 0; first pair;
-        number of pairs.
-        """
-        slots, (num_slots, num_sites) = pairs.slots, self.table.shape[:2]
-        entries = torch.where(slots >= 0, slots * num_sites + pairs.experts, -1)
-        num_tasks = most_tasks(len(slots), pairs.num_experts * num_slots, TASK_ROWS)
-        return tasks_of(pairs.keys, entries, TASK_ROWS, num_tasks)
+    def pair_tasks(self, pairs: SortedPairs) -> PairTasks:
+        """For `adapt_pairs`; values are entries of the table, counted from that of slot 0 and expert 0."""
+        return cut_pairs(pairs, TASK_ROWS, self.table.shape[1])
 
-    def adapt_pairs(self, tasks: torch.Tensor, sites: ExpertSites, x: torch.Tensor, y: torch.Tensor) -> None:
+    def adapt_pairs(self, tasks: PairTasks, sites: ExpertSites, x: torch.Tensor, y: torch.Tensor) -> None:
         """x: [P, in], y: [P, out] of pairs, contiguous, y changed in place; tasks: by `pair_tasks` of these pairs."""
-        first = (sites.experts[0], 0)
+        parts = self._describe([(sites.experts[0], 0)])
         # sites of experts stand side by side, so an entry is that of the first and a number
         table = self.table.view(-1, 1, ENTRY.value)
-        pair_ids = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-        shape, is_aligned = [tasks.shape[0], sites.num_out], sites.num_out % _ALIGNED == 0
+        shape, is_aligned = [tasks.tasks.shape[0], sites.num_out], sites.num_out % _ALIGNED == 0
         tiles = self._tiles(sites.num_in, sites.num_out, y.dtype)
-        add_delta(x, y, tasks, pair_ids, self._describe([first]), table, shape, is_aligned, tiles)
+        add_delta(x, y, tasks.tasks, tasks.pair_ids, parts, table, shape, is_aligned, tiles)
 
     def _launch(self, rows: AdapterRows, products: Sequence[Product]) -> None:
         first = products[0]

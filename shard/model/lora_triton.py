@@ -45,7 +45,7 @@ def shrink(
     room, ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
     WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """h[part, task, row, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row.
+    """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part.
 
     SPLITS programs share the inputs of a task of one tile's rank; more tiles have fewer each. A pass takes DEPTH of
     the inputs.
@@ -60,7 +60,7 @@ def shrink(
     span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
     lanes = tl.arange(0, ROWS)
     rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
-    row = ((part * tl.num_programs(0) + task) * ROWS + lanes).to(tl.int64) * room
+    row = (rows * tl.num_programs(2) + part) * room
     offsets = tl.arange(0, DEPTH)
     # As many programs for every rank, so that a captured launch holds adapters of any: large ones have turns.
     for piece in range(tl.program_id(1), splits * tl.cdiv(rank, RANKS), tl.num_programs(1)):
@@ -81,7 +81,8 @@ def shrink(
                 other=0.0,
             )
             sums = multiply_add(terms, weights, sums, WIDENS)
-        tl.store(h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :], sums)
+        place = h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :]
+        tl.store(place, sums, mask=(lanes < count)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_sites"])
@@ -120,7 +121,7 @@ def expand(
     if IS_EMBEDDING:
         row = tl.load(h + rows, mask=lanes < count, other=0) * rank
     else:
-        row = ((part * tl.num_programs(0) + task) * ROWS + lanes).to(tl.int64) * room
+        row = (rows * tl.num_programs(2) + part) * room
     delta = tl.zeros((ROWS, WIDTH), tl.float32)
     for start in range(0, rank, RANKS):
         factors = start + tl.arange(0, RANKS)
@@ -136,7 +137,8 @@ def expand(
         else:
             value = tl.zeros((ROWS, RANKS), tl.float32)
             for split in range(splits):
-                value += tl.load(h + row[:, None] + split * padded + factors[None, :])
+                place = h + row[:, None] + split * padded + factors[None, :]
+                value += tl.load(place, mask=(lanes < count)[:, None], other=0.0)
             high = value.to(element)
             delta = multiply_add(high, weights, delta, WIDENS)
             if element != tl.float32:  # what rounding took away, so that h counts as float32
@@ -177,7 +179,7 @@ def add_delta(
     }
     h = x
     if x.dim() > 1:
-        h = torch.empty((num_parts, num_tasks, TASK_ROWS, room), dtype=torch.float32, device=x.device)
+        h = torch.empty((x.shape[0], num_parts, room), dtype=torch.float32, device=x.device)
         shrink[(num_tasks, splits, num_parts)](
             x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), num_sites, room, DEPTH=depth,
             **_how(of_shrink), **fixed,

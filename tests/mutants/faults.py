@@ -1,11 +1,11 @@
 """All faults that are planted on purpose."""
 
-from tests.mutants import devices, recovery, sampling, scheduling, speculation
+from tests.mutants import devices, experts, recovery, sampling, scheduling, speculation
 
 FAULTS = [*sampling.MUTANTS, *scheduling.MUTANTS, *speculation.MUTANTS]
 
 OF_RECOVERY = recovery.MUTANTS
 """Of what outlives an end, which are measured apart."""
 
-OF_DEVICES = devices.MUTANTS
-"""Of models on several devices, the same way."""
+OF_DEVICES = [*devices.MUTANTS, *experts.MUTANTS]
+"""Of models on devices, the same way."""

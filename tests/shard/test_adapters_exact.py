@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.adapters_exact import FEW_SLOTS, check
+from benchmarks import adapters_exact
+from benchmarks.adapters_exact import FEW_SLOTS, check, configs_of
 from benchmarks.exact import MIN_DISTINCT
 from shard.adapter_reader import NOT_HERE
 from shard.build import build_engine
 from shard.config import ShardConfig
 from shard.inbox import Commands, Inbox, StreamOpened
-from shard.model import load_model
+from shard.model import layers, load_model
 from shard.outbox import Outbox
 from shard.request import Request
 from tests import tiny
@@ -25,6 +26,17 @@ def test_every_request_gets_what_peft_gives_it_alone(name: str, tmp_path: Path) 
     assert tried.num_distinct >= MIN_DISTINCT, "a text that repeats itself proves nothing"
     assert tried.share_changed >= 0.9, "adapters that change nothing prove nothing"
     assert not tried.differences and tried.num_ties == 0, tried
+
+
+def test_experts_that_are_not_packed_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on devices, but for the kernels of adapters."""
+    monkeypatch.setattr(layers, "can_pack", lambda dtype: False)
+    monkeypatch.setattr(adapters_exact, "NEW_TOKENS", 8)
+    monkeypatch.setattr(adapters_exact, "MIN_DISTINCT", 0)
+    some = {name: config for name, config in configs_of("mixtral").items() if name in ("experts", "dora", "attention")}
+    monkeypatch.setattr(adapters_exact, "configs_of", lambda name: some)
+    [tried] = check("mixtral", tmp_path, num_slots=[FEW_SLOTS])
+    assert not tried.differences and tried.num_ties == 0 and tried.share_changed == 1, tried
 
 
 def test_a_request_fails_alone_when_its_adapter_cannot_be_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from shard.attention import AttentionSpec
 from shard.attention.varlen import VarlenAttention
 from shard.batch import StepInputs
-from shard.model import Model
+from shard.model import Model, grouped
 from shard.model.assemble import assemble
 from shard.model.experts import NAME as EXPERTS
 from shard.model.site import NAME
@@ -71,11 +71,12 @@ def model_of(name: str) -> Model:
 def _no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCopy, "__init__", begun)
     monkeypatch.setattr(HostCopy, "wait", waited)
+    monkeypatch.setattr(grouped, "is_native", lambda x, matrices: True)
     monkeypatch.setitem(cast("dict[str, int]", plan._CHUNK_ELEMENTS), "meta", plan._CHUNK_ELEMENTS["cuda"])
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mixtral"])
 def test_nothing_of_a_step_mixes_host_and_device(name: str, lag: int) -> None:
     model = model_of(name)
     draft = model_of(name)

@@ -112,14 +112,19 @@ def plain_tasks(pairs: SortedPairs, values: list[int], num_rows: int) -> list[li
     return found
 
 
+def of_tokens(slots: str, num_tokens: int) -> torch.Tensor:
+    """[num_tokens] int32 the slot of each token, -1 for none."""
+    numbers = torch.arange(num_tokens)
+    return {
+        "distinct": numbers, "uniform": numbers % 5 - 1, "zipf": 40 // (1 + numbers),
+        "identical": torch.full((num_tokens,), 7), "none": torch.full((num_tokens,), -1),
+    }[slots].int()  # fmt: skip
+
+
 @pytest.mark.parametrize("slots", ["distinct", "uniform", "zipf", "identical", "none"])
 def test_pairs_are_sorted_by_expert_and_adapter_and_cut_into_tasks(slots: str) -> None:
     num_tokens, num_experts, num_slots = 45, 4, 64
-    of_token = {
-        "distinct": torch.arange(num_tokens), "uniform": torch.arange(num_tokens) % 5 - 1,
-        "zipf": 40 // (1 + torch.arange(num_tokens)), "identical": torch.full((num_tokens,), 7),
-        "none": torch.full((num_tokens,), -1),
-    }[slots].int()  # fmt: skip
+    of_token = of_tokens(slots, num_tokens)
     ids = chosen(num_tokens, num_experts, "zipf")
     with NoHostReads():
         pairs = sort_pairs(ids, num_experts, of_token, num_slots)
