@@ -34,6 +34,7 @@ BENCHMARKS = {
     "heads_cost": "[--quick]: steps with Medusa heads against plain ones",
     "tree": "[--quick]: whether trees of guesses would pay, by replay and by the cost of wide steps",
     "receipts": "[RECEIPTS]: receipts of a loaded run, replayed on two replicas and on another server",
+    "tune": "[MODEL…]: how the kernels for adapters and heads are best cut up on this GPU; writes the file",
     "proof": "every bar at full size: --part, --list, --check",
 }
 

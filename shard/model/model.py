@@ -19,6 +19,7 @@ from shard.model.site import AttentionSite
 from shard.network import RanksApart
 
 if TYPE_CHECKING:
+    from shard.model.heads_device import DeviceHeads
     from shard.model.lora_device import DeviceKernels
 
 
@@ -73,6 +74,7 @@ class Model:
         if output is not None:
             self.heads.attach(network, output)
         join()
+        self._device: tuple[DeviceKernels, DeviceHeads] | None = None
         self.others: Others | None = None
         """Who computes along, once they listen."""
         self.sites = [module for module in network.modules() if isinstance(module, AttentionSite)]
@@ -108,8 +110,20 @@ class Model:
 
         tuned = tuning.read(self.info.device)
         self.inputs.reserve_groups(max_rows, num_slots, max_guesses)
-        self.heads.kernels = DeviceHeads(self.inputs, num_slots, tuned)
-        return DeviceKernels(sites_of(self.adapter_sites), num_slots, self.info.device, tuned)
+        heads = self.heads.kernels = DeviceHeads(self.inputs, num_slots, tuned)
+        kernels = DeviceKernels(sites_of(self.adapter_sites), num_slots, self.info.device, tuned)
+        self._device = kernels, heads
+        return kernels
+
+    @property
+    def launched(self) -> tuple[int, ...]:
+        """What a step's launches depend on beside its bounds: what kinds of adapters there have been. A captured graph
+        holds for one value.
+        """
+        if self._device is None:
+            return ()
+        kernels, heads = self._device
+        return (kernels.largest_rank, *heads.launched)
 
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:

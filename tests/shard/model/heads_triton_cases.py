@@ -4,6 +4,7 @@ or, with TRITON_INTERPRET=1, on CPU.
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from shard.model.heads_file import HeadsContent, HeadsShape
 from shard.model.lora import AdapterSite, Product, SlotWeights, adapt
 from shard.model.lora_device import DeviceKernels
 from shard.model.tuning import Tuned
+from tests import tiny
+from tests.adapters.medusa import small
+from tests.shard.model import test_heads
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 VOCAB = 40
@@ -249,6 +253,29 @@ def test_launches_grow_with_what_is_bound() -> None:
     world.put(2)
     assert world.kernels.launched == (2, True)
     assert torch.equal(world.run(x, [HeadsRow(0, 0, 1)]), before)
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the model is on CPU")
+def test_a_model_gives_what_it_gives_without_kernels(tmp_path: Path) -> None:
+    """Through the network and its own output head, in steps of any size and padded ones."""
+    world = test_heads.World(tmp_path, "llama", "float32")
+    model, rows = world.model, list(range(11))
+    one, two = small.heads(Shape(3, 2, 64)), small.heads(Shape(2, 1, 64, tiny.VOCAB), seed=3)
+    heads = [HeadsRow(9, 4, 2), HeadsRow(0, 2, 2), HeadsRow(9, 2, 1)]
+    found = []
+    for has_kernels in (False, True):
+        if has_kernels:
+            model.give_kernels(8, max_rows=16, max_guesses=16)
+        for slot, each in ((4, one), (2, two)):
+            world.put(slot, each, is_for_device=True)
+        found.append(test_heads.run(model, rows, heads))
+    assert model.launched == (16, 2, True)
+    model.inputs.bounds = Bounds(num_rows=11, max_kv_len=16, num_guesses=8)
+    plain, eager, padded = [*found, test_heads.run(model, rows, heads)]
+    assert plain.shape == eager.shape == (16, tiny.VOCAB) and padded.shape == (19, tiny.VOCAB)
+    torch.testing.assert_close(eager, plain, rtol=1e-4, atol=1e-4)
+    assert torch.equal(padded[:16], eager)
 
 
 @torch.inference_mode()
