@@ -172,10 +172,10 @@ class Model:
         inputs = self.inputs
         self.backend.prepare(inputs)
         self.heads.prepare()
-        if inputs.bounds is None or self.graphs is None:
+        if inputs.bounds is None:
             return self.compute()[: inputs.num_logits].float()
         # [T + E, V]
-        logits = self.graphs.replay(inputs.bounds)
+        logits = self.compute().float() if self.graphs is None else self.graphs.replay(inputs.bounds)
         guesses = logits[inputs.bounds.num_rows :][: inputs.num_guesses]
         logits = logits[: inputs.num_wanted]
         return torch.cat([logits, guesses]) if inputs.num_guesses else logits

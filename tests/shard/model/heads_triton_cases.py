@@ -4,6 +4,7 @@ or, with TRITON_INTERPRET=1, on CPU.
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from shard.model.lora import AdapterSite, Product, SlotWeights, adapt
 from shard.model.lora_device import DeviceKernels
 from shard.model.tuning import Tuned
 from shard.padding import Bounds
+from tests import tiny
+from tests.adapters.medusa import small
+from tests.shard.model import test_heads
 from tests.shard.padded import Always
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -236,6 +240,28 @@ def test_a_slot_means_what_it_was_last_given() -> None:
     assert not world.kernels.table.any()
     with pytest.raises(RuntimeError, match="slot 2 has no heads"):
         world.run(x, heads)
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the model is on CPU")
+def test_a_model_gives_what_it_gives_without_kernels(tmp_path: Path) -> None:
+    """Through the network and its own output head, in steps of any size and padded ones."""
+    world = test_heads.World(tmp_path, "llama", "float32")
+    model, rows = world.model, list(range(11))
+    one, two = small.heads(Shape(3, 2, 64)), small.heads(Shape(2, 1, 64, tiny.VOCAB), seed=3)
+    heads = [HeadsRow(9, 4, 2), HeadsRow(0, 2, 2), HeadsRow(9, 2, 1)]
+    found = []
+    for has_kernels in (False, True):
+        if has_kernels:
+            model.give_kernels(8, max_rows=16, max_guesses=16)
+        for slot, each in ((4, one), (2, two)):
+            world.put(slot, each, is_for_device=True)
+        found.append(test_heads.run(model, rows, heads))
+    model.inputs.pad(Always(Bounds(num_rows=11, max_kv_len=16, num_guesses=8, has_adapters=True)))
+    plain, eager, padded = [*found, test_heads.run(model, rows, heads)]
+    assert plain.shape == eager.shape == padded.shape == (16, tiny.VOCAB)
+    torch.testing.assert_close(eager, plain, rtol=1e-4, atol=1e-4)
+    assert torch.equal(padded, eager)
 
 
 @torch.inference_mode()
