@@ -125,6 +125,8 @@ class HeadsPool:
         rows = args[0].reshape(-1, args[0].shape[-1])[:num_rows]  # a second row where a step has but one stays out
         if self.kernels is not None:
             return (self.kernels.guess(rows)[None], *args[1:])
+        if self._inputs.bounds is not None:
+            raise RuntimeError("guesses of heads in a step with bounds need kernels of a device")
         guesses = self._guess(rows, wanted)
         return (torch.cat([rows, guesses])[None], *args[1:])
 
