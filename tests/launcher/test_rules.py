@@ -75,7 +75,6 @@ WITHOUT_EFFECT = {
     "waiting-served-ratio": "0.3",
     "max-waiting-tokens": "10",
     "eager-prefill": "false",
-    "disable-custom-kernels": None,
     "disable-sgmv": None,
     "backend": "flashinfer",
     "ngrok": None,
@@ -226,3 +225,10 @@ def test_where_ranks_meet_says_something_only_if_there_are_several(arguments: li
     assert rules.without_effect(given, "cpu", num_ranks=2) == []
     alone = rules.without_effect(given, "cpu", num_ranks=1)
     assert [line.split()[0] for line in alone] == ["--master-addr", "--master-port"]
+
+
+def test_of_a_split_model_there_are_no_fused_kernels_to_leave_out() -> None:
+    given = settings("--disable-custom-kernels")
+    assert rules.without_effect(given, "cpu") == rules.without_effect(given, "cuda:0") == []
+    (said,) = rules.without_effect(given, "cuda:0", num_ranks=2)
+    assert said.startswith("--disable-custom-kernels has no effect: of a model that is split")
