@@ -208,3 +208,10 @@ def test_quantised_weights_are_not_split(method: str, tmp_path: Path) -> None:
     config = ShardConfig("m", str(base("llama", tmp_path)), "unix:/dev/null", quantize=method)
     with pytest.raises(ValueError, match="llama: quantised by bitsandbytes it is not split over several devices"):
         load_model(config, cast(Any, object()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", needs("fp8"))
+def test_fp8_means_what_torchao_makes_of_it(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    module = theirs(base("llama", tmp_path), method, dtype).model.layers[0].mlp.up_proj
+    assert torch.equal(matrix_of(module, dtype).dense(), module.weight.dequantize(dtype))
