@@ -109,8 +109,6 @@ def _check_pairs(settings: Settings) -> None:
     model = settings["model-id"]
     if settings["compile"] and settings["eager"]:
         _refuse("--compile and --eager contradict each other")
-    if settings["compile"] and (settings["num-shard"] or 1) > 1:
-        _refuse("--compile and --num-shard: steps of a model that is split over devices do not run as CUDA graphs")
     if settings["revision"] is not None:
         if model is None:
             _refuse("--revision needs --model-id: the embedded model has no revisions")

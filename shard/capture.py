@@ -37,10 +37,9 @@ class Captured:
         device = self.model.info.device
         before = _free(device)
         padding = Padding(self.most_rows, self.max_kv_len, spare_page, self.has_adapters)
-        self.model.capture(padding, CudaRecorder(device))
+        self.model.capture(padding, CudaRecorder(device), padding.all(), is_checked=True)
         graphs = self.model.graphs
         assert graphs is not None
-        graphs.check()
         log.info(
             "graphs captured",
             model_type=self.model.info.model_type,
@@ -57,7 +56,9 @@ def plan_capture(config: ShardConfig, model: Model, has_adapters: bool) -> Captu
     """
     if config.graphs is False or model.info.device.type != "cuda":
         return None
-    reason = "the model is split over several devices" if config.num_ranks > 1 else model.why_no_graphs
+    reason = model.why_no_graphs
+    if not reason and config.num_ranks > 1 and config.graphs is None:
+        reason = "the model is split over several devices, whose sums are captured only with --compile"
     if not reason:
         try:
             return _measure(config, model, has_adapters)

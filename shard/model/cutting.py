@@ -13,6 +13,7 @@ from torch import nn
 from shard.model.cut import Cut
 from shard.model.experts import is_experts, up_name
 from shard.model.quantized import is_quantized
+from shard.ranks.collectives import Joint
 from shard.ranks.group import Group
 
 _WHOLE = frozenset(("replicated_with_grad_allreduce",))
@@ -71,14 +72,15 @@ def plan_of(network: Any) -> dict[str, str]:
 
 def join(network: nn.Module, cuts: Mapping[str, Cut], group: Group) -> None:
     """Let cut modules give what the whole ones would. To be called after everything else that changes outputs."""
+    joint = Joint(group)
     for name, cut in cuts.items():
         module = network.get_submodule(name)
         if cut.is_split:
             module.register_forward_pre_hook(_Split(cut))
         if cut.adds_up:
-            module.register_forward_hook(lambda _module, _args, y: group.sum(y))
+            module.register_forward_hook(lambda _module, _args, y: joint.sum(y))
         elif cut.is_gathered:
-            module.register_forward_hook(lambda _module, _args, y: group.gather(y))
+            module.register_forward_hook(lambda _module, _args, y: joint.gather(y))
 
 
 class _Split:

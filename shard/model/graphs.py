@@ -94,7 +94,6 @@ class Graphs:
         self._launches[bounds]()
         return self._logits[: bounds.num_rows + bounds.num_guesses]
 
-    @torch.inference_mode()
     def check(self) -> None:
         """Compare what the largest graph of each family gives for tokens that it was not captured with to what the same
         launches give one by one. Raises CannotCapture.

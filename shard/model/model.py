@@ -49,6 +49,12 @@ class Others(Protocol):
     def allocate_kv(self, num_pages: int) -> None:
         """Have so many pages."""
 
+    def free_kv(self) -> None:
+        """Have no pages."""
+
+    def capture(self, padding: Padding, bounds: Sequence[Bounds], is_checked: bool) -> None:
+        """Capture the same steps."""
+
 
 class Model:
     """A loaded base model with paged KV."""
@@ -98,6 +104,8 @@ class Model:
 
     def free_kv(self) -> None:
         """Have no pages, and no graphs that would read them."""
+        if self.others is not None:
+            self.others.free_kv()
         self.graphs = None
         self.inputs.pad(None)
         for site in self.sites:
@@ -120,17 +128,23 @@ class Model:
         """What of its forward pass cannot be captured; empty where nothing is known."""
         return self.backend.why_no_graphs
 
-    def capture(self, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds] | None = None) -> None:
-        """Compute the steps that `padding` fits by graphs from now on, captured here: those of `bounds`, or of all.
+    def capture(self, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds], is_checked: bool = False) -> None:
+        """Compute steps of these bounds of `padding` by graphs from now on, captured here and, where they are to be
+        checked, compared to what the same launches give one by one. The spare page must be there.
 
-        The spare page must be there. Raises CannotCapture.
+        Raises CannotCapture. Ranks that compute together capture together.
         """
+        if self.others is not None:
+            self.others.capture(padding, bounds, is_checked)
         self.graphs = None
         self.inputs.pad(padding)
         try:
             with torch.inference_mode():
-                self.graphs = Graphs(self, padding, recorder, padding.all() if bounds is None else bounds)
+                self.graphs = Graphs(self, padding, recorder, bounds)
+                if is_checked:
+                    self.graphs.check()
         except Exception:
+            self.graphs = None
             self.inputs.pad(None)
             raise
 

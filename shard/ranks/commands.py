@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shard.batch import HeadsRow, Segment
+from shard.padding import Bounds, Padding
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,20 @@ class AllocateKv:
     """Have so many pages."""
 
     num_pages: int
+
+
+@dataclass(frozen=True)
+class FreeKv:
+    """Have no pages."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Capture these steps, and check them where that is wanted."""
+
+    padding: Padding
+    bounds: Sequence[Bounds]
+    is_checked: bool
 
 
 @dataclass(frozen=True)
@@ -73,4 +88,4 @@ class Forget:
     digest: str
 
 
-Command = AllocateKv | AllocateAdapters | Step | Read | Put | Clear | Forget
+Command = AllocateKv | FreeKv | Capture | AllocateAdapters | Step | Read | Put | Clear | Forget

@@ -15,8 +15,21 @@ from shard.config import ShardConfig
 from shard.inbox import AdapterRead, Inbox
 from shard.model import Model, load_model
 from shard.model.adapter_file import AdapterContent
+from shard.model.graphs import CudaRecorder
 from shard.ranks.adapters import ReadTogether
-from shard.ranks.commands import AllocateAdapters, AllocateKv, Begin, Clear, Command, Forget, Put, Read, Step
+from shard.ranks.commands import (
+    AllocateAdapters,
+    AllocateKv,
+    Begin,
+    Capture,
+    Clear,
+    Command,
+    Forget,
+    FreeKv,
+    Put,
+    Read,
+    Step,
+)
 from shard.ranks.group import Group, prefer_loopback
 from shard.ranks.leader import MEETING_S, device_of
 from shard.slots import Device
@@ -44,6 +57,10 @@ class Follower:
                 self._step(command)
             case AllocateKv(num_pages):
                 self._model.allocate_kv(num_pages)
+            case FreeKv():
+                self._model.free_kv()
+            case Capture(padding, bounds, is_checked):
+                self._model.capture(padding, CudaRecorder(self._model.info.device), bounds, is_checked)
             case AllocateAdapters():
                 self._allocate_adapters(command)
             case _:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
@@ -16,7 +17,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from shard.batch import StepInputs
 from shard.config import ShardConfig
 from shard.network import RanksApart
-from shard.ranks.commands import AllocateAdapters, AllocateKv, Begin, Clear, Command, Forget, Put, Read, Step
+from shard.padding import Bounds, Padding
+from shard.ranks.commands import (
+    AllocateAdapters,
+    AllocateKv,
+    Begin,
+    Capture,
+    Clear,
+    Command,
+    Forget,
+    FreeKv,
+    Put,
+    Read,
+    Step,
+)
 from shard.ranks.group import RANK_EXIT, Group, prefer_loopback
 
 log = structlog.get_logger()
@@ -86,6 +100,14 @@ class Leader:
     def allocate_kv(self, num_pages: int) -> None:
         """Have so many pages."""
         self._tell(AllocateKv(num_pages))
+
+    def free_kv(self) -> None:
+        """Have no pages."""
+        self._tell(FreeKv())
+
+    def capture(self, padding: Padding, bounds: Sequence[Bounds], is_checked: bool) -> None:
+        """Capture the same steps, at the same time."""
+        self._tell(Capture(padding, bounds, is_checked))
 
     # What is said of adapters
 

@@ -126,7 +126,6 @@ def test_what_is_the_other_side_s_matter_is_said() -> None:
     ("arguments", "part"),
     [
         (["--compile", "--eager"], "contradict"),
-        (["--compile", "--num-shard", "2"], "split over devices"),
         (["--model-id", "a/b@c", "--revision", "d"], "give one"),
         (["--revision", "main"], "needs --model-id"),
         (["--model-id", ".", "--revision", "main"], "is a folder"),

@@ -73,7 +73,7 @@ def _no_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mixtral"])
 def test_nothing_of_a_step_mixes_host_and_device(name: str, lag: int) -> None:
     model = model_of(name)
     draft = model_of(name)

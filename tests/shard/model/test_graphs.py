@@ -1,14 +1,17 @@
 """Captured steps, on CPU: a tape keeps the operations of a forward pass as a CUDA graph would keep its launches."""
 
+import copy
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shard.attention import AttentionSpec, LayerKV
@@ -19,11 +22,13 @@ from shard.model.experts import NAME as EXPERTS
 from shard.model.graphs import CannotCapture
 from shard.model.site import NAME
 from shard.padding import Padding
+from shard.ranks.group import Group
 from shard.request import Method, SamplingParams, Speculation
 from shard.speculation import Guessers
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.model.dense_attention import DenseAttention
 from tests.shard.model.tape import TapeRecorder
+from tests.shard.ranks.in_threads import together
 from tests.shard.rig import Rig, Setup, make_request
 
 PAGE_SIZE, NUM_PAGES, MOST_ROWS, MOST_TOKENS = 4, 40, 16, 32
@@ -55,16 +60,25 @@ class ReadingAttention(DenseAttention):
 
 def model_with(kind: type[DenseAttention] = DenseAttention, num_layers: int = 2) -> Model:
     """A tiny Llama whose layers are plain, as on a device."""
-    config = LlamaConfig(
+    torch.manual_seed(0)
+    config = config_of(num_layers)
+    network, backend = network_of(config), kind(PAGE_SIZE, 64, MOST_TOKENS)
+    return assemble(network, config, backend, torch.float16, StepInputs(PAGE_SIZE, torch.device("cpu")), MOST_TOKENS)
+
+
+def config_of(num_layers: int) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
-    torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(
+
+
+def network_of(config: LlamaConfig) -> nn.Module:
+    """Random, in float16, which is packed on no device."""
+    network: nn.Module = AutoModelForCausalLM.from_config(
         config, dtype=torch.float16, attn_implementation=NAME, experts_implementation=EXPERTS
-    ).eval()
-    backend = kind(PAGE_SIZE, 64, MOST_TOKENS)
-    return assemble(network, config, backend, torch.float16, StepInputs(PAGE_SIZE, torch.device("cpu")), MOST_TOKENS)
+    )
+    return network.eval()
 
 
 def padding() -> Padding:
@@ -74,7 +88,7 @@ def padding() -> Padding:
 def captured(kind: type[DenseAttention] = DenseAttention) -> tuple[Model, TapeRecorder]:
     model, recorder = model_with(kind), TapeRecorder()
     model.allocate_kv(NUM_PAGES + 1)
-    model.capture(padding(), recorder)
+    model.capture(padding(), recorder, padding().all())
     return model, recorder
 
 
@@ -135,7 +149,8 @@ def test_what_is_captured_reads_no_memory_of_its_own_step() -> None:
     assert {id(out) for tape in recorder.tapes for _, _, _, outs in tape.kept for out in outs} == before
     assert graphed.graphs is not None
     assert graphed.graphs.num_graphs == len(padding().all()) == len(recorder.tapes)
-    graphed.graphs.check()
+    with torch.inference_mode():
+        graphed.graphs.check()
 
 
 def test_rows_of_padding_write_to_the_spare_page_alone() -> None:
@@ -174,7 +189,7 @@ def test_a_pass_that_goes_by_the_host_is_found_out() -> None:
     assert model.graphs is not None
     model.inputs.pad(Padding(MOST_ROWS, MOST_TOKENS, spare_page=3))
     model.graphs._padding = Padding(MOST_ROWS, MOST_TOKENS, spare_page=3)  # pages that it was not captured with
-    with pytest.raises(CannotCapture, match="gives other logits"):
+    with pytest.raises(CannotCapture, match="gives other logits"), torch.inference_mode():
         model.graphs.check()
 
 
@@ -210,6 +225,30 @@ def texts_of(model: Model, lag: int) -> list[list[int]]:
         requests.append(make_request(index, prompt, 9, sampling=sampling, speculation=speculation))
     outputs = rig.run(*requests)
     return [list(outputs[index].token_ids) for index in range(6)]
+
+
+def test_ranks_capture_and_replay_together() -> None:
+    torch.manual_seed(0)
+    config = config_of(2)
+    whole = network_of(config)
+    parts = [copy.deepcopy(whole) for _ in range(2)]
+
+    def texts(group: Group | None, network: nn.Module, is_captured: bool) -> list[torch.Tensor]:
+        inputs, backend = StepInputs(PAGE_SIZE, torch.device("cpu")), DenseAttention(PAGE_SIZE, 64, MOST_TOKENS)
+        model = assemble(network, config, backend, torch.float16, inputs, MOST_TOKENS, group)
+        model.allocate_kv(NUM_PAGES + 1)
+        recorder = TapeRecorder()
+        if is_captured:
+            model.capture(padding(), recorder, padding().all(), is_checked=True)
+        before, asked = recorder.num_replayed, Texts(model)
+        found = [asked.step(counts) for counts in plans(1)]
+        assert (recorder.num_replayed > before) is is_captured
+        return found
+
+    wanted = texts(None, whole, is_captured=False)
+    for found in together([partial(texts, network=part, is_captured=True) for part in parts]):
+        for each, other in zip(found, wanted, strict=True):
+            assert float((each - other).abs().max()) <= CLOSE
 
 
 @pytest.mark.long

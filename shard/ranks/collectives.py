@@ -1,0 +1,61 @@
+"""Sums and gathered outputs of ranks as operations of torch: what captures a forward pass sees them like any other."""
+
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+
+class Ranks(Protocol):
+    """All ranks, as one of them meets them."""
+
+    size: int
+
+    def sum(self, y: torch.Tensor) -> torch.Tensor:
+        """y: [..., n] of each rank. Returns their sum, in y."""
+
+    def gather(self, y: torch.Tensor) -> torch.Tensor:
+        """y: [..., n] of each rank. Returns [..., n * ranks]."""
+
+
+_known: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
+
+
+class Joint:
+    """The operations, for one group of ranks, which this keeps."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        _known[id(ranks)] = ranks
+
+    def sum(self, y: torch.Tensor) -> torch.Tensor:
+        """y: [..., n] of each rank. Returns their sum, in y."""
+        sum_over_ranks(y, id(self._ranks))
+        return y
+
+    def gather(self, y: torch.Tensor) -> torch.Tensor:
+        """y: [..., n] of each rank. Returns [..., n * ranks]."""
+        whole: torch.Tensor = gather_from_ranks(y, id(self._ranks))
+        return whole
+
+
+@torch.library.custom_op("lorikeet::sum_over_ranks", mutates_args=("y",))
+def sum_over_ranks(y: torch.Tensor, ranks: int) -> None:
+    """y: [..., n] of each rank, becomes their sum."""
+    _known[ranks].sum(y)
+
+
+@torch.library.custom_op("lorikeet::gather_from_ranks", mutates_args=())
+def gather_from_ranks(y: torch.Tensor, ranks: int) -> torch.Tensor:
+    """y: [..., n] of each rank. Returns [..., n * ranks]."""
+    return _known[ranks].gather(y)
+
+
+@sum_over_ranks.register_fake
+def _(*_args: object) -> None:
+    return None
+
+
+@gather_from_ranks.register_fake
+def _(y: torch.Tensor, ranks: int) -> torch.Tensor:
+    return y.new_empty(*y.shape[:-1], y.shape[-1] * _known[ranks].size)
