@@ -33,6 +33,16 @@ class Segment:
         return self.start + self.num_tokens
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What steps of one shape have in common: one of them may stand for another in a captured graph."""
+
+    num_rows: int
+    """T of each, and no step has more segments."""
+    max_kv_len: int
+    """Tokens that a row sees at most."""
+
+
 class HeadsRow(NamedTuple):
     """What heads are to guess from one of the rows whose logits are wanted."""
 
@@ -85,6 +95,10 @@ class StepInputs:
     def __init__(self, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.device = device
+        self.bounds: Bounds | None = None
+        """None: a step may be as large as it is. Else whatever a forward reads lies at addresses, with shapes, and is
+        read by as many programs as follow from these alone.
+        """
         self.segments: list[Segment] = []
         # Host side, for attention backends. [R] first position, number of tokens, first row in T of each segment
         self.starts: npt.NDArray[np.int32] = np.empty(0, np.int32)
