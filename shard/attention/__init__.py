@@ -6,6 +6,7 @@ import logging
 import torch
 
 from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention
+from shard.attention.layerwise import LayerwiseAttention
 from shard.attention.quantized_kv import dtype_of
 from shard.attention.reference import ReferenceAttention
 
@@ -26,12 +27,6 @@ def create(
         name = _choose(device, dtype, page_size, is_kept_small=kv_dtype is not None)
     if name == "reference":
         return ReferenceAttention(page_size or 16, kv_dtype)
-    if name == "triton":
-        if not has_triton():
-            raise ValueError("the triton attention backend needs the package triton")
-        from shard.attention.paged import PagedAttention
-
-        return PagedAttention(page_size, kv_dtype)
     if name in ("cpu", "varlen") and kv_dtype is not None:
         raise ValueError(f"the {name} attention backend keeps KV in the number format of the model, not in fp8")
     if name == "cpu":
@@ -40,11 +35,31 @@ def create(
         if device.type != "cpu":
             raise ValueError(f"the cpu attention backend does not run on {device}")
         return CpuAttention(dtype, page_size)
-    if name == "varlen":
-        from shard.attention.varlen import VarlenAttention
-
-        return VarlenAttention(page_size)
+    if name == "triton" and not has_triton():
+        raise ValueError("the triton attention backend needs the package triton")
+    if name in ("varlen", "triton"):
+        return _layerwise(name, device, page_size, kv_dtype)
     raise ValueError(f"unknown attention backend {name!r}; known: auto, reference, cpu, varlen, triton")
+
+
+def _layerwise(
+    name: str, device: torch.device, page_size: int | None, kv_dtype: torch.dtype | None
+) -> LayerwiseAttention:
+    """What computes a layer where `name` does not: our own kernels if they can be, else the reference."""
+    backends: list[AttentionBackend] = []
+    if name == "varlen":
+        from shard.attention.varlen import PAGE_SIZE, VarlenAttention, copy_rows
+
+        page_size = page_size or PAGE_SIZE
+        store = copy_rows
+        if has_triton() and device.type == "cuda":
+            from shard.attention.paged import store
+        backends.append(VarlenAttention(page_size, store=store))
+    if name == "triton" or (has_triton() and device.type == "cuda"):
+        from shard.attention.paged import PagedAttention
+
+        backends.append(PagedAttention(page_size, kv_dtype))
+    return LayerwiseAttention([*backends, ReferenceAttention(backends[-1].page_size, kv_dtype)])
 
 
 def has_triton() -> bool:

@@ -78,6 +78,10 @@ class AttentionBackend(ABC):
         scales = 0 if self.kv_dtype is None else 2 * torch.float32.itemsize
         return spec.num_kv_heads * (head + scales) * self.page_size
 
+    def why_not(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
+        """What of a layer it does not have there; empty if it has all."""
+        return ""
+
     @abstractmethod
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
         """Memory for `num_pages` pages of one layer."""

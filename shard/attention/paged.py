@@ -9,6 +9,7 @@ import torch
 
 from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
 from shard.attention.metadata import StepMetadata
+from shard.attention.paged_kv import PagedKV
 from shard.attention.paged_triton import MOST_DIM, attend_paged, store_kv, tile_of, width_of
 from shard.attention.quantized_kv import FP8
 from shard.attention.spans import SPAN, Kind, Rows, Told, capacity, pack
@@ -17,40 +18,12 @@ from shard.batch import Bounds, StepInputs
 PAGE_STEP = 64
 """A tile's keys lie in one page."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CONVERTS_FP8 = (8, 9)
+"""Compute capability of the first devices that do."""
 PROGRAMS_PER_PROCESSOR = 2
 """What registers and shared memory of one multiprocessor hold."""
 PARTIAL_FLOATS = 1 << 24
 """For what single spans give."""
-
-
-class PagedKV(LayerKV):
-    """Whole pages, a token's heads side by side."""
-
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        on: torch.device,
-        has_scales: bool = False,
-    ) -> None:
-        shape = (num_pages, page_size, spec.num_kv_heads)
-        # [N, P, num_kv_heads, key_dim]
-        self.keys = torch.zeros(*shape, spec.key_dim, dtype=dtype, device=on)
-        # [N, P, num_kv_heads, value_dim]
-        self.values = torch.zeros(*shape, spec.value_dim, dtype=dtype, device=on)
-        # [N, P, num_kv_heads] float32 that a token's head is multiplied by, where it is kept in eight bits
-        self.key_scales = torch.ones(shape, device=on) if has_scales else None
-        self.value_scales = torch.ones(shape, device=on) if has_scales else None
-        # [num_heads] float32, as the kernels read them
-        self.sinks = None if spec.sinks is None else spec.sinks.detach().to(on, torch.float32).contiguous()
-        self.slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.to(on, torch.float32).contiguous()
-
-    def store(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """slots: [T] page id * P + offset in page; key, value: [T, num_kv_heads, dim]. One launch."""
-        key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
-        store_kv(key, value, slots, self.keys, self.values, self.key_scales, self.value_scales)
 
 
 class PagedAttention(AttentionBackend):
@@ -88,7 +61,7 @@ class PagedAttention(AttentionBackend):
 
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
         """Raises ValueError with a reason for a layer that the kernels do not compute."""
-        if reason := why_not(spec, dtype) or (why_no_fp8(device) if self.kv_dtype == FP8 else ""):
+        if reason := self.why_not(spec, dtype, device):
             raise ValueError(reason)
         if self._num_programs is None:
             self._num_programs = PROGRAMS_PER_PROCESSOR * num_processors(device)
@@ -97,6 +70,16 @@ class PagedAttention(AttentionBackend):
             self._stats = torch.empty(2 * PARTIAL_FLOATS // width_of(1), device=device)
         self._kinds.setdefault(kind_of(spec, dtype), len(self._kinds))
         return PagedKV(spec, num_pages, self.page_size, self.kv_dtype or dtype, device, self.kv_dtype is not None)
+
+    def why_not(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
+        if dtype not in DTYPES:
+            return f"the triton attention backend does not compute in {dtype}"
+        if max(spec.key_dim, spec.value_dim) > MOST_DIM:
+            return f"the triton attention backend has no heads of {spec.key_dim} and {spec.value_dim}"
+        is_cuda, is_small = device.type == "cuda", self.kv_dtype == FP8
+        if is_small and is_cuda and torch.cuda.get_device_capability(device) < CONVERTS_FP8:
+            return "KV in fp8 needs a device of compute capability 8.9 or newer, which converts it"
+        return ""
 
     def prepare(self, inputs: StepInputs) -> None:
         self._kv_slots = inputs.kv_slots
@@ -119,7 +102,7 @@ class PagedAttention(AttentionBackend):
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         assert isinstance(kv, PagedKV)
-        kv.store(self._kv_slots, key, value)
+        store(kv, self._kv_slots, key, value)
         query = query if query.stride(2) == 1 else query.contiguous()
         # [T, num_heads, value_dim]
         output = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
@@ -139,6 +122,12 @@ class PagedAttention(AttentionBackend):
         return [self._num_programs, self._num_programs if self._bounds.max_kv_len > self._span else 0]
 
 
+def store(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Keep a step's K and V in one launch. slots: [T] page id * P + offset in page; key, value: [T, kv_heads, dim]."""
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+    store_kv(key, value, slots, kv.keys, kv.values, kv.key_scales, kv.value_scales)
+
+
 def kind_of(spec: AttentionSpec, dtype: torch.dtype) -> Kind:
     """Layers of one kind share tables."""
     tile = tile_of(dtype, spec.key_dim, spec.value_dim)
@@ -152,19 +141,3 @@ def num_processors(device: torch.device) -> int:
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
-
-
-def why_not(spec: AttentionSpec, dtype: torch.dtype) -> str:
-    """What of a layer the kernels do not have; empty if they have all."""
-    if dtype not in DTYPES:
-        return f"the triton attention backend does not compute in {dtype}"
-    if max(spec.key_dim, spec.value_dim) > MOST_DIM:
-        return f"the triton attention backend has no heads of {spec.key_dim} and {spec.value_dim}"
-    return ""
-
-
-def why_no_fp8(device: torch.device) -> str:
-    """Why K and V cannot be kept in eight bits there; empty if they can."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        return "KV in fp8 needs a device of compute capability 8.9 or newer, which converts it"
-    return ""

@@ -1,14 +1,12 @@
 """Attention over paged K and V in Triton: `store` writes a step's K and V, `attend` and `fold` read them.
 
-The rows of a tile are the query heads of one K and V head, token after token, so that a group shares what it reads.
-Keys are cut into spans of a fixed number of absolute positions. Each span gives a partial result by the online softmax
-(Dao 2023); partial results are merged in the order of positions, either by one program that takes all spans of a tile
-or, where spans are computed by many programs, by `fold` (Flash-Decoding), with the same operations.
-
-Bits: a row's result is one sequence of operations that follows from the layer, the row's own position and what it sees.
-Blocks and spans of which a row sees nothing leave its sums as they are. Tiles have one shape for each number format and
-head size, and nothing is added by atomics. So a row has equal bits alone, in company, in any chunks, on any page size,
-and however spans are shared among programs, as far as a matrix unit computes the rows of a tile alike.
+A tile's rows are the query heads of one K and V head, token after token. Keys are cut into spans of a fixed number of
+absolute positions; results of spans (online softmax, Dao 2023) are merged in the order of positions, by the program
+that computes all of a tile's spans or, where programs share them, by `fold`, with the same operations.
+Bits: a row's result is one sequence of operations that follows from the layer, the row's position and what it sees.
+What it sees nothing of leaves its sums as they are, tiles have one shape per number format and head size, and nothing
+is added by atomics. So a row has equal bits alone, in company, in any chunks, on pages of any size and however spans
+are shared, as far as a matrix unit computes the rows of a tile alike.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (Triton compiles the kernels' text, annotations too)

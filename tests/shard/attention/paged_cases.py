@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shard.attention import AttentionBackend, AttentionSpec, paged
-from shard.attention.paged import PagedAttention, PagedKV
+from shard.attention.paged import PagedAttention
+from shard.attention.paged_kv import PagedKV
 from shard.attention.quantized_kv import FP8, dequantize, quantize
 from shard.attention.reference import ReferenceAttention
 from shard.batch import Bounds, Segment, StepInputs
