@@ -23,10 +23,10 @@ OF_ROUTERS = frozenset({
 """Flags that change nothing where there is no router."""
 OF_SHARDS = frozenset({
     "adapter-cycle-time-s", "adapter-host-memory", "adapter-memory-fraction", "chunked-prefill", "cpu-memory",
-    "cuda-memory-fraction", "draft-dtype", "draft-quantize", "master-addr", "master-port", "max-active-adapters",
-    "max-batch-prefill-tokens", "max-batch-total-tokens", "memory-wiggle-room", "ngram-long", "ngram-max", "ngram-min",
-    "num-shard", "prefix-caching", "quantize", "sharded", "speculation-max-batch-size", "threads", "watermark-delta",
-    "watermark-gamma",
+    "cuda-memory-fraction", "draft-dtype", "draft-quantize", "kv-cache-dtype", "master-addr", "master-port",
+    "max-active-adapters", "max-batch-prefill-tokens", "max-batch-total-tokens", "memory-wiggle-room", "ngram-long",
+    "ngram-max", "ngram-min", "num-shard", "prefix-caching", "quantize", "sharded", "speculation-max-batch-size",
+    "threads", "watermark-delta", "watermark-gamma",
 })  # fmt: skip
 """Flags that change nothing where no shard is started."""
 _WITHOUT_A_DRAFT = ("auto", "lookup", "ngram", "medusa", "off")
@@ -209,6 +209,8 @@ def _check_speculation(settings: Settings) -> None:
 def _check_quantization(settings: Settings) -> None:
     for name in ("quantize", "draft-quantize"):
         method = settings[name]
+        if name == "draft-quantize" and method == quantization.FP8_KV:
+            _refuse(f"{settings.given[name]} {method} is refused: --kv-cache-dtype fp8 is for both models' KV")
         if method is not None and not settings["shard-address"] and (reason := quantization.reason_against(method)):
             _refuse(f"{settings.given[name]} {method} is refused: {reason}")
 

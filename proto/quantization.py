@@ -25,6 +25,8 @@ class Method:
     """Why it is not served, "" where it is."""
 
 
+FP8_KV = "fp8-kv"
+"""No method for weights, though `--quantize` takes it: LoRAX's name for a KV cache in fp8."""
 METHODS = {
     "bitsandbytes": Method("bitsandbytes"),
     "bitsandbytes-nf4": Method("bitsandbytes"),
@@ -34,7 +36,7 @@ METHODS = {
     "eetq": Method(refused=_CUDA_ONLY),
     "exl2": Method(refused="transformers has no loader for it"),
     "fp8": Method(refused=_CUDA_ONLY),
-    "fp8-kv": Method(refused="KV pages have the number format of the model"),
+    FP8_KV: Method(),
     "hqq-4bit": Method(refused=_NO_HQQ),
     "hqq-3bit": Method(refused=_NO_HQQ),
     "hqq-2bit": Method(refused=_NO_HQQ),
@@ -48,9 +50,14 @@ def reason_against(name: str) -> str:
         return "it is not known here"
     if method.refused:
         return method.refused
-    if importlib.util.find_spec(method.package) is None:
+    if method.package and importlib.util.find_spec(method.package) is None:
         return f"it needs the package {method.package}: pip install 'lorikeet[{method.package}]'"
     return ""
+
+
+def of_weights(wanted: str | None) -> str | None:
+    """What a value of `--quantize` asks of the weights."""
+    return None if wanted == FP8_KV else wanted
 
 
 def of_checkpoint(config: Mapping[str, Any]) -> str | None:
@@ -73,7 +80,7 @@ def of_checkpoint(config: Mapping[str, Any]) -> str | None:
 
 def choose(wanted: str | None, config: Mapping[str, Any]) -> str | None:
     """What the weights beside a config.json are served as, by what was asked for. Raises ValueError with a reason."""
-    own = of_checkpoint(config)
+    own, wanted = of_checkpoint(config), of_weights(wanted)
     if own is not None and wanted is not None and own != wanted:
         raise ValueError(f"its weights are quantised by {own} already, and {wanted} was asked for")
     chosen = own or wanted

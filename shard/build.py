@@ -93,6 +93,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         model_id=config.model_id,
         dtype=str(model.info.dtype),
         quantization=model.info.quantization,
+        kv_cache_dtype="" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         device=str(model.info.device),
         architecture=model.info.model_type,
         vocab_size=model.info.vocab_size,

@@ -65,6 +65,8 @@ class ShardConfig:
     """Tokens per KV page; None is the attention backend's own."""
     attention: str = "auto"
     """Attention backend: `auto`, `reference`, `cpu`, …"""
+    kv_cache_dtype: str = "auto"
+    """What K and V are kept in: `auto`, the model's number format, or `fp8`."""
     commit_lag: int | None = None
     """0 commits a step before the next is launched, 1 after; None is 0 on CPU, 1 on CUDA."""
     threads: int | None = None

@@ -27,6 +27,7 @@ class Receipt(BaseModel):
     tokenizer_digest: str
     dtype: str
     quantization: str | None = Field(description="What the base's weights are quantised by, as in `--quantize`")
+    kv_cache_dtype: str | None = Field(description="What K and V are kept in, null for the number format of the model")
     device: str
     max_total_tokens: int
     adapter: dict[str, Any] | None = Field(description="As a request names it, and the digest of its content")

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from launcher import rules
+from launcher import kv_cache, rules
 from launcher.exits import Exit, LauncherError
 from launcher.flags import FLAGS
 from launcher.model import with_lengths
@@ -53,7 +53,7 @@ def test_what_does_not_work_yet_is_refused_by_name(name: str, text: str | None) 
     assert refusal(**{variable: text or "true"}).startswith(f"{variable} ")
 
 
-@pytest.mark.parametrize("quantization", FLAGS["quantize"].choices)
+@pytest.mark.parametrize("quantization", sorted({*FLAGS["quantize"].choices} - {"fp8-kv"}))
 def test_every_quantization_is_refused(quantization: str) -> None:
     assert quantization in refusal("--quantize", quantization)
 
@@ -226,3 +226,21 @@ def test_where_ranks_meet_says_something_only_if_there_are_several(arguments: li
     assert rules.without_effect(given, "cpu", num_ranks=2) == []
     alone = rules.without_effect(given, "cpu", num_ranks=1)
     assert [line.split()[0] for line in alone] == ["--master-addr", "--master-port"]
+
+
+FP8_KV = [["--kv-cache-dtype", "fp8"], ["--quantize", "fp8-kv"]]
+
+
+@pytest.mark.parametrize("arguments", FP8_KV, ids=str)
+def test_kv_in_eight_bits_needs_cuda(arguments: list[str]) -> None:
+    given = settings(*arguments)
+    rules.check(given)
+    kv_cache.check(given, "cuda:0")
+    with pytest.raises(LauncherError, match=f"{' '.join(arguments)} is refused on the CPU"):
+        kv_cache.check(given, "cpu")
+    kv_cache.check(settings(*arguments, "--shard-address", "127.0.0.1:1"), "cpu")
+    kv_cache.check(settings(), "cpu")
+
+
+def test_both_models_keep_kv_alike() -> None:
+    assert "both models" in refusal("--draft-model-id", "a/b", "--draft-quantize", "fp8-kv")

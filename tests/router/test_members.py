@@ -111,7 +111,8 @@ async def test_neighbouring_versions_work_together_and_others_do_not(monkeypatch
 
 
 @pytest.mark.parametrize(
-    "change", [{"model_id": "n"}, {"dtype": "bfloat16"}, {"vocab_size": 8}, {"max_total_tokens": 4}]
+    "change",
+    [{"model_id": "n"}, {"dtype": "bfloat16"}, {"vocab_size": 8}, {"max_total_tokens": 4}, {"kv_cache_dtype": "fp8"}],
 )
 async def test_a_shard_that_could_not_go_on_with_another_s_requests_is_not_used(change: dict[str, object]) -> None:
     assert unfit(info(), info()) == ""
