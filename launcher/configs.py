@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher import kv_cache
 from launcher.adapters import AdapterPlan
 from launcher.kept import Marks
 from launcher.model import ModelFolder
 from launcher.settings import Settings
 from launcher.usage import UsagePlan
+from proto.quantization import of_weights
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "master_addr": settings["master-addr"],
         "master_port": plan.master_port(index),
         "dtype": settings["dtype"],
-        "quantize": settings["quantize"],
+        "quantize": of_weights(settings["quantize"]),
+        "kv_cache_dtype": kv_cache.number_format(settings),
         "fusions": "none" if settings["disable-custom-kernels"] else "auto",
         "trust_remote_code": settings["trust-remote-code"],
         "max_total_tokens": settings["max-total-tokens"],

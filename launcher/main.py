@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from launcher import adapters, configs, devices, logs, model, models, rules, runtime, serving, settings, usage
+from launcher import adapters, configs, devices, kv_cache, logs, model, models, rules, runtime, serving, settings, usage
 from launcher.exits import Exit, LauncherError
 from launcher.settings import Settings
 from launcher.supervisor import Signals
@@ -46,6 +46,7 @@ def _run(read: Settings) -> int:
     if read["env"]:
         log.info("%s", runtime.description())
     device, num_ranks = _device(read)
+    kv_cache.check(read, device)
     for sentence in rules.without_effect(read, device, num_ranks):
         log.warning("%s", sentence)
     with Signals().caught() as signals, _private_folder(read) as folder:

@@ -160,7 +160,7 @@ def different_parts(first: Receipt, second: Receipt) -> list[str]:
         "prompt": (before["prompt"]["sha256"], after["prompt"]["sha256"]),
         "adapter digest": ((before["adapter"] or {}).get("digest"), (after["adapter"] or {}).get("digest")),
         **{name.replace("_", " "): (before[name], after[name]) for name in _PARTS},
-        "quantization": (before.get("quantization"), after.get("quantization")),
+        **{name.replace("_", " "): (before.get(name), after.get(name)) for name in ("quantization", "kv_cache_dtype")},
         "number of ranks": (before.get("num_ranks", 1), after.get("num_ranks", 1)),
     }
     for name, value in before["parameters"].items():

@@ -24,9 +24,9 @@ OF_ROUTERS = frozenset({
 OF_SHARDS = frozenset({
     "adapter-cycle-time-s", "adapter-host-memory", "adapter-memory-fraction", "chunked-prefill", "compile",
     "compile-max-batch-size", "cpu-memory", "cuda-memory-fraction", "disable-custom-kernels", "draft-dtype",
-    "draft-quantize", "eager", "master-addr", "master-port", "max-active-adapters", "max-batch-prefill-tokens",
-    "max-batch-total-tokens", "memory-wiggle-room", "ngram-long", "ngram-max", "ngram-min", "num-shard",
-    "prefix-caching", "quantize", "sharded", "speculation-max-batch-size", "threads", "watermark-delta",
+    "draft-quantize", "eager", "kv-cache-dtype", "master-addr", "master-port", "max-active-adapters",
+    "max-batch-prefill-tokens", "max-batch-total-tokens", "memory-wiggle-room", "ngram-long", "ngram-max", "ngram-min",
+    "num-shard", "prefix-caching", "quantize", "sharded", "speculation-max-batch-size", "threads", "watermark-delta",
     "watermark-gamma",
 })  # fmt: skip
 """Flags that change nothing where no shard is started."""
@@ -212,6 +212,8 @@ def _check_speculation(settings: Settings) -> None:
 def _check_quantization(settings: Settings) -> None:
     for name in ("quantize", "draft-quantize"):
         method = settings[name]
+        if name == "draft-quantize" and method == quantization.FP8_KV:
+            _refuse(f"{settings.given[name]} {method} is refused: --kv-cache-dtype fp8 is for both models' KV")
         if method is not None and not settings["shard-address"] and (reason := quantization.reason_against(method)):
             _refuse(f"{settings.given[name]} {method} is refused: {reason}")
 

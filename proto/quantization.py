@@ -38,6 +38,8 @@ class Method:
     """Why checkpoints that are quantised by it are not served, "" where they are."""
 
 
+FP8_KV = "fp8-kv"
+"""No method for weights, though `--quantize` takes it: LoRAX's name for a KV cache in fp8."""
 _BITSANDBYTES = Method(("bitsandbytes",), "bitsandbytes")
 _HQQ = Method(("hqq",), "hqq", refused_in_files=_NO_HQQ_FILES)
 METHODS = {
@@ -49,7 +51,7 @@ METHODS = {
     "eetq": Method(refused=_EETQ),
     "exl2": Method(refused=_EXL2),
     "fp8": Method(("torchao",), "torchao", refused_in_files=_NO_FP8_FILES),
-    "fp8-kv": Method(refused="KV pages have the number format of the model"),
+    FP8_KV: Method(),
     "hqq-4bit": _HQQ,
     "hqq-3bit": _HQQ,
     "hqq-2bit": _HQQ,
@@ -67,6 +69,11 @@ def reason_against(name: str) -> str:
     if missing:
         return f"it needs the package {' and '.join(missing)}: pip install 'lorikeet[{method.extra}]'"
     return ""
+
+
+def of_weights(wanted: str | None) -> str | None:
+    """What a value of `--quantize` asks of the weights."""
+    return None if wanted == FP8_KV else wanted
 
 
 def of_checkpoint(config: Mapping[str, Any]) -> str | None:
@@ -89,7 +96,7 @@ def of_checkpoint(config: Mapping[str, Any]) -> str | None:
 
 def choose(wanted: str | None, config: Mapping[str, Any]) -> str | None:
     """What the weights beside a config.json are served as, by what was asked for. Raises ValueError with a reason."""
-    own = of_checkpoint(config)
+    own, wanted = of_checkpoint(config), of_weights(wanted)
     if own is not None and wanted is not None and own != wanted:
         raise ValueError(f"its weights are quantised by {own} already, and {wanted} was asked for")
     chosen = own or wanted

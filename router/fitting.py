@@ -3,7 +3,7 @@
 from proto import shard_pb2 as pb
 from proto.version import version, versions_fit
 
-ALIKE = ("model_id", "dtype", "quantization", "num_ranks", "vocab_size", "max_total_tokens")
+ALIKE = ("model_id", "dtype", "quantization", "kv_cache_dtype", "num_ranks", "vocab_size", "max_total_tokens")
 """What must be the same of all, by the names of the wire."""
 
 

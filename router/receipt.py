@@ -65,6 +65,7 @@ def make_receipt(generation: Generation, served: Served) -> dict[str, Any]:
         "dtype": info.dtype.removeprefix("torch."),
         "quantization": info.quantization or None,
         "num_ranks": info.num_ranks or 1,
+        "kv_cache_dtype": info.kv_cache_dtype or None,
         "device": info.device.partition(":")[0],
         "max_total_tokens": served.max_total_tokens,
         "adapter": None if request.adapter is None else _adapter(request.adapter, generation.digest),

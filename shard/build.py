@@ -107,6 +107,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         model_id=config.model_id,
         dtype=str(model.info.dtype),
         quantization=model.info.quantization,
+        kv_cache_dtype="" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         device=str(model.info.device),
         num_ranks=config.num_ranks if config.num_ranks > 1 else 0,
         architecture=model.info.model_type,

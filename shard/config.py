@@ -68,6 +68,8 @@ class ShardConfig:
     fusions: str = "auto"
     """`auto` computes chains of small operators by kernels of our own, `none` by torch's, one by one; `device` takes
     the kernels for CUDA on any device, for tests."""
+    kv_cache_dtype: str = "auto"
+    """What K and V are kept in: `auto`, the model's number format, or `fp8`."""
     commit_lag: int | None = None
     """0 commits a step before the next is launched, 1 after; None is 0 on CPU, 1 on CUDA."""
     graphs: bool | None = None

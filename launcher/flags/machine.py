@@ -42,6 +42,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             differs="on by default; `false` turns it off",
         ),
         Flag(
+            "kv-cache-dtype",
+            Kind.TEXT,
+            "auto",
+            "what the KV cache keeps numbers in: `fp8` takes half the memory of bfloat16 and rounds, `auto` is the"
+            " model's number format; CUDA only",
+            choices=("auto", "fp8"),
+            lorax=False,
+        ),
+        Flag(
             "cuda-memory-fraction",
             Kind.NUMBER,
             1.0,

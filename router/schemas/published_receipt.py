@@ -28,6 +28,7 @@ class Receipt(BaseModel):
     dtype: str
     quantization: str | None = Field(description="What the base's weights are quantised by, as in `--quantize`")
     num_ranks: int = Field(description="Processes that the model is split over, each of which rounds its own sums")
+    kv_cache_dtype: str | None = Field(description="What K and V are kept in, null for the number format of the model")
     device: str
     max_total_tokens: int
     adapter: dict[str, Any] | None = Field(description="As a request names it, and the digest of its content")

@@ -67,12 +67,20 @@ class AttentionBackend(ABC):
     """One way to compute attention over paged K and V."""
 
     page_size: int
-    why_no_graphs = ""
-    """What keeps its calls from being captured in a CUDA graph; empty for nothing."""
+    kv_dtype: torch.dtype | None = None
+    """What K and V are kept in; None is what the model computes in. With another one each token's head has a scale."""
+    can_capture: bool = False
+    """Whether a forward under `StepInputs.bounds` reads and launches what follows from these alone."""
 
     def page_bytes(self, spec: AttentionSpec, dtype: torch.dtype) -> int:
-        """Bytes that one page takes in one layer."""
-        return spec.num_kv_heads * (spec.key_dim + spec.value_dim) * self.page_size * dtype.itemsize
+        """Bytes that one page takes in one layer, `dtype` is what the model computes in."""
+        head = (spec.key_dim + spec.value_dim) * (self.kv_dtype or dtype).itemsize
+        scales = 0 if self.kv_dtype is None else 2 * torch.float32.itemsize
+        return spec.num_kv_heads * (head + scales) * self.page_size
+
+    def why_not(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
+        """What of a layer it does not have there; empty if it has all."""
+        return ""
 
     @abstractmethod
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:

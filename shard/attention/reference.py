@@ -3,30 +3,36 @@
 import torch
 
 from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from shard.attention.quantized_kv import dequantize, quantize
 from shard.batch import StepInputs
 
 
 class ReferenceKV(LayerKV):
     """One row per token slot."""
 
-    def __init__(self, spec: AttentionSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: AttentionSpec, num_slots: int, dtype: torch.dtype, device: torch.device, has_scales: bool = False
+    ) -> None:
         # [N * P, num_kv_heads, key_dim]
         self.keys = torch.zeros(num_slots, spec.num_kv_heads, spec.key_dim, dtype=dtype, device=device)
         # [N * P, num_kv_heads, value_dim]
         self.values = torch.zeros(num_slots, spec.num_kv_heads, spec.value_dim, dtype=dtype, device=device)
+        # [N * P, num_kv_heads] float32 that a token's head is multiplied by, where it is kept in eight bits
+        self.key_scales = torch.ones(self.keys.shape[:2], device=device) if has_scales else None
+        self.value_scales = torch.ones(self.keys.shape[:2], device=device) if has_scales else None
 
 
 class ReferenceAttention(AttentionBackend):
     """Gathers each request's pages and computes softmax(Q Kᵀ) V in float32."""
 
-    why_no_graphs = "the reference attention goes from request to request on the host"
-
-    def __init__(self, page_size: int = 16) -> None:
+    def __init__(self, page_size: int = 16, kv_dtype: torch.dtype | None = None) -> None:
         self.page_size = page_size
+        self.kv_dtype = kv_dtype
         self._inputs: StepInputs | None = None
 
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> ReferenceKV:
-        return ReferenceKV(spec, num_pages * self.page_size, dtype, device)
+        num_slots = num_pages * self.page_size
+        return ReferenceKV(spec, num_slots, self.kv_dtype or dtype, device, has_scales=self.kv_dtype is not None)
 
     def prepare(self, inputs: StepInputs) -> None:
         self._inputs = inputs
@@ -35,8 +41,9 @@ class ReferenceAttention(AttentionBackend):
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         assert self._inputs is not None and isinstance(kv, ReferenceKV), "prepare() comes before attend()"
-        kv.keys[self._inputs.kv_slots] = key
-        kv.values[self._inputs.kv_slots] = value
+        written = self._inputs.kv_slots
+        _put(kv.keys, kv.key_scales, written, key)
+        _put(kv.values, kv.value_scales, written, value)
         # [T, num_heads, value_dim]
         output = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
         first = 0
@@ -44,7 +51,10 @@ class ReferenceAttention(AttentionBackend):
             rows = slice(first, first + segment.num_tokens)
             first += segment.num_tokens
             slots = self._slots(segment.page_ids, segment.kv_len, query.device)
-            output[rows] = attend_one(spec, query[rows], kv.keys[slots], kv.values[slots], segment.start)
+            output[rows] = attend_one(
+                spec, query[rows], _get(kv.keys, kv.key_scales, slots), _get(kv.values, kv.value_scales, slots),
+                segment.start,
+            )  # fmt: skip
         return output
 
     def _slots(self, page_ids: object, kv_len: int, device: torch.device) -> torch.Tensor:
@@ -53,6 +63,22 @@ class ReferenceAttention(AttentionBackend):
         pages = torch.tensor(list(page_ids), device=device)  # type: ignore[call-overload]
         slots: torch.Tensor = pages[positions // self.page_size] * self.page_size + positions % self.page_size
         return slots
+
+
+def _put(pool: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor, x: torch.Tensor) -> None:
+    """pool: [N * P, heads, dim], scales: [N * P, heads], slots: [T], x: [T, heads, dim]."""
+    if scales is None:
+        pool[slots] = x
+    else:
+        kept, scales[slots] = quantize(x)
+        pool.view(torch.uint8)[slots] = kept.view(torch.uint8)  # torch moves no elements of eight bits on every device
+
+
+def _get(pool: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+    """[L, heads, dim] of slots [L]."""
+    if scales is None:
+        return pool[slots]
+    return dequantize(pool.view(torch.uint8)[slots].view(pool.dtype), scales[slots])
 
 
 def attend_one(

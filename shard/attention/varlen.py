@@ -1,13 +1,10 @@
 """Attention on CUDA by torch's own variable-length FlashAttention over the page table, where it covers the layer.
 
-Layers with soft caps, sinks or slopes, in float32, or with heads that the kernel has no room for are computed by the
-reference, one segment at a time: right, and slow. So is everything where the kernel does not give what the reference
-gives for a few random rows. One split of the keys, so that a row's bits do not depend on the rows beside it (Dao 2023
-for the algorithm).
+It has no soft caps, sinks or slopes, no float32, and not every size of a head. One split of the keys, so that a row's
+bits do not depend on the rows beside it (Dao 2023 for the algorithm).
 """
 
 import inspect
-import logging
 from collections.abc import Callable
 from typing import cast
 
@@ -16,10 +13,9 @@ import torch
 from torch.nn.attention import varlen
 
 from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from shard.attention.reference import ReferenceAttention
-from shard.batch import Segment, StepInputs
-
-logger = logging.getLogger(__name__)
+from shard.attention.metadata import StepMetadata
+from shard.attention.paged_kv import PagedKV
+from shard.batch import StepInputs
 
 PAGE_SIZE = 256
 """Tokens; the kernel takes multiples of it."""
@@ -27,37 +23,29 @@ MOST_DIM, DIM_STEP = 256, 8
 """Sizes of a head that the kernel has."""
 DTYPES = (torch.bfloat16, torch.float16)
 
-TOLERANCE = 2.0**-5
-"""Of values around one: rounding to bfloat16 moves them by a quarter of that at most."""
-
 Kernel = Callable[..., torch.Tensor]
+Store = Callable[[PagedKV, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-class PagedKV(LayerKV):
-    """Whole pages, as the kernel reads them."""
-
-    def __init__(
-        self, spec: AttentionSpec, num_pages: int, page_size: int, dtype: torch.dtype, on: torch.device
-    ) -> None:
-        shape = (num_pages, page_size, spec.num_kv_heads, spec.key_dim)
-        # [N, P, num_kv_heads, key_dim]
-        self.keys = torch.zeros(shape, dtype=dtype, device=on)
-        # [N, P, num_kv_heads, key_dim]
-        self.values = torch.zeros(shape, dtype=dtype, device=on)
+def copy_rows(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Keep a step's K and V. slots: [T] page id * P + offset in page; key, value: [T, kv_heads, dim]."""
+    kv.keys.flatten(0, 1).index_copy_(0, slots, key)
+    kv.values.flatten(0, 1).index_copy_(0, slots, value)
 
 
 class VarlenAttention(AttentionBackend):
     """One call per layer for all segments: chunks of prompts, single tokens and guesses to verify alike."""
 
-    def __init__(self, page_size: int | None = None, kernel: Kernel | None = None) -> None:
+    can_capture = True
+
+    def __init__(self, page_size: int | None = None, kernel: Kernel | None = None, store: Store = copy_rows) -> None:
         """Raises ValueError for page sizes that the kernel does not have. `kernel`: in place of torch's."""
         self.page_size = page_size or PAGE_SIZE
         if self.page_size % PAGE_SIZE:
             raise ValueError(f"the varlen attention backend takes page sizes that are multiples of {PAGE_SIZE}")
         self._kernel = kernel or cast(Kernel, varlen.varlen_attn)
-        self._reference = ReferenceAttention(self.page_size)
-        self._has_warned = False
-        self._proved: dict[tuple[object, ...], str] = {}
+        self._store = store
+        self._metadata = StepMetadata()
         self._most = (0, 0)
         # [R + 1] int32 first row of each segment, and T
         self._cu_rows = torch.empty(0, dtype=torch.int32)
@@ -68,40 +56,39 @@ class VarlenAttention(AttentionBackend):
         # [T] page id * P + offset in page
         self._kv_slots = torch.empty(0, dtype=torch.long)
 
-    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
-        reason = why_not(spec, dtype) or self._disproof(spec, dtype, device)
-        if not reason:
-            return PagedKV(spec, num_pages, self.page_size, dtype, device)
-        if not self._has_warned:
-            logger.warning("attention runs on the slow reference backend: %s", reason)
-        self._has_warned = True
-        return self._reference.allocate(spec, num_pages, dtype, device)
+    def why_not(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
+        return why_not(spec, dtype)
+
+    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
+        return PagedKV(spec, num_pages, self.page_size, dtype, device)
 
     def prepare(self, inputs: StepInputs) -> None:
-        self._reference.prepare(inputs)
+        """Under bounds there are as many segments and pages of each as these allow: the missing ones have no rows."""
         num_segments, num_pages = inputs.page_table.shape
+        most_segments, most_pages = num_segments, num_pages
         kv_lens = inputs.starts + inputs.counts
         self._most = int(inputs.counts.max(initial=1)), int(kv_lens.max(initial=1))
+        if inputs.bounds is not None:
+            self._most = inputs.bounds.num_rows, inputs.bounds.max_kv_len
+            most_segments, most_pages = inputs.bounds.num_rows, -(-inputs.bounds.max_kv_len // self.page_size)
+        sizes = [most_segments + 1, most_segments, most_segments * most_pages]
+        told = np.zeros(sum(sizes), np.int32)
+        rows, lens, table = np.split(told, np.cumsum(sizes[:2]))
         ends = inputs.first_rows + inputs.counts
-        # one copy to the device for all three
-        told = np.concatenate([[0], ends, kv_lens, inputs.page_table.ravel()]).astype(np.int32)
-        on_device = torch.from_numpy(told).to(inputs.device, non_blocking=True)
-        self._cu_rows, self._kv_lens, table = on_device.split(
-            [num_segments + 1, num_segments, num_segments * num_pages]
-        )
-        self._page_table = table.view(num_segments, num_pages)
+        rows[1 : num_segments + 1] = ends
+        rows[num_segments + 1 :] = ends[-1:]
+        lens[:num_segments] = kv_lens
+        table.reshape(most_segments, most_pages)[:num_segments, :num_pages] = inputs.page_table
+        on_device = self._metadata.send(told, inputs.device, inputs.bounds, told.size)
+        self._cu_rows, self._kv_lens, pages = on_device.split(sizes)
+        self._page_table = pages.view(most_segments, most_pages)
         self._kv_slots = inputs.kv_slots
 
     def attend(
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        if not isinstance(kv, PagedKV):
-            return self._reference.attend(spec, kv, query, key, value)
-        kv.keys.flatten(0, 1).index_copy_(0, self._kv_slots, key)
-        kv.values.flatten(0, 1).index_copy_(0, self._kv_slots, value)
-        return self._ask(spec, kv, query)
-
-    def _ask(self, spec: AttentionSpec, kv: PagedKV, query: torch.Tensor) -> torch.Tensor:
+        assert isinstance(kv, PagedKV)
+        self._store(kv, self._kv_slots, key, value)
         most_rows, most_tokens = self._most
         return self._kernel(
             query.contiguous(),
@@ -118,42 +105,6 @@ class VarlenAttention(AttentionBackend):
             block_table=self._page_table,
             num_splits=1,
         )
-
-    def _disproof(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
-        """Why the kernel is not to be used for such a layer here; empty where it gives what the reference gives."""
-        facts = (spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.scaling, spec.window, dtype)
-        if facts not in self._proved:
-            self._proved[facts] = self._compare(spec, dtype, device)
-        return self._proved[facts]
-
-    def _compare(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(num_heads: int) -> torch.Tensor:
-            return torch.randn(num_rows, num_heads, spec.key_dim, generator=generator).to(device, dtype)
-
-        far = self.page_size - 2
-        segments = [Segment(0, 5, [3]), Segment(far, 1, [1]), Segment(far, 4, [4, 2])]
-        num_rows = sum(segment.num_tokens for segment in segments)
-        inputs = StepInputs(self.page_size, device)
-        ids = torch.zeros(num_rows, dtype=torch.long, device=device)
-        inputs.fill(segments, ids, ids[:1])
-        kv = PagedKV(spec, 5, self.page_size, dtype, device)
-        for pool in (kv.keys, kv.values):
-            pool.copy_(torch.randn(pool.shape, generator=generator))
-        theirs = self._reference.allocate(spec, 5, dtype, device)
-        theirs.keys.copy_(kv.keys.flatten(0, 1))
-        theirs.values.copy_(kv.values.flatten(0, 1))
-        self.prepare(inputs)
-        query, key, value = draw(spec.num_heads), draw(spec.num_kv_heads), draw(spec.num_kv_heads)
-        wanted = self._reference.attend(spec, theirs, query, key, value).float()
-        try:
-            found = self.attend(spec, kv, query, key, value).float()
-        except Exception as error:  # whatever it is, there is another way
-            said = str(error).partition("\n")[0]
-            return f"torch's FlashAttention does not run: {type(error).__name__}: {said}"
-        worst = float((found - wanted).abs().max())
-        return "" if worst <= TOLERANCE else f"torch's FlashAttention is off by {worst:.3g} for a few random rows"
 
 
 def is_there() -> bool:

@@ -36,7 +36,7 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     probe(config, checkpoint, group)
     dtype = choose_dtype(config, checkpoint)
     device = torch.device(config.device)
-    backend = attention.create(config.attention, device, dtype, config.page_size)
+    backend = attention.create(config.attention, device, dtype, config.page_size, config.kv_cache_dtype)
     network = load_network(config, checkpoint, dtype, method, is_whole=group is None)
     inputs = StepInputs(backend.page_size, device)
     model = assemble(

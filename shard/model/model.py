@@ -133,7 +133,7 @@ class Model:
     @property
     def why_no_graphs(self) -> str:
         """What of its forward pass cannot be captured; empty where nothing is known."""
-        return self.backend.why_no_graphs
+        return "" if self.backend.can_capture else "its attention goes from request to request on the host"
 
     def capture(self, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds], is_checked: bool = False) -> None:
         """Compute steps of these bounds of `padding` by graphs from now on, captured here and, where they are to be

@@ -6,6 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from adapters.loader.config import LoaderConfig
 from launcher import adapters, configs, rules
 from launcher.flags import FLAGS
@@ -47,6 +49,13 @@ def test_a_shard_is_told_of_the_draft_model(tmp_path: Path) -> None:
     router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
     assert router.draft_model_id == "owner/small"
     assert router.speculative_tokens is None  # which is four with a draft model, as models.py has it too
+
+
+@pytest.mark.parametrize("arguments", [("--quantize", "fp8-kv"), ("--kv-cache-dtype", "fp8")], ids=str)
+def test_a_shard_is_told_what_to_keep_kv_in(tmp_path: Path, arguments: tuple[str, str]) -> None:
+    given = plan(tmp_path, *arguments)
+    shard = ShardConfig.read(configs.write(tmp_path / "shard.json", configs.shard_fields(given)))
+    assert (shard.kv_cache_dtype, shard.quantize) == ("fp8", None)
 
 
 def test_a_router_is_told_how_to_guess(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from types import ModuleType
 
 import pytest
 
-from launcher import rules
+from launcher import kv_cache, rules
 from launcher.exits import Exit, LauncherError
 from launcher.flags import FLAGS
 from launcher.model import with_lengths
 from launcher.settings import Settings, read
-from proto.quantization import METHODS
+from proto.quantization import FP8_KV, METHODS
 
 
 def settings(*arguments: str, **environment: str) -> Settings:
@@ -54,7 +54,10 @@ def test_what_does_not_work_yet_is_refused_by_name(name: str, text: str | None) 
     assert refusal(**{variable: text or "true"}).startswith(f"{variable} ")
 
 
-@pytest.mark.parametrize("method", FLAGS["quantize"].choices)
+OF_WEIGHTS = sorted({*FLAGS["quantize"].choices} - {FP8_KV})
+
+
+@pytest.mark.parametrize("method", OF_WEIGHTS)
 def test_a_quantization_whose_package_is_missing_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for flag in ("--quantize", "--draft-quantize"):
@@ -263,3 +266,21 @@ def test_of_a_split_model_there_are_no_fused_kernels_to_leave_out() -> None:
     assert rules.without_effect(given, "cpu") == rules.without_effect(given, "cuda:0") == []
     (said,) = rules.without_effect(given, "cuda:0", num_ranks=2)
     assert said.startswith("--disable-custom-kernels has no effect: of a model that is split")
+
+
+FP8_KV_FLAGS = [["--kv-cache-dtype", "fp8"], ["--quantize", "fp8-kv"]]
+
+
+@pytest.mark.parametrize("arguments", FP8_KV_FLAGS, ids=str)
+def test_kv_in_eight_bits_needs_cuda(arguments: list[str]) -> None:
+    given = settings(*arguments)
+    rules.check(given)
+    kv_cache.check(given, "cuda:0")
+    with pytest.raises(LauncherError, match=f"{' '.join(arguments)} is refused on the CPU"):
+        kv_cache.check(given, "cpu")
+    kv_cache.check(settings(*arguments, "--shard-address", "127.0.0.1:1"), "cpu")
+    kv_cache.check(settings(), "cpu")
+
+
+def test_both_models_keep_kv_alike() -> None:
+    assert "both models" in refusal("--draft-model-id", "a/b", "--draft-quantize", "fp8-kv")

@@ -77,7 +77,7 @@ MUTANTS = [
         "shard/attention/varlen.py",
         'for name in ("softcap", "sinks", "alibi_slopes"):',
         'for name in ("sinks", "alibi_slopes"):',
-        "tests/shard/attention/test_varlen.py::test_what_the_kernel_has_not_is_the_reference_s[soft cap]",
+        "tests/shard/attention/test_varlen.py::test_what_the_kernel_has_not_is_another_s[soft cap]",
     ),
     Mutant(
         "a window sees one token more",
@@ -113,5 +113,26 @@ MUTANTS = [
         "        self.graphs = None\n        self.inputs.pad(None)\n        for site",
         "        for site",
         f"{GRAPHS_TEST}::test_new_pages_drop_the_graphs",
+    ),
+    Mutant(
+        "a window begins a span too late",
+        "shard/attention/spans.py",
+        "- kind.window + 1, 0) // span",
+        "- kind.window + 1, 0) // span + 1",
+        "tests/shard/attention/test_paged.py::test_every_row_sees_every_span_once[50-64-3-700]",
+    ),
+    Mutant(
+        "two spans leave their results in one place",
+        "shard/attention/spans.py",
+        "[tiles] + numbers * count[tiles]",
+        "[tiles] + numbers",
+        "tests/shard/attention/test_paged.py::test_every_row_sees_every_span_once[1000000-1000-3-None]",
+    ),
+    Mutant(
+        "a step of bounds says how large it is",
+        "shard/attention/varlen.py",
+        "self._most = inputs.bounds.num_rows, inputs.bounds.max_kv_len",
+        "pass",
+        "tests/shard/attention/test_varlen.py::test_under_bounds_shapes_and_addresses_stay",
     ),
 ]

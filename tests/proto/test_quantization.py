@@ -39,6 +39,12 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     assert quantization.reason_against("bitsandbytes-nf4") == ""
 
 
+def test_a_small_kv_cache_asks_nothing_of_the_weights() -> None:
+    assert quantization.reason_against(quantization.FP8_KV) == ""
+    assert quantization.choose(quantization.FP8_KV, {}) is None
+    assert quantization.of_weights("bitsandbytes") == "bitsandbytes"
+
+
 def test_checkpoint_and_flag_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, True)
     assert quantization.choose(None, {}) is None

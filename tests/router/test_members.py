@@ -118,6 +118,7 @@ async def test_neighbouring_versions_work_together_and_others_do_not(monkeypatch
         {"vocab_size": 8},
         {"max_total_tokens": 4},
         {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8"},
         {"num_ranks": 2},
     ],
 )

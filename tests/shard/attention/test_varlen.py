@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from shard.attention import AttentionSpec
-from shard.attention.reference import ReferenceAttention, ReferenceKV
-from shard.attention.varlen import PagedKV, VarlenAttention, covers
+from shard.attention.base import AttentionBackend
+from shard.attention.layerwise import LayerwiseAttention, PlacedKV
+from shard.attention.paged_kv import PagedKV
+from shard.attention.reference import ReferenceAttention
+from shard.attention.varlen import VarlenAttention, covers
+from shard.batch import Segment
+from shard.padding import Bounds
 from tests.shard.attention.test_cpu import LENGTH, SPECS, Runner, expected, random_rows, spec_of, with_moments
 
 PAGES = [5, 9, 2]
@@ -73,14 +78,24 @@ def test_positions_beyond_a_page_lie_in_the_next(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(ours.step(shares)[0], reference.step(shares)[0], rtol=2**-7, atol=2**-8)
 
 
+def layerwise(kernel: Any = None) -> LayerwiseAttention:
+    return LayerwiseAttention([VarlenAttention(kernel=kernel), ReferenceAttention(256)])
+
+
+def owner(runner: Runner) -> AttentionBackend:
+    assert isinstance(runner.kv, PlacedKV)
+    return runner.kv.owner
+
+
 @pytest.mark.parametrize("name", ["soft cap", "sinks", "alibi", "odd head size", "odd sizes"])
-def test_what_the_kernel_has_not_is_the_reference_s(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_kernel_has_not_is_another_s(name: str, caplog: pytest.LogCaptureFixture) -> None:
     def never(*_: Any, **__: Any) -> torch.Tensor:
         raise AssertionError
 
     spec = spec_of(name)
-    ours = Runner(VarlenAttention(kernel=never), spec, BFLOAT16)
-    assert isinstance(ours.kv, ReferenceKV) and "slow reference" in caplog.text
+    ours = Runner(layerwise(never), spec, BFLOAT16)
+    assert isinstance(owner(ours), ReferenceAttention) and "slow reference" in caplog.text
+    assert not ours.backend.can_capture
     rows = random_rows(spec, 20, BFLOAT16, 0)
     reference = Runner(ReferenceAttention(256), spec, BFLOAT16)
     shares = [(0, PAGES, rows)]
@@ -101,14 +116,51 @@ def test_a_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) ->
     def off(*arguments: Any, **named: Any) -> torch.Tensor:
         return written_out(*arguments, **{**named, "window_size": (3, 0)})
 
-    ours = Runner(VarlenAttention(kernel=off), spec_of("grouped"), BFLOAT16)
-    assert isinstance(ours.kv, ReferenceKV) and "is off by" in caplog.text
+    ours = Runner(layerwise(off), spec_of("grouped"), BFLOAT16)
+    assert isinstance(owner(ours), ReferenceAttention) and "is off by" in caplog.text
+
+
+def test_a_kernel_that_is_right_is_used() -> None:
+    ours = Runner(layerwise(written_out), spec_of("grouped"), BFLOAT16)
+    assert isinstance(owner(ours), VarlenAttention) and ours.backend.can_capture
+    rows = random_rows(ours.spec, 5, BFLOAT16, 0)
+    assert len(ours.step([(0, [1], rows)])[0]) == 5
 
 
 def test_torch_takes_what_it_is_asked_but_for_the_device(caplog: pytest.LogCaptureFixture) -> None:
     """It gets as far as the kernel, which is there on CUDA alone; then the reference computes."""
     spec = AttentionSpec(4, 2, 16, 16, 0.25, window=9)
-    runner = Runner(VarlenAttention(), spec, BFLOAT16)
-    assert isinstance(runner.kv, ReferenceKV)
+    runner = Runner(layerwise(), spec, BFLOAT16)
+    assert isinstance(owner(runner), ReferenceAttention)
     assert "does not run" in caplog.text and "CUDA" in caplog.text
     assert len(runner.step([(0, [1], random_rows(spec, 3, BFLOAT16, 0))])[0]) == 3
+
+
+def test_under_bounds_shapes_and_addresses_stay() -> None:
+    """As a captured graph sees it: segments that are not there have no rows."""
+    spec = spec_of("grouped")
+    asked: list[object] = []
+
+    def recorded(query: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        tensors = [x for x in (*arguments, *named.values()) if torch.is_tensor(x)]
+        rest = [x for x in (*arguments, *named.values()) if not torch.is_tensor(x)]
+        asked.append(([(x.data_ptr(), x.shape) for x in tensors], rest))
+        exact = (*arguments[:4], *(int(x.max()) for x in (arguments[2].diff(), named["seqused_k"])))
+        return written_out(query, *exact, **named)
+
+    backend = VarlenAttention(kernel=recorded)
+    ours, reference = Runner(backend, spec, BFLOAT16), Runner(ReferenceAttention(256), spec, BFLOAT16)
+    bounds = Bounds(num_rows=6, max_kv_len=600)
+    for plan in ([(0, 3, [5]), (0, 3, [7])], [(3, 1, [5]), (3, 1, [7]), (0, 4, [1])], [(0, 1, [p]) for p in range(6)]):
+        rows = random_rows(spec, 6, BFLOAT16, 0)
+        for runner in (ours, reference):
+            runner.inputs.fill(
+                [Segment(*each) for each in plan], torch.zeros(6, dtype=torch.long), torch.zeros(1).long()
+            )
+            runner.inputs.bounds = bounds if runner is ours else None
+            runner.backend.prepare(runner.inputs)
+        found, wanted = (
+            runner.backend.attend(spec, runner.kv, rows.query, rows.key, rows.value) for runner in (ours, reference)
+        )
+        torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-8)
+    assert asked[0] == asked[1] == asked[2]

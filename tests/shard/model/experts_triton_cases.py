@@ -35,6 +35,7 @@ from shard.padding import Bounds
 from tests import tiny
 from tests.shard.model.tape import TapeRecorder
 from tests.shard.model.test_experts_device import NoHostReads, chosen, network_of, of_tokens
+from tests.shard.padded import Always
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
@@ -230,8 +231,8 @@ def test_a_captured_block_computes_whatever_tokens_and_slots_come(monkeypatch: p
     bench, experts = placed(network, block, torch.bfloat16), DeviceExperts(block)
     x, ids = random(2, 64, dtype=torch.bfloat16), chosen(2, 4, "identical").to(DEVICE)
     weights, found = torch.rand(2, 2, generator=GENERATOR).to(DEVICE), random(2, 64, dtype=torch.bfloat16)
+    bench.inputs.pad(Always(Bounds(2, 16, has_adapters=True)))
     bench.step([NOTHING] * 2)
-    bench.inputs.bounds = Bounds(2, 16, has_adapters=True)
     recorder: Recorder = TapeRecorder() if DEVICE.type == "cpu" else CudaRecorder(DEVICE)
 
     def compute() -> None:

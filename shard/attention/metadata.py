@@ -1,0 +1,36 @@
+"""What attention tells the device about a step: one pinned copy, to a fixed address where a graph reads it.
+
+A copy from memory that is not pinned would wait for everything that was launched. Knows nothing of what they mean.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shard.padding import Bounds
+
+
+class StepMetadata:
+    """int32 numbers on a device. Steps of the same bounds find them at the same address."""
+
+    def __init__(self) -> None:
+        # [numbers that a step within the bounds has at most] int32 of each bounds
+        self._fixed: dict[tuple[Bounds, torch.device], torch.Tensor] = {}
+
+    def send(
+        self, numbers: npt.NDArray[np.int32], device: torch.device, bounds: Bounds | None = None, capacity: int = 0
+    ) -> torch.Tensor:
+        """`numbers` on the device, without waiting for it: as many as there are, or under `bounds` the `capacity` that
+        those have, of which as many are new. Raises RuntimeError if that is too little.
+        """
+        host = torch.empty(len(numbers), dtype=torch.int32, pin_memory=device.type == "cuda")
+        host.numpy()[:] = numbers
+        if bounds is None:
+            return host.to(device, non_blocking=True)
+        memory = self._fixed.get((bounds, device))
+        if memory is None:
+            memory = self._fixed[bounds, device] = torch.zeros(capacity, dtype=torch.int32, device=device)
+        if len(numbers) > memory.numel():
+            raise RuntimeError(f"a step has {len(numbers)} numbers for attention: {memory.numel()} were reserved")
+        memory[: len(numbers)].copy_(host, non_blocking=True)
+        return memory

@@ -1,0 +1,345 @@
+"""Attention over paged K and V in Triton: `store` writes a step's K and V, `attend` and `fold` read them.
+
+A tile's rows are the query heads of one K and V head, token after token. Keys are cut into spans of a fixed number of
+absolute positions; results of spans (online softmax, Dao 2023) are merged in the order of positions, by the program
+that computes all of a tile's spans or, where programs share them, by `fold`, with the same operations.
+Bits: a row's result is one sequence of operations that follows from the layer, the row's position and what it sees.
+What it sees nothing of leaves its sums as they are, tiles have one shape per number format and head size, and nothing
+is added by atomics. So a row has equal bits alone, in company, in any chunks, on pages of any size and however spans
+are shared, as far as a matrix unit computes the rows of a tile alike.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# (Triton compiles the kernels' text, annotations too)
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from shard.attention.spans import FOLD_ROWS, HEADER, RECORD
+
+MOST_DIM = 256
+"""The largest head."""
+LOG2E = 1.4426950408889634
+_NOTHING = tl.constexpr(float("-inf"))
+_HEADER, _RECORD = tl.constexpr(HEADER), tl.constexpr(RECORD)
+_LARGEST_FP8 = tl.constexpr(448.0)
+
+
+@triton.jit
+def _rounded(x):
+    """x as float8_e4m3fn has it, still in float32."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
+
+
+@triton.jit
+def _put(x, pool, scales, slot, heads, row_stride, head_stride, row, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+         WIDTH: tl.constexpr, HAS_SCALES: tl.constexpr, WIDENS: tl.constexpr):  # fmt: skip
+    offsets = tl.arange(0, WIDTH)
+    mask = (heads < KV_HEADS)[:, None] & (offsets < DIM)[None, :]
+    values = tl.load(x + row * row_stride + heads[:, None] * head_stride + offsets[None, :], mask=mask, other=0.0)
+    place = pool + (slot * KV_HEADS + heads[:, None]) * DIM + offsets[None, :]
+    if HAS_SCALES:
+        values = values.to(tl.float32)
+        largest = tl.max(tl.abs(values), 1)
+        scale = tl.where(largest > 0, tl.div_rn(largest, tl.full(largest.shape, _LARGEST_FP8, tl.float32)), 1.0)
+        values = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
+        if WIDENS:
+            values = _rounded(values)
+        tl.store(scales + slot * KV_HEADS + heads, scale, mask=heads < KV_HEADS)
+    tl.store(place, values.to(pool.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store(
+    key, value, slots, keys, values, key_scales, value_scales,
+    key_row, key_head, value_row, value_head,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_SCALES: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """K and V of one row and HEADS heads, to where `slots` says."""
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    slot = tl.load(slots + row)
+    _put(key, keys, key_scales, slot, heads, key_row, key_head, row,
+         KV_HEADS, KEY_DIM, KEY_WIDTH, HAS_SCALES, WIDENS)  # fmt: skip
+    _put(value, values, value_scales, slot, heads, value_row, value_head, row,
+         KV_HEADS, VALUE_DIM, VALUE_WIDTH, HAS_SCALES, WIDENS)  # fmt: skip
+
+
+@triton.jit
+def _dot(left, right, sums, WIDENS: tl.constexpr):
+    if WIDENS:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+@triton.jit
+def _merge(most, total, sums, span_most, span_total, span_sums):
+    """What is known of some spans and of the next one. Which terms are rounded is said here, not by a compiler."""
+    both = tl.maximum(most, span_most)
+    origin = tl.where(both == _NOTHING, 0.0, both)
+    before, after = tl.exp2(most - origin), tl.exp2(span_most - origin)
+    total = tl.fma(total, before, span_total * after)
+    sums = tl.fma(sums, tl.broadcast_to(before[:, None], sums.shape), span_sums * after[:, None])
+    return both, total, sums
+
+
+@triton.jit
+def _divide(most, total, sums, sinks, heads, valid, HAS_SINKS: tl.constexpr):
+    """The weighted mean; a sink takes its share and brings no value."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads, mask=valid, other=0.0) * 1.4426950408889634
+        both = tl.maximum(most, sink)
+        before = tl.exp2(most - both)
+        total = tl.fma(total, before, tl.exp2(sink - both))
+        sums = sums * before[:, None]
+    return sums / tl.where(valid, total, 1.0)[:, None]
+
+
+@triton.jit(do_not_specialize=["kind"])
+def attend(
+    query, keys, values, key_scales, value_scales, sinks, slopes, told, partials, stats, output,
+    kind, query_row, query_head, scale, cap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """Programs take turns at the items of their kind, of every K and V head. Scores are kept as exponents of two:
+    `scale` has log2(e) in it, or with a cap what its tanh, written as an exponential, needs.
+    """
+    items = told + tl.load(told + kind * _HEADER)
+    num_items = tl.load(told + kind * _HEADER + 1)
+    lanes, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    key_dims, value_dims = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
+    for work in range(tl.program_id(0), num_items * KV_HEADS, tl.num_programs(0)):
+        item = items + (work // KV_HEADS) * _RECORD
+        kv_head = work % KV_HEADS
+        first_row, first, count, start = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+        pages, first_span, end_span, partial = (
+            told + tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
+        )  # fmt: skip
+        valid = lanes < count
+        tokens = (first + lanes) // GROUP
+        heads = kv_head * GROUP + (first + lanes) % GROUP
+        positions = start + tokens
+        rows = (first_row + tokens).to(tl.int64)
+        last = start + (first + count - 1) // GROUP
+        lowest = 0
+        if WINDOW > 0:
+            lowest = (tl.maximum(0, start + first // GROUP - WINDOW + 1) // COLUMNS) * COLUMNS
+        asked = tl.load(
+            query + rows[:, None] * query_row + heads[:, None] * query_head + key_dims[None, :],
+            mask=valid[:, None] & (key_dims < KEY_DIM)[None, :],
+            other=0.0,
+        )
+        if HAS_SLOPES:
+            slope = tl.load(slopes + heads, mask=valid, other=0.0) * 1.4426950408889634
+
+        most = tl.full((ROWS,), _NOTHING, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        sums = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
+        for span in range(first_span, end_span):
+            span_most = tl.full((ROWS,), _NOTHING, tl.float32)
+            span_total = tl.zeros((ROWS,), tl.float32)
+            span_sums = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
+            for at in range(tl.maximum(span * SPAN, lowest), tl.minimum((span + 1) * SPAN, last + 1), COLUMNS):
+                page = tl.load(pages + at // PAGE).to(tl.int64)
+                slots = page * PAGE + at % PAGE + columns
+                seen = at + columns
+                is_there = seen <= last
+                found = tl.load(
+                    keys + (slots[:, None] * KV_HEADS + kv_head) * KEY_DIM + key_dims[None, :],
+                    mask=is_there[:, None] & (key_dims < KEY_DIM)[None, :],
+                    other=0.0,
+                )
+                scores = _dot(asked, tl.trans(found.to(asked.dtype)), tl.zeros((ROWS, COLUMNS), tl.float32), WIDENS)
+                scores *= scale
+                if HAS_SCALES:
+                    scores *= tl.load(key_scales + slots * KV_HEADS + kv_head, mask=is_there, other=0.0)[None, :]
+                if HAS_CAP:
+                    scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
+                distance = positions[:, None] - seen[None, :]
+                if HAS_SLOPES:
+                    scores -= slope[:, None] * distance.to(tl.float32)
+                visible = distance >= 0
+                if WINDOW > 0:
+                    visible = visible & (distance < WINDOW)
+                scores = tl.where(visible, scores, _NOTHING)
+
+                both = tl.maximum(span_most, tl.max(scores, 1))
+                origin = tl.where(both == _NOTHING, 0.0, both)
+                before = tl.exp2(span_most - origin)
+                weights = tl.exp2(scores - origin[:, None])
+                span_most = both
+                span_total = span_total * before + tl.sum(weights, 1)
+                brought = tl.load(
+                    values + (slots[:, None] * KV_HEADS + kv_head) * VALUE_DIM + value_dims[None, :],
+                    mask=is_there[:, None] & (value_dims < VALUE_DIM)[None, :],
+                    other=0.0,
+                )
+                if HAS_SCALES:
+                    weights *= tl.load(value_scales + slots * KV_HEADS + kv_head, mask=is_there, other=0.0)[None, :]
+                    if asked.dtype == tl.float16:  # a small scale leaves its range
+                        weights, brought = weights.to(tl.bfloat16), brought.to(tl.bfloat16)
+                    else:
+                        weights, brought = weights.to(asked.dtype), brought.to(asked.dtype)
+                else:
+                    weights = weights.to(brought.dtype)
+                span_sums = _dot(weights, brought, span_sums * before[:, None], WIDENS)
+            most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
+
+        if partial < 0:
+            mean = _divide(most, total, sums, sinks, heads, valid, HAS_SINKS)
+            place = (rows * (KV_HEADS * GROUP) + heads) * VALUE_DIM
+            mask = valid[:, None] & (value_dims < VALUE_DIM)[None, :]
+            tl.store(output + place[:, None] + value_dims[None, :], mean.to(output.dtype.element_ty), mask=mask)
+        else:
+            place = (partial + lanes).to(tl.int64) * KV_HEADS + kv_head
+            tl.store(partials + place[:, None] * VALUE_WIDTH + value_dims[None, :], sums, mask=valid[:, None])
+            tl.store(stats + place * 2, most, mask=valid)
+            tl.store(stats + place * 2 + 1, total, mask=valid)
+
+
+@triton.jit(do_not_specialize=["kind"])
+def fold(
+    told, partials, stats, sinks, output, kind,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, AHEAD: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """What single spans gave, in the order of positions; AHEAD of them are read before the first is needed."""
+    folds = told + tl.load(told + kind * _HEADER + 2)
+    num_folds = tl.load(told + kind * _HEADER + 3)
+    lanes, dims = tl.arange(0, ROWS), tl.arange(0, VALUE_WIDTH)
+    for work in range(tl.program_id(0), num_folds * KV_HEADS, tl.num_programs(0)):
+        record = folds + (work // KV_HEADS) * _RECORD
+        kv_head = work % KV_HEADS
+        first_row, first, count, partial = (
+            tl.load(record),
+            tl.load(record + 1),
+            tl.load(record + 2),
+            tl.load(record + 3),
+        )
+        stride, num_spans = tl.load(record + 4), tl.load(record + 5)
+        valid = lanes < count
+        spans = tl.where(valid, num_spans, 0)
+        heads = kv_head * GROUP + (first + lanes) % GROUP
+        rows = (first_row + (first + lanes) // GROUP).to(tl.int64)
+        most = tl.full((ROWS,), _NOTHING, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        sums = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
+        for begin in range(0, num_spans, AHEAD):
+            for ahead in tl.static_range(AHEAD):
+                mask = spans > begin + ahead
+                place = (partial + (begin + ahead) * stride + lanes).to(tl.int64) * KV_HEADS + kv_head
+                span_most = tl.load(stats + place * 2, mask=mask, other=float("-inf"))
+                span_total = tl.load(stats + place * 2 + 1, mask=mask, other=0.0)
+                offsets = place[:, None] * VALUE_WIDTH + dims[None, :]
+                span_sums = tl.load(partials + offsets, mask=mask[:, None], other=0.0)
+                most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
+        mean = _divide(most, total, sums, sinks, heads, valid, HAS_SINKS)
+        offsets = (rows * (KV_HEADS * GROUP) + heads)[:, None] * VALUE_DIM + dims[None, :]
+        mask = valid[:, None] & (dims < VALUE_DIM)[None, :]
+        tl.store(output + offsets, mean.to(output.dtype.element_ty), mask=mask)
+
+
+_WIDENS = not isinstance(attend, triton.JITFunction)
+"""Triton's interpreter cannot multiply bfloat16, and rounds to eight bits wrongly where an exponent changes."""
+
+
+def width_of(dim: int) -> int:
+    """Elements that a head takes in a tile."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of a tile and how it is compiled: one for each number format and head size."""
+
+    rows: int
+    columns: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+def tile_of(dtype: torch.dtype, key_dim: int, value_dim: int) -> Tile:
+    """Every tile of a layer has this shape."""
+    if dtype == torch.float32:  # no matrix unit computes it as it is
+        return Tile(rows=16, columns=32, num_stages=1)
+    if max(key_dim, value_dim) > 128:
+        return Tile(rows=64, columns=32, num_warps=8)
+    return Tile(rows=64, columns=64, num_stages=3)
+
+
+@torch.library.custom_op("lorikeet::store_kv", mutates_args=("keys", "values", "key_scales", "value_scales"))
+def store_kv(
+    key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    key_scales: torch.Tensor | None, value_scales: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """key: [T, kv_heads, key_dim], value: [T, kv_heads, value_dim]; slots: [T] int64; keys: [N, P, kv_heads, key_dim],
+    values: [N, P, kv_heads, value_dim]; scales: [N, P, kv_heads] float32 where these are float8_e4m3fn.
+    """
+    num_heads, key_dim, value_dim = key.shape[1], key.shape[2], value.shape[2]
+    widths = width_of(key_dim), width_of(value_dim)
+    heads = min(triton.next_power_of_2(num_heads), max(1, 2048 // max(widths)))
+    has_scales = key_scales is not None
+    store[(key.shape[0], triton.cdiv(num_heads, heads))](
+        key, value, slots, keys, values, key_scales if has_scales else keys, value_scales if has_scales else values,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        KV_HEADS=num_heads, HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        KEY_WIDTH=widths[0], VALUE_WIDTH=widths[1], HAS_SCALES=has_scales, WIDENS=_WIDENS,
+    )  # fmt: skip
+
+
+@store_kv.register_fake
+def _(*_args: object) -> None:
+    return None
+
+
+@torch.library.custom_op("lorikeet::attend_paged", mutates_args=("partials", "stats", "output"))
+def attend_paged(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None, sinks: torch.Tensor | None, slopes: torch.Tensor | None, told: torch.Tensor,
+    partials: torch.Tensor, stats: torch.Tensor, output: torch.Tensor, kind: int, window: int, span: int,
+    grid: list[int], scaling: float, softcap: float,
+) -> None:  # fmt: skip
+    """query: [T, heads, key_dim] with neighbouring elements side by side; keys, values, scales: as in `store_kv`;
+    sinks, slopes: [heads] float32; told: int32 of `spans.pack`; partials, stats: float32 for what single spans give;
+    output: [T, heads, value_dim]. window, softcap: 0 for none. grid: programs of `attend` and of `fold`, which is left
+    out with 0.
+    """
+    num_kv_heads, page_size = keys.shape[2], keys.shape[1]
+    key_dim, value_dim = keys.shape[3], values.shape[3]
+    tile = tile_of(query.dtype, key_dim, value_dim)
+    has_scales = key_scales is not None
+    scale = scaling / softcap * 2 * LOG2E if softcap else scaling * LOG2E
+    shared: dict[str, Any] = {
+        "KV_HEADS": num_kv_heads,
+        "GROUP": query.shape[1] // num_kv_heads,
+        "VALUE_DIM": value_dim,
+        "VALUE_WIDTH": width_of(value_dim),
+        "HAS_SINKS": sinks is not None,
+    }
+    attend[(grid[0],)](
+        query, keys, values, key_scales if has_scales else keys, value_scales if has_scales else values,
+        output if sinks is None else sinks, output if slopes is None else slopes, told, partials, stats, output,
+        kind, query.stride(0), query.stride(1), scale, softcap * LOG2E,
+        KEY_DIM=key_dim, KEY_WIDTH=width_of(key_dim), PAGE=page_size, SPAN=span, WINDOW=window,
+        ROWS=tile.rows, COLUMNS=tile.columns, HAS_SCALES=has_scales, HAS_CAP=softcap > 0,
+        HAS_SLOPES=slopes is not None, WIDENS=_WIDENS, num_warps=tile.num_warps, num_stages=tile.num_stages, **shared,
+    )  # fmt: skip
+    if grid[1]:
+        fold[(grid[1],)](
+            told, partials, stats, output if sinks is None else sinks, output, kind,
+            ROWS=FOLD_ROWS, AHEAD=4, **shared,
+        )  # fmt: skip
+
+
+@attend_paged.register_fake
+def _(*_args: object) -> None:
+    return None

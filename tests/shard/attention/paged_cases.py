@@ -1,0 +1,301 @@
+"""The paged kernels against the reference: run by test_paged.py in a process of its own, on CUDA or, with
+TRITON_INTERPRET=1, on CPU.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from shard.attention import AttentionBackend, AttentionSpec, paged
+from shard.attention.paged import PagedAttention
+from shard.attention.paged_kv import PagedKV
+from shard.attention.quantized_kv import FP8, dequantize, quantize
+from shard.attention.reference import ReferenceAttention
+from shard.batch import Segment, StepInputs
+from shard.padding import Bounds
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+PAGE = 64
+SPAN = 64
+NUM_PAGES = 16
+BFLOAT16, FLOAT32, FLOAT16 = torch.bfloat16, torch.float32, torch.float16
+TOLERANCE = {BFLOAT16: 2**-6, FLOAT16: 2**-9, FLOAT32: 1e-5}
+SPECS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
+    "grouped": ((4, 2, 16, 16), {}),
+    "one head each": ((2, 2, 32, 32), {}),
+    "one for all": ((5, 1, 16, 16), {}),
+    "odd sizes": ((2, 1, 24, 40), {}),
+    "large head": ((2, 1, 136, 256), {}),
+    "window": ((2, 1, 16, 16), {"window": 7}),
+    "window beyond a span": ((2, 2, 16, 16), {"window": 100}),
+    "soft cap": ((4, 2, 16, 16), {"softcap": 5.0}),
+    "sinks": ((4, 2, 16, 16), {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "window": 40}),
+    "alibi": ((3, 3, 16, 16), {"alibi_slopes": torch.tensor([0.5, 0.25, 0.01])}),
+    "large group": ((71, 1, 16, 16), {}),
+}
+
+LONG, SHORT, THIRD = [5, 9, 2], [7, 1], [3, 4]
+STEPS: dict[str, list[tuple[int, int, list[int]]]] = {
+    "tokens": [(170, 1, LONG), (6, 1, SHORT)],
+    "guesses": [(171, 4, LONG), (62, 4, SHORT)],
+    "prompts": [(0, 11, LONG), (60, 17, SHORT)],
+    "all": [(175, 4, LONG), (70, 1, SHORT), (0, 9, THIRD)],
+}
+"""Start, tokens and pages of each segment, before which lies what memory held."""
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter copies every argument."""
+    monkeypatch.setattr(paged, "PARTIAL_FLOATS", 1 << 17)
+
+
+def spec_of(name: str) -> AttentionSpec:
+    (heads, kv_heads, key_dim, value_dim), options = SPECS[name]
+    options = {key: value.to(DEVICE) if torch.is_tensor(value) else value for key, value in options.items()}
+    return AttentionSpec(heads, kv_heads, key_dim, value_dim, key_dim**-0.5, **options)
+
+
+@dataclass
+class Rows:
+    """What comes to attention. query: [T, heads, D], key, value: [T, kv_heads, D]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def part(self, start: int, count: int) -> "Rows":
+        return Rows(*(x[start : start + count] for x in (self.query, self.key, self.value)))
+
+
+def draw(spec: AttentionSpec, length: int, dtype: torch.dtype, seed: int = 0) -> Rows:
+    """As modules give it: heads before tokens in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((spec.num_heads, spec.key_dim), (spec.num_kv_heads, spec.key_dim), (spec.num_kv_heads, spec.value_dim))
+    return Rows(*(torch.randn(heads, length, dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
+                  for heads, dim in sizes))  # fmt: skip
+
+
+class Runner:
+    """A backend with memory for one layer."""
+
+    def __init__(self, backend: AttentionBackend, spec: AttentionSpec, dtype: torch.dtype) -> None:
+        self.backend, self.spec = backend, spec
+        self.kv = backend.allocate(spec, NUM_PAGES, dtype, DEVICE)
+        self.inputs = StepInputs(backend.page_size, DEVICE)
+
+    def fill(self, segments: list[Segment], bounds: Bounds | None = None) -> None:
+        total = sum(segment.num_tokens for segment in segments)
+        ids = torch.zeros(total, dtype=torch.long, device=DEVICE)
+        self.inputs.fill(segments, ids, ids[:1])
+        self.inputs.bounds = bounds
+        self.backend.prepare(self.inputs)
+
+    def step(self, *shares: tuple[int, list[int], Rows]) -> list[torch.Tensor]:
+        """Start, pages and rows of each segment. Returns [rows, heads, D] of each."""
+        segments = [Segment(start, len(rows.query), pages) for start, pages, rows in shares]
+        self.fill(segments)
+        rows = Rows(*(torch.cat([getattr(rows, name) for *_, rows in shares]) for name in ("query", "key", "value")))
+        output = self.backend.attend(self.spec, self.kv, rows.query, rows.key, rows.value)
+        return list(output.split([segment.num_tokens for segment in segments]))
+
+    def remember(self) -> "Runner":
+        """Let every slot have some K and V, the same for every backend and page size."""
+        for seed, name in enumerate(("keys", "values")):
+            generator = torch.Generator().manual_seed(seed)
+            pool, scales = getattr(self.kv, name), getattr(self.kv, f"{name[:-1]}_scales")
+            x = torch.randn(pool.shape[-3:] if pool.dim() < 4 else (pool.shape[0] * pool.shape[1], *pool.shape[2:]),
+                            generator=generator).to(DEVICE)  # fmt: skip
+            if scales is not None:
+                x, scale = quantize(x)
+                scales.copy_(scale.view(scales.shape))
+            pool.copy_(x.view(pool.shape))
+        return self
+
+
+def ours(spec: AttentionSpec, dtype: torch.dtype, programs: int = 3, **options: Any) -> Runner:
+    backend = PagedAttention(options.pop("page_size", PAGE), span=SPAN, num_programs=programs, **options)
+    return Runner(backend, spec, dtype)
+
+
+def agree(
+    name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, steps: tuple[str, ...] = ("all",)
+) -> None:
+    spec = spec_of(name)
+    both = [ours(spec, dtype, kv_dtype=kv_dtype), Runner(ReferenceAttention(PAGE, kv_dtype), spec, dtype)]
+    for step in steps:
+        shares = [(start, pages, draw(spec, count, dtype, start)) for start, count, pages in STEPS[step]]
+        found, wanted = (torch.cat(runner.remember().step(*shares)).float() for runner in both)
+        allowed = TOLERANCE[BFLOAT16 if kv_dtype and dtype == FLOAT16 else dtype]
+        torch.testing.assert_close(found, wanted, rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_agrees_with_the_reference(name: str) -> None:
+    """Guesses to verify, a single token and the begin of a prompt in one step."""
+    agree(name, BFLOAT16)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_step_agrees(step: str) -> None:
+    agree("grouped", BFLOAT16, steps=(step,))
+
+
+@pytest.mark.parametrize("name", ["grouped", "sinks", "soft cap"])
+def test_agrees_in_float32(name: str) -> None:
+    agree(name, FLOAT32)
+
+
+def test_agrees_in_float16() -> None:
+    agree("grouped", FLOAT16)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+def test_agrees_with_k_and_v_in_eight_bits(dtype: torch.dtype) -> None:
+    agree("sinks", dtype, FP8)
+
+
+def test_spans_are_shared_among_programs_or_not() -> None:
+    """One program takes all of a tile's spans, or each takes one and they are folded: the bits are the same."""
+    spec = replace(spec_of("sinks"), window=None)
+    rows, other = draw(spec, 5, BFLOAT16), draw(spec, 2, BFLOAT16, 1)
+    outputs = []
+    for programs, num_folds in ((1, 0), (1000, 2)):
+        runner = ours(spec, BFLOAT16, programs).remember()
+        outputs.append(torch.cat(runner.step((170, LONG, rows), (0, SHORT, other))))
+        assert isinstance(runner.backend, PagedAttention)
+        assert runner.backend._told.num_folds == [num_folds]
+    assert torch.equal(*outputs)
+
+
+def test_memory_for_spans_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that find none are one program's."""
+    spec = spec_of("grouped")
+    monkeypatch.setattr(paged, "PARTIAL_FLOATS", (3 + 1) * spec.group * spec.num_kv_heads * 16)
+    rows = draw(spec, 2, BFLOAT16)
+    shares = (170, LONG, rows.part(0, 1)), (100, SHORT, rows.part(1, 1))
+    [wanted] = {torch.cat(ours(spec, BFLOAT16, 1).remember().step(*shares))}
+    runner = ours(spec, BFLOAT16, 1000)
+    assert torch.equal(torch.cat(runner.remember().step(*shares)), wanted)
+    assert isinstance(runner.backend, PagedAttention) and runner.backend._told.num_folds == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("grouped", FP8), ("window beyond a span", None), ("large group", None), ("sinks", None)]
+)
+def test_equal_bits_alone_in_chunks_and_in_company(name: str, kv_dtype: torch.dtype | None) -> None:
+    spec = spec_of(name)
+    rows, other = draw(spec, 6, BFLOAT16), draw(spec, 5, BFLOAT16, 1)
+    alone = ours(spec, BFLOAT16, 1, kv_dtype=kv_dtype).remember().step((125, LONG, rows))[0]
+    runner = ours(spec, BFLOAT16, 100, kv_dtype=kv_dtype).remember()
+    start, parts = 0, []
+    for size in (4, 1, 1):
+        parts.append(runner.step((62, [0, 1], other), (125 + start, LONG, rows.part(start, size)))[1])
+        start += size
+    assert torch.equal(torch.cat(parts), alone)
+
+
+def test_the_size_of_pages_changes_no_bits() -> None:
+    spec = spec_of("grouped")
+    outputs = []
+    for size, long, short in ((PAGE, [4, 5, 6], [2, 3]), (2 * PAGE, [2, 3], [1])):
+        runner = ours(spec, BFLOAT16, page_size=size).remember()
+        shares = [(170, long, draw(spec, 1, BFLOAT16)), (70, short, draw(spec, 4, BFLOAT16, 1))]
+        outputs.append(torch.cat(runner.step(*shares)))
+    assert torch.equal(*outputs)
+
+
+def test_segments_share_pages() -> None:
+    """Two requests with one beginning, of which a page lies in memory once."""
+    spec = spec_of("grouped")
+    rows = draw(spec, 6, BFLOAT16)
+    step = (100, [3, 4], rows.part(0, 1)), (64, [3, 8], rows.part(1, 5))
+    both = ours(spec, BFLOAT16), Runner(ReferenceAttention(PAGE), spec, BFLOAT16)
+    found, wanted = (torch.cat(runner.remember().step(*step)) for runner in both)
+    torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("stale", [float("nan"), float("inf")])
+def test_what_memory_held_does_not_show(stale: float) -> None:
+    spec = spec_of("grouped")
+    rows = draw(spec, 20, BFLOAT16)
+    outputs = []
+    for memory in (0.0, stale):
+        runner = ours(spec, BFLOAT16)
+        assert isinstance(runner.kv, PagedKV)
+        runner.kv.keys.fill_(memory)
+        runner.kv.values.fill_(memory)
+        outputs.append(torch.cat([runner.step((0, LONG, rows.part(0, 5)))[0],
+                                  runner.step((5, LONG, rows.part(5, 15)))[0]]))  # fmt: skip
+    assert outputs[0].isfinite().all() and torch.equal(*outputs)
+
+
+def test_eight_bits_are_kept_as_the_reference_keeps_them() -> None:
+    spec = spec_of("odd sizes")
+    runner = ours(spec, BFLOAT16, kv_dtype=FP8)
+    rows = draw(spec, 6, BFLOAT16)
+    rows.key[3] = 0
+    runner.step((0, SHORT, rows))
+    kv = runner.kv
+    assert isinstance(kv, PagedKV) and kv.key_scales is not None and kv.value_scales is not None
+    for pool, scales, x in ((kv.keys, kv.key_scales, rows.key), (kv.values, kv.value_scales, rows.value)):
+        kept, scale = quantize(x)
+        assert torch.equal(pool[SHORT[0], :6].view(torch.uint8), kept.view(torch.uint8))
+        assert torch.equal(scales[SHORT[0], :6], scale)
+        assert ((dequantize(kept, scale) - x.float()).abs() <= x.float().abs() / 16 + scale[..., None] * 2**-9).all()
+
+
+def test_eight_bits_take_half_the_memory() -> None:
+    spec = AttentionSpec(32, 8, 128, 128, 1.0)
+    plain, small = (PagedAttention(PAGE, kv_dtype).page_bytes(spec, BFLOAT16) for kv_dtype in (None, FP8))
+    assert plain == PAGE * 8 * 256 * 2 and small == PAGE * 8 * (256 + 8)
+
+
+def test_under_bounds_shapes_addresses_and_grids_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a captured graph sees it: what was told last is what counts, in launches that stay as they are."""
+    spec = spec_of("grouped")
+    bounds = Bounds(num_rows=8, max_kv_len=4 * PAGE)
+    runner, reference = ours(spec, BFLOAT16, programs=5), Runner(ReferenceAttention(PAGE), spec, BFLOAT16)
+    for each in (runner, reference):
+        each.remember()
+    launches: list[list[object]] = []
+    launch = paged.attend_paged
+
+    def recorded(*arguments: Any) -> None:
+        seen = [(x.shape, x.stride()) if torch.is_tensor(x) else x for x in arguments]
+        seen += [x.data_ptr() for x in arguments[1:10] if torch.is_tensor(x)]
+        launches.append(seen)
+        launch(*arguments)
+
+    monkeypatch.setattr(paged, "attend_paged", recorded)
+    plans = (
+        [Segment(170, 1, LONG), Segment(3, 1, SHORT), Segment(0, 6, [0])],
+        [Segment(171, 4, LONG), Segment(0, 4, [0])],
+        [Segment(175, 1, LONG), Segment(4, 1, SHORT), *(Segment(0, 1, [page]) for page in (10, 11, 12, 13, 14, 15))],
+    )
+    for step, plan in enumerate(plans):
+        x = draw(spec, 8, BFLOAT16, 2 + step)
+        runner.fill(plan, bounds)
+        found = runner.backend.attend(spec, runner.kv, x.query, x.key, x.value)
+        reference.fill(plan)
+        wanted = reference.backend.attend(spec, reference.kv, x.query, x.key, x.value)
+        torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-6)
+    assert launches[0] == launches[1] == launches[2]
+
+
+def test_more_than_the_bounds_have_is_an_error() -> None:
+    runner = ours(spec_of("grouped"), BFLOAT16)
+    with pytest.raises(RuntimeError, match="were reserved"):
+        runner.fill([Segment(0, 1, [page]) for page in range(9)], Bounds(num_rows=2, max_kv_len=PAGE))
+
+
+def test_refuses_what_the_kernels_cannot_do() -> None:
+    with pytest.raises(ValueError, match="multiples of 64"):
+        PagedAttention(16)
+    with pytest.raises(ValueError, match="no heads of 512"):
+        PagedAttention().allocate(AttentionSpec(1, 1, 512, 512, 1.0), 1, BFLOAT16, DEVICE)
+    with pytest.raises(ValueError, match="float64"):
+        PagedAttention().allocate(AttentionSpec(1, 1, 16, 16, 1.0), 1, torch.float64, DEVICE)

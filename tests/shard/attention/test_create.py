@@ -1,0 +1,68 @@
+"""Which attention backend is taken for what, and in which number format K and V are kept."""
+
+import logging
+
+import pytest
+import torch
+
+from shard import attention
+from shard.attention import AttentionSpec
+from shard.attention.layerwise import LayerwiseAttention
+from shard.attention.quantized_kv import FP8
+from shard.attention.reference import ReferenceAttention, ReferenceKV
+from tests.shard.attention.test_cpu import Runner, random_rows
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BFLOAT16 = torch.bfloat16
+
+
+def names(backend: attention.AttentionBackend) -> list[str]:
+    assert isinstance(backend, LayerwiseAttention)
+    return [type(each).__name__ for each in backend._backends]
+
+
+def test_on_cuda_torch_s_kernel_comes_first_and_the_reference_last() -> None:
+    pytest.importorskip("triton")
+    found = attention.create("auto", CUDA, BFLOAT16, None)
+    assert names(found) == ["VarlenAttention", "PagedAttention", "ReferenceAttention"] and found.page_size == 256
+    for dtype, page_size, kept in ((torch.float32, None, "auto"), (BFLOAT16, 64, "auto"), (BFLOAT16, None, "fp8")):
+        found = attention.create("auto", CUDA, dtype, page_size, kept)
+        assert names(found) == ["PagedAttention", "ReferenceAttention"] and found.page_size == 64
+        assert found.can_capture
+
+
+def test_without_triton_it_is_slow_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
+    assert names(attention.create("auto", CUDA, BFLOAT16, None)) == ["VarlenAttention", "ReferenceAttention"]
+    with caplog.at_level(logging.WARNING):
+        found = attention.create("auto", CUDA, torch.float32, None)
+    assert isinstance(found, ReferenceAttention) and not found.can_capture and "no package triton" in caplog.text
+    with pytest.raises(ValueError, match="needs the package triton"):
+        attention.create("triton", CUDA, BFLOAT16, None)
+
+
+@pytest.mark.parametrize("name", ["cpu", "varlen"])
+def test_who_keeps_no_eight_bits_says_so(name: str) -> None:
+    with pytest.raises(ValueError, match=f"the {name} attention backend keeps KV in the number format of the model"):
+        attention.create(name, CPU, BFLOAT16, None, "fp8")
+    with pytest.raises(ValueError, match="known: auto, fp8"):
+        attention.create(name, CPU, BFLOAT16, None, "int8")
+
+
+def test_the_reference_keeps_eight_bits() -> None:
+    """A token's scale is its own: what came in one step or in several is kept alike."""
+    spec = AttentionSpec(4, 2, 16, 24, 0.25)
+    rows = random_rows(spec, 20, torch.float32, 0)
+    plain = Runner(attention.create("reference", CPU, torch.float32, 16), spec, torch.float32)
+    small, other = (
+        Runner(attention.create("reference", CPU, torch.float32, 16, "fp8"), spec, torch.float32) for _ in range(2)
+    )
+    assert small.backend.page_bytes(spec, torch.float32) == 16 * 2 * (16 + 24 + 8)
+    kv = small.kv
+    assert isinstance(kv, ReferenceKV) and kv.keys.dtype == FP8 and kv.key_scales is not None
+    exact, [found] = plain.step([(0, [1, 2], rows)])[0], small.step([(0, [1, 2], rows)])
+    assert 0 < (found - exact).abs().max() < 0.1
+    other.step([(0, [1, 2], rows.part(0, 13))])
+    torch.testing.assert_close(other.step([(13, [1, 2], rows.part(13, 7))])[0], found[13:], rtol=1e-5, atol=1e-6)

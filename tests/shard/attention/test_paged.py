@@ -1,0 +1,113 @@
+"""The paged kernels in processes of their own, since triton decides when it is imported whether it interprets; and who
+computes what of a step.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shard.attention.spans import HEADER, RECORD, Kind, Rows, capacity, header_size, pack
+from shard.padding import Bounds
+from tests.shard.model.test_lora_triton import run
+
+CASES = Path(__file__).with_name("paged_cases.py")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@needs_triton
+def test_in_the_interpreter() -> None:
+    run("pytest", "-q", "-p", "no:cacheprovider", str(CASES), interpreted="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_the_device() -> None:
+    run("pytest", "-q", "-p", "no:cacheprovider", str(CASES), interpreted="0")
+
+
+@needs_triton
+def test_compiles_to_what_keeps_bits_and_spills_nothing() -> None:
+    run("tests.shard.attention.compile_paged", interpreted="0")
+
+
+def rows_of(*segments: tuple[int, int]) -> Rows:
+    """Start and tokens of each segment, with 100 pages each."""
+    starts, counts = (np.array(each, np.int32) for each in zip(*segments, strict=True))
+    return Rows(starts, counts, np.cumsum(counts) - counts, 100 * np.arange(len(counts)))
+
+
+NO_PAGES = np.empty(0, np.int32)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 700])
+@pytest.mark.parametrize("group", [1, 3, 71])
+@pytest.mark.parametrize("num_programs", [1, 64, 1000])
+@pytest.mark.parametrize("num_partial_rows", [0, 50, 10**6])
+def test_every_row_sees_every_span_once(
+    window: int | None, group: int, num_programs: int, num_partial_rows: int
+) -> None:
+    segments = [(0, 300), (5000, 1), (511, 2), (3000, 17), (0, 1)]
+    kind = Kind(group, 2, window, 64, num_partial_rows)
+    told = pack([kind], rows_of(*segments), NO_PAGES, num_programs)
+    numbers = told.numbers
+    at, num_items, folds_at, num_folds = numbers[:HEADER]
+    seen: dict[tuple[int, int], set[int]] = {}
+    partial: dict[tuple[int, int, int], int] = {}
+    for first_row, first, count, start, _, begin, end, memory in numbers[at : at + num_items * RECORD].reshape(-1, 8):
+        assert 0 < count <= 64 and begin < end
+        for row in range(count):
+            spans = seen.setdefault((int(first_row), int(first + row)), set())
+            assert spans.isdisjoint(range(begin, end))
+            spans.update(range(begin, end))
+            position = start + (first + row) // group
+            if memory >= 0:
+                partial[int(first_row), int(first + row), int(begin)] = int(memory + row)
+    firsts = [first for first, _ in _firsts(segments)]
+    for (start, count), first_row in zip(segments, firsts, strict=True):
+        for row in range(count * group):
+            position = start + row // group
+            needed = range(0 if window is None else max(0, position - window + 1) // 512, position // 512 + 1)
+            assert seen.pop((first_row, row)).issuperset(needed)
+    assert not seen
+    assert len(set(partial.values())) == len(partial) and max(partial.values(), default=-1) < num_partial_rows
+    for first_row, first, count, memory, stride, num_spans, *_ in (
+        numbers[folds_at : folds_at + num_folds * RECORD].reshape(-1, 8)
+    ):  # fmt: skip
+        for row in range(count):
+            mine = sorted(span for at_row, at, span in partial if (at_row, at) == (first_row, first + row))
+            found = [partial.pop((int(first_row), int(first + row), span)) for span in mine]
+            assert found == [memory + row + number * stride for number in range(num_spans)]
+    assert not partial
+
+
+def _firsts(segments: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    counts = [count for _, count in segments]
+    return [(sum(counts[:index]), count) for index, count in enumerate(counts)]
+
+
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_no_step_has_more_than_its_bounds(group: int, num_kv_heads: int) -> None:
+    generator = np.random.default_rng(0)
+    kinds = [Kind(group, num_kv_heads, window, 64, 10**4) for window in (None, 128)]
+    bounds = Bounds(num_rows=64, max_kv_len=32768)
+    most = capacity(kinds, bounds, 64, 264)
+    for _ in range(50):
+        cuts = np.sort(generator.integers(0, 65, generator.integers(1, 64)))
+        counts = np.diff([0, *cuts, 64])
+        counts = counts[counts > 0]
+        segments = [(int(generator.integers(0, 32768 - count + 1)), int(count)) for count in counts]
+        num_pages = sum(-(-(start + count) // 64) for start, count in segments)
+        told = pack(kinds, rows_of(*segments), np.zeros(num_pages, np.int32), 264)
+        assert len(told.numbers) <= most
+
+
+def test_a_long_request_among_short_ones_is_shared() -> None:
+    told = pack([Kind(4, 8, None, 64, 10**6)], rows_of((32767, 1), *[(100, 1)] * 31), NO_PAGES, 264)
+    assert told.num_items == [31 + 64] and told.num_folds == [1]
+    header = header_size(1)
+    spans = told.numbers[header : header + 95 * RECORD].reshape(-1, RECORD)[:, 5:7]
+    assert (spans[:, 1] - spans[:, 0] == 1).all()
