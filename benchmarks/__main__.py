@@ -35,6 +35,7 @@ BENCHMARKS = {
     "tree": "[--quick]: whether trees of guesses would pay, by replay and by the cost of wide steps",
     "receipts": "[RECEIPTS]: receipts of a loaded run, replayed on two replicas and on another server",
     "cuda": "[--smoke] [--part NAME]: every bar on the CUDA device at hand",
+    "tune": "[MODEL…]: how the kernels for adapters and heads are best cut up on this GPU; writes the file",
     "proof": "every bar at full size: --part, --list, --check",
 }
 

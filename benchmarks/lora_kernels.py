@@ -2,7 +2,7 @@
 and the kernels of shard/model/lora_triton.py, for usual mixes of adapters in a step.
 
 `python -m benchmarks.lora_kernels` prints one table for people, times as multiples of the kernels', and one JSON line
-last. With TRITON_INTERPRET=1 and small sizes it runs on CPU, where its times mean nothing.
+last. With TRITON_INTERPRET=1 and `--smoke`, or other small sizes, it runs on CPU, where its times mean nothing.
 """
 
 import argparse
@@ -16,11 +16,14 @@ import numpy as np
 import torch
 
 from shard.batch import Segment, StepInputs
+from shard.model import tuning
 from shard.model.lora import AdapterSite, Product, SlotWeights, adapt, adapt_row
 
 MIXES = ("distinct", "uniform", "zipf", "identical")
 TOLERANCE = 2**-6
 """Of the largest output: the grouped products round h to bfloat16."""
+
+SMOKE = {"in": 24, "out": 20, "rank": 3, "requests": 3, "tokens": 1, "repeats": 1}
 
 
 @dataclass(frozen=True)
@@ -49,35 +52,45 @@ class Result:
 class Case:
     """A step in which each request has an adapter of a mix."""
 
-    def __init__(self, size: Size, mix: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        size: Size,
+        mix: str,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        tuned: tuning.Tuned | None = None,
+    ) -> None:
+        """`tuned`: how the kernels are cut up, what is read for this device if None."""
         from shard.model.lora_device import DeviceKernels
 
-        generator = torch.Generator().manual_seed(0)
-        dtype = torch.bfloat16
+        generator = torch.Generator(device).manual_seed(0)
         num_rows = size.num_requests * size.num_tokens
         self.inputs = StepInputs(16, device)
         self.inputs.reserve_groups(num_rows, size.num_requests)
         self.site = AdapterSite("module", size.num_in, size.num_out, self.inputs)
         self.site.allocate(size.num_requests)
-        kernels = DeviceKernels([self.site], size.num_requests, device)
+        tuned = tuning.read(device) if tuned is None else tuned
+        kernels = DeviceKernels([self.site], size.num_requests, device, tuned)
         self.weights: list[SlotWeights] = []
         self.memories: list[torch.Tensor] = []
         for slot in range(size.num_requests):
             num_a = size.rank * size.num_in
-            memory = torch.empty(2 * (num_a + size.rank * size.num_out), dtype=torch.uint8, device=device)
-            values = memory.view(dtype)
-            values.copy_((torch.randn(values.shape, generator=generator) / 64).to(dtype))
+            num_values = num_a + size.rank * size.num_out
+            values = torch.randn(num_values, generator=generator, device=device).div_(64).to(dtype)
+            memory = values.view(torch.uint8)
             a, b = values[:num_a].view(size.rank, -1), values[num_a:].view(size.rank, -1)
             weights = SlotWeights(a, b)
-            entries = np.array([[size.rank, 0, 2 * num_a, -1, -1]])
+            entries = np.array([[size.rank, 0, a.nbytes, -1, -1]])
             kernels.bind(slot, kernels.image([self.site], entries), memory)
             self.weights.append(weights)
             self.memories.append(memory)
         self.slots = choose(mix, size.num_requests)
         segments = [Segment(0, size.num_tokens, range(num_rows), slot) for slot in self.slots]
         self.inputs.fill(segments, torch.zeros(num_rows, dtype=torch.long, device=device), torch.arange(1), [0])
-        self.x = torch.randn(num_rows, size.num_in, generator=generator).to(device, dtype)
-        self.y = torch.randn(num_rows, size.num_out, generator=generator).to(device, dtype)
+        self.x, self.y = (
+            torch.randn(num_rows, width, generator=generator, device=device).to(dtype)
+            for width in (size.num_in, size.num_out)
+        )
         row_slots = torch.tensor(np.repeat(self.slots, size.num_tokens))
         # (slot, its rows) of each adapter
         self.owners = [(slot, (row_slots == slot).nonzero()[:, 0].to(device)) for slot in sorted(set(self.slots))]
@@ -159,7 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name, default in {"in": 4096, "out": 4096, "rank": 16, "requests": 32, "tokens": 1, "repeats": 20}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
     given = vars(parser.parse_args(arguments))
+    if given["smoke"]:
+        given |= SMOKE
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not (is_interpreted or torch.cuda.is_available()):
         parser.error("needs a CUDA device")

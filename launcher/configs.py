@@ -148,6 +148,7 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "master_port": plan.master_port(index),
         "dtype": settings["dtype"],
         "quantize": settings["quantize"],
+        "fusions": "none" if settings["disable-custom-kernels"] else "auto",
         "trust_remote_code": settings["trust-remote-code"],
         "max_total_tokens": settings["max-total-tokens"],
         "step_tokens": settings["max-batch-prefill-tokens"],

@@ -23,10 +23,10 @@ OF_ROUTERS = frozenset({
 """Flags that change nothing where there is no router."""
 OF_SHARDS = frozenset({
     "adapter-cycle-time-s", "adapter-host-memory", "adapter-memory-fraction", "chunked-prefill", "compile",
-    "compile-max-batch-size", "cpu-memory", "eager",
-    "cuda-memory-fraction", "draft-dtype", "draft-quantize", "master-addr", "master-port", "max-active-adapters",
-    "max-batch-prefill-tokens", "max-batch-total-tokens", "memory-wiggle-room", "ngram-long", "ngram-max", "ngram-min",
-    "num-shard", "prefix-caching", "quantize", "sharded", "speculation-max-batch-size", "threads", "watermark-delta",
+    "compile-max-batch-size", "cpu-memory", "cuda-memory-fraction", "disable-custom-kernels", "draft-dtype",
+    "draft-quantize", "eager", "master-addr", "master-port", "max-active-adapters", "max-batch-prefill-tokens",
+    "max-batch-total-tokens", "memory-wiggle-room", "ngram-long", "ngram-max", "ngram-min", "num-shard",
+    "prefix-caching", "quantize", "sharded", "speculation-max-batch-size", "threads", "watermark-delta",
     "watermark-gamma",
 })  # fmt: skip
 """Flags that change nothing where no shard is started."""
@@ -83,6 +83,8 @@ def without_effect(settings: Settings, device: str, num_ranks: int = 1) -> list[
     elsewhere: dict[str, str] = {}
     if num_ranks == 1:
         elsewhere = dict.fromkeys(("master-addr", "master-port"), "the model is not split, so nobody meets there")
+    else:
+        elsewhere["disable-custom-kernels"] = "of a model that is split nothing is fused anyway"
     if settings["shard-listen"] is not None:
         elsewhere |= dict.fromkeys(OF_ROUTERS, "with --shard-listen there is no router here, whose matter it is")
     elif settings["shard-address"]:

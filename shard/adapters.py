@@ -19,6 +19,7 @@ from shard.model.adapter_plan import Form
 from shard.model.heads import HeadsPool
 from shard.model.heads_file import MOST_HEADS
 from shard.model.lora import AdapterSite, compiled
+from shard.padding import GUESSES_PER_ROW
 from shard.ranks.adapters import LedSlots, ReadTogether
 from shard.ranks.leader import Ranks
 from shard.slots import AdapterSlots, Content, Device, SlotLimits
@@ -104,11 +105,12 @@ def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: 
     if on.type == "cpu":
         form = "the specification" if compiled(dtype) is None else "compiled code"
         return ModelSlots(model.heads), Destination(dtype, Arena(host_bytes)), form
-    # at the output head, where each draft's row may have those of all heads behind it
-    num_guessed = config.speculation_max_batch_size * (1 + MAX_DRAFTS) * (1 + MOST_HEADS)
-    max_rows = config.step_tokens + config.max_running + num_guessed
+    num_drafted = config.speculation_max_batch_size * (1 + MAX_DRAFTS)
+    max_rows = max(config.graph_rows, config.step_tokens + config.max_running + num_drafted)
+    max_guesses = max(GUESSES_PER_ROW * config.graph_rows, num_drafted * MOST_HEADS)
     try:
-        kernels = model.give_kernels(num_slots, max_rows)
+        # at the output head each draft's row may have those of all heads behind it
+        kernels = model.give_kernels(num_slots, max_rows, max_guesses)
     except ImportError as missing:
         raise ValueError(f"adapters on {on} need triton, which cannot be imported: {missing}") from missing
     from shard.model.adapter_device import DeviceSlots

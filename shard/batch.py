@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shard.guess_groups import GuessGroups, as_array
 from shard.padding import Bounds, Padding
 from shard.row_groups import TASK_ROWS, RowGroups
 from shard.transfer import to_device
@@ -64,8 +65,8 @@ class AdapterRows:
         """The same on the device, where kernels read it there."""
 
     def __len__(self) -> int:
-        """Number of tasks."""
-        return len(self.tasks)
+        """Number of tasks; on a device, of those that a launch covers."""
+        return len(self.tasks) if self.groups is None else self.groups.num_launched
 
     @property
     def address(self) -> int:
@@ -113,13 +114,19 @@ class StepInputs:
         self.bounds: Bounds | None = None
         """What the step is padded to; None where it is as it comes."""
         self._host_rows: Sequence[int] | None = None
+        self.guess_groups: GuessGroups | None = None
+        """The guesses that are wanted, on the device, where kernels read them there."""
         self._groups: tuple[RowGroups, RowGroups] | None = None
         self._padding: Padding | None = None
         self._frame = Frame(0, device)
 
-    def reserve_groups(self, max_rows: int, max_slots: int) -> None:
-        """From now on tell the device too which rows belong to which adapter."""
-        self._groups = RowGroups(max_rows, max_slots, self.device), RowGroups(max_rows, max_slots, self.device)
+    def reserve_groups(self, max_rows: int, max_slots: int, max_guesses: int = 0) -> None:
+        """From now on tell the device too which rows belong to which adapter, and which guesses to which head: of up to
+        so many rows of the step, and so many rows of guesses beside them at the output head.
+        """
+        head_rows = RowGroups(max_rows + max_guesses, max_slots, self.device)
+        self._groups = RowGroups(max_rows, max_slots, self.device), head_rows
+        self.guess_groups = GuessGroups(max_guesses, self.device)
 
     def pad(self, padding: Padding | None) -> None:
         """From now on pad the steps that fit, and keep what the device reads of them at fixed addresses."""
@@ -167,6 +174,8 @@ class StepInputs:
             self._frame.fill(self.bounds.num_rows, input_ids, logits_rows, np.concatenate([positions, slots]))
             self.input_ids, self.logits_rows, self.position_ids, self.kv_slots = self._frame.views(self.bounds.num_rows)
         self._fill_adapters(segments)
+        if self.guess_groups is not None:
+            self.guess_groups.fill(as_array(self.heads), None if self.bounds is None else self.bounds.num_guesses)
 
     def _spare(self, num_rows: int, page_id: int) -> list[Segment]:
         """Rows that belong to nobody, in a page that belongs to nobody."""
@@ -177,6 +186,11 @@ class StepInputs:
     def host_rows(self) -> Sequence[int]:
         """[S] `logits_rows` on the host; waits for the device where nobody said."""
         return self.logits_rows.tolist() if self._host_rows is None else self._host_rows
+
+    @property
+    def num_guess_rows(self) -> int:
+        """Rows of guesses that a forward pass gives: E, or more of a padded step."""
+        return self.num_guesses if self.bounds is None else self.bounds.num_guesses
 
     @property
     def num_logits(self) -> int:
@@ -190,11 +204,12 @@ class StepInputs:
             return
         self.adapter_rows = AdapterRows(slots, self.counts.tolist())
         row_slots = np.repeat(np.asarray(slots, np.int32), self.counts)
-        head_slots = row_slots[np.asarray(self.host_rows, np.int64)]
+        wanted = row_slots[np.asarray(self.host_rows, np.int64)]
+        # [S] -1 for rows that are padding
+        head_slots = np.full(self.logits_rows.shape[0], -1, np.int32)
+        head_slots[: len(wanted)] = wanted
         guessed = [heads.row for heads in self.heads for _ in range(heads.num_guesses)]
         guess_slots = head_slots[np.asarray(guessed, np.int64)]
-        if bounds is not None:  # guesses follow the padded rows
-            head_slots = np.pad(head_slots, (0, bounds.num_rows - len(head_slots)), constant_values=-1)
         head_slots = np.concatenate([head_slots, guess_slots])
         self.head_adapter_rows = rows_of(head_slots.tolist())
         if self._groups is not None:

@@ -17,44 +17,58 @@ class RowGroups:
 
     def __init__(self, max_rows: int, max_slots: int, device: torch.device) -> None:
         """No step has more rows, nor rows of more slots."""
-        self.max_rows = max_rows
-        self._max_slots = max_slots
-        self.max_tasks = self.most_tasks(max_rows)
-        self._sizes = 3 * self.max_tasks, max_rows + 1, max_rows
-        self._memory = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        tasks, self.row_slots, self.row_ids = self._memory.split(self._sizes)
-        # [max_tasks, 3] slot, first index into row_ids, number of rows
-        self.tasks = tasks.view(-1, 3)
-        # row_slots: [max_rows + 1] the slot of each row of the step; -1 for none, and behind the rows that there are
-        # row_ids: [max_rows] rows of the step, those of one slot side by side
-        self.num_launched = 0
-        """Tasks that a launch covers: those there are and some empty ones, few different numbers in all."""
+        self.max_rows, self.max_slots = max_rows, max_slots
+        self._memory = torch.zeros(3 * self.most_tasks(max_rows) + 2 * max_rows + 1, dtype=torch.int32, device=device)
+        # [num_launched, 3] slot, first index into row_ids, number of rows: those there are and some empty ones
+        self.tasks = self._memory[:0].view(-1, 3)
+        # [rows + 1] the slot of each row of the step; -1 for none, and behind the rows that there are
+        self.row_slots = self._memory[:0]
+        # [rows] rows of the step, those of one slot side by side
+        self.row_ids = self._memory[:0]
 
-    def fill(self, slots: npt.NDArray[np.int32], num_rows: int | None = None) -> None:
-        """slots: [rows] the slot of each row of the step, -1 for none. num_rows: that the launch is for, whatever the
-        step has; None launches for the step.
-        """
-        tasks, row_ids = group(slots)
-        if len(tasks) > self.max_tasks or len(slots) > self.max_rows:
-            raise RuntimeError(f"{len(slots)} rows, {len(tasks)} tasks of adapters: more than was reserved")
-        is_pinned = self._memory.device.type == "cuda"
-        num_before = self._sizes[0] + self._sizes[1]
-        num_values = num_before + len(row_ids)
-        host = torch.zeros(num_values, dtype=torch.int32, pin_memory=is_pinned)
-        view = host.numpy()
-        view[: tasks.size] = tasks.ravel()
-        view[self._sizes[0] : num_before] = -1
-        view[self._sizes[0] :][: len(slots)] = slots
-        view[num_before:] = row_ids
-        self._memory[:num_values].copy_(host, non_blocking=True)
-        if num_rows is not None:
-            self.num_launched = self.most_tasks(num_rows)
-        else:
-            self.num_launched = min(self.max_tasks, 1 << (len(tasks) - 1).bit_length()) if len(tasks) else 0
+    @property
+    def num_launched(self) -> int:
+        """Tasks that a launch covers, few different numbers in all."""
+        return self.tasks.shape[0]
 
     def most_tasks(self, num_rows: int) -> int:
-        """Tasks that so many rows may be."""
-        return min(self._max_slots, num_rows) + num_rows // TASK_ROWS
+        """Tasks that a step of so many rows has at most."""
+        return min(num_rows, min(self.max_slots, num_rows) + num_rows // TASK_ROWS)
+
+    def fill(self, slots: npt.NDArray[np.int32], num_padded: int | None = None) -> None:
+        """slots: [rows] the slot of each row of the step, -1 for none. num_padded: rows that the step is padded to;
+        what is launched, and where it lies, depends on that number alone.
+        """
+        tasks, row_ids = group(slots)
+        if num_padded is None:
+            num_launched = 1 << (len(tasks) - 1).bit_length() if len(tasks) else 0
+            num_rows = len(slots)
+        else:
+            num_launched, num_rows = self.most_tasks(num_padded), num_padded
+        num_launched = min(num_launched, self.most_tasks(self.max_rows))
+        if len(tasks) > num_launched or len(slots) > num_rows or num_rows > self.max_rows:
+            raise RuntimeError(f"{len(slots)} rows in {len(tasks)} tasks of adapters: more than was reserved")
+        sizes = 3 * num_launched, num_rows + 1, num_rows
+        tasks_of, self.row_slots, self.row_ids = self._memory[: sum(sizes)].split(sizes)
+        self.tasks = tasks_of.view(-1, 3)
+        row_slots = np.full(num_rows + 1, -1, np.int32)
+        row_slots[: len(slots)] = slots
+        send(self._memory, (tasks.ravel(), sizes[0]), (row_slots, sizes[1]), (row_ids, sizes[2]))
+
+
+def send(memory: torch.Tensor, *parts: tuple[npt.NDArray[np.int32], int]) -> None:
+    """Copy `parts` to the start of `memory` in one go, without waiting for its device: each part's values, then zeros
+    up to its length.
+    """
+    num_values = sum(length for _, length in parts)
+    if not num_values:
+        return
+    host = torch.zeros(num_values, dtype=torch.int32, pin_memory=memory.device.type == "cuda")
+    first = 0
+    for values, length in parts:
+        host.numpy()[first : first + values.size] = values
+        first += length
+    memory[:num_values].copy_(host, non_blocking=True)
 
 
 def group(slots: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

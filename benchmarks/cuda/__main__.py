@@ -8,10 +8,12 @@ Exit code 0: every bar that was measured holds. 3: some are missed. 1: something
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from benchmarks.case import Case, Cases, Part
 from benchmarks.cuda import record
@@ -88,17 +90,25 @@ def run_apart(groups: Mapping[str, Sequence[str]], arguments: Sequence[str], set
     for group, parts in groups.items():
         named = [word for name in parts for word in ("--part", name)]
         command = [sys.executable, "-m", "benchmarks.cuda", "--here", *named, *arguments]
-        try:
-            done = subprocess.run(
-                command, cwd=REPOSITORY, env={**os.environ, **interpreted}, timeout=LIMIT_S, check=False
-            )
-            codes[group] = done.returncode if done.returncode in (HOLDS, MISSED) else FAILED
-        except subprocess.TimeoutExpired:
+        code = exit_code(command, interpreted, LIMIT_S)
+        if code is None:
             print(f"{group}: FAILED: ended after {LIMIT_S:.0f} s; run it again for the parts that are left", flush=True)
-            codes[group] = FAILED
+        codes[group] = code if code in (HOLDS, MISSED) else FAILED
     words = {HOLDS: "holds", MISSED: "missed", FAILED: "FAILED"}
     print("; ".join(f"{group} {words[code]}" for group, code in codes.items()))
     return worst(codes.values())
+
+
+def exit_code(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> int | None:
+    """Of a process, None where it took too long. Nothing that it started is left."""
+    with subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **environment}, process_group=0) as process:
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def worst(codes: Iterable[int]) -> int:
@@ -142,6 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_apart(chosen, passed, setup)
 
 
+def _end(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
 def _has_device() -> bool:
     import torch
 
@@ -149,4 +163,5 @@ def _has_device() -> bool:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)  # so that processes under measurement end with us
     sys.exit(main())

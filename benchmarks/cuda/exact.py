@@ -20,13 +20,18 @@ TIE = 1e-3
 """Of the oracle's two best logits: the device adds up in another order."""
 TESTS = REPOSITORY / "tests"
 MARKED = "tests marked gpu"
+CHOOSES = 'environ.get("TRITON_INTERPRET")'
+"""In the text of tests that run on CUDA where they are not interpreted. By themselves they say more than the tests that
+run them there, whose name is …"""
+RUNS_THEM = "test_on_the_device"
 Told = list[dict[str, Any]]
 
 
 def case_files(setup: Setup) -> list[str]:
     """Files of tests that run in a process of their own, on CUDA or interpreted; a smoke run has one of them."""
-    found = sorted(str(path.relative_to(REPOSITORY)) for path in TESTS.rglob("*_cases.py"))
-    return [path for path in found if "lora" in path] if setup.is_smoke else found
+    found = sorted(TESTS.rglob("*_cases.py"))
+    names = [str(path.relative_to(REPOSITORY)) for path in found if CHOOSES in path.read_text()]
+    return [name for name in names if "lora" in name] if setup.is_smoke else names
 
 
 def num_test_cases(setup: Setup) -> int:
@@ -41,7 +46,7 @@ def tests(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
         if name not in finished:
             yield _gathered(name, outcomes(name, *options, **interpreted))
     if not setup.is_smoke and MARKED not in finished:
-        yield _gathered(MARKED, outcomes("tests/shard", "-m", "gpu", "-k", "not on_the_device"))
+        yield _gathered(MARKED, outcomes("tests/shard", "-m", "gpu", "-k", f"not {RUNS_THEM}"))
 
 
 def _gathered(name: str, found: Iterator[Case]) -> Case:

@@ -28,6 +28,8 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     text_config = checkpoint.get_text_config()
     try:
         method = quantization.choose(config.quantize, checkpoint.to_dict())
+        if method is not None and group is not None:
+            raise ValueError(f"quantised by {method} it is not split over several devices: --num-shard 1")
         fix_rotary(text_config, config.max_total_tokens)
     except ValueError as reason:
         raise ValueError(f"cannot serve {checkpoint.model_type}: {reason}") from None

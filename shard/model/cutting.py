@@ -12,7 +12,6 @@ from torch import nn
 
 from shard.model.cut import Cut
 from shard.model.experts import is_experts, up_name
-from shard.model.quantized import is_quantized
 from shard.ranks.collectives import Joint
 from shard.ranks.group import Group
 
@@ -95,8 +94,6 @@ class _Split:
 
 def _cut(module: nn.Module, kind: str, group: Group) -> Cut:
     """Raises ValueError where that cannot be."""
-    if is_quantized(module):
-        raise ValueError("quantised weights are not split")
     if is_experts(module) and kind == _EXPERTS:
         return _cut_experts(module, group)
     if not isinstance(module, nn.Linear) or kind not in _ROWS | _COLUMNS:

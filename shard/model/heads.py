@@ -9,6 +9,7 @@ is the measure.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ class SlotHeads:
     """Per block one product for each head, or the first block's as one, [H] → [heads * H]: its inputs are the same."""
     outputs: Sequence[Product] = ()
     """Of version 1: per head [H] → [V]."""
+    tensors: Sequence[torch.Tensor] = ()
+    """Where they lie on a device: per block [heads, H, H] and [heads, H], then version 1's [heads, V, H]."""
 
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [n, H]. Returns [n, heads, H], what the output head turns into logits."""
@@ -58,6 +61,18 @@ class _OwnRows:
     product: Product
 
 
+class HeadKernels(Protocol):
+    """What computes guesses on a device other than the CPU, by tables of its own."""
+
+    def bind(self, slot: int, heads: SlotHeads) -> None: ...
+
+    def clear(self, slot: int) -> None: ...
+
+    def guess(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+    def answer(self, x: torch.Tensor, logits: torch.Tensor) -> None: ...
+
+
 class HeadsPool:
     """The heads of all slots, at the output head of one network."""
 
@@ -68,6 +83,8 @@ class HeadsPool:
         """Which rows of it this rank holds; None is all of them."""
         self.is_reached = False
         """Whether the network takes its logits from its output head, so that heads can speak through it."""
+        self.kernels: HeadKernels | None = None
+        """In place of one product after the other."""
         self._inputs = inputs
         self._slots: dict[int, SlotHeads] = {}
         self._own: list[_OwnRows] = []
@@ -83,20 +100,33 @@ class HeadsPool:
     def put(self, slot: int, heads: SlotHeads) -> None:
         """Let `slot` mean these heads."""
         self._slots[slot] = heads
+        if self.kernels is not None:
+            self.kernels.bind(slot, heads)
 
     def clear(self, slot: int) -> None:
         """Let `slot` mean no heads, whether it did or not."""
-        self._slots.pop(slot, None)
+        if self._slots.pop(slot, None) is not None and self.kernels is not None:
+            self.kernels.clear(slot)
+
+    def prepare(self) -> None:
+        """Before a step whose guesses a device computes by tables: raises RuntimeError for heads that are not there."""
+        if self.kernels is not None:
+            for _, slot, num_guesses in self._inputs.heads:
+                self._heads(slot, num_guesses)
 
     def _before(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Append the rows of guesses to the output head's input, [1, rows, H]."""
         self.is_reached = True
         self._own.clear()  # of a step that failed half way
         wanted = self._inputs.heads
-        if not wanted:
+        if not self._inputs.num_guess_rows:
             return None
         num_rows = self._inputs.logits_rows.shape[0]
         rows = args[0].reshape(-1, args[0].shape[-1])[:num_rows]  # a second row where a step has but one stays out
+        if self.kernels is not None:
+            return (self.kernels.guess(rows)[None], *args[1:])
+        if self._inputs.bounds is not None:
+            raise RuntimeError("guesses of heads in a step with bounds need kernels of a device")
         guesses = self._guess(rows, wanted)
         return (torch.cat([rows, guesses])[None], *args[1:])
 
@@ -142,6 +172,10 @@ class HeadsPool:
 
     def _after(self, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         """Put the logits of version 1 heads in their places, [1, rows, V]."""
+        if self.kernels is not None:
+            if self._inputs.num_guess_rows:
+                self.kernels.answer(args[0][0], output.view(-1, output.shape[-1]))
+            return
         kept, self._own = self._own, []
         for own in kept:
             output.view(-1, output.shape[-1]).index_copy_(0, own.places, _at_least_two(own.product, own.hidden))

@@ -6,7 +6,7 @@ Whoever wrote the file has checked it against the base; here only what would bre
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -60,7 +60,8 @@ class HeadsContent:
 
     def on(self, memory: torch.Tensor) -> SlotHeads:
         """The heads in a copy of `memory`."""
-        return bind(self.shape, list(_cut(memory, self.shape, self.dtype)), _plain)
+        tensors = list(_cut(memory, self.shape, self.dtype))
+        return replace(bind(self.shape, tensors, _plain), tensors=tensors)
 
 
 def read_heads(

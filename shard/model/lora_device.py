@@ -15,6 +15,7 @@ from shard.model.expert_pairs import PairTasks, SortedPairs
 from shard.model.lora import AdapterSite, ExpertSites, Product, SlotImage
 from shard.model.lora_triton import ENTRY, PART, add_delta
 from shard.model.pairs_triton import cut_pairs
+from shard.model.tuning import DEFAULTS, Tuned
 from shard.row_groups import TASK_ROWS
 
 _ALIGNED = 16
@@ -23,8 +24,11 @@ _ALIGNED = 16
 class DeviceKernels:
     """The sites of one model, as the kernels see them."""
 
-    def __init__(self, sites: Sequence[AdapterSite], num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, sites: Sequence[AdapterSite], num_slots: int, device: torch.device, tuned: Tuned = DEFAULTS
+    ) -> None:
         self.device = device
+        self._tuned = tuned
         self._index = {site: index for index, site in enumerate(sites)}
         # [slots, sites, ENTRY] rank and addresses, 0 for what there is not
         self.table = torch.zeros(num_slots, len(sites), ENTRY.value, dtype=torch.int64, device=device)
@@ -49,7 +53,7 @@ class DeviceKernels:
         self._changes[slot] = (offsets >= 0).any(axis=1)
         entries = image.entries.copy()
         entries[:, 1:] = np.where(offsets >= 0, offsets + memory.data_ptr(), 0)
-        self.table[slot].copy_(_sendable(entries, self.device), non_blocking=True)
+        self.table[slot].copy_(sendable(entries, self.device), non_blocking=True)
 
     def clear(self, slot: int) -> None:
         """Let `slot` mean nothing, for steps launched from now on."""
@@ -88,8 +92,9 @@ class DeviceKernels:
         parts = self._describe([(sites.experts[0], 0)])
         # sites of experts stand side by side, so an entry is that of the first and a number
         table = self.table.view(-1, 1, ENTRY.value)
-        shape = [tasks.tasks.shape[0], sites.num_out]
-        add_delta(x, y, tasks.tasks, tasks.pair_ids, parts, table, shape, sites.num_out % _ALIGNED == 0)
+        shape, is_aligned = [tasks.tasks.shape[0], sites.num_out], sites.num_out % _ALIGNED == 0
+        tiles = self._tiles(sites.num_in, sites.num_out, y.dtype)
+        add_delta(x, y, tasks.tasks, tasks.pair_ids, parts, table, shape, is_aligned, tiles)
 
     def _launch(self, rows: AdapterRows, products: Sequence[Product]) -> None:
         first = products[0]
@@ -107,8 +112,14 @@ class DeviceKernels:
         if groups is None:
             raise RuntimeError("rows of adapters that the device does not know of")
         is_aligned = all(site.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for site, column in columns)
-        shape = [groups.num_launched, max(site.num_out for site, _ in columns)]
-        add_delta(x, y, groups.tasks, groups.row_ids, self._describe(columns), self.table, shape, is_aligned)
+        num_out = max(site.num_out for site, _ in columns)
+        tiles = self._tiles(columns[0][0].num_in, num_out, y.dtype)
+        shape = [groups.num_launched, num_out]
+        add_delta(x, y, groups.tasks, groups.row_ids, self._describe(columns), self.table, shape, is_aligned, tiles)
+
+    def _tiles(self, num_in: int, num_out: int, dtype: torch.dtype) -> list[int]:
+        """By the modules alone: what a step holds changes no row's bits."""
+        return self._tuned.tiles("shrink", num_in, dtype) + self._tuned.tiles("expand", num_out, dtype)
 
     def _describe(self, columns: Sequence[tuple[AdapterSite, int]]) -> torch.Tensor:
         """[parts, PART] on the device; made once for each combination, which is of the model, not of the step."""
@@ -136,7 +147,7 @@ def _lies_beside(first: Product, other: Product) -> bool:
     return same_input and same_matrix and same_rows and first.site.num_in == other.site.num_in and fits
 
 
-def _sendable(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def sendable(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """A copy in memory from which the device copies by itself."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shard.model.matrix_unit import WIDENS, multiply_add
 from shard.row_groups import TASK_ROWS
 
 ENTRY = tl.constexpr(5)
@@ -24,14 +25,8 @@ PART = tl.constexpr(4)
 
 RANKS = 16
 """Factors of one tile."""
-DEPTH = 128
-"""Inputs that one pass of shrink takes."""
-SPLITS = 8
-"""Programs that share the inputs of a task of one tile's rank; more tiles have fewer each."""
-WIDTH = 128
-"""Outputs of one program of expand."""
-ROOM = 512
-"""Floats of h per row: those of the largest rank, MOST_RANK of lora.py, and of all splits of a small one."""
+MOST_RANK = 512
+"""As in lora.py."""
 
 
 @triton.jit
@@ -44,20 +39,17 @@ def _pointer(entry, index: tl.constexpr, element: tl.constexpr):
     return tl.multiple_of(tl.load(entry + index).to(tl.pointer_type(element)), 16)
 
 
-@triton.jit
-def _dot(left, right, sums, WIDENS: tl.constexpr):
-    if WIDENS:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, sums, input_precision="ieee")
-
-
 @triton.jit(do_not_specialize=["num_sites"])
 def shrink(
     x, h, tasks, row_ids, parts, table, num_in, x_stride, num_sites,
     room, ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
     WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part."""
+    """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part.
+
+    SPLITS programs share the inputs of a task of one tile's rank; more tiles have fewer each. A pass takes DEPTH of
+    the inputs.
+    """
     task, part = tl.program_id(0), tl.program_id(2)
     slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
     if count == 0:
@@ -88,7 +80,7 @@ def shrink(
                 mask=(factors < rank)[None, :] & (inputs < num_in)[:, None],
                 other=0.0,
             )
-            sums = _dot(terms, weights, sums, WIDENS)
+            sums = multiply_add(terms, weights, sums, WIDENS)
         place = h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :]
         tl.store(place, sums, mask=(lanes < count)[:, None])
 
@@ -100,7 +92,7 @@ def expand(
     IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     """What y's rows become. For embeddings `h` has the [rows] token ids and a row of a, [in, rank], is what shrink is
-    elsewhere. IS_ALIGNED: 16 divides each part's first column and number of outputs.
+    elsewhere. A program has WIDTH outputs. IS_ALIGNED: 16 divides each part's first column and number of outputs.
     """
     task, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
@@ -141,17 +133,17 @@ def expand(
         if IS_EMBEDDING:
             mask = (lanes < count)[:, None] & (factors < rank)[None, :]
             high = tl.load(a + row[:, None] + factors[None, :], mask=mask, other=0.0)
-            delta = _dot(high, weights, delta, WIDENS)
+            delta = multiply_add(high, weights, delta, WIDENS)
         else:
             value = tl.zeros((ROWS, RANKS), tl.float32)
             for split in range(splits):
                 place = h + row[:, None] + split * padded + factors[None, :]
                 value += tl.load(place, mask=(lanes < count)[:, None], other=0.0)
             high = value.to(element)
-            delta = _dot(high, weights, delta, WIDENS)
+            delta = multiply_add(high, weights, delta, WIDENS)
             if element != tl.float32:  # what rounding took away, so that h counts as float32
                 low = (value - high.to(tl.float32)).to(element)
-                delta = _dot(low, weights, delta, WIDENS)
+                delta = multiply_add(low, weights, delta, WIDENS)
 
     scale = tl.load(_pointer(entry, 3, tl.float32) + outputs, mask=outputs < num_scales, other=1.0)
     bias = tl.load(_pointer(entry, 4, tl.float32) + outputs, mask=outputs < num_biases, other=0.0)
@@ -163,40 +155,43 @@ def expand(
     tl.store(place, after.to(element), mask=mask)
 
 
-_WIDENS = not isinstance(shrink, triton.JITFunction)
-"""Triton's interpreter cannot multiply bfloat16."""
-
-
 @torch.library.custom_op("lorikeet::adapt", mutates_args=("y",))
 def add_delta(
     x: torch.Tensor, y: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor,
-    table: torch.Tensor, shape: list[int], is_aligned: bool,
+    table: torch.Tensor, shape: list[int], is_aligned: bool, tiles: list[int],
 ) -> None:  # fmt: skip
     """x: [rows, in], or [rows] token ids for embeddings; y: [rows, out of all parts], changed in place.
 
     tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, sites, ENTRY]. shape: tasks to launch, most
-    outputs of a part.
+    outputs of a part. tiles: DEPTH, SPLITS, warps and stages of shrink, WIDTH, warps and stages of expand.
     """
     num_tasks, num_out = shape
+    depth, splits, *of_shrink = tiles[:4]
+    width, *of_expand = tiles[4:]
     num_parts, num_sites = parts.shape[0], table.shape[1]
+    room = max(MOST_RANK, RANKS * splits)
     fixed: dict[str, Any] = {
         "ROWS": TASK_ROWS,
         "RANKS": RANKS,
-        "SPLITS": SPLITS,
-        "WIDENS": _WIDENS,
+        "SPLITS": splits,
+        "WIDENS": WIDENS,
         "enable_fp_fusion": True,
     }
     h = x
     if x.dim() > 1:
-        h = torch.empty((x.shape[0], num_parts, ROOM), dtype=torch.float32, device=x.device)
-        shrink[(num_tasks, SPLITS, num_parts)](
-            x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), num_sites, ROOM, DEPTH=DEPTH, **fixed
-        )
-    # one stage: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper
-    expand[(num_tasks, triton.cdiv(num_out, WIDTH), num_parts)](
-        h, y, tasks, row_ids, parts, table, y.stride(0), num_sites, ROOM, WIDTH=WIDTH, IS_ALIGNED=is_aligned,
-        IS_EMBEDDING=x.dim() == 1, num_stages=1, **fixed,
+        h = torch.empty((x.shape[0], num_parts, room), dtype=torch.float32, device=x.device)
+        shrink[(num_tasks, splits, num_parts)](
+            x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), num_sites, room, DEPTH=depth,
+            **_how(of_shrink), **fixed,
+        )  # fmt: skip
+    expand[(num_tasks, triton.cdiv(num_out, width), num_parts)](
+        h, y, tasks, row_ids, parts, table, y.stride(0), num_sites, room, WIDTH=width, IS_ALIGNED=is_aligned,
+        IS_EMBEDDING=x.dim() == 1, **_how(of_expand), **fixed,
     )  # fmt: skip
+
+
+def _how(warps_and_stages: list[int]) -> dict[str, int]:
+    return dict(zip(("num_warps", "num_stages"), warps_and_stages, strict=True))
 
 
 @add_delta.register_fake

@@ -116,12 +116,19 @@ class Model:
         for site in self.adapter_sites.values():
             site.allocate(num_slots)
 
-    def give_kernels(self, num_slots: int, max_rows: int) -> "DeviceKernels":
-        """Let kernels of the device compute adapters, for steps of up to `max_rows` rows. Needs triton."""
+    def give_kernels(self, num_slots: int, max_rows: int, max_guesses: int) -> "DeviceKernels":
+        """Let kernels of the device compute adapters and heads, for steps of up to `max_rows` rows whose logits or
+        tokens are wanted, and `max_guesses` rows of guesses. Needs triton. Raises ValueError where the file of their
+        configurations is not right.
+        """
+        from shard.model import tuning
+        from shard.model.heads_device import DeviceHeads
         from shard.model.lora_device import DeviceKernels, sites_of
 
-        self.inputs.reserve_groups(max_rows, num_slots)
-        return DeviceKernels(sites_of(self.adapter_sites), num_slots, self.info.device)
+        tuned = tuning.read(self.info.device)
+        self.inputs.reserve_groups(max_rows, num_slots, max_guesses)
+        self.heads.kernels = DeviceHeads(self.inputs, num_slots, tuned)
+        return DeviceKernels(sites_of(self.adapter_sites), num_slots, self.info.device, tuned)
 
     @property
     def why_no_graphs(self) -> str:
@@ -164,10 +171,11 @@ class Model:
     def _forward(self) -> torch.Tensor:
         inputs = self.inputs
         self.backend.prepare(inputs)
-        if inputs.bounds is None or self.graphs is None:
+        self.heads.prepare()
+        if inputs.bounds is None:
             return self.compute()[: inputs.num_logits].float()
         # [T + E, V]
-        logits = self.graphs.replay(inputs.bounds)
+        logits = self.compute().float() if self.graphs is None else self.graphs.replay(inputs.bounds)
         guesses = logits[inputs.bounds.num_rows :][: inputs.num_guesses]
         logits = logits[: inputs.num_wanted]
         return torch.cat([logits, guesses]) if inputs.num_guesses else logits

@@ -32,6 +32,12 @@ def test_a_shard_reads_what_is_written(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_shard_is_told_to_leave_its_fused_kernels_out(tmp_path: Path) -> None:
+    for arguments, fusions in (([], "auto"), (["--disable-custom-kernels"], "none")):
+        path = configs.write(tmp_path / "shard.json", configs.shard_fields(plan(tmp_path, *arguments)))
+        assert ShardConfig.read(path).fusions == fusions
+
+
 def test_a_shard_is_told_of_the_draft_model(tmp_path: Path) -> None:
     given = plan(tmp_path, "--draft-dtype", "float32", "--ngram-long", "6")
     given = dataclasses.replace(given, draft=ModelFolder("owner/small", tmp_path / "small"))

@@ -13,6 +13,7 @@ from launcher.exits import Exit, LauncherError
 from launcher.flags import FLAGS
 from launcher.model import with_lengths
 from launcher.settings import Settings, read
+from proto.quantization import METHODS
 
 
 def settings(*arguments: str, **environment: str) -> Settings:
@@ -53,9 +54,39 @@ def test_what_does_not_work_yet_is_refused_by_name(name: str, text: str | None) 
     assert refusal(**{variable: text or "true"}).startswith(f"{variable} ")
 
 
-@pytest.mark.parametrize("quantization", FLAGS["quantize"].choices)
-def test_every_quantization_is_refused(quantization: str) -> None:
-    assert quantization in refusal("--quantize", quantization)
+@pytest.mark.parametrize("method", FLAGS["quantize"].choices)
+def test_a_quantization_whose_package_is_missing_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for flag in ("--quantize", "--draft-quantize"):
+        draft = ["--draft-model-id", "a/b"] if flag == "--draft-quantize" else []
+        said = refusal(flag, method, *draft)
+        assert said.startswith(f"{flag} {method} is refused: ")
+        if extra := METHODS[method].extra:
+            assert said.endswith(f"pip install 'lorikeet[{extra}]'")
+
+
+@pytest.mark.parametrize(("method", "others"), [("eetq", ("bitsandbytes", "fp8")), ("exl2", ("gptq", "awq", "hqq"))])
+def test_a_quantization_that_no_package_brings_names_others(
+    method: str, others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
+    said = refusal("--quantize", method)
+    assert all(other in said for other in others)
+    for served in ("bitsandbytes", "gptq", "awq", "hqq-3bit", "fp8"):
+        rules.check(settings("--quantize", served))
+
+
+def test_what_the_weights_are_is_compared_with_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
+    packed = {"quantization_config": {"quant_method": "awq"}}
+    rules.check_models(settings("--quantize", "awq"), packed, None)
+    with pytest.raises(
+        LauncherError, match=r"the model cannot be served: quantised by awq: .* sample texts beforehand"
+    ):
+        rules.check_models(settings("--quantize", "awq"), {}, None)
+    drafting = settings("--draft-model-id", "a/b", "--draft-quantize", "fp8")
+    with pytest.raises(LauncherError, match=r"the draft model cannot be served: .* awq already, and fp8 was asked for"):
+        rules.check_models(drafting, packed, packed)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +106,6 @@ WITHOUT_EFFECT = {
     "waiting-served-ratio": "0.3",
     "max-waiting-tokens": "10",
     "eager-prefill": "false",
-    "disable-custom-kernels": None,
     "disable-sgmv": None,
     "backend": "flashinfer",
     "ngrok": None,
@@ -226,3 +256,10 @@ def test_where_ranks_meet_says_something_only_if_there_are_several(arguments: li
     assert rules.without_effect(given, "cpu", num_ranks=2) == []
     alone = rules.without_effect(given, "cpu", num_ranks=1)
     assert [line.split()[0] for line in alone] == ["--master-addr", "--master-port"]
+
+
+def test_of_a_split_model_there_are_no_fused_kernels_to_leave_out() -> None:
+    given = settings("--disable-custom-kernels")
+    assert rules.without_effect(given, "cpu") == rules.without_effect(given, "cuda:0") == []
+    (said,) = rules.without_effect(given, "cuda:0", num_ranks=2)
+    assert said.startswith("--disable-custom-kernels has no effect: of a model that is split")

@@ -48,3 +48,29 @@ def test_checkpoint_and_flag_must_agree(monkeypatch: pytest.MonkeyPatch) -> None
         quantization.choose("bitsandbytes", NF4)
     with pytest.raises(ValueError, match="quantised by compressed-tensors: it is not known here"):
         quantization.choose(None, FOUND[-1][0])
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"quant_method": "hqq"}, "quantised by hqq-4bit: transformers reads no such checkpoints"),
+        ({"quant_method": "fp8"}, "quantised by fp8: .* name the plain model and --quantize fp8"),
+        ({"quant_method": "eetq"}, "quantised by eetq: .* bitsandbytes and fp8"),
+    ],
+)
+def test_checkpoints_that_are_not_read_name_what_to_do(
+    told: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, True)
+    with pytest.raises(ValueError, match=reason):
+        quantization.choose(None, {"quantization_config": told})
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_what_needs_sample_texts_is_not_made_at_a_start(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, True)
+    with pytest.raises(ValueError, match=f"quantised by {method}: it is computed from sample texts beforehand"):
+        quantization.choose(method, {})
+    assert quantization.choose(method, {"quantization_config": {"quant_method": method}}) == method
+    installed(monkeypatch, False)
+    assert "pip install 'lorikeet[gptq]'" in quantization.reason_against(method)

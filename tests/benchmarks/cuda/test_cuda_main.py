@@ -1,6 +1,7 @@
 """Running parts: one that fails stops no other, and the exit code says so."""
 
-import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,23 +11,47 @@ from benchmarks.cuda.setup import SMOKE
 
 
 def test_one_failing_group_stops_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ended = {"bandwidth": -11, "decode-floor": 3, "swap": 0}
+    ended = {"bandwidth": -11, "start": None, "decode-floor": 3, "swap": 0}
     asked: list[str] = []
 
-    def run(words: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
-        name = words[words.index("--part") + 1]
-        asked.append(name)
-        if name == "start":
-            raise subprocess.TimeoutExpired(words, 590)
-        return subprocess.CompletedProcess(words, ended[name])
+    def exit_code(words: list[str], *_: object) -> int | None:
+        asked.append(words[words.index("--part") + 1])
+        return ended[asked[-1]]
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(command, "exit_code", exit_code)
     groups = {"bandwidth": ["bandwidth"], "start": ["start"], "decode": ["decode-floor"], "swap": ["swap"]}
     assert command.run_apart(groups, [], SMOKE) == command.FAILED
     assert asked == ["bandwidth", "start", "decode-floor", "swap"]
     assert capsys.readouterr().out.splitlines()[-1] == "bandwidth FAILED; start FAILED; decode missed; swap holds"
     assert command.run_apart({"decode": ["decode-floor"], "swap": ["swap"]}, [], SMOKE) == command.MISSED
     assert command.run_apart({"swap": ["swap"]}, [], SMOKE) == command.HOLDS
+
+
+def test_nothing_that_a_process_started_is_left(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, sys; "
+        "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        f"pathlib.Path({str(note)!r}).write_text(str(left.pid)); raise SystemExit(3)"
+    )
+    assert command.exit_code([sys.executable, "-c", code], {}, 300.0) == 3
+    for _ in range(1000):
+        if not is_running(int(note.read_text())):
+            break
+        time.sleep(0.01)
+    else:
+        raise AssertionError("it runs on")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # empty where it has ended and nobody has asked
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_what_takes_too_long_is_ended() -> None:
+    assert command.exit_code([sys.executable, "-c", "import time; time.sleep(600)"], {}, 0.1) is None
 
 
 def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

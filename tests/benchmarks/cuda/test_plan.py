@@ -47,6 +47,13 @@ def test_declared_numbers_of_cases_are_those_that_exist() -> None:
     assert declared["exact-tests"] == len(exact.case_files(full)) + 1
 
 
+def test_every_file_of_tests_for_devices_is_run() -> None:
+    from benchmarks.cuda import exact
+
+    running = [path for path in exact.TESTS.rglob("test_*.py") if f"def {exact.RUNS_THEM}(" in path.read_text()]
+    assert len(exact.case_files(Setup())) == len(running) > 1
+
+
 def test_shapes_of_attention_cover_every_kind_and_context() -> None:
     names = [step.name for step in shapes.steps(Setup())]
     assert len(set(names)) == len(names) == 15

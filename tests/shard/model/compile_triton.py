@@ -5,26 +5,38 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shard.model import lora_triton as kernels
+from shard.model.tuning import BUILT_IN
 
 TABLES = {"tasks": "*i32", "row_ids": "*i32", "parts": "*i64", "table": "*i64", "num_sites": "i32", "room": "i32"}
-FIXED = {"ROWS": kernels.TASK_ROWS, "RANKS": kernels.RANKS, "SPLITS": kernels.SPLITS, "WIDENS": False}
+FIXED = {
+    "ROWS": kernels.TASK_ROWS,
+    "RANKS": kernels.RANKS,
+    "SPLITS": BUILT_IN["shrink"]["SPLITS"],
+    "WIDENS": False,
+}
 SHRINK = {"x": "*bf16", "h": "*fp32", "num_in": "i32", "x_stride": "i32"}
 EXPAND = {"h": "*fp32", "y": "*bf16", "y_stride": "i32"}
-EXPAND_FIXED = {"WIDTH": kernels.WIDTH, "IS_ALIGNED": True, "IS_EMBEDDING": False}
+EXPAND_FIXED = {"WIDTH": BUILT_IN["expand"]["WIDTH"], "IS_ALIGNED": True, "IS_EMBEDDING": False}
 
 
-def instructions(kernel: triton.JITFunction, types: dict[str, str], constants: dict[str, object], stages: int) -> str:
-    """PTX for Hopper, every address and count a multiple of 16 but for the number of sites."""
+def instructions(
+    kernel: triton.JITFunction,
+    types: dict[str, str],
+    constants: dict[str, object],
+    stages: int,
+    any_number: tuple[str, ...] = ("num_sites",),
+) -> str:
+    """PTX for Hopper, every address and count a multiple of 16 but for those in `any_number`."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = [i for i, name in enumerate(names) if name not in constants and name != "num_sites"]
+    aligned = [i for i, name in enumerate(names) if name not in constants and name not in any_number]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_stages": stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 def main() -> None:
-    shrink = instructions(kernels.shrink, SHRINK | TABLES, FIXED | {"DEPTH": kernels.DEPTH}, 3)
+    shrink = instructions(kernels.shrink, SHRINK | TABLES, FIXED | {"DEPTH": BUILT_IN["shrink"]["DEPTH"]}, 3)
     expand = instructions(kernels.expand, EXPAND | TABLES, FIXED | EXPAND_FIXED, 1)
     embed = instructions(
         kernels.expand, EXPAND | TABLES | {"h": "*i64"}, FIXED | EXPAND_FIXED | {"IS_EMBEDDING": True}, 1

@@ -18,9 +18,12 @@ from shard.model.adapter_device import DeviceSlots
 from shard.model.adapter_file import AdapterFiles, Destination
 from shard.model.adapter_memory import PinnedMemory
 from shard.model.heads import HeadsPool
+from shard.model.heads_device import DeviceHeads
 from shard.model.lora import AdapterSite, Product, SlotWeights, adapt, adapt_embedding, adapt_row
 from shard.model.lora_device import DeviceKernels
 from shard.model.served_file import FORMAT
+from shard.padding import Bounds
+from tests.shard.padded import Always
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 NUM_SLOTS = 11
@@ -56,7 +59,7 @@ class Bench:
         for site in self.sites:
             site._inputs = self.inputs
             site.allocate(NUM_SLOTS)
-        self.inputs.reserve_groups(max_rows=32, max_slots=NUM_SLOTS)
+        self.inputs.reserve_groups(max_rows=32, max_slots=NUM_SLOTS, max_guesses=8)
         self.kernels = DeviceKernels(self.sites, NUM_SLOTS, DEVICE)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -269,15 +272,19 @@ def test_tasks_behind_those_that_there_are_do_nothing() -> None:
     bench = Bench(torch.float32, [site("module", 24, 20)])
     [module] = bench.sites
     bench.load(0, 1, 2)
-    bench.inputs.fill([Segment(0, 9, range(1), slot) for slot in range(3)], *[torch.arange(27, device=DEVICE)] * 2)
-    num_rows = bench.step([1], [2])
-    x, base = bench.random(num_rows, 24), bench.random(num_rows, 20)
-    got = base.clone()
-    groups = module.rows.groups
-    assert groups is not None and groups.num_launched == 1
-    groups.num_launched = groups.max_tasks  # as a captured graph might
-    adapt(module.rows, Product(module, x, got))
-    torch.testing.assert_close(got, bench.wanted(module, [1, 1], x, base), rtol=1e-4, atol=1e-4)
+    bench.inputs.pad(Always(Bounds(num_rows=28, max_kv_len=28, has_adapters=True)))
+    places = []
+    for slots, counts in (([0, 1, 2, -1], [9, 9, 9, 1]), ([1, -1], [2, 26]), ([-1], [28])):  # as a captured graph would
+        num_rows = bench.step(slots, counts)
+        x, base = bench.random(num_rows, 24), bench.random(num_rows, 20)
+        got = base.clone()
+        groups = module.rows.groups
+        assert groups is not None and groups.num_launched == groups.most_tasks(28) == 12
+        places.append([(tensor.data_ptr(), tensor.shape) for tensor in (groups.tasks, groups.row_ids)])
+        adapt(module.rows, Product(module, x, got))
+        wanted = bench.wanted(module, per_row(slots, counts), x, base)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert places[0] == places[1] == places[2]
 
 
 def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> None:
@@ -322,6 +329,7 @@ def test_heads_from_a_file_guess_from_their_slot(tmp_path: Path) -> None:
     network.get_output_embeddings = lambda: output  # type: ignore[assignment]
     pool = HeadsPool(bench.inputs)
     pool.attach(network, AdapterSite("head", 24, 40, bench.inputs, is_head=True))
+    pool.kernels = DeviceHeads(bench.inputs, NUM_SLOTS)
     bench.step([-1], [1])
     output(bench.random(1, 1, 24))
     parts = {"weight": (24, 24), "bias": (24,), "output": (40, 24)}
@@ -337,6 +345,7 @@ def test_heads_from_a_file_guess_from_their_slot(tmp_path: Path) -> None:
     x = bench.random(1, 2, 24)
     ids = torch.arange(2, device=DEVICE)
     bench.inputs.fill([Segment(0, 2, range(8))], ids, ids, [0, 1], [HeadsRow(1, 6, 2), HeadsRow(0, 6, 1)])
+    pool.prepare()
     wanted = [x[0] @ output.weight.t()]
     for row, head in ((1, 0), (1, 1), (0, 0)):
         weight, bias, matrix = (tensors[f"heads.{head}.{part}"] for part in ("weight", "bias", "output"))
@@ -345,11 +354,10 @@ def test_heads_from_a_file_guess_from_their_slot(tmp_path: Path) -> None:
     torch.testing.assert_close(output(x)[0], torch.cat(wanted), rtol=1e-4, atol=1e-4)
     slots.clear(6)
     with pytest.raises(RuntimeError, match="slot 6 has no heads"):
-        output(x)
+        pool.prepare()
 
 
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--in=24", "--out=20", "--rank=3", "--requests=3", "--tokens=1", "--repeats=1"]
-    assert lora_kernels.main(size) == 0
+    assert lora_kernels.main(["--smoke"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert [result["mix"] for result in results] == list(lora_kernels.MIXES)

@@ -15,7 +15,7 @@ from adapters.medusa import format as files
 from adapters.medusa.format import HeadsFile, HeadsShape
 from adapters.medusa.model import MedusaHeads
 from shard.adapters import ModelSlots
-from shard.batch import HeadsRow, Segment
+from shard.batch import Bounds, HeadsRow, Segment
 from shard.config import ShardConfig
 from shard.model import Model, load_model
 from shard.model.adapter_file import AdapterFiles, Destination
@@ -184,6 +184,10 @@ def test_more_heads_than_a_slot_has_are_an_error(worlds: Worlds) -> None:
     with pytest.raises(RuntimeError, match="slot 0 has no heads"):
         run(model, [4], [HeadsRow(0, 0, 1)])
     assert run(model, [4], []).shape == (1, tiny.VOCAB)
+    model.inputs.bounds = Bounds(num_rows=2, max_kv_len=16, num_guesses=4)
+    with pytest.raises(RuntimeError, match="with bounds need kernels"):
+        run(model, [4, 5], [])
+    model.inputs.bounds = None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""How the kernels for adapters and heads are cut up on the GPU at hand: a file per GPU beside this one, or defaults.
+
+`python -m benchmarks.tune` measures and writes such a file. An entry is chosen by kernel, by the size of the module
+that the kernel cuts up and by dtype, never by the rows or adapters of a step: tile sizes set the order of sums, and a
+row's bits must not change with its company. Knows names and numbers; what they do is for the kernels to say.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+import torch
+
+log = structlog.get_logger()
+
+FOLDER = Path(__file__).with_name("tuned")
+
+BUILT_IN: dict[str, dict[str, int]] = {
+    "shrink": {"DEPTH": 128, "SPLITS": 8, "num_warps": 4, "num_stages": 3},
+    "expand": {"WIDTH": 128, "num_warps": 4, "num_stages": 1},
+    "guess": {"WIDTH": 32, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
+    "answer": {"WIDTH": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
+}
+"""By kernel, in the order in which its launch takes them. The size that an entry is for is the number of inputs of
+shrink, guess and answer, and the number of outputs of expand (the largest of those that share a launch).
+"""
+DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_BOUNDS = {"DEPTH": (16, 512), "WIDTH": (16, 512), "SPLITS": (1, 64), "num_warps": (1, 16)}
+_MOST_STAGES = {"shrink": 8, "guess": 8, "answer": 8, "expand": 1}
+"""Of expand one: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What is used for one GPU."""
+
+    entries: Mapping[tuple[str, int, torch.dtype], list[int]] = field(default_factory=dict)
+    is_file: bool = False
+    """Whether a file says so; then what it lacks is worth a word."""
+    _missed: set[tuple[str, int, torch.dtype]] = field(default_factory=set)
+
+    def tiles(self, kernel: str, size: int, dtype: torch.dtype) -> list[int]:
+        """The numbers of `kernel` for a module of this size, in the order of BUILT_IN."""
+        key = (kernel, size, dtype)
+        found = self.entries.get(key)
+        if found is not None:
+            return found
+        if self.is_file and key not in self._missed:
+            self._missed.add(key)
+            log.info("kernel without a tuned configuration: built-in", kernel=kernel, size=size, dtype=str(dtype))
+        return list(BUILT_IN[kernel].values())
+
+
+DEFAULTS = Tuned()
+
+
+def read(device: torch.device, folder: Path = FOLDER) -> Tuned:
+    """The configurations for this device, the built-in ones where there is no file. Raises ValueError with a reason."""
+    if device.type != "cuda":
+        return DEFAULTS
+    return read_for(torch.cuda.get_device_name(device), folder)
+
+
+def read_for(gpu: str, folder: Path = FOLDER) -> Tuned:
+    """The same for a GPU of this name."""
+    path = folder / file_name(gpu)
+    if not path.exists():
+        log.info("kernel configurations: built-in", gpu=gpu, missing=path.name)
+        return DEFAULTS
+    entries = parse(path.read_text(), gpu, path.name)
+    log.info("kernel configurations: tuned", gpu=gpu, file=path.name, entries=len(entries))
+    return Tuned(entries, is_file=True)
+
+
+def file_name(gpu: str) -> str:
+    """`NVIDIA_H200.json` for `NVIDIA H200`."""
+    return re.sub(r"[^A-Za-z0-9]+", "_", gpu).strip("_") + ".json"
+
+
+def parse(text: str, gpu: str, name: str) -> dict[tuple[str, int, torch.dtype], list[int]]:
+    """What a file holds. Raises ValueError naming what in file `name` cannot be used."""
+    try:
+        content = json.loads(text)
+    except ValueError as failure:
+        raise ValueError(f"{name} is not JSON: {failure}") from None
+    if not isinstance(content, dict) or set(content) != {"gpu", "kernels"}:
+        raise ValueError(f"{name} is to hold gpu and kernels alone")
+    if content["gpu"] != gpu:
+        raise ValueError(f"{name} was measured on {content['gpu']!r}, this is {gpu!r}")
+    found: dict[tuple[str, int, torch.dtype], list[int]] = {}
+    for kernel, entries in _table(content["kernels"], f"{name}: kernels").items():
+        if kernel not in BUILT_IN:
+            raise ValueError(f"{name}: there is no kernel {kernel}, only {', '.join(BUILT_IN)}")
+        for key, values in _table(entries, f"{name}: {kernel}").items():
+            what = f"{name}: {kernel} for {key}"
+            checked = check(kernel, _table(values, what), what)
+            found[(kernel, *_read_key(key, what))] = checked
+    return found
+
+
+def write(entries: Mapping[tuple[str, int, torch.dtype], list[int]], gpu: str) -> str:
+    """The text of a file, as `parse` reads it."""
+    kernels: dict[str, dict[str, dict[str, int]]] = {}
+    for (kernel, size, dtype), values in sorted(entries.items(), key=lambda item: (*item[0][:2], str(item[0][2]))):
+        named = dict(zip(BUILT_IN[kernel], values, strict=True))
+        kernels.setdefault(kernel, {})[f"{size} {DTYPES[dtype]}"] = named
+    return json.dumps({"gpu": gpu, "kernels": kernels}, indent=2) + "\n"
+
+
+def check(kernel: str, values: Mapping[str, object], what: str) -> list[int]:
+    """The numbers in order. Raises ValueError naming the one that cannot be."""
+    if set(values) != set(BUILT_IN[kernel]):
+        odd = sorted(set(values) ^ set(BUILT_IN[kernel]))
+        raise ValueError(f"{what}: {odd[0]} is {'unknown' if odd[0] in values else 'missing'}")
+    return [_checked(kernel, key, values[key], what) for key in BUILT_IN[kernel]]
+
+
+def _checked(kernel: str, key: str, value: object, what: str) -> int:
+    least, most = _BOUNDS.get(key, (1, _MOST_STAGES[kernel]))
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{what}: {key} is {value!r}, not a whole number from {least} to {most}")
+    if key in _BOUNDS and value & (value - 1):
+        raise ValueError(f"{what}: {key} is {value}, not a power of two")
+    return value
+
+
+def _table(value: object, what: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is not a table")
+    return value
+
+
+def _read_key(key: str, what: str) -> tuple[int, torch.dtype]:
+    size, _, dtype = key.partition(" ")
+    found = next((each for each, name in DTYPES.items() if name == dtype), None)
+    if not size.isdecimal() or int(size) < 1 or found is None:
+        raise ValueError(f"{what}: not a size and a dtype of {', '.join(DTYPES.values())}")
+    return int(size), found

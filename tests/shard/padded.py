@@ -1,0 +1,14 @@
+"""Steps padded to what a test says."""
+
+from shard.padding import Bounds, Padding
+
+
+class Always(Padding):
+    """One size for all steps."""
+
+    def __init__(self, bounds: Bounds, spare_page: int = 0) -> None:
+        super().__init__(bounds.num_rows, bounds.max_kv_len, spare_page)
+        self._bounds_of_all = bounds
+
+    def fit(self, num_rows: int, num_logits: int, num_guesses: int, has_adapters: bool) -> Bounds | None:
+        return self._bounds_of_all
