@@ -31,7 +31,7 @@ from shard.model.grouped_triton import multiply_tiles
 from shard.model.lora import AdapterSite, SlotWeights, adapt_row
 from shard.model.lora_device import DeviceKernels, sites_of
 from shard.model.pairs_triton import cut_pairs
-from shard.padding import Bounds
+from shard.padding import Padding
 from tests import tiny
 from tests.shard.model.tape import TapeRecorder
 from tests.shard.model.test_experts_device import NoHostReads, chosen, network_of, of_tokens
@@ -230,8 +230,9 @@ def test_a_captured_block_computes_whatever_tokens_and_slots_come(monkeypatch: p
     bench, experts = placed(network, block, torch.bfloat16), DeviceExperts(block)
     x, ids = random(2, 64, dtype=torch.bfloat16), chosen(2, 4, "identical").to(DEVICE)
     weights, found = torch.rand(2, 2, generator=GENERATOR).to(DEVICE), random(2, 64, dtype=torch.bfloat16)
+    bench.inputs.pad(Padding(2, 16, spare_page=0, has_adapters=True))
     bench.step([NOTHING] * 2)
-    bench.inputs.bounds = Bounds(2, 16, has_adapters=True)
+    assert bench.inputs.bounds is not None
     recorder: Recorder = TapeRecorder() if DEVICE.type == "cpu" else CudaRecorder(DEVICE)
 
     def compute() -> None:
@@ -266,7 +267,7 @@ def test_a_model_gives_peft_s_logits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = load_model(config)
     model.allocate_kv(16)
     model.allocate_adapters(4)
-    kernels = model.give_kernels(4, 64)
+    kernels = model.give_kernels(4, 64, 0)
     memory = PinnedMemory(1 << 24, 1 << 20, is_pinned=DEVICE.type == "cuda")
     files = AdapterFiles(model.adapter_sites, Destination(torch.float32, memory, kernels), model.heads)
     slots = DeviceSlots(kernels, model.heads)
