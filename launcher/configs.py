@@ -18,6 +18,9 @@ from launcher.settings import Settings
 from launcher.usage import UsagePlan
 from proto.quantization import of_weights
 
+ROWS_PER_REQUEST = 2
+"""Of the largest step that runs as a graph: with guesses a request has some more."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -162,7 +165,7 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "cuda_memory_fraction": settings["cuda-memory-fraction"],
         "memory_wiggle_room": settings["memory-wiggle-room"] / num_sharing,
         "graphs": True if settings["compile"] else False if settings["eager"] else None,
-        "graph_rows": settings["compile-max-batch-size"],
+        "graph_rows": ROWS_PER_REQUEST * settings["compile-max-batch-size"],
         "threads": settings["threads"] or _threads(num_sharing),
         "adapter_store": str(plan.adapters.store),
         "max_active_adapters": settings["max-active-adapters"],

@@ -74,7 +74,7 @@ class ShardConfig:
     """0 commits a step before the next is launched, 1 after; None is 0 on CPU, 1 on CUDA."""
     graphs: bool | None = None
     """Whether steps run as CUDA graphs; None is where they can, with a warning where they cannot."""
-    graph_rows: int = 128
+    graph_rows: int = 256
     """Tokens of the largest step that runs as a graph."""
     threads: int | None = None
     """Torch's intra-op threads; None is all cores this process may use."""

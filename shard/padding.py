@@ -10,8 +10,9 @@ FEW = (1, 2, 4)
 """Numbers of rows below the first multiple of …"""
 NARROW, NARROW_UP_TO, WIDE = 8, 64, 16
 """… these: of NARROW up to so many rows, of WIDE beyond."""
-GUESSES_PER_ROW = 4
-"""Rows of heads' guesses behind each row of a padded step with heads; steps that want more run as they come."""
+GUESSES_PER_ROW, MOST_GUESSED = 4, 128
+"""Rows of heads' guesses behind each row of a padded step with heads, and the rows of the largest such step; steps that
+want more run as they come."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Padding:
         if num_rows > self.most_rows or num_logits > self.most_rows:
             return None
         found = self.row_counts[bisect_left(self.row_counts, max(num_rows, num_logits))]
-        if num_guesses > (GUESSES_PER_ROW * found if self._has_adapters else 0):
+        if num_guesses > (GUESSES_PER_ROW * found if self._has_adapters and found <= MOST_GUESSED else 0):
             return None
         if has_adapters and not self._has_adapters:
             return None
@@ -65,7 +66,12 @@ class Padding:
         families = [(False, False)]
         if self._has_adapters:
             families += [(False, True), (True, True)]
-        found = [self._bounds(rows, *family) for rows in self.row_counts for family in families]
+        found = [
+            self._bounds(rows, *family)
+            for rows in self.row_counts
+            for family in families
+            if rows <= MOST_GUESSED or not family[0]
+        ]
         return sorted(
             found, key=lambda bounds: (bounds.num_rows + bounds.num_guesses, bounds.has_adapters), reverse=True
         )

@@ -7,10 +7,10 @@ LOOP_TEST = "tests/shard/model/test_experts_device.py::test_equals_transformers_
 
 MUTANTS = [
     Mutant(
-        "rows behind a step keep the slots of the step before",
+        "rows behind a step have the adapter of slot 0",
         "shard/row_groups.py",
-        "num_before] = -1\n",
-        "num_before] = 0\n",
+        "row_slots = np.full(num_rows + 1, -1, np.int32)",
+        "row_slots = np.full(num_rows + 1, 0, np.int32)",
         "tests/shard/test_row_groups.py::test_every_row_has_its_slot_and_rows_that_are_not_there_none",
     ),
     Mutant(

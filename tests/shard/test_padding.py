@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shard.padding import GUESSES_PER_ROW, Padding, row_counts
+from shard.padding import GUESSES_PER_ROW, MOST_GUESSED, Padding, row_counts
 
 
 @given(most=st.integers(1, 300))
@@ -40,7 +40,11 @@ def test_a_step_fits_the_least_bounds_that_hold_it(
     ]
     least = min((bounds.num_rows for bounds in padding.all() if bounds.num_rows >= max(num_rows, logits)), default=0)
     if found is None:
-        assert not least or guesses > GUESSES_PER_ROW * least or ((adapters or guesses) and not serves_adapters)
+        assert (
+            not least
+            or guesses > (GUESSES_PER_ROW * least if least <= MOST_GUESSED else 0)
+            or ((adapters or guesses) and not serves_adapters)
+        )
         return
     assert found in padding.all() and found in holding
     assert found.num_rows == least
@@ -49,8 +53,9 @@ def test_a_step_fits_the_least_bounds_that_hold_it(
 
 
 def test_every_family_has_every_number_of_rows() -> None:
-    padding = Padding(128, 4096, 0, has_adapters=True)
-    assert len(padding.all()) == len(set(padding.all())) == 3 * len(padding.row_counts)
-    assert padding.most_logits == 128 * (1 + GUESSES_PER_ROW)
+    padding = Padding(256, 4096, 0, has_adapters=True)
+    num_guessed = sum(rows <= MOST_GUESSED for rows in padding.row_counts)
+    assert len(padding.all()) == len(set(padding.all())) == 2 * len(padding.row_counts) + num_guessed
+    assert padding.most_logits == MOST_GUESSED * (1 + GUESSES_PER_ROW)
     sizes = [bounds.num_rows + bounds.num_guesses for bounds in padding.all()]
     assert sizes == sorted(sizes, reverse=True)

@@ -186,7 +186,7 @@ def test_more_heads_than_a_slot_has_are_an_error(worlds: Worlds) -> None:
     with pytest.raises(RuntimeError, match="slot 0 has no heads"):
         run(model, [4], [HeadsRow(0, 0, 1)])
     assert run(model, [4], []).shape == (1, tiny.VOCAB)
-    model.inputs.pad(Always(Bounds(num_rows=2, max_kv_len=16, num_guesses=4)))
+    model.inputs.pad(Always(Bounds(num_rows=16, max_kv_len=16, num_guesses=4)))
     with pytest.raises(RuntimeError, match="with bounds need kernels"):
         run(model, [4, 5], [])
     model.inputs.pad(None)
