@@ -180,7 +180,8 @@ def gate(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
     y = torch.empty(num_rows, num_hidden, dtype=x.dtype, device=x.device)
     block = min(GATE_BLOCK, triton.next_power_of_2(num_hidden))
     grid = (num_rows, triton.cdiv(num_hidden, block))
-    gate_rows[grid](x, y, num_hidden, x.stride(0), BLOCK=block, IS_TANH=is_tanh, num_warps=4, **FIXED)
+    with torch.cuda.device_of(x):  # Triton launches on the thread's current device
+        gate_rows[grid](x, y, num_hidden, x.stride(0), BLOCK=block, IS_TANH=is_tanh, num_warps=4, **FIXED)
     return y
 
 
@@ -204,12 +205,13 @@ def rotate(
     width = cos.shape[1]
     num_turned = num_heads + num_kv_heads
     grid = (x.shape[0], triton.cdiv(num_turned, HEADS))
-    rotate_heads[grid](
-        x, cos, sin, cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
-        num_heads, num_turned, x.stride(0), epsilon, DIM=head_dim, WIDTH=width,
-        HALF=triton.next_power_of_2(width // 2), TAIL=triton.next_power_of_2(max(1, head_dim - width)), HEADS=HEADS,
-        NORMS=q_weight is not None, OFFSET=offset, ROUNDS=rounds, num_warps=2, **FIXED,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        rotate_heads[grid](
+            x, cos, sin, cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
+            num_heads, num_turned, x.stride(0), epsilon, DIM=head_dim, WIDTH=width,
+            HALF=triton.next_power_of_2(width // 2), TAIL=triton.next_power_of_2(max(1, head_dim - width)), HEADS=HEADS,
+            NORMS=q_weight is not None, OFFSET=offset, ROUNDS=rounds, num_warps=2, **FIXED,
+        )  # fmt: skip
 
 
 @rotate.register_fake
@@ -229,11 +231,12 @@ def _launch_norm(
 ) -> None:  # fmt: skip
     """x, added, sums, y: [rows, H]; form: epsilon, offset and whether it rounds."""
     count, (epsilon, offset, rounds) = x.shape[1], form
-    norm_rows[(x.shape[0],)](
-        x, added, weight, sums, y, count, x.stride(0), added.stride(0), epsilon,
-        BLOCK=triton.next_power_of_2(count), OFFSET=offset, ROUNDS=rounds, ADDS=adds, num_warps=num_warps(count),
-        **FIXED,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        norm_rows[(x.shape[0],)](
+            x, added, weight, sums, y, count, x.stride(0), added.stride(0), epsilon,
+            BLOCK=triton.next_power_of_2(count), OFFSET=offset, ROUNDS=rounds, ADDS=adds, num_warps=num_warps(count),
+            **FIXED,
+        )  # fmt: skip
 
 
 def num_warps(count: int) -> int:

@@ -60,14 +60,23 @@ class DeviceNorm(nn.Module):
         # [H]
         self.weight = parts.weight
         self.epsilon, self.form = parts.epsilon, form
+        self._done: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., H]."""
+        done, self._done = self._done, None
+        if done is not None and done[0] is x:
+            return done[1]
         return device_kernels.rms_norm(x, self.weight, self.epsilon, *self.form)
 
     def of_sum(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x, added: [..., H]. Returns their sum and the norm of it."""
         return device_kernels.add_rms_norm(x, added, self.weight, self.epsilon, *self.form)
+
+    def ahead(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """x, added: [..., H]. Returns their sum; if that is what the norm is called with next, it is done already."""
+        self._done = self.of_sum(x, added)
+        return self._done[0]
 
 
 class DeviceMlp(nn.Module):

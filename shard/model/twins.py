@@ -25,6 +25,9 @@ class Twins(Protocol):
     def of_layer(self, layer: nn.Module) -> nn.Module | None:
         """The twin of a layer whose parts' twins are in place."""
 
+    def link(self, network: nn.Module) -> None:
+        """Join what twins of different layers do, once all are in place."""
+
 
 @dataclass(frozen=True)
 class CpuTwins:
@@ -39,6 +42,9 @@ class CpuTwins:
 
     def of_layer(self, layer: nn.Module) -> nn.Module | None:
         return fused_layer.fuse_layer(layer)
+
+    def link(self, network: nn.Module) -> None:
+        """A layer is one call; nothing is done across."""
 
 
 class DeviceTwins:
@@ -59,7 +65,10 @@ class DeviceTwins:
         return twin or self._attention.fuse_attention(module, self.shared, self.rotary_width)
 
     def of_layer(self, layer: nn.Module) -> nn.Module | None:
-        return self._layer.fuse_layer(layer, self.rotary_width)
+        return self._layer.fuse_layer(layer)
+
+    def link(self, network: nn.Module) -> None:
+        self._layer.link(network)
 
 
 def choose(
@@ -79,12 +88,17 @@ def choose(
     return None
 
 
-def place(parent: nn.Module, twins: Twins) -> None:
+def place(network: nn.Module, twins: Twins) -> None:
     """Put twins in place of parts, then of layers made of them; what only the replaced modules held is dropped."""
+    _place(network, twins)
+    twins.link(network)
+
+
+def _place(parent: nn.Module, twins: Twins) -> None:
     for name, child in list(parent.named_children()):
         twin = twins.of_part(child)
         if twin is None:
-            place(child, twins)
+            _place(child, twins)
             twin = twins.of_layer(child)
         if twin is not None:
             _keep_facts(child, twin)

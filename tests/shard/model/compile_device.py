@@ -2,13 +2,17 @@
 test_device_parts.py.
 """
 
+import re
+import subprocess
+import tempfile
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shard.model import device_kernels as kernels
 
-WIDTH, HIDDEN, HEAD = 4096, 14336, 128
+WIDTH, HEAD = 4096, 128
 ADDRESSES = ("x", "added", "weight", "sums", "y", "cos", "sin", "q_weight", "k_weight")
 TYPES = dict.fromkeys(ADDRESSES, "*bf16") | {"epsilon": "fp32"}
 NORM = {"BLOCK": WIDTH, "OFFSET": 0.0, "ROUNDS": True}
@@ -24,14 +28,22 @@ ROTARY = {
 
 
 def instructions(kernel: triton.JITFunction, constants: dict[str, object], num_warps: int, unaligned: str = "") -> str:
-    """PTX for Hopper, every address and count a multiple of 16 but for those in `unaligned`."""
+    """PTX for Hopper, every address and count a multiple of 16 but for those in `unaligned`; nothing spills."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
     free = {"epsilon", *unaligned.split()}
     aligned = [i for i, name in enumerate(names) if name not in constants and name not in free]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    options = {"num_warps": num_warps, **kernels.FIXED}
+    asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"STACK:0 .*LOCAL:0 ", used), f"registers ran out: {used}"
+    text: str = asm["ptx"]
+    return text
 
 
 def count(text: str, instruction: str) -> int:
@@ -40,25 +52,21 @@ def count(text: str, instruction: str) -> int:
 
 def main() -> None:
     warps = kernels.num_warps(WIDTH)
-    norm = instructions(kernels.norm_rows, NORM | {"ADDS": False}, warps)
-    add_norm = instructions(kernels.norm_rows, NORM | {"ADDS": True}, warps)
-    gates = [
-        instructions(kernels.gate_rows, {"BLOCK": kernels.GATE_BLOCK, "IS_TANH": is_tanh}, 4) for is_tanh in (0, 1)
-    ]
-    turns = [
-        instructions(kernels.rotate_heads, ROTARY | {"NORMS": norms}, 2, "num_heads num_turned") for norms in (0, 1)
-    ]
-    for text in (norm, add_norm, *gates, *turns):
-        assert ".local" not in text, "registers ran out"
-        assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
-    # x, twice x and the weight, each in 4096 / (32 * warps * 8) pieces of 16 bytes a thread
+    norm, add_norm = (instructions(kernels.norm_rows, NORM | {"ADDS": adds}, warps) for adds in (False, True))
+    # x, what is added and the weight, each in so many pieces of 16 bytes a thread
     pieces = WIDTH // (32 * warps * 8)
-    assert count(norm, "ld.global") == 2 * pieces and count(norm, "st.global") == pieces
-    assert count(add_norm, "ld.global") == 3 * pieces and count(add_norm, "st.global") == 2 * pieces
-    for text in gates:
-        assert count(text, "ld.global") == 2 and count(text, "st.global") == 1
-    for text in turns:
-        assert count(text, "ld.global.v4") == 2 and count(text, "st.global") == 2
+    assert count(norm, "ld.global.v4.b32") == count(norm, "ld.global") == 2 * pieces
+    assert count(add_norm, "ld.global.v4.b32") == count(add_norm, "ld.global") == 3 * pieces
+    assert count(norm, "st.global.v4.b32") == pieces and count(add_norm, "st.global.v4.b32") == 2 * pieces
+    for is_tanh in (False, True):  # 14336 hidden numbers are 14 blocks
+        text = instructions(kernels.gate_rows, {"BLOCK": kernels.GATE_BLOCK, "IS_TANH": is_tanh}, 4)
+        assert count(text, "ld.global.v4.b32") == count(text, "ld.global") == 2
+        assert count(text, "st.global.v4.b32") == 1
+    for norms in (False, True):
+        text = instructions(kernels.rotate_heads, ROTARY | {"NORMS": norms}, 2, "num_heads num_turned")
+        # both halves of eight heads; the angles of a row are few
+        assert count(text, "ld.global.v4.b32") == 2
+        assert count(text, "st.global.v4.b32") == count(text, "st.global") == 2
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ process of its own, on CUDA or, with TRITON_INTERPRET=1, on CPU.
 import copy
 import gc
 import weakref
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from shard import attention
 from shard.batch import Segment, StepInputs
-from shard.model import twins
+from shard.config import ShardConfig
+from shard.model import device_kernels, load_model, twins
 from shard.model.assemble import assemble
 from shard.model.device_attention import DeviceAttention
 from shard.model.device_layer import DeviceDecoderLayer
@@ -40,10 +44,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[type, ...]]] = {
     "gemma2": ("gemma2", {**ONE, "layer_types": ["sliding_attention"]}, ALL),
     "phi3": ("phi3", ONE, ALL),
     "phi3 partial": ("phi3", {**ONE, "rope_parameters": PARTIAL}, ALL),
+    "mixtral": ("mixtral", ONE, (DeviceNorm, DeviceAttention, DeviceDecoderLayer)),
     "granite": ("granite", ONE, ALL[:3]),  # what is added is multiplied first
     "stablelm": ("stablelm", ONE, (DeviceAttention, DeviceMlp)),  # layer norms with biases
     "gpt2": ("gpt2", {"n_layer": 1}, ()),
 }
+
+ROUNDED = ("llama biases", "qwen3", "gemma2")
 
 
 def network_of(name: str, dtype: torch.dtype, **more: Any) -> Any:
@@ -88,7 +95,10 @@ def check(wanted: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in MODELS), *((name, torch.bfloat16) for name in ("llama", "qwen3", "gemma2"))],
+    [
+        *((name, torch.float32) for name in MODELS),
+        *((name, torch.bfloat16) for name in ("llama biases", "qwen3", "gemma2")),
+    ],
     ids=str,
 )
 def test_a_whole_model_gives_the_same_logits(name: str, dtype: torch.dtype) -> None:
@@ -104,6 +114,22 @@ def test_a_whole_model_gives_the_same_logits(name: str, dtype: torch.dtype) -> N
         [Segment(4, 1, [3]), Segment(1, 2, [1])],
     ):
         check(logits_of(plain, segments), logits_of(fused, segments), dtype)
+
+
+@pytest.mark.parametrize(("kind", "num_alone"), [("llama", 1), ("gemma2", 5)])
+def test_sums_are_part_of_the_norms_that_follow(kind: str, num_alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"layer_types": ["full_attention"] * 2} if kind == "gemma2" else {}
+    model = assembled(network_of(kind, torch.float32, num_hidden_layers=2, **kinds), "device")
+    called: list[str] = []
+
+    def noting(name: str) -> Any:
+        kernel = getattr(device_kernels, name)
+        return lambda *given: called.append(name) or kernel(*given)
+
+    for name in ("rms_norm", "add_rms_norm"):
+        monkeypatch.setattr(device_kernels, name, noting(name))
+    logits_of(model, [Segment(0, 2, [1])])
+    assert called.count("add_rms_norm") == 4 and called.count("rms_norm") == num_alone
 
 
 def test_no_weight_is_there_twice() -> None:
@@ -127,19 +153,24 @@ def test_no_weight_is_there_twice() -> None:
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_mix_of_adapters_gives_the_same_logits(mix: str, kind: str) -> None:
-    """Of several ranks, with DoRA's scale, with biases; on CPU by compiled code, whose bits count on no neighbour."""
+    plain, fused = with_adapters(kind)
+    segments = segments_of([slot if slot in (-1, 7, 8) else slot % 4 for slot in MIXES[mix][:5]])
+    wanted = logits_of(plain, segments)
+    check(wanted, logits_of(fused, segments), torch.float32)
+    assert torch.equal(wanted, logits_of(plain, segments_of([-1] * 5))) == (mix == "none")
+
+
+@cache
+def with_adapters(kind: str) -> tuple[Model, Model]:
+    """A model without twins and with: adapters of several ranks, with DoRA's scale, with biases."""
     network = network_of(kind, torch.float32, num_hidden_layers=1)
-    plain, fused = assembled(copy.deepcopy(network), "none"), assembled(network, "device")
-    bare = logits_of(plain, segments_of([-1] * 5))
-    for model in (plain, fused):
+    models = assembled(copy.deepcopy(network), "none"), assembled(network, "device")
+    for model in models:
         bench = Bench(torch.float32, sites_of(model), inputs=model.inputs)
         bench.load(0, 1, 2, 3, 7, 8)
         if DEVICE.type == "cpu":
             compute_compiled(bench)
-    segments = segments_of([slot if slot in (-1, 7, 8) else slot % 4 for slot in MIXES[mix][:5]])
-    wanted = logits_of(plain, segments)
-    check(wanted, logits_of(fused, segments), torch.float32)
-    assert torch.equal(wanted, bare) == (mix == "none")
+    return models
 
 
 def test_adapters_of_joined_products_take_one_launch() -> None:
@@ -188,3 +219,12 @@ def test_sites_project_by_their_part_of_a_joined_weight(kind: str) -> None:
 def test_unknown_fusions_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="unknown fusions 'all'"):
         assembled(network_of("llama", torch.float32), "all")
+
+
+def test_a_loaded_model_has_the_twins_that_its_configuration_asks_for(tmp_path: Path) -> None:
+    tiny.make("llama", tmp_path, num_hidden_layers=1)
+    device = str(DEVICE) if DEVICE.type == "cpu" else "cuda:0"
+    config = ShardConfig("tiny", str(tmp_path), "unix:/dev/null", device=device, attention="reference")
+    for fusions, count in (("device", 1), ("none", 0)):
+        model = load_model(replace(config, fusions=fusions))
+        assert sum(isinstance(module, DeviceDecoderLayer) for module in model.network.modules()) == count

@@ -12,16 +12,14 @@ CASES = [str(Path(__file__).with_name(name)) for name in ("device_cases.py", "de
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
-@pytest.mark.parametrize("cases", CASES, ids=["parts", "models"])
-def test_in_the_interpreter(cases: str) -> None:
-    run("pytest", "-q", "-p", "no:cacheprovider", cases, interpreted="1")
+def test_in_the_interpreter() -> None:
+    run("pytest", "-q", "-p", "no:cacheprovider", *CASES, interpreted="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("cases", CASES, ids=["parts", "models"])
-def test_on_the_device(cases: str) -> None:
-    run("pytest", "-q", "-p", "no:cacheprovider", cases, interpreted="0")
+def test_on_the_device() -> None:
+    run("pytest", "-q", "-p", "no:cacheprovider", *CASES, interpreted="0")
 
 
 def test_compiles_to_what_moves_sixteen_bytes_at_once() -> None:

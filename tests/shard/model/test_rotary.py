@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shard.model.rotary import RotaryTable, fix_rotary, tabulate_rotary
+from shard.model.rotary import RotaryTable, fix_rotary, rotary_width, tabulate_rotary
 from tests import tiny
 
 NUM_POSITIONS = 100
@@ -37,3 +37,11 @@ def test_one_that_reads_the_layers_kind_stays(tmp_path: Path) -> None:
     network = network_of("gemma3_text", tmp_path)
     tabulate_rotary(network, NUM_POSITIONS, torch.empty(1))
     assert not any(isinstance(module, RotaryTable) for module in network.modules())
+
+
+@pytest.mark.parametrize(("kind", "width"), [("llama", 16), ("stablelm", 8), ("gpt2", None)])
+def test_how_much_of_a_head_turns(kind: str, width: int | None, tmp_path: Path) -> None:
+    network = network_of(kind, tmp_path)
+    assert rotary_width(network) == width
+    tabulate_rotary(network, NUM_POSITIONS, torch.empty(1))
+    assert rotary_width(network) == width
