@@ -4,6 +4,7 @@ TRITON_INTERPRET=1, on CPU.
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from shard.attention.paged_kv import PagedKV
 from shard.attention.quantized_kv import FP8, dequantize, quantize
 from shard.attention.reference import ReferenceAttention
 from shard.batch import Bounds, Segment, StepInputs
+from shard.config import ShardConfig
+from shard.model.loader import read_config
+from shard.model.probe import probe
+from tests import tiny
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 PAGE = 64
@@ -298,3 +303,10 @@ def test_refuses_what_the_kernels_cannot_do() -> None:
         PagedAttention().allocate(AttentionSpec(1, 1, 512, 512, 1.0), 1, BFLOAT16, DEVICE)
     with pytest.raises(ValueError, match="float64"):
         PagedAttention().allocate(AttentionSpec(1, 1, 16, 16, 1.0), 1, torch.float64, DEVICE)
+
+
+def test_a_whole_network_computes_what_transformers_does(tmp_path: Path) -> None:
+    """Soft caps, windows and groups, packed and in chunks."""
+    folder = tiny.make("gemma2", tmp_path)
+    config = ShardConfig("tiny", str(folder), "unix:unused", device=str(DEVICE), attention="triton")
+    probe(config, read_config(config))
