@@ -39,6 +39,7 @@ SPECS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "sinks": ((4, 2, 16, 16), {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "window": 40}),
     "alibi": ((3, 3, 16, 16), {"alibi_slopes": torch.tensor([0.5, 0.25, 0.01])}),
     "large group": ((71, 1, 16, 16), {}),
+    "a tile ends in a group": ((13, 1, 16, 16), {}),
 }
 
 LONG, SHORT, THIRD = [5, 9, 2], [7, 1], [3, 4]
@@ -188,7 +189,8 @@ def test_memory_for_spans_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("grouped", FP8), ("window beyond a span", None), ("large group", None), ("sinks", None)]
+    ("name", "kv_dtype"),
+    [("grouped", FP8), ("window beyond a span", None), ("a tile ends in a group", None), ("sinks", None)],
 )
 def test_equal_bits_alone_in_chunks_and_in_company(name: str, kv_dtype: torch.dtype | None) -> None:
     spec = spec_of(name)
