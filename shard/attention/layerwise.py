@@ -94,11 +94,11 @@ class LayerwiseAttention(AttentionBackend):
 
 
 def _compare(backend: AttentionBackend, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
-    """Prompts to the end of a page, then single tokens, guesses and the begin of a prompt. Returns what is wrong."""
+    """A prompt to the end of a page, then guesses, a single token and the begin of a prompt. Returns what is wrong."""
     far = backend.page_size - 2
     steps = [
-        [Segment(0, far, [3]), Segment(0, far, [1, 4])],
-        [Segment(far, 1, [3]), Segment(far, 4, [1, 4]), Segment(0, 5, [2])],
+        [Segment(0, far, [1, 4]), Segment(0, 1, [3])],
+        [Segment(far, 4, [1, 4]), Segment(1, 1, [3]), Segment(0, 5, [2])],
     ]
     reference = ReferenceAttention(backend.page_size, backend.kv_dtype)
     name = type(backend).__name__

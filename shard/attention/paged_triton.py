@@ -292,7 +292,7 @@ def store_kv(
         key, value, slots, keys, values, key_scales if has_scales else keys, value_scales if has_scales else values,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         KV_HEADS=num_heads, HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        KEY_WIDTH=widths[0], VALUE_WIDTH=widths[1], HAS_SCALES=has_scales, WIDENS=_WIDENS,
+        KEY_WIDTH=widths[0], VALUE_WIDTH=widths[1], HAS_SCALES=has_scales, WIDENS=_WIDENS, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -324,6 +324,7 @@ def attend_paged(
         "VALUE_DIM": value_dim,
         "VALUE_WIDTH": width_of(value_dim),
         "HAS_SINKS": sinks is not None,
+        "enable_fp_fusion": True,
     }
     attend[(grid[0],)](
         query, keys, values, key_scales if has_scales else keys, value_scales if has_scales else values,

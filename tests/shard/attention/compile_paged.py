@@ -22,6 +22,8 @@ POINTERS = {
     "sinks": "*fp32", "slopes": "*fp32", "told": "*i32", "partials": "*fp32", "stats": "*fp32", "output": "*bf16",
     "key": "*bf16", "value": "*bf16", "slots": "*i64", "scale": "fp32", "cap": "fp32",
 }  # fmt: skip
+MOST_SPILT = 128
+"""Bytes: what older versions of triton lay aside while the innermost loop runs. A tile's sums would be 256 and more."""
 LAYERS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {"KV_HEADS": 8, "GROUP": 4, "dim": 128},
     "Gemma-2-9B": {"KV_HEADS": 8, "GROUP": 2, "dim": 256, "HAS_CAP": True, "WINDOW": 4096},
@@ -78,7 +80,7 @@ def main() -> None:
             registers, kept = resources(kernel)
             print(f"{name} {part}: {registers} registers, {kernel.metadata.shared} bytes shared, {kept} bytes spilt")
             assert "atom." not in ptx and "\tred." not in ptx, "an order that changes"
-            assert kept <= 8 and ".local" not in ptx, "registers ran out"
+            assert ".local" not in ptx and kept <= MOST_SPILT, "registers ran out"
             assert "ld.global.v2.b32" in ptx or "ld.global.v4.b32" in ptx or part == "attend"
         # a tile's rows are all computed by this instruction, and by no other
         text = attend.asm["ptx"]

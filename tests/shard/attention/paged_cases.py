@@ -4,6 +4,7 @@ TRITON_INTERPRET=1, on CPU.
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ from shard.attention.paged_kv import PagedKV
 from shard.attention.quantized_kv import FP8, dequantize, quantize
 from shard.attention.reference import ReferenceAttention
 from shard.batch import Segment, StepInputs
+from shard.config import ShardConfig
+from shard.model.loader import read_config
+from shard.model.probe import probe
 from shard.padding import Bounds
+from tests import tiny
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 PAGE = 64
@@ -35,6 +40,7 @@ SPECS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "sinks": ((4, 2, 16, 16), {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "window": 40}),
     "alibi": ((3, 3, 16, 16), {"alibi_slopes": torch.tensor([0.5, 0.25, 0.01])}),
     "large group": ((71, 1, 16, 16), {}),
+    "a tile ends in a group": ((13, 1, 16, 16), {}),
 }
 
 LONG, SHORT, THIRD = [5, 9, 2], [7, 1], [3, 4]
@@ -184,7 +190,8 @@ def test_memory_for_spans_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("grouped", FP8), ("window beyond a span", None), ("large group", None), ("sinks", None)]
+    ("name", "kv_dtype"),
+    [("grouped", FP8), ("window beyond a span", None), ("a tile ends in a group", None), ("sinks", None)],
 )
 def test_equal_bits_alone_in_chunks_and_in_company(name: str, kv_dtype: torch.dtype | None) -> None:
     spec = spec_of(name)
@@ -299,3 +306,10 @@ def test_refuses_what_the_kernels_cannot_do() -> None:
         PagedAttention().allocate(AttentionSpec(1, 1, 512, 512, 1.0), 1, BFLOAT16, DEVICE)
     with pytest.raises(ValueError, match="float64"):
         PagedAttention().allocate(AttentionSpec(1, 1, 16, 16, 1.0), 1, torch.float64, DEVICE)
+
+
+def test_a_whole_network_computes_what_transformers_does(tmp_path: Path) -> None:
+    """Soft caps, windows and groups, packed and in chunks."""
+    folder = tiny.make("gemma2", tmp_path)
+    config = ShardConfig("tiny", str(folder), "unix:unused", device=str(DEVICE), attention="triton")
+    probe(config, read_config(config))

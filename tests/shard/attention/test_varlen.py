@@ -95,6 +95,7 @@ def test_what_the_kernel_has_not_is_another_s(name: str, caplog: pytest.LogCaptu
     spec = spec_of(name)
     ours = Runner(layerwise(never), spec, BFLOAT16)
     assert isinstance(owner(ours), ReferenceAttention) and "slow reference" in caplog.text
+    assert "does not run" not in caplog.text, "it was asked"
     assert not ours.backend.can_capture
     rows = random_rows(spec, 20, BFLOAT16, 0)
     reference = Runner(ReferenceAttention(256), spec, BFLOAT16)
