@@ -1,10 +1,17 @@
-"""The bars about models on several devices, as far as a machine without any can measure them."""
+"""The bars about CUDA devices and models on several of them, as far as a machine without any can measure them; those
+that need one are in benchmarks/cuda.
+"""
 
-from benchmarks import planted
+from benchmarks import device_tests, planted
 from benchmarks.case import Bar, Over, Part
 
-PARTS: tuple[Part, ...] = (Part("devices-planted", planted.of_devices, planted.SETTINGS_OF_DEVICES),)
+PARTS: tuple[Part, ...] = (
+    Part("devices-planted", planted.of_devices, planted.SETTINGS_OF_DEVICES),
+    Part("devices-tests", device_tests.measure, device_tests.SETTINGS),
+)
 BARS: tuple[Bar, ...] = (
     Bar("planted faults of several devices that no test notices", "devices-planted", planted.NUM_OF_DEVICES,
         planted.num_unnoticed, 0, at_least=False, over=Over.SUM),
+    Bar("failed tests of kernels for devices, interpreted", "devices-tests", device_tests.NUM_TESTS,
+        device_tests.num_failed, 0, at_least=False, over=Over.SUM),
 )  # fmt: skip

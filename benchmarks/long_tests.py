@@ -11,7 +11,7 @@ from benchmarks.clients import num_failed, outcomes
 
 __all__ = ["NUM_TESTS", "SETTINGS", "measure", "num_failed"]
 
-NUM_TESTS = 67
+NUM_TESTS = 58
 OPTIONS = ("-m", "long", "-n", "2", "--dist", "worksteal")
 SETTINGS: dict[str, Any] = {"options": OPTIONS}
 

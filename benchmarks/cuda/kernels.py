@@ -19,7 +19,7 @@ USUAL, EAGER, UNFUSED, FP8 = "usual", "eager", "unfused", "fp8"
 WAYS: Mapping[str, Mapping[str, Any]] = {
     EAGER: {"graphs": False},
     UNFUSED: {"fusions": "none"},
-    FP8: {"kv_dtype": "fp8"},
+    FP8: {"kv_cache_dtype": "fp8"},
 }
 """Settings in which the other ways differ from the usual one."""
 REPEATS = 20

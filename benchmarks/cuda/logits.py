@@ -22,7 +22,7 @@ KERNELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "triton": {"attention": "triton", "fusions": "none"},
         "fusions": {"attention": "reference", "fusions": "auto"},
     },
-    "fp8": {"fp8": {"attention": "triton", "fusions": "none", "kv_dtype": "fp8"}},
+    "fp8": {"fp8": {"attention": "triton", "fusions": "none", "kv_cache_dtype": "fp8"}},
 }
 """By what they are measured for: the settings that bring each kernel in."""
 CONTEXT = 300

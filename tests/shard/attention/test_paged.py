@@ -14,9 +14,16 @@ from shard.padding import Bounds
 from tests.shard.model.test_lora_triton import run
 
 CASES = Path(__file__).with_name("paged_cases.py")
+SAMPLE = "(reference and (grouped or sinks)) or (eight_bits and bfloat16) or (equal_bits and grouped) or under_bounds"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
+@needs_triton
+def test_a_sample_in_the_interpreter() -> None:
+    run("pytest", "-q", "-p", "no:cacheprovider", str(CASES), "-k", SAMPLE, interpreted="1")
+
+
+@pytest.mark.device
 @needs_triton
 def test_in_the_interpreter() -> None:
     run("pytest", "-q", "-p", "no:cacheprovider", str(CASES), interpreted="1")

@@ -9,9 +9,15 @@ import torch
 from tests.shard.model.test_lora_triton import run
 
 CASES = Path(__file__).with_name("experts_triton_cases.py")
+SAMPLE = "(cut_them and zipf) or (products and 144) or (specification and mixtral and (zipf or none)) or captured_block"
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
+def test_a_sample_in_the_interpreter() -> None:
+    run("pytest", "-q", "-p", "no:cacheprovider", str(CASES), "-k", SAMPLE, interpreted="1")
+
+
+@pytest.mark.device
 def test_in_the_interpreter() -> None:
     run("pytest", "-q", "-p", "no:cacheprovider", str(CASES), interpreted="1")
 

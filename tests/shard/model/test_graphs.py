@@ -251,7 +251,7 @@ def test_ranks_capture_and_replay_together() -> None:
             assert float((each - other).abs().max()) <= CLOSE
 
 
-@pytest.mark.long
+@pytest.mark.device
 def test_graphs_with_adapters() -> None:
     """In a process of its own: kernels are interpreted, or not, from their import on."""
     cases = Path(__file__).with_name("graphs_triton_cases.py")

@@ -11,6 +11,7 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 CASES = Path(__file__).with_name("lora_triton_cases.py")
+SAMPLE = "(specification and 33 and bfloat16) or (any_company and 5) or largest_rank or tasks_behind or from_a_file"
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
@@ -26,6 +27,11 @@ def run(*command: str, interpreted: str) -> None:
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
 
 
+def test_a_sample_in_the_interpreter() -> None:
+    run("pytest", "-q", "-p", "no:cacheprovider", str(CASES), "-k", SAMPLE, interpreted="1")
+
+
+@pytest.mark.device
 def test_in_the_interpreter() -> None:
     run("pytest", "-q", "-p", "no:cacheprovider", str(CASES), interpreted="1")
 
