@@ -10,7 +10,7 @@ from benchmarks.clients import num_failed, outcomes
 
 __all__ = ["NUM_TESTS", "SETTINGS", "measure", "num_failed"]
 
-NUM_TESTS = 15
+NUM_TESTS = 14
 OPTIONS = ("-m", "device", "-n", "2", "--dist", "worksteal")
 SETTINGS: dict[str, Any] = {"options": OPTIONS}
 

@@ -51,19 +51,22 @@ class Captured:
 
 
 def plan_capture(config: ShardConfig, model: Model, has_adapters: bool) -> Captured | None:
-    """What is to be captured of a model, whose adapters have their tables already and whose KV has no pages yet; None
-    where steps are launched one by one. Raises ValueError where graphs were asked for and cannot be.
+    """What is to be captured of a model, whose adapters have their tables already and whose KV has no pages yet, nor has
+    it afterwards; None where steps are launched one by one. Raises ValueError where graphs were asked for and cannot be.
     """
     if config.graphs is False or model.info.device.type != "cuda":
         return None
+    model.allocate_kv(1)
     reason = model.why_no_graphs
     if not reason and config.num_ranks > 1 and config.graphs is None:
         reason = "the model is split over several devices, whose sums are captured only with --compile"
-    if not reason:
-        try:
+    try:
+        if not reason:
             return _measure(config, model, has_adapters)
-        except CannotCapture as failure:
-            reason = str(failure)
+    except CannotCapture as failure:
+        reason = str(failure)
+    finally:
+        model.free_kv()
     if config.graphs:
         raise ValueError(f"steps of {model.info.model_type} do not run as CUDA graphs (--compile): {reason}")
     log.warning("steps do not run as CUDA graphs", model_type=model.info.model_type, reason=reason)
@@ -74,9 +77,7 @@ def _measure(config: ShardConfig, model: Model, has_adapters: bool) -> Captured:
     most_rows = min(config.graph_rows, config.step_tokens + config.max_running)
     padding = Padding(most_rows, config.max_total_tokens, spare_page=0, has_adapters=has_adapters)
     every = padding.all()
-    model.allocate_kv(1)
     used = [_used(model, padding, count) for count in (1, min(TRIAL, len(every)))]
-    model.free_kv()
     each = max(0, used[1] - used[0]) // max(1, min(TRIAL, len(every)) - 1)
     return Captured(model, most_rows, config.max_total_tokens, has_adapters, used[0] + each * (len(every) - 1))
 

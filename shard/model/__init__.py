@@ -23,6 +23,9 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     """Load the model in `config.model_path`, or this rank's part of it. Raises ValueError with a reason when it cannot
     be served.
     """
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the thread's current device
     checkpoint = read_config(config)
     refuse_unservable(checkpoint)
     text_config = checkpoint.get_text_config()
@@ -35,7 +38,6 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
         raise ValueError(f"cannot serve {checkpoint.model_type}: {reason}") from None
     probe(config, checkpoint, group)
     dtype = choose_dtype(config, checkpoint)
-    device = torch.device(config.device)
     backend = attention.create(config.attention, device, dtype, config.page_size, config.kv_cache_dtype)
     network = load_network(config, checkpoint, dtype, method, is_whole=group is None)
     inputs = StepInputs(backend.page_size, device)

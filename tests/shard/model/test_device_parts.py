@@ -9,13 +9,18 @@ import torch
 from tests.shard.model.test_lora_triton import run
 
 CASES = [str(Path(__file__).with_name(name)) for name in ("device_cases.py", "device_model_cases.py")]
-SAMPLES = (
-    "(plain_ones and bfloat16) or left_alone or (the_same and (llama or qwen3))",
-    "(logits and bfloat16 and qwen3) or (mix and llama and (zipf or none)) or one_launch or twice",
+SAMPLE = (
+    "(plain_ones and bfloat16) or left_alone or (site_gets and (llama or qwen3)) or (logits and bfloat16 and qwen3) "
+    "or (mix and llama and (zipf or none)) or one_launch or twice"
 )
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
+def test_a_sample_in_the_interpreter() -> None:
+    run("pytest", "-q", "-p", "no:cacheprovider", *CASES, "-k", SAMPLE, interpreted="1")
+
+
+@pytest.mark.device
 def test_in_the_interpreter() -> None:
     run("pytest", "-q", "-p", "no:cacheprovider", *CASES, interpreted="1")
 
