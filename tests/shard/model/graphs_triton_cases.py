@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from shard.batch import Segment
+from shard.batch import HeadsRow, Segment
 from shard.model import Model
+from shard.model.heads_file import HeadsContent, HeadsShape
 from shard.model.lora import AdapterSite, SlotWeights
 from shard.model.lora_device import sites_of
 from shard.padding import Padding
@@ -70,3 +71,43 @@ def test_one_graph_holds_any_mix_of_adapters_and_ranks() -> None:
         differs = (expected - bare).abs().amax(1) > 4 * CLOSE * float(expected.abs().max())
         assert bool(differs.any()) == any(slot not in (-1, NONE_OF_IT) for slot in slots)
     assert recorder.num_replayed == len(mixes)
+
+
+def put_heads(model: Model, slot: int, shape: HeadsShape) -> None:
+    """Random heads, the same for every model."""
+    generator = torch.Generator().manual_seed(slot)
+    made = [torch.randn(size, generator=generator).half() / 6 for size in shape.tensors()]
+    sizes = [-(-tensor.nbytes // 64) * 64 for tensor in made]
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8)
+    for piece, tensor in zip(memory.split(sizes), made, strict=True):
+        piece[: tensor.nbytes].view(torch.float16).copy_(tensor.flatten())
+    model.heads.put(slot, HeadsContent(shape, torch.float16, memory.numel(), torch.empty(0)).on(memory))
+    KEPT.append(memory)
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def test_one_graph_holds_any_mix_of_heads() -> None:
+    """Of both versions and of one and two blocks, which came after it was captured."""
+    plain, graphed = model_with(num_layers=1), model_with(num_layers=1)
+    recorder, padding = TapeRecorder(), Padding(4, MOST_TOKENS, NUM_PAGES, has_adapters=True)
+    padding.row_counts = [4]
+    for model in (plain, graphed):
+        model.allocate_adapters(4)
+        model.give_kernels(4, max_rows=8, max_guesses=16)
+        model.allocate_kv(NUM_PAGES + 1)
+    graphed.capture(padding, recorder, [each for each in padding.all() if each.num_guesses])
+    for model in (plain, graphed):
+        put_heads(model, 1, HeadsShape(3, 1, 32, 0))
+        put_heads(model, 2, HeadsShape(2, 2, 32, VOCAB))
+    segments = [Segment(0, 2, range(4)), Segment(0, 1, range(4, 8))]
+    ids, rows = torch.tensor([3, 5, 8]), torch.arange(3)
+    for heads in ([HeadsRow(0, 1, 3), HeadsRow(1, 1, 3)], [HeadsRow(2, 2, 2), HeadsRow(0, 1, 1)], [HeadsRow(1, 2, 1)]):
+        found = []
+        for model in (plain, graphed):
+            model.inputs.fill(segments, ids, rows, [0, 1, 2], heads)
+            found.append(model.forward().clone())
+        assert found[0].shape == found[1].shape == (3 + sum(each.num_guesses for each in heads), VOCAB)
+        assert float((found[0] - found[1]).abs().max()) <= CLOSE * float(found[0].abs().max())
+    assert recorder.num_replayed == 3

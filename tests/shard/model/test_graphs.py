@@ -1,10 +1,8 @@
 """Captured steps, on CPU: a tape keeps the operations of a forward pass as a CUDA graph would keep its launches."""
 
 import copy
-import os
+import importlib.util
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -28,9 +26,11 @@ from shard.speculation import Guessers
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.model.dense_attention import DenseAttention
 from tests.shard.model.tape import TapeRecorder
+from tests.shard.model.test_lora_triton import run
 from tests.shard.ranks.in_threads import together
 from tests.shard.rig import Rig, Setup, make_request
 
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 PAGE_SIZE, NUM_PAGES, MOST_ROWS, MOST_TOKENS = 4, 40, 16, 32
 VOCAB = VOCAB_SIZE
 CLOSE = 2.0**-8
@@ -251,11 +251,18 @@ def test_ranks_capture_and_replay_together() -> None:
             assert float((each - other).abs().max()) <= CLOSE
 
 
-@pytest.mark.device
-def test_graphs_with_adapters() -> None:
+def run_cases(*options: str) -> None:
     """In a process of its own: kernels are interpreted, or not, from their import on."""
     cases = Path(__file__).with_name("graphs_triton_cases.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", str(cases)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
+    run("pytest", "-q", "-p", "no:cacheprovider", str(cases), *options, interpreted="1")
+
+
+@needs_triton
+def test_graphs_with_heads() -> None:
+    run_cases("-k", "heads")
+
+
+@needs_triton
+@pytest.mark.device
+def test_graphs_with_adapters_and_heads() -> None:
+    run_cases()
