@@ -1,4 +1,5 @@
-"""The tests of kernels for devices in full, in Triton's interpreter, and of `make bench-cuda` on CPU, one case each.
+"""The tests of kernels for devices in full, in Triton's interpreter, of `make bench-cuda` on CPU, and of the end of a rank,
+one case each.
 
 python -m benchmarks.proof --part devices-tests
 """
@@ -10,7 +11,7 @@ from benchmarks.clients import num_failed, outcomes
 
 __all__ = ["NUM_TESTS", "SETTINGS", "measure", "num_failed"]
 
-NUM_TESTS = 14
+NUM_TESTS = 15
 OPTIONS = ("-m", "device", "-n", "2", "--dist", "worksteal")
 SETTINGS: dict[str, Any] = {"options": OPTIONS}
 

@@ -106,6 +106,7 @@ def test_every_request_gets_what_the_whole_model_gives(split: Launched, whole: l
     assert httpx.get(f"{split.url}/info").json()["effective_configuration"]["num_shard"] == 2
 
 
+@pytest.mark.device
 def test_a_rank_that_dies_ends_its_shard_and_no_request(split: Launched, whole: list[list[int]]) -> None:
     (other,) = ranks(split)
     shard, client = split.shard(0), Client(split.url)

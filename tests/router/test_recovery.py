@@ -217,8 +217,10 @@ async def test_what_ends_shards_is_refused_by_name_and_nobody_else(tmp_path: Pat
         shard = await here.start(0, step_seconds=2.0)
         await here.until(lambda: shard.num_running == 2)
         assert [submit.num_alone > 0 for submit in here.submits[0][-2:]] == [True, True]
+        (link,) = here.dispatcher.links
+        await here.until(lambda: link.computing == {poison.wire_id, other.wire_id})  # what the shard itself says
         alone = pb.Computing(ids=[poison.wire_id])
-        here.dispatcher.links[0].shard_output(pb.StepOutput(computing=alone))
+        link.shard_output(pb.StepOutput(computing=alone))
         await here.end(0)
         with pytest.raises(EndsShards):
             await ids_of(poison)
