@@ -1,5 +1,5 @@
-"""The tests of kernels for devices in full, in Triton's interpreter, of `make bench-cuda` on CPU, and of the end of a rank,
-one case each.
+"""The tests of kernels for devices in full, in Triton's interpreter, of `make bench-cuda` on CPU, and of the end of a
+rank, one case each.
 
 python -m benchmarks.proof --part devices-tests
 """
