@@ -1,7 +1,7 @@
 """The tests of kernels for devices in full, in Triton's interpreter, of `make bench-cuda` on CPU, and of the end of a
 rank, one case each.
 
-python -m benchmarks.proof --part devices-tests
+    python -m benchmarks.proof --part devices-tests
 """
 
 from typing import Any
