@@ -215,7 +215,7 @@ class StepInputs:
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups
             self._groups[0].fill(row_slots, None if bounds is None else bounds.num_rows)
-            self._groups[1].fill(head_slots, None if bounds is None else bounds.num_rows + bounds.num_guesses)
+            self._groups[1].fill(head_slots, None if bounds is None else bounds.num_logits)
 
 
 class Frame:

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shard.transfer import sendable
+
 TASK_ROWS = 16
 """Rows of one task at most: one tile of a matrix unit. MOST_ROWS of lora.c."""
 
@@ -63,12 +65,12 @@ def send(memory: torch.Tensor, *parts: tuple[npt.NDArray[np.int32], int]) -> Non
     num_values = sum(length for _, length in parts)
     if not num_values:
         return
-    host = torch.zeros(num_values, dtype=torch.int32, pin_memory=memory.device.type == "cuda")
+    host = np.zeros(num_values, np.int32)
     first = 0
     for values, length in parts:
-        host.numpy()[first : first + values.size] = values
+        host[first : first + values.size] = values
         first += length
-    memory[:num_values].copy_(host, non_blocking=True)
+    memory[:num_values].copy_(sendable(torch.from_numpy(host), memory.device), non_blocking=True)
 
 
 def group(slots: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
