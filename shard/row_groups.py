@@ -35,7 +35,7 @@ class RowGroups:
 
     def most_tasks(self, num_rows: int) -> int:
         """Tasks that a step of so many rows has at most."""
-        return min(num_rows, min(self.max_slots, num_rows) + num_rows // TASK_ROWS)
+        return most_tasks(num_rows, self.max_slots, TASK_ROWS)
 
     def fill(self, slots: npt.NDArray[np.int32], num_padded: int | None = None) -> None:
         """slots: [rows] the slot of each row of the step, -1 for none. num_padded: rows that the step is padded to;
@@ -56,6 +56,11 @@ class RowGroups:
         row_slots = np.full(num_rows + 1, -1, np.int32)
         row_slots[: len(slots)] = slots
         send(self._memory, (tasks.ravel(), sizes[0]), (row_slots, sizes[1]), (row_ids, sizes[2]))
+
+
+def most_tasks(num_rows: int, num_keys: int, task_rows: int) -> int:
+    """Tasks that rows of at most so many different keys may be, `task_rows` rows to a task."""
+    return min(num_rows, min(num_rows, num_keys) + num_rows // task_rows)
 
 
 def send(memory: torch.Tensor, *parts: tuple[npt.NDArray[np.int32], int]) -> None:

@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         "graphs outlive the pages that they write to",
         "shard/model/model.py",
-        "        self.graphs = None\n        self.inputs.pad(None)\n        for site",
+        "        self.drop_graphs()\n        for site",
         "        for site",
         f"{GRAPHS_TEST}::test_new_pages_drop_the_graphs",
     ),
