@@ -43,7 +43,7 @@ def of_recovery(finished: frozenset[str] = frozenset()) -> Cases:
 
 
 def of_devices(finished: frozenset[str] = frozenset()) -> Cases:
-    """Those of models on several devices."""
+    """Those of models on devices, one or several."""
     return measure(finished, OF_DEVICES)
 
 

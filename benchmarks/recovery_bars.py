@@ -5,8 +5,8 @@ from functools import partial
 from benchmarks import (
     adapter_misses,
     four_shards,
-    long_tests,
     machines,
+    marked_tests,
     overload,
     planted,
     receipts,
@@ -26,7 +26,7 @@ PARTS: tuple[Part, ...] = (
     Part("recovery-shards", four_shards.measure, four_shards.SETTINGS),
     Part("recovery-misses", adapter_misses.measure, adapter_misses.SETTINGS),
     Part("recovery-planted", planted.of_recovery, planted.SETTINGS_OF_RECOVERY),
-    Part("recovery-tests", long_tests.measure, long_tests.SETTINGS),
+    Part("recovery-tests", marked_tests.long, marked_tests.settings("long")),
 )
 
 
@@ -66,6 +66,6 @@ BARS: tuple[Bar, ...] = (
         adapter_misses.over_peer, 0.5, at_least=False),
     Bar("planted faults of recovery that no test notices", "recovery-planted", planted.NUM_OF_RECOVERY,
         planted.num_unnoticed, 0, at_least=False, over=Over.SUM),
-    Bar("failed tests of those too long for make test", "recovery-tests", long_tests.NUM_TESTS,
-        long_tests.num_failed, 0, at_least=False, over=Over.SUM),
+    Bar("failed tests of those too long for make test", "recovery-tests", marked_tests.NUM_LONG,
+        marked_tests.num_failed, 0, at_least=False, over=Over.SUM),
 )  # fmt: skip

@@ -3,14 +3,13 @@
 Exit code 0 after a clean end, else 1.
 """
 
-import os
 import sys
 
 import structlog
 
 from shard import logs
 from shard.config import ShardConfig
-from shard.process import hold_signals
+from shard.process import end_process, hold_signals
 
 log = structlog.get_logger()
 
@@ -39,8 +38,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    # Nothing is left to do, and threads of libraries must not keep a finished shard alive.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_process(main())

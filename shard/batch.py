@@ -16,7 +16,7 @@ import torch
 from shard.guess_groups import GuessGroups, as_array
 from shard.padding import Bounds, Padding
 from shard.row_groups import TASK_ROWS, RowGroups
-from shard.transfer import to_device
+from shard.transfer import sendable, to_device
 
 
 @dataclass(frozen=True)
@@ -145,14 +145,27 @@ class StepInputs:
         `host_rows` repeats for the host; heads: guesses that are wanted too.
         """
         self.num_wanted, self.num_guesses = logits_rows.shape[0], sum(each.num_guesses for each in heads)
+        self.segments, self.heads, self._host_rows = list(segments), list(heads), host_rows
         self.bounds = None
         if self._padding is not None:
-            has_adapters = any(segment.slot >= 0 for segment in segments)
-            self.bounds = self._padding.fit(input_ids.shape[0], self.num_wanted, self.num_guesses, has_adapters)
-        if self.bounds is not None and self._padding is not None:
-            segments = [*segments, *self._spare(self.bounds.num_rows - input_ids.shape[0], self._padding.spare_page)]
-        num_segments = len(segments)
-        self.segments = list(segments)
+            num_rows, has_adapters = input_ids.shape[0], any(segment.slot >= 0 for segment in segments)
+            self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_guesses, has_adapters)
+            if self.bounds is not None:
+                self.segments += self._spare(self.bounds.num_rows - num_rows, self._padding.spare_page)
+        places = self._lay_out()
+        if self.bounds is None:
+            self.input_ids, self.logits_rows = input_ids, logits_rows
+            self.position_ids, self.kv_slots = to_device(torch.from_numpy(places), self.device)
+        else:
+            self._frame.fill(self.bounds.num_rows, input_ids, logits_rows, places)
+            self.input_ids, self.logits_rows, self.position_ids, self.kv_slots = self._frame.views(self.bounds.num_rows)
+        self._fill_adapters()
+        if self.guess_groups is not None:
+            self.guess_groups.fill(as_array(self.heads), None if self.bounds is None else self.bounds.num_guesses)
+
+    def _lay_out(self) -> npt.NDArray[np.int64]:
+        """What the host knows of the segments. Returns [2, T] each token's position, and where its K and V go."""
+        segments, num_segments = self.segments, len(self.segments)
         self.starts = np.fromiter((segment.start for segment in segments), np.int32, num_segments)
         self.counts = np.fromiter((segment.num_tokens for segment in segments), np.int32, num_segments)
         self.first_rows = (np.cumsum(self.counts) - self.counts).astype(np.int32)
@@ -165,17 +178,7 @@ class StepInputs:
         positions = np.arange(owners.size) + (self.starts - self.first_rows).astype(np.int64)[owners]
         slots = self.page_table[owners, positions // self.page_size].astype(np.int64) * self.page_size
         slots += positions % self.page_size
-        self.heads = list(heads)
-        self._host_rows = host_rows
-        if self.bounds is None:
-            self.input_ids, self.logits_rows = input_ids, logits_rows
-            self.position_ids, self.kv_slots = to_device(torch.from_numpy(np.stack([positions, slots])), self.device)
-        else:
-            self._frame.fill(self.bounds.num_rows, input_ids, logits_rows, np.concatenate([positions, slots]))
-            self.input_ids, self.logits_rows, self.position_ids, self.kv_slots = self._frame.views(self.bounds.num_rows)
-        self._fill_adapters(segments)
-        if self.guess_groups is not None:
-            self.guess_groups.fill(as_array(self.heads), None if self.bounds is None else self.bounds.num_guesses)
+        return np.stack([positions, slots])
 
     def _spare(self, num_rows: int, page_id: int) -> list[Segment]:
         """Rows that belong to nobody, in a page that belongs to nobody."""
@@ -197,9 +200,9 @@ class StepInputs:
         """Rows of a forward pass that somebody wants: S + E."""
         return self.num_wanted + self.num_guesses
 
-    def _fill_adapters(self, segments: Sequence[Segment]) -> None:
+    def _fill_adapters(self) -> None:
         self.adapter_rows = self.head_adapter_rows = NO_ADAPTERS
-        slots, bounds = [segment.slot for segment in segments], self.bounds
+        slots, bounds = [segment.slot for segment in self.segments], self.bounds
         if max(slots, default=-1) < 0 and not (bounds is not None and bounds.has_adapters):
             return
         self.adapter_rows = AdapterRows(slots, self.counts.tolist())
@@ -215,7 +218,7 @@ class StepInputs:
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups
             self._groups[0].fill(row_slots, None if bounds is None else bounds.num_rows)
-            self._groups[1].fill(head_slots, None if bounds is None else bounds.num_rows + bounds.num_guesses)
+            self._groups[1].fill(head_slots, None if bounds is None else bounds.num_logits)
 
 
 class Frame:
@@ -234,11 +237,12 @@ class Frame:
     def fill(
         self, num_rows: int, input_ids: torch.Tensor, logits_rows: torch.Tensor, places: npt.NDArray[np.int64]
     ) -> None:
-        """input_ids: [≤ num_rows], logits_rows: [≤ num_rows] on the device; places: [2 * num_rows]."""
+        """input_ids: [≤ num_rows], logits_rows: [≤ num_rows] on the device; places: [2, num_rows]."""
         self._input_ids[: input_ids.shape[0]].copy_(input_ids)
         self._logits_rows[: logits_rows.shape[0]].copy_(logits_rows)
         self._logits_rows[logits_rows.shape[0] : num_rows].zero_()
-        self._places[: 2 * num_rows].copy_(to_device(torch.from_numpy(places), self._places.device))
+        host = sendable(torch.from_numpy(places.ravel()), self._places.device)
+        self._places[: 2 * num_rows].copy_(host, non_blocking=True)
 
     def views(self, num_rows: int) -> tuple[torch.Tensor, ...]:
         """[num_rows] each: token ids, rows whose logits are wanted, positions, and where K and V go."""

@@ -88,8 +88,7 @@ def _used(model: Model, padding: Padding, count: int) -> int:
     before = _free(device)
     model.capture(padding, CudaRecorder(device), padding.all()[:count])
     used = before - _free(device)
-    model.graphs = None
-    model.inputs.pad(None)
+    model.drop_graphs()
     return used
 
 

@@ -203,9 +203,10 @@ class Engine:
         watch = None
         if any(share.draft_ids for share in step.shares):
             watch = step.watch = Stopwatch(self._network.inputs.device)
+        draws = None
         if self._drafter is not None:
             self._gaps.begin()
-        draws = None if self._drafter is None else self._drafter.draft(step.shares, watch)
+            draws = self._drafter.draft(step.shares, watch)
         if watch is not None:
             watch.mark(Phase.DRAFT)
         layout = Layout()

@@ -28,6 +28,11 @@ class Bounds:
     has_adapters: bool = False
     """Whether rows may belong to adapters; with guesses they always may."""
 
+    @property
+    def num_logits(self) -> int:
+        """Rows of the output head: S + E."""
+        return self.num_rows + self.num_guesses
+
 
 class Padding:
     """The bounds that there are."""
@@ -44,11 +49,6 @@ class Padding:
     @property
     def most_rows(self) -> int:
         return self.row_counts[-1]
-
-    @property
-    def most_logits(self) -> int:
-        """Rows of the output head at most: S + E."""
-        return max(bounds.num_rows + bounds.num_guesses for bounds in self.all())
 
     def fit(self, num_rows: int, num_logits: int, num_guesses: int, has_adapters: bool) -> Bounds | None:
         """Of a step with so many rows, rows whose logits are wanted and rows of guesses; None where it is too large."""
@@ -72,9 +72,7 @@ class Padding:
             for family in families
             if rows <= MOST_GUESSED or not family[0]
         ]
-        return sorted(
-            found, key=lambda bounds: (bounds.num_rows + bounds.num_guesses, bounds.has_adapters), reverse=True
-        )
+        return sorted(found, key=lambda bounds: (bounds.num_logits, bounds.has_adapters), reverse=True)
 
     def _bounds(self, num_rows: int, has_guesses: bool, has_adapters: bool) -> Bounds:
         return Bounds(num_rows, self.max_kv_len, GUESSES_PER_ROW * num_rows if has_guesses else 0, has_adapters)

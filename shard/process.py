@@ -19,6 +19,13 @@ FORCED_END_S = 5.0
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
+def end_process(code: int) -> None:
+    """End at once: nothing is left to do, and threads of libraries must not keep the process alive."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def hold_signals() -> None:
     """Keep the signals that end a shard until they are watched for. Call this before any other thread exists: one that
     does not hold them would take them, and end the process at once.

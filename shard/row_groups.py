@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shard.transfer import sendable
+
 TASK_ROWS = 16
 """Rows of one task at most: one tile of a matrix unit. MOST_ROWS of lora.c."""
 
@@ -33,7 +35,7 @@ class RowGroups:
 
     def most_tasks(self, num_rows: int) -> int:
         """Tasks that a step of so many rows has at most."""
-        return min(num_rows, min(self.max_slots, num_rows) + num_rows // TASK_ROWS)
+        return most_tasks(num_rows, self.max_slots, TASK_ROWS)
 
     def fill(self, slots: npt.NDArray[np.int32], num_padded: int | None = None) -> None:
         """slots: [rows] the slot of each row of the step, -1 for none. num_padded: rows that the step is padded to;
@@ -56,6 +58,11 @@ class RowGroups:
         send(self._memory, (tasks.ravel(), sizes[0]), (row_slots, sizes[1]), (row_ids, sizes[2]))
 
 
+def most_tasks(num_rows: int, num_keys: int, task_rows: int) -> int:
+    """Tasks that rows of at most so many different keys may be, `task_rows` rows to a task."""
+    return min(num_rows, min(num_rows, num_keys) + num_rows // task_rows)
+
+
 def send(memory: torch.Tensor, *parts: tuple[npt.NDArray[np.int32], int]) -> None:
     """Copy `parts` to the start of `memory` in one go, without waiting for its device: each part's values, then zeros
     up to its length.
@@ -63,12 +70,12 @@ def send(memory: torch.Tensor, *parts: tuple[npt.NDArray[np.int32], int]) -> Non
     num_values = sum(length for _, length in parts)
     if not num_values:
         return
-    host = torch.zeros(num_values, dtype=torch.int32, pin_memory=memory.device.type == "cuda")
+    host = np.zeros(num_values, np.int32)
     first = 0
     for values, length in parts:
-        host.numpy()[first : first + values.size] = values
+        host[first : first + values.size] = values
         first += length
-    memory[:num_values].copy_(host, non_blocking=True)
+    memory[:num_values].copy_(sendable(torch.from_numpy(host), memory.device), non_blocking=True)
 
 
 def group(slots: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

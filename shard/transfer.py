@@ -8,11 +8,14 @@ _ALIGNED = 16
 """Bytes; the largest element is a divisor."""
 
 
+def sendable(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor where the device copies from by itself; with other memory the host waits for all before."""
+    return host.pin_memory() if device.type == "cuda" else host
+
+
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on its way to the device, in order with what is launched next."""
-    if device.type != "cuda":
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
+    return sendable(host, device).to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -20,7 +20,7 @@ TIE = 1e-3
 """Of the oracle's two best logits: the device adds up in another order."""
 TESTS = REPOSITORY / "tests"
 MARKED = "tests marked gpu"
-CHOOSES = 'environ.get("TRITON_INTERPRET")'
+CHOOSES = "DEVICE"
 """In the text of tests that run on CUDA where they are not interpreted. By themselves they say more than the tests that
 run them there, whose name is …"""
 RUNS_THEM = "test_on_the_device"

@@ -1,6 +1,6 @@
 """What attention tells the device about a step: one pinned copy, to a fixed address where a graph reads it.
 
-A copy from memory that is not pinned would wait for everything that was launched. Knows nothing of what they mean.
+Knows nothing of what it means.
 """
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from shard.padding import Bounds
+from shard.transfer import sendable, to_device
 
 
 class StepMetadata:
@@ -23,14 +24,13 @@ class StepMetadata:
         """`numbers` on the device, without waiting for it: as many as there are, or under `bounds` the `capacity` that
         those have, of which as many are new. Raises RuntimeError if that is too little.
         """
-        host = torch.empty(len(numbers), dtype=torch.int32, pin_memory=device.type == "cuda")
-        host.numpy()[:] = numbers
+        host = torch.from_numpy(numbers)
         if bounds is None:
-            return host.to(device, non_blocking=True)
+            return to_device(host, device)
         memory = self._fixed.get((bounds, device))
         if memory is None:
             memory = self._fixed[bounds, device] = torch.zeros(capacity, dtype=torch.int32, device=device)
         if len(numbers) > memory.numel():
             raise RuntimeError(f"a step has {len(numbers)} numbers for attention: {memory.numel()} were reserved")
-        memory[: len(numbers)].copy_(host, non_blocking=True)
+        memory[: len(numbers)].copy_(sendable(host, device), non_blocking=True)
         return memory

@@ -112,11 +112,6 @@ def is_there() -> bool:
     return "block_table" in inspect.signature(varlen.varlen_attn).parameters
 
 
-def covers(spec: AttentionSpec, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes such a layer."""
-    return not why_not(spec, dtype)
-
-
 def why_not(spec: AttentionSpec, dtype: torch.dtype) -> str:
     """What of a layer the kernel does not have; empty if it has all."""
     if dtype not in DTYPES:

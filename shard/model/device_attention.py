@@ -75,18 +75,13 @@ def fuse_attention(block: Any, shared: set[int], rotary_width: int | None = None
         return None
     weight = parts.qkv[0].weight
     x, position_embeddings = trial.tokens(weight.shape[1], rotary_width or parts.head_dim, weight)
-    plain, fused = Recorder(), Recorder()
-    with torch.inference_mode():
-        try:
-            wanted = trial.attend(block, plain, x, position_embeddings)
-        except (RuntimeError, TypeError):  # it wants other arguments or other angles: another kind of block
-            return None
+
+    def make(plain: Recorder) -> DeviceAttention | None:
         if _shapes(plain) != [(parts.num_heads, parts.head_dim), *[(parts.num_kv_heads, parts.head_dim)] * 2]:
             return None
-        twin = DeviceAttention(block, parts, norms, plain.options)
-        got = trial.attend(twin, fused, x, position_embeddings)
-    pairs = [(wanted, got), *zip(plain.seen, fused.seen, strict=True)]
-    return twin if all(trial.close(one, other) for one, other in pairs) else None
+        return DeviceAttention(block, parts, norms, plain.options)
+
+    return trial.attends_alike(block, make, x, position_embeddings)
 
 
 def _norms(parts: AttentionParts) -> Norms | None:

@@ -61,11 +61,6 @@ def sort_pairs(
     return SortedPairs(order, keys, ends, num_experts, num_slots)
 
 
-def most_tasks(num_pairs: int, num_keys: int, num_rows: int) -> int:
-    """Tasks that pairs of at most so many different keys may be, `num_rows` pairs to a task."""
-    return min(num_pairs, min(num_pairs, num_keys) + num_pairs // num_rows)
-
-
 def tasks_of(keys: torch.Tensor, values: torch.Tensor, num_rows: int, num_tasks: int) -> torch.Tensor:
     """What pairs_triton.py gives, in operations of torch's: its specification.
 

@@ -14,7 +14,6 @@ from shard.model.adapter_sites import JoinedSites, site_of
 from shard.model.packing import StreamedMatrix
 from shard.model.parts import attention_parts, is_plain, joined_bias
 from shard.model.site import AttentionSite
-from shard.model.trial import Recorder
 
 
 class FusedAttention(nn.Module):
@@ -64,13 +63,4 @@ def fuse_attention(block: Any, shared: set[int], rotary_width: int | None = None
         return None
     like = torch.empty(0, dtype=torch.bfloat16)
     x, position_embeddings = trial.tokens(parts.qkv[0].in_features, parts.head_dim, like)
-    plain, fused = Recorder(), Recorder()
-    with torch.inference_mode():
-        try:
-            wanted = trial.attend(block, plain, x, position_embeddings)
-        except (RuntimeError, TypeError):  # it wants other arguments or other angles: another kind of block
-            return None
-        twin = FusedAttention(block, plain.options)
-        got = trial.attend(twin, fused, x, position_embeddings)
-    pairs = [(wanted, got), *zip(plain.seen, fused.seen, strict=True)]
-    return twin if all(trial.close(one, other) for one, other in pairs) else None
+    return trial.attends_alike(block, lambda plain: FusedAttention(block, plain.options), x, position_embeddings)

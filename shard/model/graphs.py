@@ -74,7 +74,7 @@ class Graphs:
         """Captures one graph for each of `bounds`. The inputs must be padded already. Raises CannotCapture."""
         started = time.monotonic()
         self._model, self._padding = model, padding
-        most_logits = max(each.num_rows + each.num_guesses for each in bounds)
+        most_logits = max(each.num_logits for each in bounds)
         # [most S + E, V] of the step at hand
         self._logits = torch.zeros(most_logits, model.info.vocab_size, device=model.info.device)
         self._launches: dict[Bounds, Launch] = {}
@@ -92,7 +92,7 @@ class Graphs:
     def replay(self, bounds: Bounds) -> torch.Tensor:
         """Compute the step that inputs and backend hold. Returns [T + E, V] float32, good until the next replay."""
         self._launches[bounds]()
-        return self._logits[: bounds.num_rows + bounds.num_guesses]
+        return self._logits[: bounds.num_logits]
 
     def check(self) -> None:
         """Compare what the largest graph of each family gives for tokens that it was not captured with to what the same
@@ -108,11 +108,10 @@ class Graphs:
                 raise CannotCapture(f"a step of {bounds} gives other logits when replayed: off by {float(off):.3g}")
 
     def _capture(self, bounds: Bounds, recorder: Recorder) -> Launch:
-        num_logits = bounds.num_rows + bounds.num_guesses
         self._describe(bounds)
 
         def compute() -> None:
-            self._logits[:num_logits].copy_(self._model.compute()[:num_logits])
+            self._logits[: bounds.num_logits].copy_(self._model.compute()[: bounds.num_logits])
 
         return recorder.record(compute)
 

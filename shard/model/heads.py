@@ -19,6 +19,7 @@ from shard.batch import HeadsRow, StepInputs
 from shard.model import kernels
 from shard.model.cut import Cut
 from shard.model.lora import AdapterSite
+from shard.transfer import to_device
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """`x Wᵀ + b` of rows x: [rows, in]; two rows at least, for equal bits whatever their number."""
@@ -205,7 +206,7 @@ def _ends(counts: Sequence[int]) -> list[int]:
 
 
 def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.long).to(device, non_blocking=True)
+    return to_device(torch.tensor(values, dtype=torch.long), device)
 
 
 def _silu(y: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from shard.guess_groups import GuessGroups
 from shard.model.heads import SlotHeads
 from shard.model.heads_file import MOST_BLOCKS, MOST_HEADS
 from shard.model.heads_triton import ENTRY, add_guesses, put_answers
-from shard.model.lora_device import sendable
 from shard.model.tuning import DEFAULTS, Tuned
+from shard.transfer import sendable
 
 
 class DeviceHeads:
@@ -38,7 +38,7 @@ class DeviceHeads:
         self._dtype = heads.tensors[0].dtype
         self._num_blocks = max(self._num_blocks, num_blocks)
         self._has_outputs = self._has_outputs or bool(heads.outputs)
-        self.table[slot].copy_(sendable(entries, self.table.device), non_blocking=True)
+        self.table[slot].copy_(sendable(torch.from_numpy(entries), self.table.device), non_blocking=True)
 
     def clear(self, slot: int) -> None:
         """Let `slot` mean no heads, for steps launched from now on."""

@@ -17,6 +17,7 @@ from shard.model.lora_triton import ENTRY, PART, add_delta
 from shard.model.pairs_triton import cut_pairs
 from shard.model.tuning import DEFAULTS, Tuned
 from shard.row_groups import TASK_ROWS
+from shard.transfer import sendable
 
 _ALIGNED = 16
 
@@ -53,7 +54,7 @@ class DeviceKernels:
         self._changes[slot] = (offsets >= 0).any(axis=1)
         entries = image.entries.copy()
         entries[:, 1:] = np.where(offsets >= 0, offsets + memory.data_ptr(), 0)
-        self.table[slot].copy_(sendable(entries, self.device), non_blocking=True)
+        self.table[slot].copy_(sendable(torch.from_numpy(entries), self.device), non_blocking=True)
 
     def clear(self, slot: int) -> None:
         """Let `slot` mean nothing, for steps launched from now on."""
@@ -145,12 +146,6 @@ def _lies_beside(first: Product, other: Product) -> bool:
     same_rows = first.y.stride() == other.y.stride() and first.y.shape[0] == other.y.shape[0]
     fits = 0 < _distance(first.y, other.y) <= first.y.stride(0) - other.site.num_out
     return same_input and same_matrix and same_rows and first.site.num_in == other.site.num_in and fits
-
-
-def sendable(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """A copy in memory from which the device copies by itself."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def sites_of(sites: Mapping[str, Site]) -> list[AdapterSite]:

@@ -106,8 +106,7 @@ class Model:
         """Have no pages, and no graphs that would read them."""
         if self.others is not None:
             self.others.free_kv()
-        self.graphs = None
-        self.inputs.pad(None)
+        self.drop_graphs()
         for site in self.sites:
             site.kv = None
 
@@ -151,9 +150,13 @@ class Model:
                 if is_checked:
                     self.graphs.check()
         except Exception:
-            self.graphs = None
-            self.inputs.pad(None)
+            self.drop_graphs()
             raise
+
+    def drop_graphs(self) -> None:
+        """Compute steps as they come again."""
+        self.graphs = None
+        self.inputs.pad(None)
 
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:

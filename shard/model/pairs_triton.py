@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shard.model.expert_pairs import PairTasks, SortedPairs, most_tasks
+from shard.model.expert_pairs import PairTasks, SortedPairs
+from shard.row_groups import most_tasks
 
 BLOCK = 128
 """Pairs of one program."""

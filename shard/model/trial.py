@@ -3,9 +3,9 @@
 What runs in this way is decided by nobody's name. Knows modules as functions; knows no kernels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ NUM_TOKENS = 5
 TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-16}
 """Of the largest value: what roundings to the number format in another order may leave."""
 
+Twin = TypeVar("Twin", bound=nn.Module)
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, [1, T, R]: R is the width of a head, or the part of it that turns."""
 
@@ -70,6 +71,26 @@ def close(wanted: torch.Tensor, got: torch.Tensor) -> bool:
         return False
     apart = (wanted.float() - got.float()).abs().max()
     return bool(apart <= TOLERANCES[wanted.dtype] * wanted.float().abs().max())
+
+
+def attends_alike(
+    block: Any, make: Callable[[Recorder], Twin | None], x: torch.Tensor, position_embeddings: PositionEmbeddings
+) -> Twin | None:
+    """The twin of an attention block that `make` gives, who sees what the block hands its attention; None where there
+    is none, or where it hands over something else, or makes something else of what comes back.
+    """
+    plain, fused = Recorder(), Recorder()
+    with torch.inference_mode():
+        try:
+            wanted = attend(block, plain, x, position_embeddings)
+        except (RuntimeError, TypeError):  # it wants other arguments or other angles: another kind of block
+            return None
+        twin = make(plain)
+        if twin is None:
+            return None
+        got = attend(twin, fused, x, position_embeddings)
+    pairs = [(wanted, got), *zip(plain.seen, fused.seen, strict=True)]
+    return twin if all(close(one, other) for one, other in pairs) else None
 
 
 def attend(block: Any, recorder: Recorder, x: torch.Tensor, position_embeddings: PositionEmbeddings) -> torch.Tensor:

@@ -4,14 +4,13 @@ Exit code 0 after a clean end, else 1.
 """
 
 import ctypes
-import os
 import signal
 import sys
 from multiprocessing.connection import Connection
 
 import structlog
 
-from shard.process import PR_SET_PDEATHSIG
+from shard.process import PR_SET_PDEATHSIG, end_process
 
 log = structlog.get_logger()
 
@@ -38,7 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_process(main())

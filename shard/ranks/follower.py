@@ -33,6 +33,7 @@ from shard.ranks.commands import (
 from shard.ranks.group import Group, prefer_loopback
 from shard.ranks.leader import MEETING_S, device_of
 from shard.slots import Device
+from shard.transfer import to_device
 
 log = structlog.get_logger()
 
@@ -76,7 +77,7 @@ class Follower:
             self._group.broadcast(input_ids)
         else:
             input_ids = torch.tensor(step.token_ids, dtype=torch.long)
-        rows = torch.tensor(step.logits_rows, dtype=torch.long).to(device, non_blocking=True)
+        rows = to_device(torch.tensor(step.logits_rows, dtype=torch.long), device)
         inputs.fill(step.segments, input_ids, rows, step.logits_rows, step.heads)
         self._model.forward()
 

@@ -5,7 +5,6 @@ added in the order of the ranks, which torch's own sum does not promise. Knows t
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +13,8 @@ import structlog
 import torch
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from shard.process import end_process
 
 log = structlog.get_logger()
 
@@ -79,8 +80,7 @@ class Group:
             yield
         except Exception:
             log.exception("the ranks of this shard have lost each other")
-            sys.stderr.flush()
-            os._exit(RANK_EXIT)
+            end_process(RANK_EXIT)
 
     def _all(self, y: torch.Tensor, group: distributed.ProcessGroup | None) -> list[torch.Tensor]:
         parts = [torch.empty_like(y) for _ in range(self.size)]

@@ -1,6 +1,5 @@
 """The first rank's side: starts the others, tells them what to do, and ends the shard where one of them has ended."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from shard.batch import StepInputs
 from shard.config import ShardConfig
 from shard.network import RanksApart
 from shard.padding import Bounds, Padding
+from shard.process import end_process
 from shard.ranks.commands import (
     AllocateAdapters,
     AllocateKv,
@@ -157,8 +157,7 @@ class Leader:
             return
         time.sleep(GRACE_S)
         log.error("a rank of this shard has ended", rank=rank, code=code)
-        sys.stderr.flush()
-        os._exit(RANK_EXIT)
+        end_process(RANK_EXIT)
 
 
 def _store(config: ShardConfig) -> TCPStore:

@@ -1,4 +1,4 @@
-"""Faults of a model on several devices, of steps that a device has no memory for, and of captured steps."""
+"""Faults of what devices add: ranks, want of memory, attention, captured steps, guesses, twins, KV in eight bits."""
 
 from tests.mutants.mutant import Mutant
 
@@ -6,6 +6,7 @@ CUT_TEST = "tests/shard/model/test_cutting.py"
 READ_TEST = "tests/shard/ranks/test_adapters.py"
 ENGINE_TEST = "tests/shard/test_engine.py"
 GRAPHS_TEST = "tests/shard/model/test_graphs.py"
+ALIKE_TEST = "tests/router/test_members.py::test_a_shard_that_could_not_go_on_with_another_s_requests_is_not_used"
 FIT_TEST = "tests/shard/test_padding.py::test_a_step_fits_the_least_bounds_that_hold_it"
 
 MUTANTS = [
@@ -110,7 +111,7 @@ MUTANTS = [
     Mutant(
         "graphs outlive the pages that they write to",
         "shard/model/model.py",
-        "        self.graphs = None\n        self.inputs.pad(None)\n        for site",
+        "        self.drop_graphs()\n        for site",
         "        for site",
         f"{GRAPHS_TEST}::test_new_pages_drop_the_graphs",
     ),
@@ -134,5 +135,47 @@ MUTANTS = [
         "self._most = inputs.bounds.num_rows, inputs.bounds.max_kv_len",
         "pass",
         "tests/shard/attention/test_varlen.py::test_under_bounds_shapes_and_addresses_stay",
+    ),
+    Mutant(
+        "a guess is made from a neighbour's row",
+        "shard/guess_groups.py",
+        "sources = rows[owners][order]",
+        "sources = rows[owners]",
+        "tests/shard/test_guess_groups.py::test_every_guess_is_in_one_task[distinct-80]",
+    ),
+    Mutant(
+        "a twin stays whatever it computes",
+        "shard/model/trial.py",
+        "return float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max())",
+        "return 0.0",
+        "tests/shard/model/test_fused_layer.py::test_a_layer_norm_is_no_rms_norm_however_wide[4096]",
+    ),
+    Mutant(
+        "tokens of a step share a scale in eight bits",
+        "shard/attention/quantized_kv.py",
+        "largest = x.abs().amax(-1)",
+        "largest = x.abs().amax((0, -1)).expand(x.shape[:-1])",
+        "tests/shard/attention/test_create.py::test_the_reference_keeps_eight_bits",
+    ),
+    Mutant(
+        "shards stand together that keep KV in other formats",
+        "router/fitting.py",
+        '"kv_cache_dtype", ',
+        "",
+        f"{ALIKE_TEST}[change5]",
+    ),
+    Mutant(
+        "shards stand together that are split otherwise",
+        "router/fitting.py",
+        '"num_ranks", ',
+        "",
+        f"{ALIKE_TEST}[change6]",
+    ),
+    Mutant(
+        "what follows a rest counts as a gap",
+        "shard/gaps.py",
+        'what follows is no gap."""\n        self._last = None',
+        'what follows is no gap."""',
+        "tests/shard/test_gaps.py::test_rest_is_no_gap",
     ),
 ]

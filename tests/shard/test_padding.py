@@ -56,6 +56,6 @@ def test_every_family_has_every_number_of_rows() -> None:
     padding = Padding(256, 4096, 0, has_adapters=True)
     num_guessed = sum(rows <= MOST_GUESSED for rows in padding.row_counts)
     assert len(padding.all()) == len(set(padding.all())) == 2 * len(padding.row_counts) + num_guessed
-    assert padding.most_logits == MOST_GUESSED * (1 + GUESSES_PER_ROW)
-    sizes = [bounds.num_rows + bounds.num_guesses for bounds in padding.all()]
+    sizes = [bounds.num_logits for bounds in padding.all()]
+    assert sizes[0] == MOST_GUESSED * (1 + GUESSES_PER_ROW)
     assert sizes == sorted(sizes, reverse=True)

@@ -1,5 +1,7 @@
 """What there is to measure: parts, bars and how many cases each has."""
 
+from importlib import import_module
+
 from benchmarks.cuda import shapes
 from benchmarks.cuda.plan import group_of, plan
 from benchmarks.cuda.setup import SMOKE, Setup
@@ -49,9 +51,14 @@ def test_declared_numbers_of_cases_are_those_that_exist() -> None:
 
 def test_every_file_of_tests_for_devices_is_run() -> None:
     from benchmarks.cuda import exact
+    from tests.shard.apart import KernelsApart
 
-    running = [path for path in exact.TESTS.rglob("test_*.py") if f"def {exact.RUNS_THEM}(" in path.read_text()]
-    assert len(exact.case_files(Setup())) == len(running) > 1
+    assert hasattr(KernelsApart, exact.RUNS_THEM)
+    for path in exact.TESTS.rglob("test_*.py"):
+        if "(KernelsApart)" in path.read_text():
+            import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    running = {str(path.relative_to(ROOT)) for kind in KernelsApart.__subclasses__() for path in kind.cases}
+    assert set(exact.case_files(Setup())) == running and len(running) > 1
 
 
 def test_shapes_of_attention_cover_every_kind_and_context() -> None:

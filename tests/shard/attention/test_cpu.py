@@ -122,6 +122,15 @@ def expected(moments: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     return mean, ROUNDING * 1.01 * (distance + mean.abs()) + 1e-5
 
 
+def three_steps(long: Rows, short: Rows) -> list[list[tuple[int, list[int], Rows]]]:
+    """A prompt beside another, a token beside a chunk, and a chunk beside a token: start, pages and rows of each."""
+    return [
+        [(0, PAGES, long.part(0, 101)), (0, [7, 1], short.part(0, 3))],
+        [(101, PAGES, long.part(101, 1)), (3, [7, 1], short.part(3, 30))],
+        [(102, PAGES, long.part(102, 48)), (33, [7, 1], short.part(33, 1))],
+    ]
+
+
 @each_page_size
 @each_kind
 @each_spec
@@ -130,11 +139,7 @@ def test_agrees_with_the_reference(name: str, kind: Kind, page_size: int) -> Non
     long, short = random_rows(spec, LENGTH, kind.dtype, 0), random_rows(spec, 40, kind.dtype, 1)
     ours = Runner(kind.backend(page_size), spec, kind.dtype)
     reference = Runner(ReferenceAttention(page_size), replace(spec, value_dim=3 * spec.value_dim), torch.float32)
-    for shares in (
-        [(0, PAGES, long.part(0, 101)), (0, [7, 1], short.part(0, 3))],
-        [(101, PAGES, long.part(101, 1)), (3, [7, 1], short.part(3, 30))],
-        [(102, PAGES, long.part(102, 48)), (33, [7, 1], short.part(33, 1))],
-    ):
+    for shares in three_steps(long, short):
         wide = [(start, pages, with_moments(rows)) for start, pages, rows in shares]
         for output, moments in zip(ours.step(shares), reference.step(wide), strict=True):
             mean, allowed = expected(moments, kind.dtype)

@@ -1,43 +1,21 @@
-"""The paged kernels in processes of their own, since triton decides when it is imported whether it interprets; and who
-computes what of a step.
-"""
+"""The paged kernels: see paged_cases.py; and who computes what of a step."""
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from shard.attention.spans import HEADER, RECORD, Kind, Rows, capacity, header_size, pack
 from shard.padding import Bounds
-from tests.shard.model.test_lora_triton import run
-
-CASES = Path(__file__).with_name("paged_cases.py")
-SAMPLE = "(reference and (grouped or sinks)) or (eight_bits and bfloat16) or (equal_bits and grouped) or under_bounds"
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+from tests.shard.apart import KernelsApart
 
 
-@needs_triton
-def test_a_sample_in_the_interpreter() -> None:
-    run("pytest", "-q", "-p", "no:cacheprovider", str(CASES), "-k", SAMPLE, interpreted="1")
-
-
-@pytest.mark.device
-@needs_triton
-def test_in_the_interpreter() -> None:
-    run("pytest", "-q", "-p", "no:cacheprovider", str(CASES), interpreted="1")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_the_device() -> None:
-    run("pytest", "-q", "-p", "no:cacheprovider", str(CASES), interpreted="0")
-
-
-@needs_triton
-def test_compiles_to_what_keeps_bits_and_spills_nothing() -> None:
-    run("tests.shard.attention.compile_paged", interpreted="0")
+class TestPaged(KernelsApart):
+    cases = (Path(__file__).with_name("paged_cases.py"),)
+    sample = (
+        "(reference and (grouped or sinks)) or (eight_bits and bfloat16) or (equal_bits and grouped) or under_bounds"
+    )
+    compiles = "tests.shard.attention.compile_paged"
 
 
 def rows_of(*segments: tuple[int, int]) -> Rows:

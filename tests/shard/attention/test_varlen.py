@@ -14,10 +14,19 @@ from shard.attention.base import AttentionBackend
 from shard.attention.layerwise import LayerwiseAttention, PlacedKV
 from shard.attention.paged_kv import PagedKV
 from shard.attention.reference import ReferenceAttention
-from shard.attention.varlen import VarlenAttention, covers
+from shard.attention.varlen import VarlenAttention, why_not
 from shard.batch import Segment
 from shard.padding import Bounds
-from tests.shard.attention.test_cpu import LENGTH, SPECS, Runner, expected, random_rows, spec_of, with_moments
+from tests.shard.attention.test_cpu import (
+    LENGTH,
+    SPECS,
+    Runner,
+    expected,
+    random_rows,
+    spec_of,
+    three_steps,
+    with_moments,
+)
 
 PAGES = [5, 9, 2]
 BFLOAT16 = torch.bfloat16
@@ -50,18 +59,14 @@ def written_out(
     return output
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if covers(spec_of(name), BFLOAT16)])
+@pytest.mark.parametrize("name", [name for name in SPECS if not why_not(spec_of(name), BFLOAT16)])
 def test_agrees_with_the_reference(name: str) -> None:
     spec = spec_of(name)
     long, short = random_rows(spec, LENGTH, BFLOAT16, 0), random_rows(spec, 40, BFLOAT16, 1)
     ours = Runner(VarlenAttention(kernel=written_out), spec, BFLOAT16)
     assert isinstance(ours.kv, PagedKV)
     reference = Runner(ReferenceAttention(256), replace(spec, value_dim=3 * spec.value_dim), torch.float32)
-    for shares in (
-        [(0, PAGES, long.part(0, 101)), (0, [7, 1], short.part(0, 3))],
-        [(101, PAGES, long.part(101, 1)), (3, [7, 1], short.part(3, 30))],
-        [(102, PAGES, long.part(102, 48)), (33, [7, 1], short.part(33, 1))],
-    ):
+    for shares in three_steps(long, short):
         wide = [(start, pages, with_moments(rows)) for start, pages, rows in shares]
         for output, moments in zip(ours.step(shares), reference.step(wide), strict=True):
             mean, allowed = expected(moments, BFLOAT16)
@@ -104,7 +109,7 @@ def test_what_the_kernel_has_not_is_another_s(name: str, caplog: pytest.LogCaptu
 
 
 def test_float32_is_the_reference_s() -> None:
-    assert not covers(spec_of("grouped"), torch.float32)
+    assert why_not(spec_of("grouped"), torch.float32)
 
 
 def test_page_sizes_are_the_kernel_s() -> None:

@@ -12,12 +12,13 @@ from shard import attention
 from shard.batch import StepInputs
 from shard.model import grouped, layers
 from shard.model.assemble import assemble
-from shard.model.expert_pairs import SortedPairs, most_tasks, sort_pairs, tasks_of
+from shard.model.expert_pairs import SortedPairs, sort_pairs, tasks_of
 from shard.model.experts import NAME as EXPERTS
 from shard.model.experts import is_experts
 from shard.model.experts_device import DeviceExperts, place_experts
 from shard.model.probe import LENGTHS, _in_chunks
 from shard.model.site import NAME
+from shard.row_groups import most_tasks
 from tests import tiny
 
 MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss"]

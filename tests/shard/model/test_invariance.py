@@ -33,7 +33,11 @@ def logits_of(model: Model, shares: list[tuple[int, list[int], torch.Tensor]]) -
 def test_equal_bits_however_a_request_is_run(name: str, dtype: str, tmp_path: Path) -> None:
     architecture, values = CASES[name]
     folder = tiny.make(architecture, tmp_path, **values)
-    model = load_model(ShardConfig(name, str(folder), "unix:/dev/null", dtype=dtype))
+    check(load_model(ShardConfig(name, str(folder), "unix:/dev/null", dtype=dtype)))
+
+
+def check(model: Model) -> None:
+    """Whether one request's bits are equal, however it is run."""
     model.allocate_kv(16)
     generator = torch.Generator().manual_seed(3)
     ids, other = (torch.randint(0, tiny.VOCAB, (n,), generator=generator) for n in (LENGTH, 57))

@@ -21,7 +21,7 @@ from shard.model.layers import PackedLinear, quantized_matrices
 from shard.model.quantized import check_company, is_quantized, loading, matrix_of
 from shard.model.quantized_matrices import QuantizedMatrix
 from tests import tiny
-from tests.shard.model import packed_checkpoints
+from tests.shard.model import packed_checkpoints, test_invariance
 from tests.shard.model.quantized_cases import (
     AT_LOAD,
     FOUR_BITS,
@@ -34,7 +34,6 @@ from tests.shard.model.quantized_cases import (
     theirs,
     write,
 )
-from tests.shard.model.test_invariance import LENGTH, logits_of
 
 
 def checkpoint(name: str, method: str, folder: Path, **shape: int) -> tuple[Path, str | None]:
@@ -93,16 +92,7 @@ def test_8_bits_are_bitsandbytes_own_row_by_row(method: str, dtype: torch.dtype,
 @pytest.mark.parametrize("method", needs(*AT_LOAD, *IN_FILES))
 def test_equal_bits_however_a_request_is_run(method: str, dtype: str, tmp_path: Path) -> None:
     folder, wanted = checkpoint("llama", method, tmp_path, hidden_size=512)
-    model = ours(folder, wanted, dtype)
-    model.allocate_kv(16)
-    generator = torch.Generator().manual_seed(3)
-    ids, other = (torch.randint(0, tiny.VOCAB, (n,), generator=generator) for n in (LENGTH, 57))
-    alone = logits_of(model, [(0, [4, 9], ids)])[0]
-    in_company = logits_of(model, [(0, [1, 2], other), (0, [5, 3], ids)])[1]
-    assert torch.equal(in_company, alone)
-    for chunk in (1, 7, 16):
-        parts = [logits_of(model, [(s, [6, 7], ids[s : s + chunk])])[0] for s in range(0, LENGTH, chunk)]
-        assert torch.equal(torch.cat(parts), alone), f"chunks of {chunk}"
+    test_invariance.check(ours(folder, wanted, dtype))
 
 
 MOST_BYTES = {"bitsandbytes": 1.1, "bitsandbytes-nf4": 0.65, "hqq-4bit": 0.63, "hqq-3bit": 0.56, "hqq-2bit": 0.51,

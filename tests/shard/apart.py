@@ -1,0 +1,52 @@
+"""Tests of Triton's kernels in processes of their own: triton decides when it is imported whether it interprets."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SAME_BITS_ANYWHERE = {"OPENBLAS_CORETYPE": "Prescott"}
+"""numpy multiplies for the interpreter, and with some processors' code a row's bits depend on where it stands."""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+class KernelsApart:
+    """The tests of some kernels; whoever inherits says which."""
+
+    cases: tuple[Path, ...]
+    """Files of tests that are found by nobody else."""
+    sample: str
+    """What every run of all tests has of them, as after `pytest -k`."""
+    compiles: str
+    """The module that compiles the kernels and looks at the instructions."""
+
+    def test_a_sample_in_the_interpreter(self) -> None:
+        self._run("-k", self.sample, interpreted="1")
+
+    @pytest.mark.device
+    def test_in_the_interpreter(self) -> None:
+        self._run(interpreted="1")
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_on_the_device(self) -> None:
+        self._run(interpreted="0")
+
+    def test_compiles_for_hopper(self) -> None:
+        _run(self.compiles, interpreted="0")
+
+    def _run(self, *options: str, interpreted: str) -> None:
+        _run("pytest", "-q", "-p", "no:cacheprovider", *map(str, self.cases), *options, interpreted=interpreted)
+
+
+def _run(*command: str, interpreted: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": interpreted} | SAME_BITS_ANYWHERE
+    result = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
