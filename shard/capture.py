@@ -51,8 +51,9 @@ class Captured:
 
 
 def plan_capture(config: ShardConfig, model: Model, has_adapters: bool) -> Captured | None:
-    """What is to be captured of a model, whose adapters have their tables already and whose KV has no pages yet, nor has
-    it afterwards; None where steps are launched one by one. Raises ValueError where graphs were asked for and cannot be.
+    """What is to be captured of a model, whose adapters have their tables already and whose KV has no pages yet, nor
+    has it afterwards; None where steps are launched one by one. Raises ValueError where graphs were asked for and
+    cannot be.
     """
     if config.graphs is False or model.info.device.type != "cuda":
         return None
