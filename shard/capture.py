@@ -1,7 +1,7 @@
 """Whether the steps of a shard are computed by graphs, how much memory these take, and when they are captured.
 
-Their memory is measured before KV is sized: two trials on one page say what the first graph takes and what each one
-more does.
+Their memory is measured before KV is sized: after one that compiles kernels and lets libraries take what they keep, two
+trials on one page say what the first graph takes and what each one more does.
 """
 
 import gc
@@ -31,13 +31,21 @@ class Captured:
     has_adapters: bool
     num_bytes: int
     """That all graphs should take."""
+    is_asked: bool = False
+    """Whether there is to be no shard without."""
 
     def capture(self, spare_page: int) -> None:
-        """Capture all; the KV of padding goes to `spare_page`. Raises CannotCapture."""
+        """Capture all; the KV of padding goes to `spare_page`. Raises ValueError where that was asked for and cannot
+        be.
+        """
         device = self.model.info.device
         before = _free(device)
         padding = Padding(self.most_rows, self.max_kv_len, spare_page, self.has_adapters)
-        self.model.capture(padding, CudaRecorder(device), padding.all(), is_checked=True)
+        try:
+            self.model.capture(padding, CudaRecorder(device), padding.all(), is_checked=True)
+        except CannotCapture as failure:
+            _go_without(self.model, str(failure), self.is_asked)
+            return
         graphs = self.model.graphs
         assert graphs is not None
         log.info(
@@ -67,19 +75,25 @@ def plan_capture(config: ShardConfig, model: Model, has_adapters: bool) -> Captu
         reason = str(failure)
     finally:
         model.free_kv()
-    if config.graphs:
+    _go_without(model, reason, is_asked=bool(config.graphs))
+    return None
+
+
+def _go_without(model: Model, reason: str, is_asked: bool) -> None:
+    if is_asked:
         raise ValueError(f"steps of {model.info.model_type} do not run as CUDA graphs (--compile): {reason}")
     log.warning("steps do not run as CUDA graphs", model_type=model.info.model_type, reason=reason)
-    return None
 
 
 def _measure(config: ShardConfig, model: Model, has_adapters: bool) -> Captured:
     most_rows = min(config.graph_rows, config.step_tokens + config.max_running)
     padding = Padding(most_rows, config.max_total_tokens, spare_page=0, has_adapters=has_adapters)
     every = padding.all()
+    _used(model, padding, 1)
     used = [_used(model, padding, count) for count in (1, min(TRIAL, len(every)))]
     each = max(0, used[1] - used[0]) // max(1, min(TRIAL, len(every)) - 1)
-    return Captured(model, most_rows, config.max_total_tokens, has_adapters, used[0] + each * (len(every) - 1))
+    num_bytes = used[0] + each * (len(every) - 1)
+    return Captured(model, most_rows, config.max_total_tokens, has_adapters, num_bytes, bool(config.graphs))
 
 
 def _used(model: Model, padding: Padding, count: int) -> int:

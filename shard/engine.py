@@ -38,6 +38,8 @@ NEWS_S, NEWS = 0.004, 0.2
 """A step is worth a word to the routers if it should differ from the last by so much, in seconds and as a part."""
 COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
+LASTING = ("illegal", "misaligned", "unspecified launch failure", "assert", "hardware stack")
+"""What a launch of Triton's says where a kernel before it has broken the device; other errors are its own."""
 TELL_S = 0.1
 """So long the step of a suspect, and the one after it, wait for the routers to be told of them, at most."""
 
@@ -379,4 +381,6 @@ def is_device_broken(error: Exception) -> bool:
     """Whether nothing computed on the device, or on all ranks together, after this error can be trusted."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    return isinstance(error, torch.AcceleratorError | RanksApart) or "CUDA error" in str(error)
+    if isinstance(error, torch.AcceleratorError | RanksApart) or "CUDA error" in str(error):
+        return True
+    return "Triton Error" in str(error) and any(word in str(error) for word in LASTING)

@@ -82,8 +82,8 @@ def measure_cuda_budget(config: ShardConfig, model: Model) -> int:
     num_tokens = config.step_tokens
     num_rows = min(config.max_running, num_tokens)
     input_ids = torch.zeros(num_tokens, dtype=torch.long, device=device)
-    pages = range(-(-num_tokens // model.page_size))  # without KV nothing is stored
-    model.inputs.fill([Segment(0, num_tokens, pages)], input_ids, torch.arange(num_rows, device=device))
+    rows = torch.arange(num_rows, device=device)
+    model.inputs.fill(largest_step(config, model.page_size), input_ids, rows)
     logits = model.forward()
     spare = 5 * logits.numel() * logits.element_size()  # sampling: filters sort, noise, laws
     step = torch.cuda.max_memory_allocated(device) - before + spare
@@ -92,6 +92,13 @@ def measure_cuda_budget(config: ShardConfig, model: Model) -> int:
     free, total = torch.cuda.mem_get_info(device)
     ours = total * config.cuda_memory_fraction - (total - free) - step
     return max(0, int(ours * config.memory_wiggle_room))
+
+
+def largest_step(config: ShardConfig, page_size: int) -> list[Segment]:
+    """The prompts of a step of `step_tokens`, none longer than a request may be. Without KV nothing is stored."""
+    firsts = range(0, config.step_tokens, config.max_total_tokens)
+    lengths = [min(config.max_total_tokens, config.step_tokens - first) for first in firsts]
+    return [Segment(0, length, range(-(-length // page_size))) for length in lengths]
 
 
 def available_bytes() -> int:

@@ -46,6 +46,7 @@ class VarlenAttention(AttentionBackend):
         self._kernel = kernel or cast(Kernel, varlen.varlen_attn)
         self._store = store
         self._metadata = StepMetadata()
+        self._splits = {"num_splits": 1}
         self._most = (0, 0)
         # [R + 1] int32 first row of each segment, and T
         self._cu_rows = torch.empty(0, dtype=torch.int32)
@@ -90,21 +91,22 @@ class VarlenAttention(AttentionBackend):
         assert isinstance(kv, PagedKV)
         self._store(kv, self._kv_slots, key, value)
         most_rows, most_tokens = self._most
-        return self._kernel(
-            query.contiguous(),
-            kv.keys,
-            kv.values,
-            self._cu_rows,
-            None,
-            most_rows,
-            most_tokens,
-            scale=spec.scaling,
-            window_size=(-1 if spec.window is None else spec.window - 1, 0),
-            enable_gqa=spec.group > 1,
-            seqused_k=self._kv_lens,
-            block_table=self._page_table,
-            num_splits=1,
-        )
+        # torch refuses first rows of queries without those of keys; which keys there are, the page table says alone
+        arguments = (query.contiguous(), kv.keys, kv.values, self._cu_rows, self._cu_rows, most_rows, most_tokens)
+        named = {
+            "scale": spec.scaling,
+            "window_size": (-1 if spec.window is None else spec.window - 1, 0),
+            "enable_gqa": spec.group > 1,
+            "seqused_k": self._kv_lens,
+            "block_table": self._page_table,
+        }
+        try:
+            return self._kernel(*arguments, **named, **self._splits)
+        except RuntimeError as error:
+            if not self._splits or "num_splits" not in str(error):
+                raise
+            self._splits = {}  # an older torch, which splits no keys that lie in pages and will not be told so
+        return self._kernel(*arguments, **named)
 
 
 def is_there() -> bool:

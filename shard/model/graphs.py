@@ -8,6 +8,7 @@ one runs at a time. Knows what is captured; what a step is padded to is for shar
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import structlog
@@ -52,19 +53,29 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = _side_stream(device)
 
     def record(self, compute: Launch) -> Launch:
         """Run `compute` once, so that kernels are compiled and libraries have their memory, then capture it."""
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            compute()
-        torch.cuda.current_stream(self._device).wait_stream(side)
+        before = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
-        # other threads may copy meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            compute()
+        try:
+            with torch.cuda.stream(self._stream):
+                compute()
+            before.wait_stream(self._stream)
+            # other threads may copy meanwhile
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                compute()
+        finally:
+            torch.cuda.set_stream(before)  # torch leaves the other one where a capture fails
         return graph.replay
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where steps are captured: always the same, for libraries keep memory of their own for each stream."""
+    return torch.cuda.Stream(device)
 
 
 class Graphs:
@@ -116,13 +127,17 @@ class Graphs:
         return recorder.record(compute)
 
     def _describe(self, bounds: Bounds, first_token: int = 0) -> None:
-        """Fill in a step of these bounds: requests of one token each, all in the spare page."""
+        """Fill in a step of these bounds: requests of one token each in the spare page. Those at the same place of it
+        are alike, for on a device nobody knows whose K and V stay there.
+        """
         inputs, num_rows = self._model.inputs, bounds.num_rows
+        num_places = min(inputs.page_size, bounds.max_kv_len)
         slot = 0 if bounds.has_adapters else -1
-        segments = [Segment(0, 1, (self._padding.spare_page,), slot)] * num_rows
+        segments = [Segment(row % num_places, 1, (self._padding.spare_page,), slot) for row in range(num_rows)]
         heads = [HeadsRow(row, 0, GUESSES_PER_ROW) for row in range(num_rows)] if bounds.num_guesses else []
-        ids = torch.arange(first_token, first_token + num_rows, device=inputs.device)
-        inputs.fill(segments, ids % self._model.info.vocab_size, ids - first_token, range(num_rows), heads)
+        rows = torch.arange(num_rows, device=inputs.device)
+        ids = (rows % num_places + first_token) % self._model.info.vocab_size
+        inputs.fill(segments, ids, rows, range(num_rows), heads)
         if inputs.bounds != bounds:
             raise CannotCapture(f"a step that is to be captured as {bounds} is {inputs.bounds}")
         self._model.backend.prepare(inputs)

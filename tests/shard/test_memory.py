@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shard.config import ShardConfig
-from shard.memory import available_bytes, choose_num_pages
+from shard.memory import available_bytes, choose_num_pages, largest_step
 from shard.model import load_model
 from shard.model.model import Model
 from tests import tiny
@@ -40,6 +40,17 @@ def test_no_more_is_taken_than_requests_could_fill(model: Model) -> None:
 def test_too_little_for_one_request_is_an_error(model: Model) -> None:
     with pytest.raises(ValueError, match="--max-total-tokens"):
         choose(model, cpu_memory=model.page_bytes)
+
+
+@pytest.mark.parametrize(("step_tokens", "longest"), [(4096, 300), (100, 300), (600, 300), (7, 7)])
+def test_the_largest_step_has_no_position_that_no_request_has(step_tokens: int, longest: int) -> None:
+    """Tables of positions end there, and a device that reads behind them is lost."""
+    config = ShardConfig("tiny", "unused", "unix:unused", step_tokens=step_tokens, max_total_tokens=longest)
+    segments = largest_step(config, page_size=64)
+    assert sum(segment.num_tokens for segment in segments) == step_tokens
+    for segment in segments:
+        assert 0 < segment.kv_len <= longest
+        assert len(segment.page_ids) * 64 >= segment.kv_len
 
 
 def test_available_memory_is_measured() -> None:

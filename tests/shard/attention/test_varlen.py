@@ -33,13 +33,15 @@ BFLOAT16 = torch.bfloat16
 
 
 def written_out(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: None, max_q: int,
-    max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: torch.Tensor,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
+    max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: torch.Tensor,
     block_table: torch.Tensor, num_splits: int,
 ) -> torch.Tensor:  # fmt: skip
     """What `varlen_attn` says that it computes: causal from the bottom right, keys by pages."""
-    assert cu_seq_k is None and num_splits == 1 and window_size[1] == 0
-    assert all(tensor.dtype == torch.int32 for tensor in (cu_seq_q, seqused_k, block_table))
+    assert num_splits == 1 and window_size[1] == 0
+    # it wants both, though with pages it looks at one alone
+    assert cu_seq_k.shape == cu_seq_q.shape
+    assert all(tensor.dtype == torch.int32 for tensor in (cu_seq_q, cu_seq_k, seqused_k, block_table))
     assert enable_gqa or query.shape[1] == key.shape[2]
     output = torch.empty_like(query)
     rows = cu_seq_q.tolist()
@@ -131,6 +133,20 @@ def test_a_kernel_that_is_right_is_used() -> None:
     assert isinstance(owner(ours), VarlenAttention) and ours.backend.can_capture
     rows = random_rows(ours.spec, 5, BFLOAT16, 0)
     assert len(ours.step([(0, [1], rows)])[0]) == 5
+
+
+def test_an_older_torch_is_not_told_what_it_does_anyway() -> None:
+    asked = []
+
+    def older(*arguments: Any, **named: Any) -> torch.Tensor:
+        asked.append(named.pop("num_splits", None))
+        if asked[-1] is not None:
+            raise RuntimeError("num_splits requires FA3. Register FA3 to set num_splits.")
+        return written_out(*arguments, **named, num_splits=1)
+
+    ours = Runner(layerwise(older), spec_of("grouped"), BFLOAT16)
+    assert isinstance(owner(ours), VarlenAttention)
+    assert asked[0] == 1 and set(asked[1:]) == {None}
 
 
 def test_torch_takes_what_it_is_asked_but_for_the_device(caplog: pytest.LogCaptureFixture) -> None:

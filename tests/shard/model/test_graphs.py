@@ -153,6 +153,19 @@ def test_what_is_captured_reads_no_memory_of_its_own_step() -> None:
         graphed.graphs.check()
 
 
+def test_rows_of_a_check_that_share_a_place_are_alike() -> None:
+    """On a device nobody knows whose K and V stay there."""
+    graphed, _ = captured()
+    assert graphed.graphs is not None
+    with torch.inference_mode():
+        graphed.graphs.check()
+    inputs = graphed.inputs
+    places, ids = inputs.kv_slots.tolist(), inputs.input_ids.tolist()
+    assert len(places) == MOST_ROWS > len(set(places)) == len(set(ids)) == PAGE_SIZE
+    assert len(set(zip(places, ids, inputs.position_ids.tolist(), strict=True))) == PAGE_SIZE
+    assert set(places) == set(range(NUM_PAGES * PAGE_SIZE, (NUM_PAGES + 1) * PAGE_SIZE))
+
+
 def test_rows_of_padding_write_to_the_spare_page_alone() -> None:
     graphed, _ = captured()
     for site in graphed.sites:
