@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shard.row_groups import group, send
+from shard.row_groups import ALIGNMENT, group, send
 
 
 class GuessGroups:
@@ -19,7 +19,7 @@ class GuessGroups:
     def __init__(self, max_guesses: int, device: torch.device) -> None:
         """No step has more guesses."""
         self.max_guesses = max_guesses
-        self._memory = torch.zeros(6 * max_guesses, dtype=torch.int32, device=device)
+        self._memory = torch.zeros(6 * max_guesses + 3 * ALIGNMENT, dtype=torch.int32, device=device)
         self.num_guesses = 0
         """Rows of guesses in the step's output, E: those wanted, and what they are padded to."""
         # [tasks, 4] slot, head, first index into sources and places, number of guesses
@@ -46,10 +46,10 @@ class GuessGroups:
         tasks = np.stack([keys // num_heads, keys % num_heads, firsts, sizes], axis=1).astype(np.int32)
         num_launched = len(tasks) if num_padded is None else num_padded
         self.num_guesses = num_guesses
-        self.tasks = self._memory[: 4 * num_launched].view(-1, 4)
-        self.sources, self.places = self._memory[4 * num_launched :][: 2 * num_guesses].view(2, -1)
         sources = rows[owners][order].astype(np.int32)
-        send(self._memory, (tasks.ravel(), 4 * num_launched), (sources, num_guesses), (order, num_guesses))
+        told = (tasks.ravel(), 4 * num_launched), (sources, num_guesses), (order, num_guesses)
+        tasks_of, self.sources, self.places = send(self._memory, *told)
+        self.tasks = tasks_of.view(-1, 4)
 
 
 def as_array(wanted: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.int32]:

@@ -12,6 +12,8 @@ from shard.transfer import sendable
 
 TASK_ROWS = 16
 """Rows of one task at most: one tile of a matrix unit. MOST_ROWS of lora.c."""
+ALIGNMENT = 4
+"""Numbers of four bytes."""
 
 
 class RowGroups:
@@ -20,7 +22,8 @@ class RowGroups:
     def __init__(self, max_rows: int, max_slots: int, device: torch.device) -> None:
         """No step has more rows, nor rows of more slots."""
         self.max_rows, self.max_slots = max_rows, max_slots
-        self._memory = torch.zeros(3 * self.most_tasks(max_rows) + 2 * max_rows + 1, dtype=torch.int32, device=device)
+        num_values = 3 * self.most_tasks(max_rows) + 2 * max_rows + 1 + 3 * ALIGNMENT
+        self._memory = torch.zeros(num_values, dtype=torch.int32, device=device)
         # [num_launched, 3] slot, first index into row_ids, number of rows: those there are and some empty ones
         self.tasks = self._memory[:0].view(-1, 3)
         # [rows + 1] the slot of each row of the step; -1 for none, and behind the rows that there are
@@ -50,12 +53,11 @@ class RowGroups:
         num_launched = min(num_launched, self.most_tasks(self.max_rows))
         if len(tasks) > num_launched or len(slots) > num_rows or num_rows > self.max_rows:
             raise RuntimeError(f"{len(slots)} rows in {len(tasks)} tasks of adapters: more than was reserved")
-        sizes = 3 * num_launched, num_rows + 1, num_rows
-        tasks_of, self.row_slots, self.row_ids = self._memory[: sum(sizes)].split(sizes)
-        self.tasks = tasks_of.view(-1, 3)
         row_slots = np.full(num_rows + 1, -1, np.int32)
         row_slots[: len(slots)] = slots
-        send(self._memory, (tasks.ravel(), sizes[0]), (row_slots, sizes[1]), (row_ids, sizes[2]))
+        told = (tasks.ravel(), 3 * num_launched), (row_slots, num_rows + 1), (row_ids, num_rows)
+        tasks_of, self.row_slots, self.row_ids = send(self._memory, *told)
+        self.tasks = tasks_of.view(-1, 3)
 
 
 def most_tasks(num_rows: int, num_keys: int, task_rows: int) -> int:
@@ -63,19 +65,20 @@ def most_tasks(num_rows: int, num_keys: int, task_rows: int) -> int:
     return min(num_rows, min(num_rows, num_keys) + num_rows // task_rows)
 
 
-def send(memory: torch.Tensor, *parts: tuple[npt.NDArray[np.int32], int]) -> None:
+def send(memory: torch.Tensor, *parts: tuple[npt.NDArray[np.int32], int]) -> list[torch.Tensor]:
     """Copy `parts` to the start of `memory` in one go, without waiting for its device: each part's values, then zeros
-    up to its length.
+    up to its length. Returns where each part lies. All begin at multiples of sixteen bytes: kernels that read them are
+    compiled for that once.
     """
-    num_values = sum(length for _, length in parts)
-    if not num_values:
-        return
-    host = np.zeros(num_values, np.int32)
-    first = 0
-    for values, length in parts:
-        host[first : first + values.size] = values
-        first += length
-    memory[:num_values].copy_(sendable(torch.from_numpy(host), memory.device), non_blocking=True)
+    ends = np.cumsum([-(-length // ALIGNMENT) * ALIGNMENT for _, length in parts]).tolist()
+    host = np.zeros(ends[-1], np.int32)
+    views = []
+    for (values, length), end in zip(parts, [0, *ends[:-1]], strict=True):
+        host[end : end + values.size] = values
+        views.append(memory[end : end + length])
+    if len(host):
+        memory[: len(host)].copy_(sendable(torch.from_numpy(host), memory.device), non_blocking=True)
+    return views
 
 
 def group(slots: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

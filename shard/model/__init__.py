@@ -26,6 +26,7 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     device = torch.device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the thread's current device
+        torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment prefers
     checkpoint = read_config(config)
     refuse_unservable(checkpoint)
     text_config = checkpoint.get_text_config()

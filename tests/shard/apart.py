@@ -38,13 +38,13 @@ class KernelsApart:
         self._run(interpreted="0")
 
     def test_compiles_for_hopper(self) -> None:
-        _run(self.compiles, interpreted="0")
+        run(self.compiles, interpreted="0")
 
     def _run(self, *options: str, interpreted: str) -> None:
-        _run("pytest", "-q", "-p", "no:cacheprovider", *map(str, self.cases), *options, interpreted=interpreted)
+        run("pytest", "-q", "-p", "no:cacheprovider", *map(str, self.cases), *options, interpreted=interpreted)
 
 
-def _run(*command: str, interpreted: str) -> None:
+def run(*command: str, interpreted: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": interpreted} | SAME_BITS_ANYWHERE
     result = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -23,10 +23,10 @@ from shard.padding import Padding
 from shard.ranks.group import Group
 from shard.request import Method, SamplingParams, Speculation
 from shard.speculation import Guessers
+from tests.shard.apart import run
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.model.dense_attention import DenseAttention
 from tests.shard.model.tape import TapeRecorder
-from tests.shard.model.test_lora_triton import run
 from tests.shard.ranks.in_threads import together
 from tests.shard.rig import Rig, Setup, make_request
 
