@@ -36,6 +36,7 @@ BENCHMARKS = {
     "receipts": "[RECEIPTS]: receipts of a loaded run, replayed on two replicas and on another server",
     "cuda": "[--smoke] [--part NAME]: every bar on the CUDA device at hand",
     "tune": "[MODEL…]: how the kernels for adapters and heads are best cut up on this GPU; writes the file",
+    "quantized": "the packages that quantised bases need, for `proof --part devices-quantized`",
     "proof": "every bar at full size: --part, --list, --check",
 }
 
