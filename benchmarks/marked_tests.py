@@ -11,7 +11,7 @@ from benchmarks.clients import num_failed, outcomes
 
 __all__ = ["NUM_LONG", "NUM_OF_DEVICES", "long", "num_failed", "of_devices", "settings"]
 
-NUM_LONG, NUM_OF_DEVICES = 58, 15
+NUM_LONG, NUM_OF_DEVICES = 58, 19
 
 
 def settings(mark: str) -> dict[str, Any]:

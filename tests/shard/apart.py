@@ -37,6 +37,7 @@ class KernelsApart:
     def test_on_the_device(self) -> None:
         self._run(interpreted="0")
 
+    @pytest.mark.device
     def test_compiles_for_hopper(self) -> None:
         run(self.compiles, interpreted="0")
 
