@@ -20,7 +20,7 @@ from benchmarks.servers import REPOSITORY
 
 __all__ = ["NUM_TESTS", "SETTINGS", "install", "measure", "num_failed"]
 
-NUM_TESTS = 83
+NUM_TESTS = 76
 EXTRAS = ("bitsandbytes", "hqq", "torchao", "gptq")
 OPTIONS = ("-k", "quantized", "-n", "2", "--dist", "worksteal")
 SETTINGS: dict[str, Any] = {"options": OPTIONS, "extras": EXTRAS}
