@@ -60,7 +60,12 @@ def outcomes(path: str, *options: str, **environment: str) -> Iterator[Case]:
     for test in tests:
         told = [child for child in test if child.tag in ("failure", "error", "skipped")]
         why = "; ".join(f"{child.tag}: {child.get('message', '')}" for child in told)[:500]
-        yield Case(test.get("name", ""), {"failed": int(bool(told)), "why": why, "seconds": test.get("time")})
+        kind = test.get("classname", "").rpartition(".")[2]
+        name = test.get("name", "")
+        yield Case(
+            f"{kind}.{name}" if kind[:1].isupper() else name,
+            {"failed": int(bool(told)), "why": why, "seconds": test.get("time")},
+        )
 
 
 def num_failed(raw: Raw) -> float:
