@@ -75,10 +75,10 @@ bench-cuda: $(VENV)/.installed-dev
 	$(PY) -m benchmarks.cuda $(if $(PART),--part $(PART)) $(ARGS)
 
 proto: $(VENV)/.installed-dev
-	$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. proto/shard.proto
+	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src lorikeet/proto/shard.proto
 
 docs: $(VENV)/.installed
-	$(PY) -m launcher.reference > docs/launcher.md
+	$(PY) -m lorikeet.launcher.config.reference > docs/launcher.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

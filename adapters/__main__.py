@@ -1,4 +1,4 @@
-"""`python -m adapters LOADER.json`: the process that loads adapters for one host. Imports no torch.
+"""`python -m lorikeet.adapters LOADER.json`: the process that loads adapters for one host. Imports no torch.
 
 Exit code 0 after a clean end, else 1.
 """
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import structlog
 
-from adapters.loader import logs, process, server
-from adapters.loader.config import LoaderConfig
+from lorikeet.adapters.loader import logs, process, server
+from lorikeet.adapters.loader.config import LoaderConfig
 
 log = structlog.get_logger()
 

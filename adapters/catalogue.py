@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from adapters import refs
-from adapters.refs import Ref, Source
+from lorikeet.adapters import refs
+from lorikeet.adapters.refs import Ref, Source
 
 MAX_FILE_BYTES = 64 << 20
 LONGEST_ALIAS = 256

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from adapters import catalogue, refs
-from adapters.errors import AdapterError
-from adapters.judging import Judge, Seen, look
-from adapters.refs import Ref, Source
-from adapters.sources.base import AdapterSource
-from adapters.sources.registry import Sources
-from adapters.sources.settings import DEFAULT_MAX_ADAPTER_BYTES, SourceSettings
+from lorikeet.adapters import catalogue, refs
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.judging import Judge, Seen, look
+from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.sources.base import AdapterSource
+from lorikeet.adapters.sources.registry import Sources
+from lorikeet.adapters.sources.settings import DEFAULT_MAX_ADAPTER_BYTES, SourceSettings
 
 _AT_ONCE = 16
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE_HUB_API_TOKEN")

@@ -5,8 +5,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
-from adapters.errors import AdapterInvalid
-from adapters.pin import Pin
+from lorikeet.adapters.errors import AdapterInvalid
+from lorikeet.adapters.pin import Pin
 
 STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties", "cat")
 SIGN_METHODS = ("total", "frequency")

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from adapters.errors import AdapterError, AdapterInvalid, NotServed
-from adapters.formats import configuration
-from adapters.formats.header import MAX_HEADER, PREFIX, header_len
-from adapters.formats.tokenizer import Tokenizers
-from adapters.pin import Pin
-from adapters.refs import Source
-from adapters.sources.base import CONFIG, HEADS_CONFIG, SMALL_NAMES, AdapterSource, FileHead, find_heads
+from lorikeet.adapters.errors import AdapterError, AdapterInvalid, NotServed
+from lorikeet.adapters.formats import configuration
+from lorikeet.adapters.formats.header import MAX_HEADER, PREFIX, header_len
+from lorikeet.adapters.formats.tokenizer import Tokenizers
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Source
+from lorikeet.adapters.sources.base import CONFIG, HEADS_CONFIG, SMALL_NAMES, AdapterSource, FileHead, find_heads
 
 if TYPE_CHECKING:
-    from adapters.formats.reader import Reader
-    from adapters.formats.reading import Found
+    from lorikeet.adapters.formats.reader import Reader
+    from lorikeet.adapters.formats.reading import Found
 
 _FIRST_BYTES = 256 << 10
 _LARGE = frozenset({"tokenizer.json"})
@@ -57,8 +57,8 @@ class Judge:
 
     def __init__(self, model_path: Path, trust_remote_code: bool = False) -> None:
         """Raises ValueError or OSError where the folder holds no model."""
-        from adapters.formats.reader import Reader
-        from adapters.formats.skeleton import Skeleton
+        from lorikeet.adapters.formats.reader import Reader
+        from lorikeet.adapters.formats.skeleton import Skeleton
 
         self._reader = Reader(Skeleton(model_path, trust_remote_code))
         self._tokenizers = Tokenizers(model_path)
@@ -73,8 +73,8 @@ class Judge:
 
     def judge(self, seen: Seen) -> Verdict:
         """Raises AdapterInvalid or NotServed with the reason."""
-        from adapters.formats.contents import Contents
-        from adapters.formats.weights import hollow
+        from lorikeet.adapters.formats.contents import Contents
+        from lorikeet.adapters.formats.weights import hollow
 
         heads_name = find_heads(seen.small.keys() | seen.heads.keys(), lambda name: seen.heads[name].content)
         if CONFIG not in seen.small and heads_name is None:
@@ -95,7 +95,7 @@ class Judge:
 
     def _changes(self, seen: Seen, heads: Mapping[str, FileHead]) -> Verdict:
         """Of what PEFT saved."""
-        from adapters.formats import weights
+        from lorikeet.adapters.formats import weights
 
         values = configuration.parse(seen.small[CONFIG])
         settings = configuration.served(values)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapters.catalogue import CatalogueError, load_yaml
+from lorikeet.adapters.catalogue import CatalogueError, load_yaml
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _FIELDS = ("name", "sha256", "admin", "isolate")

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from peft.utils.merge_utils import dare_linear, dare_ties, task_arithmetic, ties
 
-from adapters.digests import Merge
-from adapters.errors import AdapterInvalid, NotServed
-from adapters.formats.configuration import MOST_RANK
-from adapters.formats.reading import Found
+from lorikeet.adapters.digests import Merge
+from lorikeet.adapters.errors import AdapterInvalid, NotServed
+from lorikeet.adapters.formats.configuration import MOST_RANK
+from lorikeet.adapters.formats.reading import Found
 
 _MERGED = ("linear", "embedding")
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from adapters.refs import Source
+from lorikeet.adapters.refs import Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
-from adapters.refs import Ref
-from adapters.sources.base import Resolved
-from adapters.sources.registry import Sources
+from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
+from lorikeet.adapters.refs import Ref
+from lorikeet.adapters.sources.base import Resolved
+from lorikeet.adapters.sources.registry import Sources
 
 MOST_REMEMBERED = 65_536
 

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from adapters.errors import AdapterError, LoaderFailed, not_stored
-from adapters.formats import header
-from adapters.pin import Pin
+from lorikeet.adapters.errors import AdapterError, LoaderFailed, not_stored
+from lorikeet.adapters.formats import header
+from lorikeet.adapters.pin import Pin
 
 RECENT_S = 180.0
 """A file that was asked for so recently is not removed: a shard may be about to map it."""

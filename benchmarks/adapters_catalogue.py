@@ -95,7 +95,16 @@ BREAKS: Sequence[Callable[[Path], None]] = (
 
 def _checked(base: adapted.Base, catalogue: Path, broken: list[str]) -> dict[str, Any]:
     """What the command says, and in how many seconds."""
-    command = [sys.executable, "-m", "adapters.check", "check", str(catalogue), "--model-id", str(base.model), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "lorikeet.adapters.check",
+        "check",
+        str(catalogue),
+        "--model-id",
+        str(base.model),
+        "--json",
+    ]
     command += ["--local-adapter-root", str(base.root)]
     start = time.monotonic()
     done = subprocess.run(command, cwd=servers.REPOSITORY, capture_output=True, text=True, check=False)

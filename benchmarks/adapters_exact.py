@@ -20,15 +20,15 @@ import torch
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
-from adapters.loader.config import LoaderConfig
-from adapters.loader.reader import Jobs, Work
 from benchmarks.exact import MIN_DISTINCT, MOST_SEEDS, NEW_TOKENS, TIE, prompts_of
-from shard.build import build_engine
-from shard.config import ShardConfig
-from shard.inbox import Commands, Inbox, StreamOpened
-from shard.model import load_model
-from shard.outbox import Outbox
-from shard.request import Request
+from lorikeet.adapters.loader.config import LoaderConfig
+from lorikeet.adapters.loader.reader import Jobs, Work
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
+from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.model import load_model
+from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.startup.build import build_engine
 from tests import tiny
 
 ARCHITECTURES = (

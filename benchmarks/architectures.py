@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import exact
-from shard.config import ShardConfig
+from lorikeet.shard.config import ShardConfig
 from tests import tiny
 
 TOTAL = 128

@@ -15,14 +15,14 @@ from typing import Any
 from benchmarks import servers
 from benchmarks.case import Case, Cases, Raw
 
-TESTS = "tests/router/routes/test_lorax_client.py"
+TESTS = "tests/router/api/routes/test_lorax_client.py"
 NUM_TESTS = 4
 SETTINGS: dict[str, Any] = {"tests": TESTS, "client": "lorax-client"}
 
 
 def measure(finished: frozenset[str] = frozenset()) -> Cases:
     """One case per test; one that was skipped has failed."""
-    from tests.router import lorax_client
+    from tests.router.api import lorax_client
 
     lorax_client.install()
     for case in outcomes(TESTS, LORIKEET_REQUIRE_LORAX_CLIENT="1"):

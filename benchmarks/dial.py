@@ -12,11 +12,11 @@ import torch
 
 from benchmarks.dialled import AT_ONCE, PROMPT, SEED, TEXT, TINY
 from benchmarks.harness import Harness, Run, Wanted, random_llama
-from shard.batch import StepInputs
-from shard.config import ShardConfig
-from shard.model import Model, load_model
-from shard.request import Method, Request, Schedule, Speculation
-from shard.transfer import to_device
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.transfer import to_device
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import Model, load_model
+from lorikeet.shard.scheduler.request import Method, Request, Schedule, Speculation
 
 FORCED = 1e9
 """A logit that no other reaches."""

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shard.batch import Segment
-from shard.build import build_engine
-from shard.config import ShardConfig
-from shard.inbox import Commands, Inbox, Refusal, StreamOpened
-from shard.model import Model, load_model
-from shard.outbox import Outbox
-from shard.request import Request
+from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
+from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.model import Model, load_model
+from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.startup.build import build_engine
 from tests import tiny
 
 NEW_TOKENS = 24

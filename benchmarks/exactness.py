@@ -73,7 +73,8 @@ def laws(finished: frozenset[str] = frozenset()) -> Cases:
     """One case per transform and combination: χ² tail probabilities of draws, and of pairs of neighbours."""
     import numpy as np
 
-    from tests.shard.sampling import oracle, test_law
+    from tests.shard.sampling import oracle
+    from tests.shard.sampling import test_distribution as test_law
     from tests.shard.sampling.drawing import draws
 
     size = test_law.V

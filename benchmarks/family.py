@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import servers
 from benchmarks.case import Case, Cases, Raw
 from benchmarks.whole import printed
-from demo.lora import RECIPES
+from lorikeet.demo.training.lora import RECIPES
 
 WEIGHTLESS = {".py", ".md"}
 ADAPTERS = tuple(RECIPES)
@@ -122,5 +122,5 @@ def megabytes(raw: Raw) -> float:
 
 
 def _told(what: str, *more: str) -> Any:
-    """The last line of `demo.evaluate`, which is JSON."""
-    return json.loads(printed([sys.executable, "-m", "demo.evaluate", what, *more])[-1])
+    """The last line of `lorikeet.demo.evaluation`, which is JSON."""
+    return json.loads(printed([sys.executable, "-m", "lorikeet.demo.evaluation", what, *more])[-1])

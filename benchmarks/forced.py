@@ -11,13 +11,13 @@ from functools import cache
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from adapters.medusa import format as heads_format
-from adapters.medusa.hidden import batches, written_rows
-from adapters.medusa.model import MedusaHeads
-from adapters.medusa.target import Place, Target
-from adapters.medusa.texts import Text as WrittenText
 from benchmarks.guessing import BASE, DRAFT, DRAFTING, FAMILY, LOOKUP, Kind
 from benchmarks.replay import Chain, LongestSuffix, Rule, Table, Text, coupled_chance, rejection_chance
+from lorikeet.adapters.medusa import format as heads_format
+from lorikeet.adapters.medusa.hidden import batches, written_rows
+from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.medusa.target import Place, Target
+from lorikeet.adapters.medusa.texts import Text as WrittenText
 
 TIE = 1e-4
 """Distance of two logits below which either may be the higher one."""

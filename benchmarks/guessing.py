@@ -54,10 +54,10 @@ KINDS: Mapping[str, Kind] = {
 
 def prompts(kind: str, count: int) -> list[str]:
     """Held-out prompts of a kind, the same ones always."""
-    from demo import corpus
-    from demo.pieces import pieces
-    from demo.tasks import citation, query, record, value
-    from demo.tasks.example import held_out_examples
+    from lorikeet.demo.data import corpus
+    from lorikeet.demo.data.pieces import pieces
+    from lorikeet.demo.data.tasks import citation, query, record, value
+    from lorikeet.demo.data.tasks.example import held_out_examples
 
     if kind == "code":
         return pieces(corpus.held_out_files(), count, seed=0)

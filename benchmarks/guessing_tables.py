@@ -15,15 +15,7 @@ import uvloop
 from benchmarks import guessing, servers
 from benchmarks.case import Case, Cases, Raw
 from benchmarks.guessing import DRAFTING, KINDS, LOOKUP, MEDUSA, Asked, Guessing, Kind, Told
-from benchmarks.replay import (
-    NOTHING,
-    Counts,
-    Text,
-    expected,
-    lorax,
-    replay,
-    share_repeated,
-)
+from benchmarks.replay import NOTHING, Counts, Text, expected, lorax, replay, share_repeated
 
 WIDTHS = tuple(range(1, 11))
 SWEEP = tuple(range(1, 9))

@@ -15,13 +15,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models import MODELS
-from shard.build import build_engine
-from shard.config import ShardConfig
-from shard.inbox import Commands, Inbox, Refusal, StreamOpened
-from shard.model import Model
-from shard.outbox import NO_SECONDS, Outbox, Output
-from shard.request import NO_SPECULATION, LogprobParams, Request, SamplingParams, Speculation
-from shard.speculation.pacer import Pacer
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
+from lorikeet.shard.grpc.outbox import NO_SECONDS, Outbox, Output
+from lorikeet.shard.model import Model
+from lorikeet.shard.scheduler.request import NO_SPECULATION, LogprobParams, Request, SamplingParams, Speculation
+from lorikeet.shard.scheduler.speculation.draft_length import Pacer
+from lorikeet.shard.startup.build import build_engine
 
 EPOCH = 1
 PARKED_S = 0.001

@@ -64,10 +64,10 @@ def loaded(size: Size) -> Any:
     import torch
 
     from benchmarks import peers
-    from shard.config import ShardConfig
-    from shard.model import load_model
-    from shard.model.heads_file import HeadsShape, bind
-    from shard.model.packing import can_pack, pack
+    from lorikeet.shard.config import ShardConfig
+    from lorikeet.shard.model import load_model
+    from lorikeet.shard.model.kernels.packing import can_pack, pack
+    from lorikeet.shard.model.medusa.loading import HeadsShape, bind
 
     folder = size.folder or peers.model_folder()
     model = load_model(ShardConfig("random", str(folder), "unix:/dev/null", dtype=size.dtype))
@@ -104,7 +104,7 @@ def _step(model: Any, num_rows: int, slots: Sequence[int]) -> None:
     """One token of each of so many requests; row i is guessed from by the heads in slot i."""
     import torch
 
-    from shard.batch import HeadsRow, Segment
+    from lorikeet.shard.batch.inputs import HeadsRow, Segment
 
     pages = -(-(KV_LEN + 1) // model.page_size)
     segments = [Segment(KV_LEN, 1, range(i * pages, (i + 1) * pages)) for i in range(num_rows)]

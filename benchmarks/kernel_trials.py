@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.lora_kernels import Case, Size
-from shard.batch import HeadsRow, Segment, StepInputs
-from shard.model.heads import SlotHeads
-from shard.model.heads_device import DeviceHeads
-from shard.model.heads_file import HeadsContent, HeadsShape
-from shard.model.tuning import Tuned
+from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.model.kernels.tuning import Tuned
+from lorikeet.shard.model.medusa.cuda import DeviceHeads
+from lorikeet.shard.model.medusa.heads import SlotHeads
+from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
 """Of the largest value."""

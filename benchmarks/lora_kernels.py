@@ -1,5 +1,5 @@
 """What one module's adapters cost on CUDA, three ways in one run: the specification row by row, grouped torch products,
-and the kernels of shard/model/lora_triton.py, for usual mixes of adapters in a step.
+and the kernels of shard/model/lora/triton.py, for usual mixes of adapters in a step.
 
 `python -m benchmarks.lora_kernels` prints one table for people, times as multiples of the kernels', and one JSON line
 last. With TRITON_INTERPRET=1 and `--smoke`, or other small sizes, it runs on CPU, where its times mean nothing.
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from shard.batch import Segment, StepInputs
-from shard.model import tuning
-from shard.model.lora import AdapterSite, Product, SlotWeights, adapt, adapt_row
+from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.model.kernels import tuning
+from lorikeet.shard.model.lora.sites import AdapterSite, Product, SlotWeights, adapt, adapt_row
 
 MIXES = ("distinct", "uniform", "zipf", "identical")
 TOLERANCE = 2**-6
@@ -61,7 +61,7 @@ class Case:
         tuned: tuning.Tuned | None = None,
     ) -> None:
         """`tuned`: how the kernels are cut up, what is read for this device if None."""
-        from shard.model.lora_device import DeviceKernels
+        from lorikeet.shard.model.adapters.tables import DeviceKernels
 
         generator = torch.Generator(device).manual_seed(0)
         num_rows = size.num_requests * size.num_tokens

@@ -44,13 +44,13 @@ class Count:
 
 def machine(name: str) -> type[RuleBasedStateMachine]:
     """As the tests have it."""
-    from tests.router.test_credit import CreditMachine
-    from tests.router.test_queue import QueueMachine
-    from tests.router.test_resumption import ResumptionMachine
-    from tests.router.test_wire_fuzz import ShardWordsMachine
-    from tests.shard.test_scheduler import SchedulerMachine
-    from tests.shard.test_slots import SlotsMachine
-    from tests.shard.test_wire_fuzz import WireMachine
+    from tests.router.dispatch.test_fair_queue import QueueMachine
+    from tests.router.dispatch.test_resumption import ResumptionMachine
+    from tests.router.shards.test_codec_fuzz import ShardWordsMachine
+    from tests.router.shards.test_credit import CreditMachine
+    from tests.shard.grpc.test_codec_fuzz import WireMachine
+    from tests.shard.scheduler.test_adapter_slots import SlotsMachine
+    from tests.shard.scheduler.test_scheduler import SchedulerMachine
 
     machines: tuple[type[RuleBasedStateMachine], ...] = (
         QueueMachine,

@@ -28,8 +28,8 @@ def private_mb(pid: int) -> float:
 
 
 def child(server: Server, module: str) -> int:
-    """The server's process that runs `python -m module`."""
-    (found,) = [pid for pid in group(server.process.pid) if f"\0-m\0{module}\0" in _words(pid)]
+    """The server's process that runs `python -m lorikeet.MODULE`."""
+    (found,) = [pid for pid in group(server.process.pid) if f"\0-m\0lorikeet.{module}\0" in _words(pid)]
     return found
 
 

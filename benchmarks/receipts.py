@@ -17,9 +17,9 @@ from typing import Any
 from benchmarks import servers
 from benchmarks.case import Case, Cases, Raw
 from benchmarks.recovery import Load, kinds
-from launcher.client import Client
-from launcher.receipt import Receipt
-from launcher.replay import replay, sentences
+from lorikeet.launcher.cli.client import Client
+from lorikeet.launcher.cli.receipt import Receipt
+from lorikeet.launcher.cli.replay import replay, sentences
 
 CASES = 10
 RECEIPTS = 100

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import servers
 from benchmarks.case import Case, Cases, Raw
-from launcher.client import Client, ServerError
+from lorikeet.launcher.cli.client import Client, ServerError
 
 DRAFT = "demo/draft"
 KILLS, STOPS, ROLLS = 100, 20, 10
@@ -164,7 +164,7 @@ class Fleet:
         """The shard of that number. Raises LookupError while there is none."""
         for pid in servers.group(self._server.process.pid):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"shard" in words and any(word.endswith(b"/shard-%d.json" % index) for word in words):
+            if b"lorikeet.shard" in words and any(word.endswith(b"/shard-%d.json" % index) for word in words):
                 return pid
         raise LookupError(f"shard {index} does not run")
 

@@ -29,8 +29,8 @@ import grpc
 import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from proto import shard_pb2 as pb
-from proto import shard_pb2_grpc
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto import shard_pb2_grpc
 
 CORES = sorted(os.sched_getaffinity(0))
 NUM_STREAMS = 256
@@ -94,7 +94,7 @@ async def servers(
         (folder / "router.json").write_text(json.dumps(settings))
         shard_command = ["benchmarks.simulated_shard", *addresses, "--step-ms", str(step_ms)]
         shard_command += ["--max-running", str(max_running)]
-        router_command = ["router", str(folder / "router.json")]
+        router_command = ["lorikeet.router", str(folder / "router.json")]
         if profile is not None:
             router_command = ["cProfile", "-o", profile, "-m", *router_command]
         shard = _start(shard_command, CORES[0])

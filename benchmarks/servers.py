@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
-TETHER = REPOSITORY / "launcher" / "tether.py"
+TETHER = REPOSITORY / "launcher" / "processes" / "tether.py"
 LOGS = Path(__file__).parent / ".runs" / "logs"
 STOP_S = 40.0
 
@@ -68,7 +68,17 @@ class Server:
 def lorikeet(model: str | Path | None, *flags: str) -> Command:
     """Our own server, with the launcher's defaults; without a model the embedded one."""
     named = () if model is None else ("--model-id", str(model))
-    arguments = (sys.executable, "-m", "launcher", *named, "--hostname", "127.0.0.1", "--port", "{port}", *flags)
+    arguments = (
+        sys.executable,
+        "-m",
+        "lorikeet.launcher",
+        *named,
+        "--hostname",
+        "127.0.0.1",
+        "--port",
+        "{port}",
+        *flags,
+    )
     return Command(arguments, {"HF_HUB_OFFLINE": "1"}, "/ready")
 
 

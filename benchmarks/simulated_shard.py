@@ -18,9 +18,9 @@ import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from proto import shard_pb2 as pb
-from proto import shard_pb2_grpc
-from proto.version import version
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto import shard_pb2_grpc
+from lorikeet.proto.version import version
 
 HEARTBEAT_S = 0.25
 

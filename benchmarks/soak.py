@@ -108,7 +108,7 @@ class Server:
         """The process that runs a package of ours. Raises LookupError while there is none."""
         for pid in servers.group(self.server.process.pid):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if module.encode() in words[:4]:
+            if f"lorikeet.{module}".encode() in words[:4]:
                 return pid
         raise LookupError(f"{module} does not run")
 

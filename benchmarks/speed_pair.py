@@ -17,10 +17,10 @@ from benchmarks.dial import Dial, DialledModel
 from benchmarks.guessing_speed import BATCHES, CHANCE, KV_LEN, PROMPT, SEED, WIDTH, Size
 from benchmarks.harness import Harness, Run, Wanted, random_llama
 from benchmarks.replay import Text, share_repeated
-from shard.batch import Segment
-from shard.config import ShardConfig
-from shard.model import Model, load_model
-from shard.request import NO_SPECULATION, Method, SamplingParams, Schedule, Speculation
+from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import Model, load_model
+from lorikeet.shard.scheduler.request import NO_SPECULATION, Method, SamplingParams, Schedule, Speculation
 
 
 class Pair:

@@ -18,12 +18,12 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from shard.batch import Segment
-from shard.config import ShardConfig
-from shard.model import Model, load_model
-from shard.model.fused_layer import FusedDecoderLayer
-from shard.model.fusion import FusedMlp
-from shard.model.packing import StreamedMatrix, pack
+from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import Model, load_model
+from lorikeet.shard.model.fusion.cpu_layer import FusedDecoderLayer
+from lorikeet.shard.model.fusion.cpu_parts import FusedMlp
+from lorikeet.shard.model.kernels.packing import StreamedMatrix, pack
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def costs(counts: Sequence[int], turns: int = TURNS) -> dict[int, float]:
     import torch
 
     from benchmarks import heads_cost
-    from shard.batch import HeadsRow, Segment
+    from lorikeet.shard.batch.inputs import HeadsRow, Segment
 
     model = heads_cost.loaded(heads_cost.Size())
     pages = range(-(-(KV_LEN + max(counts)) // model.page_size))

@@ -1,5 +1,5 @@
 """Searches how the kernels for adapters and heads are best cut up on the GPU at hand, and writes the file that shards
-read at start (shard/model/tuning.py).
+read at start (shard/model/kernels/tuning.py).
 
 `python -m benchmarks.tune [MODEL…]` takes the shapes of the models' linears (by default those of Llama 3.1 8B), tries
 every configuration over several ranks and numbers of tokens, drops those that differ from the specification anywhere
@@ -25,7 +25,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks import kernel_trials
 from benchmarks.kernel_trials import Trial
-from shard.model import tuning
+from lorikeet.shard.model.kernels import tuning
 
 Key = tuple[str, int, torch.dtype]
 

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from importlib.resources import files
 from typing import Any
 
-from launcher import Client, launch, provenance
+from lorikeet.launcher import Client, launch
+from lorikeet.launcher.cli import provenance
 
 LAW = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9}
 RUNS = 10

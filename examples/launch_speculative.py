@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from importlib.resources import files
 from typing import Any
 
-from launcher import Client, launch
+from lorikeet.launcher import Client, launch
 
 FLOWER = "def bouquet(flowers):\n"
 GUESSED = {"speculative_method": "draft", "speculative_schedule": "constant"}

@@ -11,8 +11,8 @@ import sys
 from importlib.resources import files
 from typing import Any
 
-from launcher import Client, launch
-from launcher.client import ServerError
+from lorikeet.launcher import Client, launch
+from lorikeet.launcher.cli.client import ServerError
 
 PROMPT = "Speculative Inference: "
 

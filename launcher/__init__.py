@@ -6,8 +6,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from launcher.client import Client
-    from launcher.launching import launch
+    from lorikeet.launcher.cli.client import Client
+    from lorikeet.launcher.cli.launching import launch
 
 __all__ = ["Client", "launch"]
 
@@ -15,11 +15,11 @@ __all__ = ["Client", "launch"]
 def __getattr__(name: str) -> Any:
     """Imported when asked for: a start of the launcher itself needs neither."""
     if name == "launch":
-        from launcher.launching import launch
+        from lorikeet.launcher.cli.launching import launch
 
         return launch
     if name == "Client":
-        from launcher.client import Client
+        from lorikeet.launcher.cli.client import Client
 
         return Client
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""`python -m launcher` is `lorikeet-launcher`."""
+"""`python -m lorikeet.launcher` is `lorikeet-launcher`."""
 
 import sys
 
-from launcher.main import main
+from lorikeet.launcher.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,11 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from launcher import adapters, configs, devices, kv_cache, logs, model, models, rules, runtime, serving, settings, usage
-from launcher.exits import Exit, LauncherError
-from launcher.settings import Settings
-from launcher.supervisor import Signals
-from proto.version import version
+from lorikeet.launcher import logs
+from lorikeet.launcher.config import kv_cache, rules, settings
+from lorikeet.launcher.config.settings import Settings
+from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.models import adapters, devices, model, runtime, usage
+from lorikeet.launcher.processes import configs, serving
+from lorikeet.launcher.processes import download as models
+from lorikeet.launcher.processes.supervisor import Signals
+from lorikeet.proto.version import version
 
 _LONGEST_SOCKET_PATH = 103
 

@@ -67,7 +67,7 @@ def reason_against(name: str) -> str:
         return method.refused
     missing = [package for package in method.packages if importlib.util.find_spec(package) is None]
     if missing:
-        return f"it needs the package {' and '.join(missing)}: pip install 'lorikeet[{method.extra}]'"
+        return f"it needs the package {' and '.join(missing)}: pip install 'lorikeet-serve[{method.extra}]'"
     return ""
 
 

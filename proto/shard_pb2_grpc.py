@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from proto import shard_pb2 as proto_dot_shard__pb2
+from lorikeet.proto import shard_pb2 as lorikeet_dot_proto_dot_shard__pb2
 
 GRPC_GENERATED_VERSION = '1.82.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in proto/shard_pb2_grpc.py depends on'
+        + ' but the generated code in lorikeet/proto/shard_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,18 +36,18 @@ class ShardStub:
         """
         self.Info = channel.unary_unary(
                 '/lorikeet.shard.v1.Shard/Info',
-                request_serializer=proto_dot_shard__pb2.InfoRequest.SerializeToString,
-                response_deserializer=proto_dot_shard__pb2.ShardInfo.FromString,
+                request_serializer=lorikeet_dot_proto_dot_shard__pb2.InfoRequest.SerializeToString,
+                response_deserializer=lorikeet_dot_proto_dot_shard__pb2.ShardInfo.FromString,
                 _registered_method=True)
         self.Digest = channel.unary_unary(
                 '/lorikeet.shard.v1.Shard/Digest',
-                request_serializer=proto_dot_shard__pb2.DigestRequest.SerializeToString,
-                response_deserializer=proto_dot_shard__pb2.DigestReply.FromString,
+                request_serializer=lorikeet_dot_proto_dot_shard__pb2.DigestRequest.SerializeToString,
+                response_deserializer=lorikeet_dot_proto_dot_shard__pb2.DigestReply.FromString,
                 _registered_method=True)
         self.Serve = channel.stream_stream(
                 '/lorikeet.shard.v1.Shard/Serve',
-                request_serializer=proto_dot_shard__pb2.Command.SerializeToString,
-                response_deserializer=proto_dot_shard__pb2.StepOutput.FromString,
+                request_serializer=lorikeet_dot_proto_dot_shard__pb2.Command.SerializeToString,
+                response_deserializer=lorikeet_dot_proto_dot_shard__pb2.StepOutput.FromString,
                 _registered_method=True)
 
 
@@ -81,18 +81,18 @@ def add_ShardServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Info': grpc.unary_unary_rpc_method_handler(
                     servicer.Info,
-                    request_deserializer=proto_dot_shard__pb2.InfoRequest.FromString,
-                    response_serializer=proto_dot_shard__pb2.ShardInfo.SerializeToString,
+                    request_deserializer=lorikeet_dot_proto_dot_shard__pb2.InfoRequest.FromString,
+                    response_serializer=lorikeet_dot_proto_dot_shard__pb2.ShardInfo.SerializeToString,
             ),
             'Digest': grpc.unary_unary_rpc_method_handler(
                     servicer.Digest,
-                    request_deserializer=proto_dot_shard__pb2.DigestRequest.FromString,
-                    response_serializer=proto_dot_shard__pb2.DigestReply.SerializeToString,
+                    request_deserializer=lorikeet_dot_proto_dot_shard__pb2.DigestRequest.FromString,
+                    response_serializer=lorikeet_dot_proto_dot_shard__pb2.DigestReply.SerializeToString,
             ),
             'Serve': grpc.stream_stream_rpc_method_handler(
                     servicer.Serve,
-                    request_deserializer=proto_dot_shard__pb2.Command.FromString,
-                    response_serializer=proto_dot_shard__pb2.StepOutput.SerializeToString,
+                    request_deserializer=lorikeet_dot_proto_dot_shard__pb2.Command.FromString,
+                    response_serializer=lorikeet_dot_proto_dot_shard__pb2.StepOutput.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -120,8 +120,8 @@ class Shard:
             request,
             target,
             '/lorikeet.shard.v1.Shard/Info',
-            proto_dot_shard__pb2.InfoRequest.SerializeToString,
-            proto_dot_shard__pb2.ShardInfo.FromString,
+            lorikeet_dot_proto_dot_shard__pb2.InfoRequest.SerializeToString,
+            lorikeet_dot_proto_dot_shard__pb2.ShardInfo.FromString,
             options,
             channel_credentials,
             insecure,
@@ -147,8 +147,8 @@ class Shard:
             request,
             target,
             '/lorikeet.shard.v1.Shard/Digest',
-            proto_dot_shard__pb2.DigestRequest.SerializeToString,
-            proto_dot_shard__pb2.DigestReply.FromString,
+            lorikeet_dot_proto_dot_shard__pb2.DigestRequest.SerializeToString,
+            lorikeet_dot_proto_dot_shard__pb2.DigestReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -174,8 +174,8 @@ class Shard:
             request_iterator,
             target,
             '/lorikeet.shard.v1.Shard/Serve',
-            proto_dot_shard__pb2.Command.SerializeToString,
-            proto_dot_shard__pb2.StepOutput.FromString,
+            lorikeet_dot_proto_dot_shard__pb2.Command.SerializeToString,
+            lorikeet_dot_proto_dot_shard__pb2.StepOutput.FromString,
             options,
             channel_credentials,
             insecure,

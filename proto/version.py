@@ -14,7 +14,7 @@ def version() -> str:
     """The version of the code at hand."""
     if _PROJECT.is_file():
         return str(tomllib.loads(_PROJECT.read_text())["project"]["version"])
-    return importlib.metadata.version("lorikeet")
+    return importlib.metadata.version("lorikeet-serve")
 
 
 def versions_fit(one: str, other: str) -> bool:

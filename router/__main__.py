@@ -1,9 +1,9 @@
-"""`python -m router CONFIG.json`: configuration and logs, then `router/server.py`."""
+"""`python -m lorikeet.router CONFIG.json`: configuration and logs, then `router/server.py`."""
 
 import sys
 
-from router.config import RouterConfig
-from router.logging import configure_logging
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.logging import configure_logging
 
 
 def main(path: str) -> int:
@@ -15,12 +15,12 @@ def main(path: str) -> int:
         print(f"router: {error}", file=sys.stderr)
         return 2
     # Libraries may warn as they are imported, so logs come first.
-    from router.server import serve
+    from lorikeet.router.server import serve
 
     return serve(config)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m router CONFIG.json")
+        sys.exit("usage: python -m lorikeet.router CONFIG.json")
     sys.exit(main(sys.argv[1]))

@@ -20,7 +20,7 @@ RouterError
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from adapters.errors import AdapterError
+from lorikeet.adapters.errors import AdapterError
 
 
 class RouterError(Exception):

@@ -21,13 +21,13 @@ import structlog
 import uvicorn
 import uvloop
 
-from router.app import create_app
-from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.errors import RouterError
-from router.metrics import Metrics
-from router.service import Service
-from router.text.tokenizer import Tokenizer
+from lorikeet.router.api.app import create_app
+from lorikeet.router.api.service import Service
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.dispatch.dispatcher import Dispatcher
+from lorikeet.router.errors import RouterError
+from lorikeet.router.metrics.router import Metrics
+from lorikeet.router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 

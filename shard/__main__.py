@@ -1,4 +1,4 @@
-"""`python -m shard CONFIG.json`: what must be settled before the libraries are imported, then `shard/serve.py`.
+"""`python -m lorikeet.shard CONFIG.json`: what must be settled before the libraries are imported, then `shard/startup/serve.py`.
 
 Exit code 0 after a clean end, else 1.
 """
@@ -7,9 +7,9 @@ import sys
 
 import structlog
 
-from shard import logs
-from shard.config import ShardConfig
-from shard.process import end_process, hold_signals
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.system import logs
+from lorikeet.shard.system.process import end_process, hold_signals
 
 log = structlog.get_logger()
 
@@ -25,7 +25,7 @@ def main() -> int:
         return 1
     try:
         # Libraries warn and start threads as they are imported, and these inherit which signals are held.
-        from shard.serve import serve
+        from lorikeet.shard.startup.serve import serve
 
         serve(config)
     except (ValueError, OSError) as error:

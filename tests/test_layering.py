@@ -20,7 +20,12 @@ FORBIDDEN = {
     "demo": frozenset({"router", "shard", "launcher", "tests"}),
     "benchmarks": frozenset(),  # they measure everything, and run the tests' functions at full size
 }
-WITHOUT_TORCH = ("shard/request.py", "shard/kv_cache.py", "shard/scheduler.py", "adapters/refs.py")
+WITHOUT_TORCH = (
+    "shard/scheduler/request.py",
+    "shard/scheduler/kv_cache.py",
+    "shard/scheduler/scheduler.py",
+    "adapters/refs.py",
+)
 
 
 def sources(package: str) -> list[Path]:
@@ -97,9 +102,9 @@ def test_imports_are_found_wherever_they_hide() -> None:
     assert set(imports_of(code, ("shard", "model"))) == {
         "torch.nn",
         "router",
-        "router.app",
-        "shard.model",
-        "shard.model.batch",
+        "lorikeet.router.api.app",
+        "lorikeet.shard.model",
+        "lorikeet.shard.model.batch",
         "shard.proto",
         "shard.proto.shard_pb2",
     }

@@ -19,11 +19,11 @@ raise RuntimeError("nobody caught this")
 """
 STRUCTLOG = 'import structlog; structlog.get_logger().info("ours")'
 PROCESSES = {
-    "shard": ("from shard import logs; logs.configure({json}, 'info')", STRUCTLOG),
-    "loader": ("from adapters.loader import logs; logs.configure({json}, 'info')", STRUCTLOG),
-    "router": ("from router.logging import configure_logging; configure_logging('info', {json})", STRUCTLOG),
+    "shard": ("from lorikeet.shard.system import logs; logs.configure({json}, 'info')", STRUCTLOG),
+    "loader": ("from lorikeet.adapters.loader import logs; logs.configure({json}, 'info')", STRUCTLOG),
+    "router": ("from lorikeet.router.logging import configure_logging; configure_logging('info', {json})", STRUCTLOG),
     "launcher": (
-        "import sys; from launcher import logs; log = logs.start({json}, 'info', sys.stderr)",
+        "import sys; from lorikeet.launcher import logs; log = logs.start({json}, 'info', sys.stderr)",
         'log.info("ours")',
     ),
 }

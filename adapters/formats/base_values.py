@@ -13,8 +13,8 @@ from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from adapters.errors import NotServed
-from adapters.formats.skeleton import Skeleton
+from lorikeet.adapters.errors import NotServed
+from lorikeet.adapters.formats.skeleton import Skeleton
 
 
 class BaseValues:

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from adapters.errors import AdapterInvalid, NotServed
-from adapters.sources.base import CONFIG, MAX_CONFIG_BYTES
+from lorikeet.adapters.errors import AdapterInvalid, NotServed
+from lorikeet.adapters.sources.base import CONFIG, MAX_CONFIG_BYTES
 
 MOST_RANK = 512
 SERVED_KINDS = ("linear", "embedding", "experts", "heads")

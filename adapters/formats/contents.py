@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapters import digests
-from adapters.errors import AdapterInvalid, NotServed
-from adapters.formats import configuration, heads, weights
-from adapters.formats.heads import FoundHeads
-from adapters.formats.layout import Base, Layout, lay_out
-from adapters.formats.reader import Reader
-from adapters.formats.weights import Weights
-from adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, PEEK_BYTES, find_heads
+from lorikeet.adapters import digests
+from lorikeet.adapters.errors import AdapterInvalid, NotServed
+from lorikeet.adapters.formats import configuration, heads, weights
+from lorikeet.adapters.formats.heads import FoundHeads
+from lorikeet.adapters.formats.layout import Base, Layout, lay_out
+from lorikeet.adapters.formats.reader import Reader
+from lorikeet.adapters.formats.weights import Weights
+from lorikeet.adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, PEEK_BYTES, find_heads
 
 _ALONE = b"medusa heads"
 """In place of a configuration in the digest of heads without one: theirs says nothing that counts."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.errors import AdapterInvalid, AdapterTooLarge
+from lorikeet.adapters.errors import AdapterInvalid, AdapterTooLarge
 
 PREFIX = 8
 """A file begins with the header's length, little endian, in so many bytes."""

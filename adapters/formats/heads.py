@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from adapters.errors import AdapterInvalid, NotServed
-from adapters.formats.layout import is_finite, not_finite
-from adapters.formats.reading import Tensors
-from adapters.medusa import format as files
-from adapters.medusa.errors import HeadsError
-from adapters.medusa.format import HeadsShape
-from adapters.sources.base import HEADS_CONFIG, MAX_CONFIG_BYTES
+from lorikeet.adapters.errors import AdapterInvalid, NotServed
+from lorikeet.adapters.formats.layout import is_finite, not_finite
+from lorikeet.adapters.formats.reading import Tensors
+from lorikeet.adapters.medusa import format as files
+from lorikeet.adapters.medusa.errors import HeadsError
+from lorikeet.adapters.medusa.format import HeadsShape
+from lorikeet.adapters.sources.base import HEADS_CONFIG, MAX_CONFIG_BYTES
 
 KIND = "heads"
 """Among the kinds of change that shards compute."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from adapters.errors import AdapterInvalid, NotServed
-from adapters.formats import header
-from adapters.formats.base_values import BaseValues
-from adapters.formats.reading import TENSORS, Found
+from lorikeet.adapters.errors import AdapterInvalid, NotServed
+from lorikeet.adapters.formats import header
+from lorikeet.adapters.formats.base_values import BaseValues
+from lorikeet.adapters.formats.reading import TENSORS, Found
 
 FORMAT = "lorikeet-adapter-1"
 _TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from adapters.formats import configuration
-from adapters.formats.reading import TENSORS, Found, Tensors, read
-from adapters.formats.skeleton import Skeleton
-from adapters.formats.weights import Weights
+from lorikeet.adapters.formats import configuration
+from lorikeet.adapters.formats.reading import TENSORS, Found, Tensors, read
+from lorikeet.adapters.formats.skeleton import Skeleton
+from lorikeet.adapters.formats.weights import Weights
 
 _MOST_PLANS = 256
 

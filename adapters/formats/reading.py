@@ -17,8 +17,8 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from adapters.errors import AdapterError, AdapterInvalid, NotServed
-from adapters.formats.skeleton import Skeleton
+from lorikeet.adapters.errors import AdapterError, AdapterInvalid, NotServed
+from lorikeet.adapters.formats.skeleton import Skeleton
 
 NAME = "adapter"
 """What the adapter is called inside PEFT's network."""

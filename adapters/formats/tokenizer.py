@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from adapters.errors import AdapterInvalid
-from adapters.sources.base import MAX_SMALL_BYTES
+from lorikeet.adapters.errors import AdapterInvalid
+from lorikeet.adapters.sources.base import MAX_SMALL_BYTES
 
 _WHOLE = "tokenizer.json"
 _ADDED = "added_tokens.json"

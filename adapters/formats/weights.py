@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from adapters.errors import AdapterInvalid, AdapterTooLarge
-from adapters.formats import header
-from adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS, FileHead
+from lorikeet.adapters.errors import AdapterInvalid, AdapterTooLarge
+from lorikeet.adapters.formats import header
+from lorikeet.adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS, FileHead
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_INDEX = 8 << 20

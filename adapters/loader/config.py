@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
-from adapters.formats.configuration import SERVED_KINDS
-from adapters.sources.settings import SourceSettings
+from lorikeet.adapters.formats.configuration import SERVED_KINDS
+from lorikeet.adapters.sources.settings import SourceSettings
 
 DEFAULT_STORE_BYTES = 64 << 30
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import structlog
 
-from adapters.digests import Merge
-from adapters.errors import (
+from lorikeet.adapters.digests import Merge
+from lorikeet.adapters.errors import (
     AdapterError,
     AdapterInvalid,
     AdapterNotAllowed,
@@ -25,12 +25,12 @@ from adapters.errors import (
     NotServed,
     SourceUnreachable,
 )
-from adapters.loader.gate import Gate, Ticket
-from adapters.loader.readers import Nursery, Reader, ReaderEnded
-from adapters.pin import Pin
-from adapters.refs import Source
-from adapters.sources.registry import Sources
-from adapters.store import Entry, Store
+from lorikeet.adapters.loader.gate import Gate, Ticket
+from lorikeet.adapters.loader.readers import Nursery, Reader, ReaderEnded
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Source
+from lorikeet.adapters.sources.registry import Sources
+from lorikeet.adapters.store import Entry, Store
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""`python -m adapters.loader.nursery FD CONFIG.json`: has everything loaded that readers need, and forks them.
+"""`python -m lorikeet.adapters.loader.nursery FD CONFIG.json`: has everything loaded that readers need, and forks them.
 
 One thread, so that forking is sound: a reader costs milliseconds and few pages of its own. Speaks over the socket FD,
 in messages of one JSON object; a message to fork brings the reader's socket along.
@@ -13,8 +13,8 @@ import sys
 import warnings
 from typing import Any
 
-from adapters.loader import logs, process
-from adapters.loader.config import LoaderConfig
+from lorikeet.adapters.loader import logs, process
+from lorikeet.adapters.loader.config import LoaderConfig
 
 _MOST_STATUSES = 1024
 
@@ -33,7 +33,7 @@ def main() -> None:
         # after the parent's end is watched for: these take seconds
         import torch
 
-        from adapters.loader import reader
+        from lorikeet.adapters.loader import reader
 
         torch.set_num_threads(1)
         logs.adopt_libraries()
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _become_reader(work: Any, connection: socket.socket, steps_back: bool) -> None:
-    from adapters.loader import reader
+    from lorikeet.adapters.loader import reader
 
     code = 1
     try:

@@ -15,20 +15,20 @@ from typing import Any
 
 import structlog
 
-from adapters import digests
-from adapters.errors import AdapterError, LoaderFailed, NotServed, SourceUnreachable
-from adapters.formats import contents, tokenizer
-from adapters.formats.base_values import BaseValues
-from adapters.formats.layout import Base, Layout, lay_out, settled, write
-from adapters.formats.reader import Reader
-from adapters.formats.reading import Found
-from adapters.formats.skeleton import Skeleton, base_hash, choose_dtype, weights_hash
-from adapters.judging import Judge, look
-from adapters.loader.config import LoaderConfig
-from adapters.merging import merge
-from adapters.pin import Pin
-from adapters.sources.registry import Sources
-from adapters.store import Entry, Store
+from lorikeet.adapters import digests
+from lorikeet.adapters.errors import AdapterError, LoaderFailed, NotServed, SourceUnreachable
+from lorikeet.adapters.formats import contents, tokenizer
+from lorikeet.adapters.formats.base_values import BaseValues
+from lorikeet.adapters.formats.layout import Base, Layout, lay_out, settled, write
+from lorikeet.adapters.formats.reader import Reader
+from lorikeet.adapters.formats.reading import Found
+from lorikeet.adapters.formats.skeleton import Skeleton, base_hash, choose_dtype, weights_hash
+from lorikeet.adapters.judging import Judge, look
+from lorikeet.adapters.loader.config import LoaderConfig
+from lorikeet.adapters.merging import merge
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.sources.registry import Sources
+from lorikeet.adapters.store import Entry, Store
 
 log = structlog.get_logger()
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import structlog
 
-from adapters.errors import AdapterError, AdapterInvalid, LoaderFailed, from_dict
-from adapters.loader import process
+from lorikeet.adapters.errors import AdapterError, AdapterInvalid, LoaderFailed, from_dict
+from lorikeet.adapters.loader import process
 
 log = structlog.get_logger()
 
@@ -156,7 +156,13 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "adapters.loader.nursery", str(theirs.fileno()), str(self._config_path)],
+                [
+                    sys.executable,
+                    "-m",
+                    "lorikeet.adapters.loader.nursery",
+                    str(theirs.fileno()),
+                    str(self._config_path),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},

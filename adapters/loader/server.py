@@ -13,14 +13,14 @@ from typing import Any
 
 import structlog
 
-from adapters.digests import Merge
-from adapters.errors import AdapterError, LoaderFailed
-from adapters.loader.config import LoaderConfig
-from adapters.loader.jobs import Job, Jobs
-from adapters.loader.readers import LONGEST_LINE, Nursery
-from adapters.pin import Pin
-from adapters.sources.registry import Sources
-from adapters.store import Store
+from lorikeet.adapters.digests import Merge
+from lorikeet.adapters.errors import AdapterError, LoaderFailed
+from lorikeet.adapters.loader.config import LoaderConfig
+from lorikeet.adapters.loader.jobs import Job, Jobs
+from lorikeet.adapters.loader.readers import LONGEST_LINE, Nursery
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.sources.registry import Sources
+from lorikeet.adapters.store import Store
 
 log = structlog.get_logger()
 

@@ -1,8 +1,8 @@
-"""`python -m adapters.medusa` is `lorikeet-heads`."""
+"""`python -m lorikeet.adapters.medusa` is `lorikeet-heads`."""
 
 import sys
 
-from adapters.medusa.cli import main
+from lorikeet.adapters.medusa.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

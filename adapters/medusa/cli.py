@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from adapters.medusa.errors import HeadsError
+from lorikeet.adapters.medusa.errors import HeadsError
 
 if TYPE_CHECKING:
-    from adapters.medusa.run import Asked
+    from lorikeet.adapters.medusa.run import Asked
 
 BAD = 2
 STOPPED = 130
@@ -116,7 +116,7 @@ def _check(options: argparse.Namespace) -> None:
 def _asked(options: argparse.Namespace) -> "Asked":
     import torch
 
-    from adapters.medusa.run import OWN_PROMPTS, Asked
+    from lorikeet.adapters.medusa.run import OWN_PROMPTS, Asked
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return Asked(
@@ -134,8 +134,8 @@ def _asked(options: argparse.Namespace) -> "Asked":
 
 
 def _train(options: argparse.Namespace) -> int:
-    from adapters.medusa import report, run
-    from adapters.medusa.training import Recipe
+    from lorikeet.adapters.medusa import report, run
+    from lorikeet.adapters.medusa.training import Recipe
 
     recipe = Recipe(
         num_heads=options.num_heads,
@@ -163,7 +163,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from adapters.medusa import report, run
+    from lorikeet.adapters.medusa import report, run
 
     found = run.evaluate(run.EvalOptions(_asked(options), options.heads, options.work))
     print(report.table(found))

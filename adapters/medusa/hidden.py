@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adapters.medusa.target import Target
-from adapters.medusa.texts import Text
+from lorikeet.adapters.medusa.target import Target
+from lorikeet.adapters.medusa.texts import Text
 
 SHARD_BYTES = 256 * 2**20
 TOKENS_AT_ONCE = 8192

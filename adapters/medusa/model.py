@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from adapters.medusa.format import HeadsFile, HeadsShape
+from lorikeet.adapters.medusa.format import HeadsFile, HeadsShape
 
 OutputHead = Callable[[Tensor], Tensor]
 """From hidden rows [S, H] to the base model's logits [S, V]."""

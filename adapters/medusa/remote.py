@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from adapters.medusa.errors import HeadsError, first_line
-from adapters.medusa.prompts import EncodedPrompt
-from adapters.medusa.texts import TextStore, Writing
+from lorikeet.adapters.medusa.errors import HeadsError, first_line
+from lorikeet.adapters.medusa.prompts import EncodedPrompt
+from lorikeet.adapters.medusa.texts import TextStore, Writing
 
 BUSY = (429, 503)
 PATIENCE_S = 120.0

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from adapters.medusa.errors import HeadsError
-from adapters.medusa.hidden import batches, written_rows
-from adapters.medusa.model import MedusaHeads
-from adapters.medusa.target import Target
-from adapters.medusa.texts import Text
+from lorikeet.adapters.medusa.errors import HeadsError
+from lorikeet.adapters.medusa.hidden import batches, written_rows
+from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.medusa.target import Target
+from lorikeet.adapters.medusa.texts import Text
 
 LOGITS_AT_ONCE = 2**22
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from adapters.medusa import format as files
-from adapters.medusa import prompts, remote, report, sources, texts
-from adapters.medusa.errors import HeadsError, first_line
-from adapters.medusa.format import HeadsFile
-from adapters.medusa.hidden import HiddenFiles
-from adapters.medusa.model import MedusaHeads
-from adapters.medusa.prompts import EncodedPrompt
-from adapters.medusa.report import Report
-from adapters.medusa.target import Place, Target
-from adapters.medusa.texts import Text, TextStore, Writing
-from adapters.medusa.training import HeadsTrainer, Recipe, Vocabulary
+from lorikeet.adapters.medusa import format as files
+from lorikeet.adapters.medusa import prompts, remote, report, sources, texts
+from lorikeet.adapters.medusa.errors import HeadsError, first_line
+from lorikeet.adapters.medusa.format import HeadsFile
+from lorikeet.adapters.medusa.hidden import HiddenFiles
+from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.medusa.prompts import EncodedPrompt
+from lorikeet.adapters.medusa.report import Report
+from lorikeet.adapters.medusa.target import Place, Target
+from lorikeet.adapters.medusa.texts import Text, TextStore, Writing
+from lorikeet.adapters.medusa.training import HeadsTrainer, Recipe, Vocabulary
 
 CHECKPOINT_S = 60.0
 PROGRESS_S = 5.0

@@ -9,8 +9,8 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import errors
 
-from adapters import refs
-from adapters.medusa.errors import HeadsError, first_line
+from lorikeet.adapters import refs
+from lorikeet.adapters.medusa.errors import HeadsError, first_line
 
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _MODEL = [*_SMALL, "*.safetensors"]

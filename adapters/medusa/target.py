@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from adapters.medusa import sources
-from adapters.medusa.errors import HeadsError, first_line
+from lorikeet.adapters.medusa import sources
+from lorikeet.adapters.medusa.errors import HeadsError, first_line
 
 _PROBE_LEN = 12
 

@@ -12,10 +12,10 @@ from typing import IO, Any
 
 import torch
 
-from adapters.medusa import prompts
-from adapters.medusa.errors import HeadsError
-from adapters.medusa.prompts import EncodedPrompt
-from adapters.medusa.target import Target
+from lorikeet.adapters.medusa import prompts
+from lorikeet.adapters.medusa.errors import HeadsError
+from lorikeet.adapters.medusa.prompts import EncodedPrompt
+from lorikeet.adapters.medusa.target import Target
 
 OWN_PROMPT_LEN = 24
 """Tokens of a prompt that the target makes up itself."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from adapters.medusa.format import HeadsShape
-from adapters.medusa.hidden import NOTHING, HiddenFiles, Shard
-from adapters.medusa.model import MedusaHeads, OutputHead
+from lorikeet.adapters.medusa.format import HeadsShape
+from lorikeet.adapters.medusa.hidden import NOTHING, HiddenFiles, Shard
+from lorikeet.adapters.medusa.model import MedusaHeads, OutputHead
 
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
 """Elements of logits that exist at a time, whatever the step's size: what a cache holds, what keeps a GPU busy."""

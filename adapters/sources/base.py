@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from adapters.errors import AdapterInvalid, AdapterTooLarge
-from adapters.pin import Pin
-from adapters.refs import Ref
+from lorikeet.adapters.errors import AdapterInvalid, AdapterTooLarge
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Ref
 
 CONFIG = "adapter_config.json"
 SMALL_NAMES = frozenset(

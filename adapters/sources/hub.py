@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from adapters.errors import (
+from lorikeet.adapters.errors import (
     AdapterError,
     AdapterNotAllowed,
     AdapterNotFound,
@@ -25,9 +25,9 @@ from adapters.errors import (
     is_full,
     not_stored,
 )
-from adapters.pin import Pin
-from adapters.refs import Ref, Source
-from adapters.sources.base import (
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.sources.base import (
     CONFIG,
     HEADS,
     HEADS_CONFIG,

@@ -10,10 +10,10 @@ import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from adapters.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
-from adapters.pin import Pin
-from adapters.refs import Ref, Source
-from adapters.sources.base import (
+from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.sources.base import (
     MAX_SMALL_BYTES,
     PEEK_BYTES,
     SMALL_NAMES,

@@ -2,13 +2,13 @@
 
 import os
 
-from adapters.errors import NotServed
-from adapters.refs import Source
-from adapters.sources.base import AdapterSource
-from adapters.sources.hub import HubSource
-from adapters.sources.local import LocalSource
-from adapters.sources.s3 import S3Source
-from adapters.sources.settings import SourceSettings
+from lorikeet.adapters.errors import NotServed
+from lorikeet.adapters.refs import Source
+from lorikeet.adapters.sources.base import AdapterSource
+from lorikeet.adapters.sources.hub import HubSource
+from lorikeet.adapters.sources.local import LocalSource
+from lorikeet.adapters.sources.s3 import S3Source
+from lorikeet.adapters.sources.settings import SourceSettings
 
 
 class Sources:

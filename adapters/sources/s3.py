@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from adapters.errors import (
+from lorikeet.adapters.errors import (
     AdapterError,
     AdapterInvalid,
     AdapterNotAllowed,
@@ -23,9 +23,9 @@ from adapters.errors import (
     is_full,
     not_stored,
 )
-from adapters.pin import Pin
-from adapters.refs import Ref, Source
-from adapters.sources.base import (
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.sources.base import (
     MAX_SMALL_BYTES,
     PEEK_BYTES,
     SMALL_NAMES,

@@ -14,9 +14,9 @@ from benchmarks.cuda import speeds
 from benchmarks.cuda.clock import seconds_of
 from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.cuda.shapes import Step, steps
-from shard import attention
-from shard.attention import AttentionSpec
-from shard.batch import Segment, StepInputs
+from lorikeet.shard import attention
+from lorikeet.shard.attention import AttentionSpec
+from lorikeet.shard.batch.inputs import Segment, StepInputs
 
 BACKENDS = ("varlen", "triton")
 MOST_BYTES = 4 << 30

@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.harness import Harness, Run, Wanted
-from shard.config import ShardConfig
-from shard.model import Model, experts, load_model
-from shard.model.site import NAME
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import Model, load_model
+from lorikeet.shard.model.moe import experts
+from lorikeet.shard.model.site import NAME
 
 
 def configured(setup: Setup, folder: Path, **settings: Any) -> ShardConfig:
@@ -50,7 +51,7 @@ def load(setup: Setup, shape: LlamaShape, **settings: Any) -> tuple[ShardConfig,
         def draw(config: ShardConfig, checkpoint: Any, dtype: torch.dtype, *_: object, **__: object) -> nn.Module:
             return random_network(checkpoint, dtype, config.device, setup.seed)
 
-        with patch("shard.model.load_network", draw):
+        with patch("lorikeet.shard.model.load_network", draw):
             return config, load_model(config)
 
 

@@ -11,8 +11,8 @@ import torch
 from benchmarks.case import Case, Cases, Raw
 from benchmarks.cuda import engines
 from benchmarks.cuda.setup import Setup
-from shard.batch import Segment
-from shard.model import Model
+from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.model import Model
 
 LAYERS = 2
 PLAIN: Mapping[str, Any] = {"attention": "reference", "fusions": "none"}

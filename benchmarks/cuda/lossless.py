@@ -18,9 +18,9 @@ from benchmarks.cuda.exact import TIE
 from benchmarks.cuda.setup import Setup
 from benchmarks.guessing import BASE, DRAFT, FAMILY
 from benchmarks.harness import Harness, Run, Wanted
-from shard.draft_model import load_draft_model
-from shard.model import load_model
-from shard.request import Method, SamplingParams, Speculation
+from lorikeet.shard.model import load_model
+from lorikeet.shard.scheduler.request import Method, SamplingParams, Speculation
+from lorikeet.shard.startup.draft_model import load_draft_model
 
 METHODS = (Method.LOOKUP, Method.MEDUSA, Method.DRAFT)
 WIDTHS = (1, 3, 5, 10)

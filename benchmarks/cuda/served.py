@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.adapter_files import ALL, ATTENTION
-from shard.model import Model
-from shard.model.lora import AdapterSite
-from shard.model.served_file import FORMAT
+from lorikeet.shard.model import Model
+from lorikeet.shard.model.lora.served_file import FORMAT
+from lorikeet.shard.model.lora.sites import AdapterSite
 
 __all__ = ["ALL", "ATTENTION", "Store"]
 

@@ -67,8 +67,8 @@ def _start(config: dict[str, Any], mark: Path, log: Path) -> tuple[dict[str, Any
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "shard", str(path)], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT,
+            [sys.executable, "-m", "lorikeet.shard", str(path)],
+            cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
         while not mark.exists():

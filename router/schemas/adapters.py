@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.adapter import Merging
-from router.errors import ValidationError
-from router.schemas.fields import Fields
+from lorikeet.router.errors import ValidationError
+from lorikeet.router.requests.adapter_ref import Merging
+from lorikeet.router.schemas.fields import Fields
 
 STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties", "cat")
 SIGN_METHODS = ("total", "frequency")

@@ -7,8 +7,8 @@ import math
 import struct
 from typing import Any
 
-from router.body import kind_of
-from router.errors import WrongJsonType
+from lorikeet.router.errors import WrongJsonType
+from lorikeet.router.schemas.body import kind_of
 
 
 class Fields:

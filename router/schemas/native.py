@@ -6,12 +6,12 @@ Knows no tokens: rules on lengths are in `check_lengths`, asked once the prompt 
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.config import RouterConfig
-from router.errors import UnsupportedField, ValidationError
-from router.generation import Sampling
-from router.schemas.adapters import AdapterFields, read_merge
-from router.schemas.fields import Fields
-from router.schemas.speculation import SpeculationFields, read_speculation
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.errors import UnsupportedField, ValidationError
+from lorikeet.router.requests.types import Sampling
+from lorikeet.router.schemas.adapters import AdapterFields, read_merge
+from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.schemas.speculation import SpeculationFields, read_speculation
 
 LATER_FIELDS = (
     "response_format",

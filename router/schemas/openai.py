@@ -6,12 +6,17 @@ Knows no tokens and no shard: ranges of token ids are checked where the vocabula
 from dataclasses import dataclass, replace
 from typing import Any
 
-from router.config import RouterConfig
-from router.errors import UnsupportedField, ValidationError
-from router.generation import Sampling
-from router.schemas.adapters import AdapterFields
-from router.schemas.fields import Fields, are_token_ids
-from router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.errors import UnsupportedField, ValidationError
+from lorikeet.router.requests.types import Sampling
+from lorikeet.router.schemas.adapters import AdapterFields
+from lorikeet.router.schemas.fields import Fields, are_token_ids
+from lorikeet.router.schemas.speculation import (
+    SpeculationFields,
+    check_speculation,
+    read_prediction,
+    read_speculation,
+)
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20

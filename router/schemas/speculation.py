@@ -5,11 +5,11 @@ Knows the words and their bounds. What is guessed never changes the law of a tex
 
 from dataclasses import dataclass
 
-from router.config import RouterConfig
-from router.errors import UnsupportedField, ValidationError
-from router.generation import ALL_HEADS, NO_SPECULATION, Speculation
-from router.schemas.adapters import BASE_NAMES
-from router.schemas.fields import Fields
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.errors import UnsupportedField, ValidationError
+from lorikeet.router.requests.types import ALL_HEADS, NO_SPECULATION, Speculation
+from lorikeet.router.schemas.adapters import BASE_NAMES
+from lorikeet.router.schemas.fields import Fields
 
 METHODS = {"auto": "auto", "lookup": "lookup", "ngram": "lookup", "medusa": "medusa", "draft": "draft", "off": "off"}
 SCHEDULES = ("constant", "heuristic", "auto")

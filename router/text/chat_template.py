@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.errors import ChatTemplateError
+from lorikeet.router.errors import ChatTemplateError
 
 
 class _GenerationBlock(Extension):

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from router.text.vocabulary import Vocabulary
+from lorikeet.router.text.vocabulary import Vocabulary
 
 
 class Detokenizer(Protocol):

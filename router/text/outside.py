@@ -1,7 +1,7 @@
 """Chat templates that came with an adapter, rendered in a process of their own: what they do wrong ends there.
 
 The sandbox keeps a template from the machine, but not from time and memory; a process can be ended. Run as
-`python -m router.text.outside`, it answers one JSON line with another until its input ends.
+`python -m lorikeet.router.text.outside`, it answers one JSON line with another until its input ends.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ import resource
 import sys
 from typing import Any
 
-from router.errors import ChatTemplateError
-from router.text.chat_template import ChatTemplate
+from lorikeet.router.errors import ChatTemplateError
+from lorikeet.router.text.chat_template import ChatTemplate
 
 SECONDS = 2.0
 """So long one prompt may take."""
@@ -63,7 +63,7 @@ class OutsideTemplates:
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "router.text.outside",
+            "lorikeet.router.text.outside",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

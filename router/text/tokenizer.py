@@ -14,12 +14,12 @@ import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from proto.digest import of_files
-from router.config import RouterConfig
-from router.errors import ChatTemplateError
-from router.text.chat_template import ChatTemplate, find_template
-from router.text.detokenizer import Detokenizer, detokenizer
-from router.text.vocabulary import Vocabulary
+from lorikeet.proto.digest import of_files
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.errors import ChatTemplateError
+from lorikeet.router.text.chat_template import ChatTemplate, find_template
+from lorikeet.router.text.detokenizer import Detokenizer, detokenizer
+from lorikeet.router.text.vocabulary import Vocabulary
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import structlog
 
-from router.histogram import Counter
-from router.usage.record import Record
+from lorikeet.router.metrics.histogram import Counter
+from lorikeet.router.usage.record import Record
 
 log = structlog.get_logger()
 

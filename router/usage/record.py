@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from router.caller import Caller
-from router.generation import GenerationRequest
-from router.inflight import Generation
+from lorikeet.router.requests.caller import Caller
+from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.types import GenerationRequest
 
 Texts = str | list[str] | None
 """One text as it is, several as a list, None where texts are not told or there are none."""

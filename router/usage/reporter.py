@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
-from router.caller import Caller
-from router.config import RouterConfig
-from router.metrics import Metrics
-from router.usage.file import UsageFile
-from router.usage.outlet import Outlet
-from router.usage.post import UsagePost
-from router.usage.record import Ending, record
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.metrics.router import Metrics
+from lorikeet.router.requests.caller import Caller
+from lorikeet.router.usage.file import UsageFile
+from lorikeet.router.usage.outlet import Outlet
+from lorikeet.router.usage.post import UsagePost
+from lorikeet.router.usage.record import Ending, record
 
 NUM_POSTERS = 4
 """Threads that post, each over a connection of its own: one would be as slow as the answers are far away."""

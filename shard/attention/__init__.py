@@ -5,10 +5,10 @@ import logging
 
 import torch
 
-from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention
-from shard.attention.layerwise import LayerwiseAttention
-from shard.attention.quantized_kv import dtype_of
-from shard.attention.reference import ReferenceAttention
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention
+from lorikeet.shard.attention.layerwise import LayerwiseAttention
+from lorikeet.shard.attention.quantized_kv import dtype_of
+from lorikeet.shard.attention.reference import ReferenceAttention
 
 __all__ = ["AttentionBackend", "AttentionSpec", "LayerKV", "NativeAttention", "create"]
 
@@ -30,7 +30,9 @@ def create(
     if name in ("cpu", "varlen") and kv_dtype is not None:
         raise ValueError(f"the {name} attention backend keeps KV in the number format of the model, not in fp8")
     if name == "cpu":
-        from shard.attention.cpu import CpuAttention  # builds on import of its kernel, so only where it is wanted
+        from lorikeet.shard.attention.cpu import (
+            CpuAttention,  # builds on import of its kernel, so only where it is wanted
+        )
 
         if device.type != "cpu":
             raise ValueError(f"the cpu attention backend does not run on {device}")
@@ -48,15 +50,15 @@ def _layerwise(
     """What computes a layer where `name` does not: our own kernels if they can be, else the reference."""
     backends: list[AttentionBackend] = []
     if name == "varlen":
-        from shard.attention.varlen import PAGE_SIZE, VarlenAttention, copy_rows
+        from lorikeet.shard.attention.varlen import PAGE_SIZE, VarlenAttention, copy_rows
 
         page_size = page_size or PAGE_SIZE
         store = copy_rows
         if has_triton() and device.type == "cuda":
-            from shard.attention.paged import store
+            from lorikeet.shard.attention.paged import store
         backends.append(VarlenAttention(page_size, store=store))
     if name == "triton" or (has_triton() and device.type == "cuda"):
-        from shard.attention.paged import PagedAttention
+        from lorikeet.shard.attention.paged import PagedAttention
 
         backends.append(PagedAttention(page_size, kv_dtype))
     return LayerwiseAttention([*backends, ReferenceAttention(backends[-1].page_size, kv_dtype)])
@@ -70,7 +72,7 @@ def has_triton() -> bool:
 def _choose(device: torch.device, dtype: torch.dtype, page_size: int | None, is_kept_small: bool) -> str:
     """The fastest backend that works here, with a warning where that is a slow one."""
     if device.type == "cuda":
-        from shard.attention.varlen import DTYPES, PAGE_SIZE, is_there
+        from lorikeet.shard.attention.varlen import DTYPES, PAGE_SIZE, is_there
 
         has_pages = (page_size or PAGE_SIZE) % PAGE_SIZE == 0
         if dtype in DTYPES and is_there() and has_pages and not is_kept_small:
@@ -79,8 +81,8 @@ def _choose(device: torch.device, dtype: torch.dtype, page_size: int | None, is_
             return "triton"
         logger.warning("attention runs on the slow reference backend: there is no package triton")
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
-        from shard.attention.cpu import load
-        from shard.native import CompilerMissing
+        from lorikeet.shard.attention.cpu import load
+        from lorikeet.shard.system.native import CompilerMissing
 
         try:
             load(dtype == torch.bfloat16)

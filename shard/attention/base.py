@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shard.batch import StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
 
 
 @dataclass(frozen=True)

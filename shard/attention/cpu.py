@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention, Region
-from shard.batch import StepInputs
-from shard.native import library
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention, Region
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.system.native import library
 
 SOURCE = Path(__file__).with_name("cpu.c")
 LANES = 16

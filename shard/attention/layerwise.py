@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from shard.attention.reference import ReferenceAttention
-from shard.batch import Segment, StepInputs
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from lorikeet.shard.attention.reference import ReferenceAttention
+from lorikeet.shard.batch.inputs import Segment, StepInputs
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shard.padding import Bounds
-from shard.transfer import sendable, to_device
+from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.batch.transfer import sendable, to_device
 
 
 class StepMetadata:

@@ -7,14 +7,14 @@ of prompts alike. K and V may be kept in eight bits. Tables and launches are her
 import numpy as np
 import torch
 
-from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from shard.attention.metadata import StepMetadata
-from shard.attention.paged_kv import PagedKV
-from shard.attention.paged_triton import MOST_DIM, attend_paged, store_kv, tile_of, width_of
-from shard.attention.quantized_kv import FP8
-from shard.attention.spans import SPAN, Kind, Rows, Told, capacity, pack
-from shard.batch import StepInputs
-from shard.padding import Bounds
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from lorikeet.shard.attention.metadata import StepMetadata
+from lorikeet.shard.attention.paged_kv import PagedKV
+from lorikeet.shard.attention.paged_triton import MOST_DIM, attend_paged, store_kv, tile_of, width_of
+from lorikeet.shard.attention.quantized_kv import FP8
+from lorikeet.shard.attention.spans import SPAN, Kind, Rows, Told, capacity, pack
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.padding import Bounds
 
 PAGE_STEP = 64
 """A tile's keys lie in one page."""

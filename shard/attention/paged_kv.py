@@ -2,7 +2,7 @@
 
 import torch
 
-from shard.attention.base import AttentionSpec, LayerKV
+from lorikeet.shard.attention.base import AttentionSpec, LayerKV
 
 
 class PagedKV(LayerKV):

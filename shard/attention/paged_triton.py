@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shard.attention.spans import FOLD_ROWS, HEADER, RECORD
+from lorikeet.shard.attention.spans import FOLD_ROWS, HEADER, RECORD
 
 MOST_DIM = 256
 """The largest head."""

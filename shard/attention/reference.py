@@ -2,9 +2,9 @@
 
 import torch
 
-from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from shard.attention.quantized_kv import dequantize, quantize
-from shard.batch import StepInputs
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from lorikeet.shard.attention.quantized_kv import dequantize, quantize
+from lorikeet.shard.batch.inputs import StepInputs
 
 
 class ReferenceKV(LayerKV):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shard.padding import Bounds
+from lorikeet.shard.batch.padding import Bounds
 
 SPAN = 512
 """Positions of a span."""

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.nn.attention import varlen
 
-from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from shard.attention.metadata import StepMetadata
-from shard.attention.paged_kv import PagedKV
-from shard.batch import StepInputs
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from lorikeet.shard.attention.metadata import StepMetadata
+from lorikeet.shard.attention.paged_kv import PagedKV
+from lorikeet.shard.batch.inputs import StepInputs
 
 PAGE_SIZE = 256
 """Tokens; the kernel takes multiples of it."""

@@ -2,19 +2,19 @@
 
 import torch
 
-from proto import quantization
-from shard import attention
-from shard.batch import StepInputs
-from shard.config import ShardConfig
-from shard.model.assemble import assemble
-from shard.model.layers import quantized_matrices
-from shard.model.loader import choose_dtype, load_network, read_config
-from shard.model.model import Model, ModelInfo
-from shard.model.probe import probe
-from shard.model.quantized import check_company
-from shard.model.refusals import refuse_unservable
-from shard.model.rotary import fix_rotary
-from shard.ranks.group import Group
+from lorikeet.proto import quantization
+from lorikeet.shard import attention
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.build import assemble
+from lorikeet.shard.model.layers import quantized_matrices
+from lorikeet.shard.model.loader import choose_dtype, load_network, read_config
+from lorikeet.shard.model.model import Model, ModelInfo
+from lorikeet.shard.model.probe import probe
+from lorikeet.shard.model.quantization.layers import check_company
+from lorikeet.shard.model.rotary import fix_rotary
+from lorikeet.shard.model.tensor_parallel.group import Group
+from lorikeet.shard.model.unsupported import refuse_unservable
 
 __all__ = ["Model", "ModelInfo", "load_model"]
 

@@ -3,7 +3,7 @@
 A graph is the launches of one forward pass at the addresses that they had. What differs from step to step (tokens,
 positions, pages, which row has which adapter, ranks, heads) is read by the kernels from memory that is refilled before
 each replay; so any mix of adapters, ranks and widths of verification is the same graph. All graphs share their memory:
-one runs at a time. Knows what is captured; what a step is padded to is for shard/padding.py to say.
+one runs at a time. Knows what is captured; what a step is padded to is for shard/batch/padding.py to say.
 """
 
 import time
@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import structlog
 import torch
 
-from shard.attention import AttentionBackend
-from shard.batch import HeadsRow, Segment, StepInputs
-from shard.padding import GUESSES_PER_ROW, Bounds, Padding
+from lorikeet.shard.attention import AttentionBackend
+from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.padding import GUESSES_PER_ROW, Bounds, Padding
 
 log = structlog.get_logger()
 

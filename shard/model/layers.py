@@ -13,20 +13,20 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shard.attention import AttentionBackend
-from shard.batch import StepInputs
-from shard.model import twins
-from shard.model.adapter_sites import Site, hook_plain, mark_sites, site_of
-from shard.model.experts import PackedExperts, is_experts
-from shard.model.experts_device import place_experts
-from shard.model.fusion import FusedNorm
-from shard.model.legacy import replace_legacy
-from shard.model.lora import AdapterSite, adapt_output
-from shard.model.packing import PackedMatrix, SharedMatrix, can_pack, pack, return_freed_memory
-from shard.model.quantized import is_quantized, matrix_of
-from shard.model.quantized_matrices import QuantizedMatrix
-from shard.model.routers import replace_router_weights
-from shard.model.site import AttentionSite
+from lorikeet.shard.attention import AttentionBackend
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.model.adapters.discovery import Site, hook_plain, mark_sites, site_of
+from lorikeet.shard.model.fusion import select as twins
+from lorikeet.shard.model.fusion.cpu_parts import FusedNorm
+from lorikeet.shard.model.kernels.packing import PackedMatrix, SharedMatrix, can_pack, pack, return_freed_memory
+from lorikeet.shard.model.legacy import replace_legacy
+from lorikeet.shard.model.lora.sites import AdapterSite, adapt_output
+from lorikeet.shard.model.moe.cuda import place_experts
+from lorikeet.shard.model.moe.experts import PackedExperts, is_experts
+from lorikeet.shard.model.moe.routers import replace_router_weights
+from lorikeet.shard.model.quantization.layers import is_quantized, matrix_of
+from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
+from lorikeet.shard.model.site import AttentionSite
 
 
 class PackedLinear(nn.Module):

@@ -13,9 +13,9 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 
-from shard.attention import AttentionBackend
-from shard.batch import StepInputs
-from shard.model.site import NAME, AttentionSite
+from lorikeet.shard.attention import AttentionBackend
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.model.site import NAME, AttentionSite
 
 # falcon looks its attention class up by the attention function's name
 modeling_falcon.FALCON_ATTENTION_CLASSES[NAME] = modeling_falcon.FalconAttention

@@ -11,9 +11,10 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shard.config import ShardConfig
-from shard.model import experts, quantized
-from shard.model.site import NAME
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.moe import experts
+from lorikeet.shard.model.quantization import layers as quantized
+from lorikeet.shard.model.site import NAME
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

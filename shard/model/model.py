@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from shard.attention import AttentionBackend
-from shard.batch import Segment, StepInputs
-from shard.model.adapter_sites import Site
-from shard.model.graphs import Graphs, Recorder
-from shard.model.heads import HeadsPool
-from shard.model.lora import AdapterSite
-from shard.model.site import AttentionSite
-from shard.network import RanksApart
-from shard.padding import Bounds, Padding
+from lorikeet.shard.attention import AttentionBackend
+from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.network import RanksApart
+from lorikeet.shard.batch.padding import Bounds, Padding
+from lorikeet.shard.model.adapters.discovery import Site
+from lorikeet.shard.model.graphs import Graphs, Recorder
+from lorikeet.shard.model.lora.sites import AdapterSite
+from lorikeet.shard.model.medusa.heads import HeadsPool
+from lorikeet.shard.model.site import AttentionSite
 
 if TYPE_CHECKING:
-    from shard.model.lora_device import DeviceKernels
+    from lorikeet.shard.model.adapters.tables import DeviceKernels
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class Model:
         tokens are wanted, and `max_guesses` rows of guesses. Needs triton. Raises ValueError where the file of their
         configurations is not right.
         """
-        from shard.model import tuning
-        from shard.model.heads_device import DeviceHeads
-        from shard.model.lora_device import DeviceKernels, sites_of
+        from lorikeet.shard.model.adapters.tables import DeviceKernels, sites_of
+        from lorikeet.shard.model.kernels import tuning
+        from lorikeet.shard.model.medusa.cuda import DeviceHeads
 
         tuned = tuning.read(self.info.device)
         self.inputs.reserve_groups(max_rows, num_slots, max_guesses)

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from shard import attention
-from shard.batch import Segment, StepInputs
-from shard.config import ShardConfig
-from shard.model.assemble import assemble
-from shard.model.cutting import NotSplit
-from shard.model.experts import NAME as EXPERTS
-from shard.model.model import Model
-from shard.model.site import NAME
-from shard.ranks.group import Group
+from lorikeet.shard import attention
+from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.build import assemble
+from lorikeet.shard.model.model import Model
+from lorikeet.shard.model.moe.experts import NAME as EXPERTS
+from lorikeet.shard.model.site import NAME
+from lorikeet.shard.model.tensor_parallel.group import Group
+from lorikeet.shard.model.tensor_parallel.partitioning import NotSplit
 
 LENGTHS = (37, 5, 18)
 CHUNK = 13

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from shard.attention import AttentionBackend, AttentionSpec, LayerKV
-from shard.batch import StepInputs
+from lorikeet.shard.attention import AttentionBackend, AttentionSpec, LayerKV
+from lorikeet.shard.batch.inputs import StepInputs
 
 NAME = "lorikeet"
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shard.batch import HeadsRow, Segment
-from shard.padding import Bounds, Padding
+from lorikeet.shard.batch.inputs import HeadsRow, Segment
+from lorikeet.shard.batch.padding import Bounds, Padding
 
 
 @dataclass(frozen=True)

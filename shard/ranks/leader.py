@@ -13,12 +13,12 @@ import structlog
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shard.batch import StepInputs
-from shard.config import ShardConfig
-from shard.network import RanksApart
-from shard.padding import Bounds, Padding
-from shard.process import end_process
-from shard.ranks.commands import (
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.network import RanksApart
+from lorikeet.shard.batch.padding import Bounds, Padding
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.tensor_parallel.group import RANK_EXIT, Group, prefer_loopback
+from lorikeet.shard.ranks.commands import (
     AllocateAdapters,
     AllocateKv,
     Begin,
@@ -31,7 +31,7 @@ from shard.ranks.commands import (
     Read,
     Step,
 )
-from shard.ranks.group import RANK_EXIT, Group, prefer_loopback
+from lorikeet.shard.system.process import end_process
 
 log = structlog.get_logger()
 
@@ -143,7 +143,7 @@ class Leader:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
-            command = [sys.executable, "-m", "shard.ranks", str(descriptor)]
+            command = [sys.executable, "-m", "lorikeet.shard.startup.rank_main", str(descriptor)]
             process = subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL)
         link = Connection(ours.detach())
         link.send(Begin(asdict(self._config), rank, self._config.master_addr, self._store.port))

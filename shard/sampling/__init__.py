@@ -1,6 +1,6 @@
 """From logits to tokens: every request by its own parameters, one batch at a time. Knows no pages, wire or text."""
 
-from shard.sampling.report import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled
-from shard.sampling.sampler import Sampler
+from lorikeet.shard.sampling.report import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled
+from lorikeet.shard.sampling.sampler import Sampler
 
 __all__ = ["HostPromptLogprobs", "HostSampled", "PromptLogprobs", "Sampled", "Sampler"]

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from shard.sampling.plan import Row
+from lorikeet.shard.sampling.plan import Row
 
 
 class Block:

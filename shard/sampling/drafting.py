@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shard.request import LogprobParams
-from shard.sampling.block import Block
-from shard.sampling.highest import arg_max
-from shard.sampling.noise import Purpose, log_exponentials, row_keys
-from shard.sampling.penalties import TokenCounts
-from shard.sampling.plan import Chunk, Planner, Row
-from shard.sampling.rejection import DraftLaws
-from shard.transfer import HostCopy
+from lorikeet.shard.batch.transfer import HostCopy
+from lorikeet.shard.sampling.block import Block
+from lorikeet.shard.sampling.highest import arg_max
+from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys
+from lorikeet.shard.sampling.penalties import TokenCounts
+from lorikeet.shard.sampling.plan import Chunk, Planner, Row
+from lorikeet.shard.sampling.rejection import DraftLaws
+from lorikeet.shard.scheduler.request import LogprobParams
 
 MOST_PLANS = 64
 LawOf = Callable[[Chunk, torch.Tensor], torch.Tensor]

@@ -6,7 +6,7 @@ nothing of requests. No sum here depends on how many rows there are, so a row ge
 
 import torch
 
-from shard.sampling.highest import descending
+from lorikeet.shard.sampling.highest import descending
 
 FIRST_LOOK = 128
 """How many of the foremost tokens are ordered first on CPU; mostly enough, and far cheaper than ordering them all."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shard.sampling.noise import Purpose, hash_bits, row_keys
-from shard.transfer import to_device
+from lorikeet.shard.batch.transfer import to_device
+from lorikeet.shard.sampling.noise import Purpose, hash_bits, row_keys
 
 _PROMPT = 1 << 30
 _WATERMARK_KEY = 15485863

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shard.request import LogprobParams, SamplingParams
-from shard.sampling.noise import as_signed
-from shard.sampling.penalties import Bias, Penalties
-from shard.transfer import to_device
+from lorikeet.shard.batch.transfer import to_device
+from lorikeet.shard.sampling.noise import as_signed
+from lorikeet.shard.sampling.penalties import Bias, Penalties
+from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Scores worked on at once: what stays in a CPU core's cache; what bounds scratch memory on CUDA."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shard.sampling.highest import arg_max
-from shard.sampling.noise import Purpose, log_exponentials, row_keys, uniforms
+from lorikeet.shard.sampling.highest import arg_max
+from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys, uniforms
 
 
 @dataclass(frozen=True)

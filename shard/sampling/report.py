@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shard.sampling.highest import most_likely
-from shard.sampling.plan import Wanted
-from shard.transfer import HostCopy
+from lorikeet.shard.batch.transfer import HostCopy
+from lorikeet.shard.sampling.highest import most_likely
+from lorikeet.shard.sampling.plan import Wanted
 
 _BLOCK_ELEMENTS = 1 << 22
 

@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import torch
 
-from shard.request import LogprobParams, SamplingParams
-from shard.sampling import filters
-from shard.sampling.block import Block
-from shard.sampling.drafting import DraftDraws, DraftPlan
-from shard.sampling.highest import arg_max
-from shard.sampling.noise import Purpose, log_exponentials, row_keys, token_words
-from shard.sampling.penalties import TokenCounts, Watermark
-from shard.sampling.plan import Chunk, Filter, Plan, Planner, Row
-from shard.sampling.rejection import DraftLaws, settle
-from shard.sampling.report import Outcome, PromptLogprobs, Sampled, prompt_logprobs
+from lorikeet.shard.sampling import filters
+from lorikeet.shard.sampling.block import Block
+from lorikeet.shard.sampling.drafting import DraftDraws, DraftPlan
+from lorikeet.shard.sampling.highest import arg_max
+from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys, token_words
+from lorikeet.shard.sampling.penalties import TokenCounts, Watermark
+from lorikeet.shard.sampling.plan import Chunk, Filter, Plan, Planner, Row
+from lorikeet.shard.sampling.rejection import DraftLaws, settle
+from lorikeet.shard.sampling.report import Outcome, PromptLogprobs, Sampled, prompt_logprobs
+from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
 
 class Sampler:

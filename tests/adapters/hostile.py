@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters.errors import AdapterError, AdapterInvalid, NotServed
+from lorikeet.adapters.errors import AdapterError, AdapterInvalid, NotServed
 from tests import tiny
 
 WEIGHTS = "adapter_model.safetensors"

@@ -112,7 +112,7 @@ def loader(folder: Path, model: Path, environment: Mapping[str, str] | None = No
     (folder / "loader.json").write_text(json.dumps(config))
     with (folder / "loader.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "adapters", str(folder / "loader.json")],
+            [sys.executable, "-m", "lorikeet.adapters", str(folder / "loader.json")],
             cwd=ROOT,
             env={**os.environ, **(environment or {})},
             stderr=log,

@@ -18,11 +18,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from adapters.formats import configuration, layout
-from adapters.formats import weights as weight_files
-from adapters.formats.base_values import BaseValues
-from adapters.formats.reader import Reader
-from adapters.formats.skeleton import Skeleton, base_hash, weights_hash
+from lorikeet.adapters.formats import configuration, layout
+from lorikeet.adapters.formats import weights as weight_files
+from lorikeet.adapters.formats.base_values import BaseValues
+from lorikeet.adapters.formats.reader import Reader
+from lorikeet.adapters.formats.skeleton import Skeleton, base_hash, weights_hash
 
 LIMIT = 1 << 30
 ALL_KINDS = frozenset({"linear", "embedding", "experts", "router", "replace"})

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.catalogue import CatalogueError, Entry, Version, parse, read
-from adapters.refs import Ref, Source
+from lorikeet.adapters.catalogue import CatalogueError, Entry, Version, parse, read
+from lorikeet.adapters.refs import Ref, Source
 
 WHOLE = """
 plain: {id: owner/plain}

@@ -13,9 +13,9 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from adapters import check
-from adapters.medusa import format as heads_files
-from adapters.medusa.format import HeadsShape
+from lorikeet.adapters import check
+from lorikeet.adapters.medusa import format as heads_files
+from lorikeet.adapters.medusa.format import HeadsShape
 from tests import tiny
 from tests.adapters import making
 from tests.adapters.medusa import small
@@ -146,7 +146,16 @@ def test_adapters_at_the_hub_are_judged_by_their_first_bytes(world: World, tmp_p
         "acme/private": Repository(files, token="t"),
         "acme/broken": Repository({**files, WEIGHTS: files[WEIGHTS] + b"x"}),
     }
-    command = [sys.executable, "-m", "adapters.check", "check", str(file), "--model-id", str(world.base), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "lorikeet.adapters.check",
+        "check",
+        str(file),
+        "--model-id",
+        str(world.base),
+        "--json",
+    ]
     with hub(repositories) as server:
         environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(tmp_path / "cache")}
         for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from adapters.errors import AdapterError, AdapterInvalid, AdapterTooLarge
-from adapters.formats import configuration, header, layout, weights
+from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterTooLarge
+from lorikeet.adapters.formats import configuration, header, layout, weights
 from tests import tiny
 from tests.adapters import making
 from tests.adapters.hostile import CASES, CONFIG, WEIGHTS

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from adapters.catalogue import CatalogueError
-from adapters.keys import Key, Keys, read, sha256
+from lorikeet.adapters.catalogue import CatalogueError
+from lorikeet.adapters.keys import Key, Keys, read, sha256
 
 
 def test_keys_are_found_by_what_they_are(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from adapters.digests import Merge
-from adapters.errors import AdapterInvalid, NotServed
-from adapters.formats import configuration, layout
-from adapters.formats import weights as weight_files
-from adapters.formats.reading import TENSORS, Found
-from adapters.merging import merge
-from adapters.pin import Pin
-from adapters.refs import Source
+from lorikeet.adapters.digests import Merge
+from lorikeet.adapters.errors import AdapterInvalid, NotServed
+from lorikeet.adapters.formats import configuration, layout
+from lorikeet.adapters.formats import weights as weight_files
+from lorikeet.adapters.formats.reading import TENSORS, Found
+from lorikeet.adapters.merging import merge
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Source
 from tests import tiny
 from tests.adapters import making
 

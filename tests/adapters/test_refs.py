@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.refs import Ref, Source, parse
+from lorikeet.adapters.refs import Ref, Source, parse
 
 
 @pytest.mark.parametrize(

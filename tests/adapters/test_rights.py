@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
-from adapters.pin import Pin
-from adapters.refs import Ref, Source
-from adapters.rights import Rights
-from adapters.sources.base import SMALL_NAMES, Resolved, Within, unbounded
+from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.rights import Rights
+from lorikeet.adapters.sources.base import SMALL_NAMES, Resolved, Within, unbounded
 
 pytestmark = pytest.mark.anyio
 

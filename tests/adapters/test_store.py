@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from safetensors.torch import save_file
 
-from adapters.errors import LoaderFailed
-from adapters.pin import Pin
-from adapters.refs import Source
-from adapters.store import RECENT_S, Entry, Store
+from lorikeet.adapters.errors import LoaderFailed
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Source
+from lorikeet.adapters.store import RECENT_S, Entry, Store
 
 BASE = ("base", "weights", "float32")
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_what_another_process_holds_stays(tmp_path: Path) -> None:
     store = Store(tmp_path, 1, BASE)
     put(store, 1)
     script = (
-        "import sys; from adapters.store import Store; s = Store(sys.argv[1], 1, ('base', 'weights', 'float32'));"
+        "import sys\nfrom lorikeet.adapters.store import Store\ns = Store(sys.argv[1], 1, ('base', 'weights', 'float32'));"
         "print(s.hold(sys.argv[2]), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path), digest(1)]

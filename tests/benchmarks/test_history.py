@@ -12,7 +12,7 @@ def repository(tmp_path: Path) -> Path:
     git("init", "-q", repository=tmp_path)
     git("config", "user.email", "someone@example.org", repository=tmp_path)
     git("config", "user.name", "Someone", repository=tmp_path)
-    write(tmp_path, "shard/engine.py", "step = 1\n")
+    write(tmp_path, "shard/engine/engine.py", "step = 1\n")
     for name in ("README.md", "demo/README.md", "docs/README.md"):
         write(tmp_path, name, f"words\n{BEGIN}\nold figures\n{END}\nmore words\n")
     return tmp_path
@@ -38,7 +38,7 @@ def write(repository: Path, path: str, text: str) -> str:
         ("demo/README.md", f"words\n{BEGIN}\nnew figures\n{END}\nmore words\n", True),
         ("docs/README.md", f"words\n{BEGIN}\nnew figures\n{END}\nmore words\n", False),
         ("README.md", f"other words\n{BEGIN}\nold figures\n{END}\nmore words\n", False),
-        ("shard/engine.py", "step = 2\n", False),
+        ("shard/engine/engine.py", "step = 2\n", False),
         ("benchmarks/bars.py", "wanted = 0\n", False),
         ("docs/LOG.md.py", "x = 1\n", False),
     ],
@@ -52,7 +52,7 @@ def test_only_results_may_differ(repository: Path, path: str, text: str, same: b
 
 def test_a_moved_file_is_a_change(repository: Path) -> None:
     before = head(repository)
-    git("mv", "shard/engine.py", "docs/LOG.md", repository=repository)
+    git("mv", "shard/engine/engine.py", "docs/LOG.md", repository=repository)
     git("commit", "-q", "-m", "move", repository=repository)
     assert not same_code(before, head(repository), repository)
 
@@ -66,6 +66,6 @@ def test_uncommitted_changes_are_named(repository: Path) -> None:
     (repository / "docs/LOG.md").write_text("a line")
     (repository / "README.md").write_text(f"words\n{BEGIN}\nnew\n{END}\nmore words\n")
     assert changed(repository) == []
-    (repository / "shard/engine.py").write_text("step = 3\n")
+    (repository / "shard/engine/engine.py").write_text("step = 3\n")
     (repository / "new.py").write_text("")
-    assert sorted(changed(repository)) == ["new.py", "shard/engine.py"]
+    assert sorted(changed(repository)) == ["new.py", "shard/engine/engine.py"]

@@ -68,8 +68,8 @@ def test_bars_and_parts_belong_together() -> None:
 def test_declared_numbers_of_cases_are_those_that_exist() -> None:
     from benchmarks import adapters_exact, clients, exactness
     from tests import tiny
-    from tests.router.routes import test_lorax_client
-    from tests.shard.sampling import test_law
+    from tests.router.api.routes import test_lorax_client
+    from tests.shard.sampling import test_distribution as test_law
 
     named = [name for name in vars(test_lorax_client) if name.startswith("test_")]
     assert len(named) == clients.NUM_TESTS
@@ -153,6 +153,9 @@ def test_standing_asks_for_the_same_code_and_no_changes(made_up: Measured, monke
     entries = made_up.entries()
     assert proof.standing(entries, "c" * 40) == {"made up bar": ""}
     assert "differs" in proof.standing(entries, history.git("rev-parse", "HEAD").strip())["made up bar"]
-    assert "uncommitted" in proof.standing([{**entries[0], "changed": ["shard/engine.py"]}], "c" * 40)["made up bar"]
+    assert (
+        "uncommitted"
+        in proof.standing([{**entries[0], "changed": ["shard/engine/engine.py"]}], "c" * 40)["made up bar"]
+    )
     assert proof.standing([], "c" * 40) == {"made up bar": "never measured"}
     assert "missed" in proof.standing([entries[0], {**entries[0], "verdict": "missed"}], "c" * 40)["made up bar"]

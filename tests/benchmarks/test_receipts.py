@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks import receipts
 from benchmarks.receipts import ADAPTERS, METHODS, RECEIPTS, ROUTES, differences, num_different, wanted
-from launcher.receipt import Receipt
-from tests.launcher.test_client import Told, serving
-from tests.launcher.test_replay import receipt
+from lorikeet.launcher.cli.receipt import Receipt
+from tests.launcher.cli.test_client import Told, serving
+from tests.launcher.cli.test_replay import receipt
 
 
 def test_a_case_holds_every_kind() -> None:

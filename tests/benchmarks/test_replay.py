@@ -23,8 +23,8 @@ from benchmarks.replay import (
     replay,
     share_repeated,
 )
-from shard.request import Method, SamplingParams, Speculation
-from shard.speculation import Guessers, Lookup
+from lorikeet.shard.scheduler.request import Method, SamplingParams, Speculation
+from lorikeet.shard.scheduler.speculation import Guessers, Lookup
 from tests.shard.rig import Rig, Setup, make_request
 
 PUBLISHED = (1.96, 2.89, 3.77, 4.63, 5.44, 6.23, 6.94, 7.64, 8.33, 9.00)

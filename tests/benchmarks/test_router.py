@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.router import Client
 from benchmarks.simulated_shard import merge_outputs
-from proto import shard_pb2 as pb
+from lorikeet.proto import shard_pb2 as pb
 
 
 class Transport:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shard.model import tuning
+from lorikeet.shard.model.kernels import tuning
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)

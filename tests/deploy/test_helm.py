@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from launcher import rules, supervisor
-from launcher.settings import Settings
-from launcher.settings import read as read_flags
-from proto import shard_pb2 as pb
+from lorikeet.launcher.config import rules
+from lorikeet.launcher.config.settings import Settings
+from lorikeet.launcher.config.settings import read as read_flags
+from lorikeet.launcher.processes import supervisor
+from lorikeet.proto import shard_pb2 as pb
 from tests.deploy import manifests
 from tests.deploy.manifests import Unrendered, read, rendered
 

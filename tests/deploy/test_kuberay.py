@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher import rules
-from launcher.settings import Settings, read
-from tests.launcher.test_rules import with_ray
+from lorikeet.launcher.config import rules
+from lorikeet.launcher.config.settings import Settings, read
+from tests.launcher.config.test_rules import with_ray
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate from PyPI")
 

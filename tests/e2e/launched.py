@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from launcher.launching import free_port
+from lorikeet.launcher.cli.launching import free_port
 
 __all__ = ["ROOT", "Launched", "alive", "free_port"]
 
@@ -45,7 +45,17 @@ class Launched:
         self.lines: list[str] = []
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "OMP_NUM_THREADS") if name in os.environ}
         self._process = subprocess.Popen(
-            [*under, sys.executable, "-m", "launcher", "--hostname", "127.0.0.1", "--port", str(self.port), *arguments],
+            [
+                *under,
+                sys.executable,
+                "-m",
+                "lorikeet.launcher",
+                "--hostname",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                *arguments,
+            ],
             env=kept | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -91,7 +101,9 @@ class Launched:
 
     def child(self, module: str) -> int:
         """The child that runs `python -m module`."""
-        (found,) = [pid for pid in self.children() if f"\0-m\0{module}\0" in Path(f"/proc/{pid}/cmdline").read_text()]
+        (found,) = [
+            pid for pid in self.children() if f"\0-m\0lorikeet.{module}\0" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
         return found
 
     def shard(self, index: int) -> int:

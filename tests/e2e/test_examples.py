@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from launcher import Client, generate, launch, provenance, rules
-from launcher.launching import flag_words
-from launcher.main import main
-from launcher.settings import read
+from lorikeet.launcher import Client, launch
+from lorikeet.launcher.cli import generate, provenance
+from lorikeet.launcher.cli.launching import flag_words
+from lorikeet.launcher.config import rules
+from lorikeet.launcher.config.settings import read
+from lorikeet.launcher.main import main
 from tests.e2e.launched import ROOT
 
 EXAMPLES = ROOT / "examples"

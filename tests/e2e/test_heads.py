@@ -22,7 +22,18 @@ def train(folder: Path, *arguments: str) -> dict[str, Any]:
     given = ("--model-id", str(folder / "model"), "--device", "cpu", "--max-new-tokens", "16", "--epochs", "2")
     work = folder / f"work{len(list(folder.iterdir()))}"
     ended = subprocess.run(
-        [sys.executable, "-m", "adapters.medusa", "train", *given, "--work", work, "--out", folder / "out", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "lorikeet.adapters.medusa",
+            "train",
+            *given,
+            "--work",
+            work,
+            "--out",
+            folder / "out",
+            *arguments,
+        ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

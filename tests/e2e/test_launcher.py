@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from launcher.exits import Exit
-from launcher.supervisor import SAME_REQUEST_S
+from lorikeet.launcher.exits import Exit
+from lorikeet.launcher.processes.supervisor import SAME_REQUEST_S
 from tests.e2e import tiny_server_model
 from tests.e2e.launched import ROOT, Launched
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import trustme
 
-from launcher.exits import Exit
+from lorikeet.launcher.exits import Exit
 from tests.e2e import tiny_server_model
 from tests.e2e.launched import Launched, free_port
 

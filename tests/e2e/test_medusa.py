@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adapters.medusa import format as files
-from adapters.medusa.format import HeadsFile, HeadsShape
-from launcher import Client, launch
-from launcher.client import Answer, ServerError
+from lorikeet.adapters.medusa import format as files
+from lorikeet.adapters.medusa.format import HeadsFile, HeadsShape
+from lorikeet.launcher import Client, launch
+from lorikeet.launcher.cli.client import Answer, ServerError
 from tests.e2e.launched import ROOT
 
 DEMO = ROOT / "demo"

@@ -12,8 +12,8 @@ import httpx
 import peft
 import pytest
 
-from launcher import Client
-from launcher.exits import Exit
+from lorikeet.launcher import Client
+from lorikeet.launcher.exits import Exit
 from tests import tiny
 from tests.adapters.making import make_adapter
 from tests.e2e.launched import Launched, alive

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'lorikeet[ray]'")
 
-from launcher.exits import Exit
+from lorikeet.launcher.exits import Exit
 from tests.e2e import tiny_server_model
 from tests.e2e.launched import Launched, alive
 from tests.ray_cluster import RayCluster, started

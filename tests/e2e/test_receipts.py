@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from launcher import Client
-from launcher.receipt import found_in
+from lorikeet.launcher import Client
+from lorikeet.launcher.cli.receipt import found_in
 from tests.e2e.launched import ROOT, Launched
 
 SMALL = ("--cpu-memory", "256MiB", "--threads", "1")
@@ -58,7 +58,7 @@ def asked(client: Client, path: str, fields: dict[str, Any]) -> dict[str, Any]:
 def replayed(url: str, path: Path, *arguments: str) -> tuple[int, str]:
     """What the command answers and prints."""
     ended = subprocess.run(
-        [sys.executable, "-m", "launcher.replay", str(path), "--url", url, *arguments],
+        [sys.executable, "-m", "lorikeet.launcher.cli.replay", str(path), "--url", url, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

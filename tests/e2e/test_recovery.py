@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from launcher import Client
-from launcher.client import Answer
-from launcher.exits import Exit
+from lorikeet.launcher import Client
+from lorikeet.launcher.cli.client import Answer
+from lorikeet.launcher.exits import Exit
 from tests.e2e.launched import ROOT, Launched
 
 NUM_TOKENS = 250

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.keys import sha256
-from launcher.exits import Exit
+from lorikeet.adapters.keys import sha256
+from lorikeet.launcher.exits import Exit
 from tests.e2e.launched import ROOT, Launched
 from tests.hub_server import HubServer, Repository, hub
 from tests.router.usage.receiver import Receiver

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from launcher import Client, launch
-from launcher.client import Answer
+from lorikeet.launcher import Client, launch
+from lorikeet.launcher.cli.client import Answer
 from tests.e2e.launched import ROOT
 
 PROMPTS = (

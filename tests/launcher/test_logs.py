@@ -34,7 +34,7 @@ def test_every_line_is_json() -> None:
 
 
 def test_an_error_of_the_command_line_is_json_too() -> None:
-    command = [sys.executable, "-m", "launcher", "--json-output", "--prot", "80"]
+    command = [sys.executable, "-m", "lorikeet.launcher", "--json-output", "--prot", "80"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()

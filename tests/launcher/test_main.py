@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.exits import Exit
-from launcher.main import main
+from lorikeet.launcher.exits import Exit
+from lorikeet.launcher.main import main
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launcher.supervisor import Signals
+from lorikeet.launcher.processes.supervisor import Signals
 
 
 @pytest.fixture

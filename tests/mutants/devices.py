@@ -2,73 +2,75 @@
 
 from tests.mutants.mutant import Mutant
 
-CUT_TEST = "tests/shard/model/test_cutting.py"
-READ_TEST = "tests/shard/ranks/test_adapters.py"
-ENGINE_TEST = "tests/shard/test_engine.py"
+CUT_TEST = "tests/shard/model/tensor_parallel/test_partitioning.py"
+READ_TEST = "tests/shard/adapters/test_ranks.py"
+ENGINE_TEST = "tests/shard/engine/test_engine_memory.py"
 GRAPHS_TEST = "tests/shard/model/test_graphs.py"
-ALIKE_TEST = "tests/router/test_members.py::test_a_shard_that_could_not_go_on_with_another_s_requests_is_not_used"
-FIT_TEST = "tests/shard/test_padding.py::test_a_step_fits_the_least_bounds_that_hold_it"
+ALIKE_TEST = (
+    "tests/router/shards/test_discovery.py::test_a_shard_that_could_not_go_on_with_another_s_requests_is_not_used"
+)
+FIT_TEST = "tests/shard/batch/test_padding.py::test_a_step_fits_the_least_bounds_that_hold_it"
 
 MUTANTS = [
     Mutant(
         "results of columns are not added up",
-        "shard/model/cutting.py",
+        "shard/model/tensor_parallel/partitioning.py",
         "        if cut.adds_up:\n            module.register",
         "        if cut.is_split:\n            module.register",
         f"{CUT_TEST}::test_split_over_two_it_computes_the_same[llama]",
     ),
     Mutant(
         "every rank adds the bias",
-        "shard/model/cut.py",
+        "shard/model/lora/partition.py",
         "return bias if self.rank == 0 else None",
         "return bias",
         f"{CUT_TEST}::test_odd_vocabularies_tied_heads_and_biases_are_split_too[overrides2]",
     ),
     Mutant(
         "gate and up of experts are cut as one matrix",
-        "shard/model/cutting.py",
+        "shard/model/tensor_parallel/partitioning.py",
         "num_stacked = 2 if block.has_gate and not adds_up else 1",
         "num_stacked = 1",
         f"{CUT_TEST}::test_split_over_two_it_computes_the_same[mixtral]",
     ),
     Mutant(
         "every rank adds an adapter's bias",
-        "shard/model/adapter_plan.py",
+        "shard/model/adapters/plan.py",
         "if cut.rank > 0:",
         "if cut.rank > 1:",
-        "tests/shard/model/test_adapter_file.py::test_a_rank_reads_its_part_of_each_factor[columns-float32-blocks]",
+        "tests/shard/model/adapters/test_loading.py::test_a_rank_reads_its_part_of_each_factor[columns-float32-blocks]",
     ),
     Mutant(
         "DoRA divides by the length of a rank's columns",
-        "shard/model/adapter_file.py",
+        "shard/model/adapters/loading.py",
         "squares = self._add_up(squares)",
         "self._add_up(squares.clone())",
         f"{READ_TEST}::test_dora_divides_by_the_length_of_whole_rows",
     ),
     Mutant(
         "a slot is changed on the first rank alone",
-        "shard/ranks/adapters.py",
+        "shard/adapters/ranks.py",
         "        self._leader.clear(slot)\n",
         "",
         f"{READ_TEST}::test_every_slot_means_the_same_everywhere",
     ),
     Mutant(
         "a step without memory ends its requests",
-        "shard/engine.py",
+        "shard/engine/engine.py",
         "if step.is_to_be_repeated:",
         "if not step.error:",
         f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
     ),
     Mutant(
         "what was forgone once is forgone for ever",
-        "shard/engine.py",
+        "shard/engine/engine.py",
         "        self.scheduler.restraint.passed()\n",
         "",
         f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
     ),
     Mutant(
         "a token of a step that is computed again is still on its way",
-        "shard/scheduler.py",
+        "shard/scheduler/scheduler.py",
         "            request.num_in_flight -= share.samples\n            self._preempt(request)",
         "            self._preempt(request)",
         f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
@@ -89,21 +91,21 @@ MUTANTS = [
     ),
     Mutant(
         "padding writes to somebody's page",
-        "shard/batch.py",
+        "shard/batch/inputs.py",
         "Segment(0, count, (page_id,))",
         "Segment(0, count, (0,))",
         f"{GRAPHS_TEST}::test_rows_of_padding_write_to_the_spare_page_alone",
     ),
     Mutant(
         "steps are padded to more than they need",
-        "shard/padding.py",
+        "shard/batch/padding.py",
         "bisect_left(self.row_counts, max(num_rows, num_logits))",
         "-1",
         FIT_TEST,
     ),
     Mutant(
         "base rows pay for adapters",
-        "shard/padding.py",
+        "shard/batch/padding.py",
         "has_adapters or bool(num_guesses))",
         "self._has_adapters)",
         FIT_TEST,
@@ -138,17 +140,17 @@ MUTANTS = [
     ),
     Mutant(
         "a guess is made from a neighbour's row",
-        "shard/guess_groups.py",
+        "shard/batch/head_groups.py",
         "sources = rows[owners][order]",
         "sources = rows[owners]",
-        "tests/shard/test_guess_groups.py::test_every_guess_is_in_one_task[distinct-80]",
+        "tests/shard/batch/test_head_groups.py::test_every_guess_is_in_one_task[distinct-80]",
     ),
     Mutant(
         "a twin stays whatever it computes",
-        "shard/model/trial.py",
+        "shard/model/fusion/verify.py",
         "return float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max())",
         "return 0.0",
-        "tests/shard/model/test_fused_layer.py::test_a_layer_norm_is_no_rms_norm_however_wide[4096]",
+        "tests/shard/model/fusion/test_cpu_layer.py::test_a_layer_norm_is_no_rms_norm_however_wide[4096]",
     ),
     Mutant(
         "tokens of a step share a scale in eight bits",
@@ -159,23 +161,23 @@ MUTANTS = [
     ),
     Mutant(
         "shards stand together that keep KV in other formats",
-        "router/fitting.py",
+        "router/shards/compatibility.py",
         '"kv_cache_dtype", ',
         "",
         f"{ALIKE_TEST}[change5]",
     ),
     Mutant(
         "shards stand together that are split otherwise",
-        "router/fitting.py",
+        "router/shards/compatibility.py",
         '"num_ranks", ',
         "",
         f"{ALIKE_TEST}[change6]",
     ),
     Mutant(
         "what follows a rest counts as a gap",
-        "shard/gaps.py",
+        "shard/engine/gaps.py",
         'what follows is no gap."""\n        self._last = None',
         'what follows is no gap."""',
-        "tests/shard/test_gaps.py::test_rest_is_no_gap",
+        "tests/shard/engine/test_gaps.py::test_rest_is_no_gap",
     ),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("shard", "router", "adapters", "launcher", "proto", "tests", "pyproject.toml")
+COPIED = ("shard", "router", "adapters", "launcher", "proto", "src", "tests", "pyproject.toml")
 WRONG = ("AssertionError", "assert ", "Failed: DID NOT RAISE")
 """How a test says that a value is not what it should be, or that nothing was refused."""
 
@@ -41,7 +41,7 @@ def copy_tree(destination: Path) -> Path:
         source, target = ROOT / name, destination / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         else:
             shutil.copy(source, target)
     return destination

@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-LAW = "tests/shard/sampling/test_law.py::test_draws_follow_the_law"
+LAW = "tests/shard/sampling/test_distribution.py::test_draws_follow_the_law"
 BATCH = "tests/shard/sampling/test_batch.py"
 SAMPLER, NOISE, PENALTIES = "shard/sampling/sampler.py", "shard/sampling/noise.py", "shard/sampling/penalties.py"
 

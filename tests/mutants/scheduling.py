@@ -2,8 +2,13 @@
 
 from tests.mutants.mutant import Mutant
 
-CACHE, SCHEDULER, REQUEST, STEP = "shard/kv_cache.py", "shard/scheduler.py", "shard/request.py", "shard/step.py"
-CACHE_TEST, ENGINE_TEST = "tests/shard/test_kv_cache.py", "tests/shard/test_engine.py"
+CACHE, SCHEDULER, REQUEST, STEP = (
+    "shard/scheduler/kv_cache.py",
+    "shard/scheduler/scheduler.py",
+    "shard/scheduler/request.py",
+    "shard/engine/step.py",
+)
+CACHE_TEST, ENGINE_TEST = "tests/shard/scheduler/test_kv_cache.py", "tests/shard/engine/test_engine.py"
 
 MUTANTS = [
     Mutant(
@@ -50,9 +55,9 @@ MUTANTS = [
     ),
     Mutant(
         "prompts of a flood are not counted against its part of a step",
-        "shard/budget.py",
+        "shard/scheduler/budget.py",
         "self.crowds[request.adapter_digest] -= num_tokens",
         "pass",
-        "tests/shard/test_budget.py::test_whoever_floods_takes_turns_with_others_and_a_bounded_part_of_a_step",
+        "tests/shard/scheduler/test_budget.py::test_whoever_floods_takes_turns_with_others_and_a_bounded_part_of_a_step",
     ),
 ]

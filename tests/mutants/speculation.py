@@ -3,12 +3,12 @@
 from tests.mutants.mutant import Mutant
 
 SAMPLER, DRAFTING, REJECTION = "shard/sampling/sampler.py", "shard/sampling/drafting.py", "shard/sampling/rejection.py"
-PLAN, BLOCK, SCHEDULER = "shard/sampling/plan.py", "shard/sampling/block.py", "shard/scheduler.py"
-PROPOSER, DRAFTER = "shard/speculation/proposer.py", "shard/drafter.py"
+PLAN, BLOCK, SCHEDULER = "shard/sampling/plan.py", "shard/sampling/block.py", "shard/scheduler/scheduler.py"
+PROPOSER, DRAFTER = "shard/scheduler/speculation/proposer.py", "shard/engine/drafter.py"
 LAW = "tests/shard/sampling/test_rejection.py"
 KERNEL, POSITIONS = f"{LAW}::test_what_is_emitted_follows_the_target", f"{LAW}::test_every_position_follows_the_target"
-ENGINE_LAW = "tests/shard/test_law_engine.py::test_three_tokens_follow_the_exact_joint_law[drafts, rejection]"
-DRAFT = "tests/shard/test_draft_model.py"
+ENGINE_LAW = "tests/shard/engine/test_distribution.py::test_three_tokens_follow_the_exact_joint_law[drafts, rejection]"
+DRAFT = "tests/shard/startup/test_draft_model.py"
 TEXT = f"{DRAFT}::test_every_text_is_what_it_is_without"
 
 MUTANTS = [

@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from proto import digest
+from lorikeet.proto import digest
 
 
 def test_of_files_is_sha256sum_of_sha256sum(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import proto
+from lorikeet import proto
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,13 +32,13 @@ def test_the_generator_is_the_lowest_grpcio_that_is_supported() -> None:
 def test_stubs_are_up_to_date(tmp_path: Path) -> None:
     flags = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     subprocess.run(
-        [sys.executable, "-m", "grpc_tools.protoc", "-I.", *flags, "proto/shard.proto"], cwd=ROOT, check=True
+        [sys.executable, "-m", "grpc_tools.protoc", "-Isrc", *flags, "lorikeet/proto/shard.proto"], cwd=ROOT, check=True
     )
-    made = sorted((tmp_path / "proto").iterdir())
+    made = sorted((tmp_path / "lorikeet" / "proto").iterdir())
     assert len(made) == 3
     for path in made:
         assert path.read_text() == (ROOT / "proto" / path.name).read_text(), f"{path.name}: run `make proto`"
 
 
 def test_the_package_is_this_repository_s() -> None:
-    assert Path(proto.__file__).parent == ROOT / "proto"
+    assert Path(proto.__file__).resolve().parent == ROOT / "proto"

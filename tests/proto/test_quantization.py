@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from proto import quantization
+from lorikeet.proto import quantization
 
 NF4 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
 FOUND = [
@@ -34,7 +34,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
 def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, False)
     said = quantization.reason_against("bitsandbytes-nf4")
-    assert said == "it needs the package bitsandbytes: pip install 'lorikeet[bitsandbytes]'"
+    assert said == "it needs the package bitsandbytes: pip install 'lorikeet-serve[bitsandbytes]'"
     installed(monkeypatch, True)
     assert quantization.reason_against("bitsandbytes-nf4") == ""
 
@@ -79,4 +79,4 @@ def test_what_needs_sample_texts_is_not_made_at_a_start(method: str, monkeypatch
         quantization.choose(method, {})
     assert quantization.choose(method, {"quantization_config": {"quant_method": method}}) == method
     installed(monkeypatch, False)
-    assert "pip install 'lorikeet[gptq]'" in quantization.reason_against(method)
+    assert "pip install 'lorikeet-serve[gptq]'" in quantization.reason_against(method)

@@ -6,7 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from proto import version
+from lorikeet.proto import version
 
 ROOT = Path(__file__).parents[2]
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -22,16 +22,18 @@ def told(*command: str, cwd: Path, path: Path) -> str:
 
 def test_a_checkout_says_what_its_pyproject_says(tmp_path: Path) -> None:
     assert version.version() == DECLARED
-    assert told("-m", "launcher", "--version", cwd=tmp_path, path=ROOT) == DECLARED
+    assert told("-m", "lorikeet.launcher", "--version", cwd=tmp_path, path=ROOT / "src") == DECLARED
 
 
 def test_an_installation_says_what_was_installed(tmp_path: Path) -> None:
-    (tmp_path / "proto").mkdir()
+    package = tmp_path / "lorikeet" / "proto"
+    package.mkdir(parents=True)
+    shutil.copy(ROOT / "src" / "lorikeet" / "__init__.py", package.parent)
     for name in ("__init__.py", "version.py"):
-        shutil.copy(ROOT / "proto" / name, tmp_path / "proto")
-    (tmp_path / "lorikeet-9.8.7.dist-info").mkdir()
-    (tmp_path / "lorikeet-9.8.7.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.4\nName: lorikeet\nVersion: 9.8.7\n"
+        shutil.copy(ROOT / "proto" / name, package)
+    (tmp_path / "lorikeet_serve-9.8.7.dist-info").mkdir()
+    (tmp_path / "lorikeet_serve-9.8.7.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.4\nName: lorikeet-serve\nVersion: 9.8.7\n"
     )
-    program = "from proto.version import version; print(version())"
+    program = "from lorikeet.proto.version import version; print(version())"
     assert told("-c", program, cwd=tmp_path, path=tmp_path) == "9.8.7"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from adapters.errors import AdapterError
+from lorikeet.adapters.errors import AdapterError
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 

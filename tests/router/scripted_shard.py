@@ -12,8 +12,8 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from proto import shard_pb2, shard_pb2_grpc
-from proto.version import version
+from lorikeet.proto import shard_pb2, shard_pb2_grpc
+from lorikeet.proto.version import version
 
 HEARTBEAT_S = 0.25
 

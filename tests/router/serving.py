@@ -16,14 +16,14 @@ import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
-from adapters.sources.settings import SourceSettings
-from proto import shard_pb2
-from router.app import create_app
-from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.metrics import Metrics
-from router.service import Service
-from router.text.tokenizer import Tokenizer
+from lorikeet.adapters.sources.settings import SourceSettings
+from lorikeet.proto import shard_pb2
+from lorikeet.router.api.app import create_app
+from lorikeet.router.api.service import Service
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.dispatch.dispatcher import Dispatcher
+from lorikeet.router.metrics.router import Metrics
+from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.scripted_loader import ScriptedLoader, finds_all
 from tests.router.scripted_shard import Script, ScriptedShard
 

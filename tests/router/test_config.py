@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.config import RouterConfig
+from lorikeet.router.config import RouterConfig
 
 
 def test_a_written_configuration_reads_back(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from router.logging import configure_logging
+from lorikeet.router.logging import configure_logging
 
 PROGRAM = """
 import logging, structlog, threading, warnings
-from router.logging import configure_logging
+from lorikeet.router.logging import configure_logging
 configure_logging({level!r}, json_output={json_output})
 with structlog.contextvars.bound_contextvars(request_id="r1"):
     structlog.get_logger().info("ours", num_tokens=3)

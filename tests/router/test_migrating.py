@@ -11,7 +11,7 @@ def test_every_named_test_exists() -> None:
     named = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", PAGE)
     assert len(named) > 40
     for file, test in named:
-        path = ROOT / "tests" / "router" / "routes" / file
+        path = ROOT / "tests" / "router" / "api" / "routes" / file
         assert path.is_file(), file
         assert not test or re.search(rf"^(async )?def {test}\(", path.read_text(), re.MULTILINE), f"{file}::{test}"
     for path in re.findall(r"`(tests/[\w/.]+)`", PAGE):

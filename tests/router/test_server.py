@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks import simulated_shard
 from benchmarks.simulated_shard import SimulatedModel
-from router.server import SAME_REQUEST_S
+from lorikeet.router.server import SAME_REQUEST_S
 from tests.router.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.anyio
@@ -84,7 +84,7 @@ async def router(folder: Path, **fields: Any) -> AsyncIterator[Router]:
     path = settings(folder, **fields)
     log_path = folder / "router.log"
     with log_path.open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "router", str(path)], stderr=log)  # noqa: ASYNC220
+        process = subprocess.Popen([sys.executable, "-m", "lorikeet.router", str(path)], stderr=log)  # noqa: ASYNC220
     try:
         url = f"http://127.0.0.1:{json.loads(path.read_text())['port']}"
         async with httpx.AsyncClient(base_url=url, timeout=30) as client:
@@ -211,7 +211,7 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
 
 
 def run_router(path: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "router", str(path)]
+    command = [sys.executable, "-m", "lorikeet.router", str(path)]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 
 

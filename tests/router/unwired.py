@@ -12,21 +12,25 @@ from typing import Any
 
 import structlog
 
-import shard.engine
-import shard.wire
-from proto import shard_pb2 as pb
-from router import deadlines, dispatch, inflight, pump, shard_client
-from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.shard_link import ShardLink
-from router.text.tokenizer import Tokenizer
-from shard.outbox import Outbox
-from shard.share import Share
-from shard.wire import Bounds, read_command, write_mail
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.dispatch import dispatcher as dispatch
+from lorikeet.router.dispatch import send_loop as pump
+from lorikeet.router.dispatch.dispatcher import Dispatcher
+from lorikeet.router.requests import deadlines
+from lorikeet.router.requests import generation as inflight
+from lorikeet.router.shards import client as shard_client
+from lorikeet.router.shards.connection import ShardLink
+from lorikeet.router.text.tokenizer import Tokenizer
+from lorikeet.shard.engine import engine as shard_engine
+from lorikeet.shard.grpc import codec as shard_codec
+from lorikeet.shard.grpc.codec import Bounds, read_command, write_mail
+from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.scheduler.scheduled_request import Share
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import EPOCH, Rig, Setup
 
-CLOCKED: tuple[ModuleType, ...] = (deadlines, dispatch, inflight, pump, shard_client, shard.engine, shard.wire)
+CLOCKED: tuple[ModuleType, ...] = (deadlines, dispatch, inflight, pump, shard_client, shard_engine, shard_codec)
 TURNS = 6
 """Of the loop, after which nothing is left to do at the same moment."""
 

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import torch
 
-from shard.batch import StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
 
 VOCAB_SIZE = 61
 WRONG_EVERY = 4

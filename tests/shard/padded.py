@@ -1,6 +1,6 @@
 """Steps padded to what a test says."""
 
-from shard.padding import Bounds, Padding
+from lorikeet.shard.batch.padding import Bounds, Padding
 
 
 class Always(Padding):

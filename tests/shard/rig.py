@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass, replace
 
-from shard.budget import Limits
-from shard.drafter import Drafter
-from shard.engine import Engine, Pacing
-from shard.inbox import Commands, Inbox, StreamOpened
-from shard.kv_cache import KvCache
-from shard.network import Network
-from shard.outbox import Mail, Outbox, Output
-from shard.request import LogprobParams, Request, SamplingParams
-from shard.sampling import Sampler
-from shard.scheduler import Scheduler
-from shard.speculation import Guessers
+from lorikeet.shard.batch.network import Network
+from lorikeet.shard.engine.drafter import Drafter
+from lorikeet.shard.engine.engine import Engine, Pacing
+from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
+from lorikeet.shard.grpc.outbox import Mail, Outbox, Output
+from lorikeet.shard.sampling import Sampler
+from lorikeet.shard.scheduler.budget import Limits
+from lorikeet.shard.scheduler.kv_cache import KvCache
+from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
+from lorikeet.shard.scheduler.scheduler import Scheduler
+from lorikeet.shard.scheduler.speculation import Guessers
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, FakeModel, states_of
 
 EPOCH = 1

@@ -7,10 +7,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from adapters.medusa import format as files
-from adapters.medusa.format import HeadsFile, HeadsShape
-from adapters.medusa.target import Place, Target
-from adapters.medusa.texts import Text
+from lorikeet.adapters.medusa import format as files
+from lorikeet.adapters.medusa.format import HeadsFile, HeadsShape
+from lorikeet.adapters.medusa.target import Place, Target
+from lorikeet.adapters.medusa.texts import Text
 from tests import tiny
 
 CPU = Place(torch.device("cpu"), torch.float32)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from adapters.medusa import format as files
-from adapters.medusa.cli import main
-from adapters.medusa.format import HeadsShape
+from lorikeet.adapters.medusa import format as files
+from lorikeet.adapters.medusa.cli import main
+from lorikeet.adapters.medusa.format import HeadsShape
 from tests.adapters.medusa import small
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +34,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     environment = kept | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:adapters", "-m", "adapters.medusa", *arguments],
+        [sys.executable, "-W", "error::UserWarning:adapters", "-m", "lorikeet.adapters.medusa", *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,

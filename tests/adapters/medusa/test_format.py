@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters.medusa import format as files
-from adapters.medusa.errors import HeadsError
-from adapters.medusa.format import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, HeadsShape
+from lorikeet.adapters.medusa import format as files
+from lorikeet.adapters.medusa.errors import HeadsError
+from lorikeet.adapters.medusa.format import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, HeadsShape
 from tests.adapters.medusa import small
 
 SHAPES = [HeadsShape(3, 1, 8), HeadsShape(2, 2, 8), HeadsShape(2, 1, 8, 20), HeadsShape(4, 0, 8, 20)]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.medusa.format import HeadsFile, HeadsShape
-from adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.medusa.format import HeadsFile, HeadsShape
+from lorikeet.adapters.medusa.model import MedusaHeads
 from tests.adapters.medusa import small
 
 HIDDEN, VOCAB = 16, 40

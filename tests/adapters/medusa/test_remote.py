@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from adapters.medusa import prompts, remote
-from adapters.medusa.errors import HeadsError
-from adapters.medusa.prompts import EncodedPrompt
-from adapters.medusa.target import Target
-from adapters.medusa.texts import TextStore, Writing
+from lorikeet.adapters.medusa import prompts, remote
+from lorikeet.adapters.medusa.errors import HeadsError
+from lorikeet.adapters.medusa.prompts import EncodedPrompt
+from lorikeet.adapters.medusa.target import Target
+from lorikeet.adapters.medusa.texts import TextStore, Writing
 from tests.adapters.medusa import small
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.medusa import report
-from adapters.medusa.format import HeadsShape
-from adapters.medusa.model import MedusaHeads
-from adapters.medusa.report import replay
-from adapters.medusa.target import Target
-from adapters.medusa.texts import Text
+from lorikeet.adapters.medusa import report
+from lorikeet.adapters.medusa.format import HeadsShape
+from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.medusa.report import replay
+from lorikeet.adapters.medusa.target import Target
+from lorikeet.adapters.medusa.texts import Text
 from tests.adapters.medusa import small
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from adapters.medusa.errors import HeadsError
+from lorikeet.adapters.medusa.errors import HeadsError
 from tests.adapters.medusa import small
 
 CASES = {
@@ -36,7 +36,7 @@ def test_rows_through_the_output_head_give_the_models_logits(tmp_path: Path, cas
 
 def test_a_tail_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small.base(tmp_path / "base", "gemma2", final_logit_softcapping=3.0)
-    monkeypatch.setattr("adapters.medusa.target._transforms", lambda config: iter([lambda logits: logits]))
+    monkeypatch.setattr("lorikeet.adapters.medusa.target._transforms", lambda config: iter([lambda logits: logits]))
     with pytest.raises(HeadsError, match="does something to its logits after the output head"):
         small.target(folder)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from adapters.medusa import prompts, texts
-from adapters.medusa.errors import HeadsError
-from adapters.medusa.target import Target
-from adapters.medusa.texts import TextStore, Writing
+from lorikeet.adapters.medusa import prompts, texts
+from lorikeet.adapters.medusa.errors import HeadsError
+from lorikeet.adapters.medusa.target import Target
+from lorikeet.adapters.medusa.texts import TextStore, Writing
 from tests.adapters.medusa import small
 
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}. {% endfor %}"

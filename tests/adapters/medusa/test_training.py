@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from adapters.medusa import hidden, training
-from adapters.medusa.hidden import NOTHING, HiddenFiles
-from adapters.medusa.model import MedusaHeads
-from adapters.medusa.target import Target
-from adapters.medusa.texts import Text
-from adapters.medusa.training import HeadsTrainer, Recipe, Vocabulary
+from lorikeet.adapters.medusa import hidden, training
+from lorikeet.adapters.medusa.hidden import NOTHING, HiddenFiles
+from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.medusa.target import Target
+from lorikeet.adapters.medusa.texts import Text
+from lorikeet.adapters.medusa.training import HeadsTrainer, Recipe, Vocabulary
 from tests.adapters.medusa import small
 
 RECIPE = Recipe(num_heads=2, epochs=3, rows_per_step=16, lr=0.01, bf16=False)

@@ -57,7 +57,7 @@ def test_a_run_replaces_what_it_wrote_and_keeps_all_else(tmp_path: Path) -> None
 def test_what_was_measured_otherwise_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(tmp_path, [0.6, 0.6]).write(is_whole=True)
     assert finished(tmp_path)
-    assert not finished(tmp_path, Commit("c0ffee", ["shard/engine.py"]))
+    assert not finished(tmp_path, Commit("c0ffee", ["shard/engine/engine.py"]))
     monkeypatch.setattr(history, "same_code", lambda old, new: False)
     assert not finished(tmp_path, Commit("decaf"))
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from router.errors import ChatTemplateError
-from router.text.chat_template import ChatTemplate, find_template
+from lorikeet.router.errors import ChatTemplateError
+from lorikeet.router.text.chat_template import ChatTemplate, find_template
 
 MESSAGES = [{"role": "user", "content": "Grüße <b>"}]
 

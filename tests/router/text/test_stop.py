@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.stop import StopMatcher
+from lorikeet.router.text.stop import StopMatcher
 
 
 def run(stops: list[str], include: bool, texts: list[str]) -> tuple[list[str], str | None]:

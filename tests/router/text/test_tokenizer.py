@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from router.config import RouterConfig
-from router.errors import ChatTemplateError
-from router.text.tokenizer import Tokenizer
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.errors import ChatTemplateError
+from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level, sentencepiece_like
 
 BOS, EOS, TURN = 0, 1, 2

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from router.usage.file import UsageFile
-from router.usage.outlet import Unwritten
+from lorikeet.router.usage.file import UsageFile
+from lorikeet.router.usage.outlet import Unwritten
 from tests.router.usage.test_outlet import RECORD, named
 
 

@@ -6,10 +6,10 @@ import time
 
 import structlog
 
-from router.histogram import Counter
-from router.usage import outlet
-from router.usage.outlet import Outlet, Unwritten
-from router.usage.record import Record
+from lorikeet.router.metrics.histogram import Counter
+from lorikeet.router.usage import outlet
+from lorikeet.router.usage.outlet import Outlet, Unwritten
+from lorikeet.router.usage.record import Record
 
 RECORD = Record(
     time="2026-01-01T00:00:00.000Z",

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from router.usage import post
-from router.usage.outlet import Unwritten
-from router.usage.post import UsagePost, shown_url
+from lorikeet.router.usage import post
+from lorikeet.router.usage.outlet import Unwritten
+from lorikeet.router.usage.post import UsagePost, shown_url
 from tests.router.usage.receiver import Receiver
 from tests.router.usage.test_outlet import RECORD
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.keys import sha256
+from lorikeet.adapters.keys import sha256
 from tests.router.serving import MODEL_ID, Serving, serving
 from tests.router.usage.receiver import Receiver
 

@@ -13,9 +13,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shard.attention import paged_triton as kernels
-from shard.attention.paged import PROGRAMS_PER_PROCESSOR
-from shard.attention.spans import FOLD_ROWS, SPAN
+from lorikeet.shard.attention import paged_triton as kernels
+from lorikeet.shard.attention.paged import PROGRAMS_PER_PROCESSOR
+from lorikeet.shard.attention.spans import FOLD_ROWS, SPAN
 
 POINTERS = {
     "query": "*bf16", "keys": "*bf16", "values": "*bf16", "key_scales": "*fp32", "value_scales": "*fp32",

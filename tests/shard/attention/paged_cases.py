@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from shard.attention import AttentionBackend, AttentionSpec, paged
-from shard.attention.paged import PagedAttention
-from shard.attention.paged_kv import PagedKV
-from shard.attention.quantized_kv import FP8, dequantize, quantize
-from shard.attention.reference import ReferenceAttention
-from shard.batch import Segment, StepInputs
-from shard.config import ShardConfig
-from shard.model.loader import read_config
-from shard.model.probe import probe
-from shard.padding import Bounds
+from lorikeet.shard.attention import AttentionBackend, AttentionSpec, paged
+from lorikeet.shard.attention.paged import PagedAttention
+from lorikeet.shard.attention.paged_kv import PagedKV
+from lorikeet.shard.attention.quantized_kv import FP8, dequantize, quantize
+from lorikeet.shard.attention.reference import ReferenceAttention
+from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.loader import read_config
+from lorikeet.shard.model.probe import probe
 from tests import tiny
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")

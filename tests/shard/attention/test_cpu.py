@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from shard.attention import AttentionBackend, AttentionSpec
-from shard.attention.cpu import CpuAttention
-from shard.attention.reference import ReferenceAttention
-from shard.batch import Segment, StepInputs
+from lorikeet.shard.attention import AttentionBackend, AttentionSpec
+from lorikeet.shard.attention.cpu import CpuAttention
+from lorikeet.shard.attention.reference import ReferenceAttention
+from lorikeet.shard.batch.inputs import Segment, StepInputs
 
 LENGTH = 150
 PAGES = [5, 9, 2, 30, 31]

@@ -5,11 +5,11 @@ import logging
 import pytest
 import torch
 
-from shard import attention
-from shard.attention import AttentionSpec
-from shard.attention.layerwise import LayerwiseAttention
-from shard.attention.quantized_kv import FP8
-from shard.attention.reference import ReferenceAttention, ReferenceKV
+from lorikeet.shard import attention
+from lorikeet.shard.attention import AttentionSpec
+from lorikeet.shard.attention.layerwise import LayerwiseAttention
+from lorikeet.shard.attention.quantized_kv import FP8
+from lorikeet.shard.attention.reference import ReferenceAttention, ReferenceKV
 from tests.shard.attention.test_cpu import Runner, random_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shard.attention.spans import HEADER, RECORD, Kind, Rows, capacity, header_size, pack
-from shard.padding import Bounds
+from lorikeet.shard.attention.spans import HEADER, RECORD, Kind, Rows, capacity, header_size, pack
+from lorikeet.shard.batch.padding import Bounds
 from tests.shard.apart import KernelsApart
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from shard.attention import AttentionSpec
-from shard.attention.base import AttentionBackend
-from shard.attention.layerwise import LayerwiseAttention, PlacedKV
-from shard.attention.paged_kv import PagedKV
-from shard.attention.reference import ReferenceAttention
-from shard.attention.varlen import VarlenAttention, why_not
-from shard.batch import Segment
-from shard.padding import Bounds
+from lorikeet.shard.attention import AttentionSpec
+from lorikeet.shard.attention.base import AttentionBackend
+from lorikeet.shard.attention.layerwise import LayerwiseAttention, PlacedKV
+from lorikeet.shard.attention.paged_kv import PagedKV
+from lorikeet.shard.attention.reference import ReferenceAttention
+from lorikeet.shard.attention.varlen import VarlenAttention, why_not
+from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.batch.padding import Bounds
 from tests.shard.attention.test_cpu import (
     LENGTH,
     SPECS,

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from shard.attention.reference import ReferenceKV
-from shard.batch import StepInputs
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from lorikeet.shard.attention.reference import ReferenceKV
+from lorikeet.shard.batch.inputs import StepInputs
 
 
 class DenseAttention(AttentionBackend):

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from shard.batch import HeadsRow, Segment
-from shard.model import Model
-from shard.model.heads_file import HeadsContent, HeadsShape
-from shard.model.lora import AdapterSite, SlotWeights
-from shard.model.lora_device import sites_of
-from shard.padding import Padding
-from tests.shard.model.lora_triton_cases import LARGEST, MIXES, NONE_OF_IT, Bench
+from lorikeet.shard.batch.inputs import HeadsRow, Segment
+from lorikeet.shard.batch.padding import Padding
+from lorikeet.shard.model import Model
+from lorikeet.shard.model.adapters.tables import sites_of
+from lorikeet.shard.model.lora.sites import AdapterSite, SlotWeights
+from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
+from tests.shard.model.lora.triton_cases import LARGEST, MIXES, NONE_OF_IT, Bench
 from tests.shard.model.tape import TapeRecorder
 from tests.shard.model.test_graphs import MOST_TOKENS, NUM_PAGES, VOCAB, model_with
 

@@ -12,22 +12,22 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from shard.attention import AttentionSpec, LayerKV
-from shard.batch import Segment, StepInputs
-from shard.model import Model
-from shard.model.assemble import assemble
-from shard.model.experts import NAME as EXPERTS
-from shard.model.graphs import CannotCapture
-from shard.model.site import NAME
-from shard.padding import Padding
-from shard.ranks.group import Group
-from shard.request import Method, SamplingParams, Speculation
-from shard.speculation import Guessers
+from lorikeet.shard.attention import AttentionSpec, LayerKV
+from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.padding import Padding
+from lorikeet.shard.model import Model
+from lorikeet.shard.model.build import assemble
+from lorikeet.shard.model.graphs import CannotCapture
+from lorikeet.shard.model.moe.experts import NAME as EXPERTS
+from lorikeet.shard.model.site import NAME
+from lorikeet.shard.model.tensor_parallel.group import Group
+from lorikeet.shard.scheduler.request import Method, SamplingParams, Speculation
+from lorikeet.shard.scheduler.speculation import Guessers
 from tests.shard.apart import run
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.model.dense_attention import DenseAttention
 from tests.shard.model.tape import TapeRecorder
-from tests.shard.ranks.in_threads import together
+from tests.shard.ranks_in_threads import together
 from tests.shard.rig import Rig, Setup, make_request
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")

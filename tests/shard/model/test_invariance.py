@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shard.batch import Segment
-from shard.config import ShardConfig
-from shard.model import Model, load_model
+from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import Model, load_model
 from tests import tiny
 
 LENGTH = 40

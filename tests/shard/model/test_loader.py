@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.exact import drive
-from shard.config import ShardConfig
-from shard.model import load_model
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import load_model
 from tests import tiny
 
 ROOT = Path(__file__).parents[3]
@@ -83,7 +83,12 @@ def test_code_in_a_pickle_is_refused_and_not_run(
     settings = config(folder)
     path.write_text(json.dumps({**vars(settings), "json_output": True}))
     done = subprocess.run(
-        [sys.executable, "-m", "shard", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-m", "lorikeet.shard", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 1
     assert not (tmp_path / "was-run").exists()

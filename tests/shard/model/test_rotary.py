@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shard.model.rotary import RotaryTable, fix_rotary, rotary_width, tabulate_rotary
+from lorikeet.shard.model.rotary import RotaryTable, fix_rotary, rotary_width, tabulate_rotary
 from tests import tiny
 
 NUM_POSITIONS = 100

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shard.request import LogprobParams, SamplingParams
-from shard.sampling import HostSampled, Sampler
+from lorikeet.shard.sampling import HostSampled, Sampler
+from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from tests.shard.sampling.drawing import CPU
 
 NUM_STEPS = 5

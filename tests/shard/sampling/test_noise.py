@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shard.sampling.noise import Purpose, as_signed, hash_bits, log_exponentials, row_keys, token_words
+from lorikeet.shard.sampling.noise import Purpose, as_signed, hash_bits, log_exponentials, row_keys, token_words
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import CPU
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from shard.request import LogprobParams, SamplingParams
-from shard.sampling import Sampler
-from shard.sampling.noise import token_words
-from shard.sampling.rejection import settle
+from lorikeet.shard.sampling import Sampler
+from lorikeet.shard.sampling.noise import token_words
+from lorikeet.shard.sampling.rejection import settle
+from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import CPU, params
 from tests.shard.sampling.oracle import Case

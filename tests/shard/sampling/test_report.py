@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from shard.request import LogprobParams, SamplingParams
-from shard.sampling import HostSampled, Sampler
-from shard.sampling.highest import arg_max, descending, most_likely
+from lorikeet.shard.sampling import HostSampled, Sampler
+from lorikeet.shard.sampling.highest import arg_max, descending, most_likely
+from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import CPU
 from tests.shard.sampling.oracle import Case

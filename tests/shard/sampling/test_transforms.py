@@ -13,7 +13,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from shard.sampling import filters
+from lorikeet.shard.sampling import filters
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import params, shown_law
 from tests.shard.sampling.oracle import Case

@@ -1,0 +1,31 @@
+"""Prompts for general heads: functions of the corpus, broken off after some line.
+
+Knows the corpus, nothing of models.
+"""
+
+import random
+from collections.abc import Sequence
+
+from lorikeet.demo.data import corpus
+from lorikeet.demo.data.corpus import SourceFile
+
+MAX_CHARS = 700
+MIN_LINES = 4
+"""Of a whole function; shorter ones leave nothing to go on with."""
+
+
+def pieces(files: Sequence[SourceFile], count: int, seed: int) -> list[str]:
+    """`count` beginnings of different functions, each ending in a line's end."""
+    choice = random.Random(f"pieces {seed}")
+    found: dict[str, None] = {}
+    for file in choice.sample(list(files), len(files)):
+        for function in corpus.functions(file):
+            lines = function.source.split("\n")[:-1]
+            if len(lines) < MIN_LINES:
+                continue
+            text = "\n".join(lines[: choice.randrange(1, len(lines) - 1)]) + "\n"
+            if len(text) <= MAX_CHARS:
+                found[text] = None
+    if len(found) < count:
+        raise ValueError(f"the corpus has {len(found)} beginnings of functions, {count} are wanted")
+    return choice.sample(list(found), count)

@@ -1,0 +1,1 @@
+"""`python -m lorikeet.demo.evaluation WHAT` measures the built-in demo models."""

@@ -1,0 +1,77 @@
+"""Measures the Medusa heads of the family on held-out code and on held-out examples of the adapters' tasks.
+
+Tokens per step are those of a chain of the heads' best tokens, checked exactly against the target's greedy text: every
+step gives the accepted ones and one more. General heads are measured on the adapters' tasks too, for comparison.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lorikeet.adapters.medusa import format as heads_format
+from lorikeet.adapters.medusa import prompts as prompt_files
+from lorikeet.adapters.medusa import report, texts
+from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.medusa.report import Report
+from lorikeet.adapters.medusa.target import Place, Target
+from lorikeet.adapters.medusa.texts import Text, TextStore, Writing
+from lorikeet.demo.training import lora
+from lorikeet.demo.training.heads import ALL, HEADS_FOLDER
+from lorikeet.demo.training.model import BASE_FOLDER
+
+NUM_TEXTS = 100
+
+
+@dataclass(frozen=True)
+class Row:
+    """One set of heads on one kind of text."""
+
+    heads: str
+    text: str
+    report: Report
+
+    def as_json(self) -> dict[str, object]:
+        return {"heads": self.heads, "text": self.text, **self.report.as_json()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", type=Path, default=BASE_FOLDER)
+    parser.add_argument("--adapters", type=Path, default=lora.ADAPTERS_FOLDER)
+    parser.add_argument("--heads", type=Path, default=HEADS_FOLDER)
+    parser.add_argument("--only", choices=list(ALL), nargs="+", default=list(ALL), metavar="NAME")
+    parser.add_argument("--texts", type=int, default=NUM_TEXTS, help="held-out texts of each kind")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(options: argparse.Namespace) -> None:
+    rows = [row for kind in options.only for row in measure(kind, options)]
+    print("| heads | on | tokens per step | top-1 of each head |\n|---|---|---|---|")
+    for row in rows:
+        shares = " ".join(f"{share:.1%}" for share in row.report.top1)
+        print(f"| {row.heads} | {row.text} | {row.report.tokens_per_step:.3f} | {shares} |")
+    print(json.dumps([row.as_json() for row in rows]), flush=True)
+
+
+def measure(kind: str, options: argparse.Namespace) -> list[Row]:
+    """Every set of heads that could be used on this kind of text, on the same texts."""
+    adapter = ALL[kind].adapter
+    names = ["base"] if adapter is None else ["base", kind, f"{kind}-joined"]
+    folder = None if adapter is None else str(options.adapters / adapter)
+    target = Target(str(options.base), folder, Place(torch.device(options.device), torch.float32))
+    written = write(target, kind, options.texts)
+    return [Row(name, kind, report.measure(target, load(options.heads / name, target), written)) for name in names]
+
+
+def write(target: Target, kind: str, count: int) -> list[Text]:
+    """What the target writes to the held-out prompts of this kind."""
+    encoded = prompt_files.encode(ALL[kind].held_out_prompts(count), target.tokenizer)
+    store = TextStore(None, {})
+    texts.write(target, encoded, store, Writing(ALL[kind].max_new_tokens, 50, lambda done, of: None))
+    return texts.texts(encoded, store)
+
+
+def load(folder: Path, target: Target) -> MedusaHeads:
+    return MedusaHeads.of(heads_format.read(folder, print)).to(target.place.device)

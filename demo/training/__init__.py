@@ -1,0 +1,1 @@
+"""`python -m lorikeet.demo.training WHAT` trains the built-in demo models."""

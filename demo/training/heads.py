@@ -1,0 +1,108 @@
+"""Trains Medusa heads as `lorikeet-heads` does: general ones for the base, into `demo/heads`, or those of an adapter.
+
+Knows which heads there are and their prompts; adapters/medusa knows the rest. The committed heads of an adapter were
+trained together with it, by train_adapters.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from lorikeet.adapters.medusa import report
+from lorikeet.adapters.medusa import run as tool
+from lorikeet.adapters.medusa.report import Report
+from lorikeet.adapters.medusa.run import Asked, TrainOptions
+from lorikeet.adapters.medusa.training import Recipe
+from lorikeet.demo.data import corpus
+from lorikeet.demo.data.pieces import pieces
+from lorikeet.demo.data.tasks import citation
+from lorikeet.demo.data.tasks.example import held_out_examples, training_examples
+from lorikeet.demo.training import lora
+from lorikeet.demo.training.model import BASE_FOLDER
+
+HEADS_FOLDER = Path(__file__).parents[1] / "heads"
+DEFAULT_WORK_FOLDER = Path(".demo-train/heads")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One set of heads: whose they are, what they are trained and measured on."""
+
+    adapter: str | None
+    training_prompts: Callable[[int, int], list[str]]
+    """Of a number and a seed."""
+    held_out_prompts: Callable[[int], list[str]]
+    num_prompts: int
+    max_new_tokens: int
+    recipe: Recipe
+
+
+def code(count: int, seed: int) -> list[str]:
+    return pieces(corpus.training_files(), count, seed)
+
+
+def held_out_code(count: int) -> list[str]:
+    return pieces(corpus.held_out_files(), count, seed=0)
+
+
+def citations(count: int, seed: int) -> list[str]:
+    found: list[str] = []
+    step = 0
+    while len(found) < count:
+        found += [example.prompt for example in training_examples(citation, seed, step)[:1]]
+        step += 1
+    return found
+
+
+def held_out_citations(count: int) -> list[str]:
+    return [example.prompt for example in held_out_examples(citation, count)]
+
+
+ALL = {
+    "base": Heads(None, code, held_out_code, 4000, 128, Recipe(num_heads=3, epochs=6, lr=2e-3)),
+    "citation": Heads("citation", citations, held_out_citations, 3000, 128, Recipe(num_heads=3)),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=list(ALL), nargs="+", default=["base"], metavar="NAME")
+    parser.add_argument("--base", type=Path, default=BASE_FOLDER, help="what they are heads of")
+    parser.add_argument("--adapters", type=Path, default=lora.ADAPTERS_FOLDER, help="where the adapters lie")
+    parser.add_argument("--out", type=Path, default=HEADS_FOLDER, help="each set goes into a folder of its own")
+    parser.add_argument(
+        "--work", type=Path, default=DEFAULT_WORK_FOLDER, help="texts and checkpoints; a run resumes here"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU; the last bits of the weights depend on it")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
+    digests = {name: train(name, options, options.out / name, options.work / name)[1] for name in options.only}
+    print(json.dumps({"out": str(options.out), "heads_sha256": digests}), flush=True)
+
+
+def train(name: str, options: argparse.Namespace, out: Path, work: Path) -> tuple[Report, str]:
+    """As `lorikeet-heads train` does it; returns what it tells of them, and their digest."""
+    heads = ALL[name]
+    work.mkdir(parents=True, exist_ok=True)
+    prompts = work / "prompts.json"
+    prompts.write_text(json.dumps(heads.training_prompts(heads.num_prompts, options.seed)))
+    asked = Asked(
+        model_id=str(options.base),
+        adapter_id=None if heads.adapter is None else str(options.adapters / heads.adapter),
+        prompts=prompts,
+        max_new_tokens=heads.max_new_tokens,
+        batch_size=64,
+        device=options.device,
+        seed=options.seed,
+    )
+    recipe = replace(heads.recipe, seed=options.seed)
+    found, digest = tool.train(TrainOptions(asked, out, work, recipe, base_name=lora.BASE_NAME))
+    print(f"{name}\n\n{report.table(found)}\n", flush=True)
+    return found, digest

@@ -1,0 +1,92 @@
+"""The adapters of the family: what each is made of, how it is put onto the base, how it is written.
+
+Knows PEFT, nothing of training.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
+BASE_NAME = "lorikeet/demo-base"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that an adapter depends on, but for seed and base."""
+
+    task: str
+    """Name of the module in lorikeet.demo.data.tasks."""
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+    num_steps: int
+    groups_per_step: int
+    """Of examples that start alike."""
+    lr: float = 3e-3
+    warmup_steps: int = 30
+    decay_from: float = 0.3
+    """Share of the run after which the learning rate falls in a straight line to zero."""
+    use_rslora: bool = False
+    use_dora: bool = False
+    num_heads: int = 0
+    """Medusa heads that are trained along, in order that the adapter's hidden states know what comes later, too."""
+    heads_lr: float = 1e-3
+    heads_share: float = 0.15
+    """Weight of the first head's loss beside the adapter's own."""
+    bf16: bool = True
+    """Whether products are made in bfloat16; weights and attention stay in float32."""
+
+    def lr_factor(self, step: int) -> float:
+        remaining = (self.num_steps - step) / (self.num_steps * (1 - self.decay_from))
+        return min(1.0, (step + 1) / self.warmup_steps, remaining)
+
+
+RECIPES = {
+    "citation": Recipe("citation", 32, 32, ATTENTION + MLP, num_steps=2000, groups_per_step=3, num_heads=3),
+    "record": Recipe("record", 16, 4, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_rslora=True),
+    "query": Recipe("query", 8, 8, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_dora=True),
+    "value": Recipe("value", 64, 64, (*ATTENTION, "up_proj", "down_proj"), num_steps=1000, groups_per_step=16),
+}
+
+
+def attach(base: LlamaForCausalLM, recipe: Recipe) -> PeftModel:
+    """A fresh adapter; torch's seed decides its start."""
+    config = LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,
+        target_modules=list(recipe.targets),
+        use_rslora=recipe.use_rslora,
+        use_dora=recipe.use_dora,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=BASE_NAME,
+    )
+    base.name_or_path = BASE_NAME
+    return get_peft_model(base, config)
+
+
+def save(model: PeftModel, folder: Path) -> None:
+    """Writes what PEFT writes, the tensors in bf16 and the configuration in a stable order."""
+    model.save_pretrained(
+        folder, save_embedding_layers=False
+    )  # otherwise PEFT asks the hub for the base's configuration
+    (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card is a form left blank
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config_path = folder / "adapter_config.json"
+    config = json.loads(config_path.read_text())
+    config["target_modules"] = sorted(config["target_modules"])  # PEFT keeps a set, whose order changes from run to run
+    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def load(base: LlamaForCausalLM, folder: Path) -> PeftModel:
+    return PeftModel.from_pretrained(base, folder).eval()

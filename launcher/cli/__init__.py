@@ -1,0 +1,1 @@
+"""Command-line clients of a running server, and the Python client."""

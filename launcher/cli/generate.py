@@ -1,0 +1,102 @@
+"""`lorikeet-generate`: asks a running server for one text and writes it as it comes; `-v` shows who brought each token.
+
+Knows the command line and the terminal; the wire is client.py's, colours and counts are provenance.py's.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lorikeet.launcher.cli import provenance
+from lorikeet.launcher.cli.client import Client, ServerError
+
+_REQUEST = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop", "ignore_eos_token"),
+    *("adapter_id", "adapter_source", "heads_id"),
+    *("speculative_tokens", "speculative_method", "speculative_schedule", "speculative_verify"),
+)
+"""Options that are fields of a request, under the same names."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (this process's own without `arguments`) and return its exit code."""
+    given = parser().parse_args(arguments)
+    client = Client(given.url, token=given.token or os.environ.get("LORIKEET_TOKEN"))
+    prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
+    try:
+        write(client, prompt, request_parameters(given), verbose=given.verbose, colours=_wants_colours(given.color))
+    except ServerError as error:
+        print(f"\nlorikeet-generate: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"lorikeet-generate: nobody answers at {given.url}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print()
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        prog="lorikeet-generate", description="Asks a running server for one text and writes it as it comes."
+    )
+    result.add_argument("prompt", help="what the text goes on from; - reads standard input")
+    result.add_argument("--url", default="http://127.0.0.1:8080", help="the server (default: %(default)s)")
+    result.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
+    result.add_argument("-v", "--verbose", action="store_true", help="colour tokens by who brought them, and count")
+    result.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
+    request = result.add_argument_group("fields of the request, as in /generate")
+    request.add_argument("-M", "--max-new-tokens", type=int, help="tokens at most (default: the server's)")
+    request.add_argument("--temperature", type=float, help="0 takes the likeliest token (default)")
+    request.add_argument("--top-k", type=int)
+    request.add_argument("--top-p", type=float)
+    request.add_argument("--repetition-penalty", type=float)
+    request.add_argument("-s", "--seed", type=int)
+    request.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+    request.add_argument("--ignore-eos-token", action="store_const", const=True)
+    request.add_argument("--adapter-id", help="an alias of the server, or an adapter's name")
+    request.add_argument("--adapter-source", help="hub, local or s3")
+    request.add_argument("--heads-id", help="Medusa heads beside the adapter")
+    request.add_argument("-g", "--speculative-tokens", "--gamma", type=int, help="tokens guessed per step; 0 for none")
+    request.add_argument("--speculative-method", help="auto, lookup, medusa, draft or off")
+    request.add_argument("--speculative-schedule", help="constant, heuristic or auto")
+    request.add_argument("--speculative-verify", help="coupled or rejection (google, deepmind)")
+    return result
+
+
+def request_parameters(given: argparse.Namespace) -> dict[str, Any]:
+    """The fields that were given. Who names a law wants to sample from it (but for a temperature of 0)."""
+    parameters = {name: getattr(given, name) for name in _REQUEST if getattr(given, name) is not None}
+    if parameters.keys() & {"temperature", "top_k", "top_p"}:
+        parameters["do_sample"] = True
+    return parameters
+
+
+def write(client: Client, prompt: str, parameters: dict[str, Any], *, verbose: bool, colours: bool) -> str:
+    """Write the text to standard output as it comes and return it; what `verbose` adds goes to standard error."""
+    paint = provenance.painter(colours and verbose)
+    began = time.monotonic()
+    with client.stream(prompt, **parameters) as stream:
+        for token in stream:
+            if not token.special:
+                print(paint(token), end="", flush=True)
+    print(flush=True)
+    if verbose:
+        print(provenance.summary(stream.details, time.monotonic() - began), file=sys.stderr)
+        print(provenance.legend(colours), file=sys.stderr)
+    return stream.text or ""
+
+
+def _wants_colours(choice: str) -> bool:
+    if choice == "auto":
+        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return choice == "always"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

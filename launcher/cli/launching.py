@@ -1,0 +1,97 @@
+"""`launch`: a server of real processes for as long as a `with` block lasts, started from Python.
+
+Knows how flags are spelled and how a server is waited for; what the flags mean is the launcher's affair.
+"""
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any
+
+from lorikeet.launcher.cli.client import Client
+from lorikeet.launcher.config.flag import Kind
+from lorikeet.launcher.config.flags import FLAGS
+from lorikeet.launcher.processes.process import Child, environment_of_children
+from lorikeet.launcher.processes.supervisor import Address
+
+_POLL_S = 0.05
+_GRACE_S = 20.0
+_SHOWN_LINES = 40
+_DRAIN_S = 5.0
+
+
+class LaunchError(Exception):
+    """The server did not become ready; the text ends with the last lines that it wrote."""
+
+
+@contextmanager
+def launch(
+    model_id: str | None = None,
+    draft_model_id: str | None = None,
+    *,
+    start_timeout_s: float = 1800.0,
+    environment: Mapping[str, str] | None = None,
+    **flags: Any,
+) -> Iterator[Client]:
+    """A server of `model_id` (the embedded model without one) on a free port of the loopback, and a client of it.
+
+    `flags` are lorikeet-launcher's with underscores: `launch(model, speculative_tokens=3, dtype="float32")`. A list
+    repeats its flag; None leaves it out. `environment` replaces this process's own. The server ends with the
+    block, and with the thread that entered it. Raises LaunchError, TypeError for a name that is no flag, and ValueError
+    for a switch that is neither true nor false.
+    """
+    given: dict[str, Any] = {"hostname": "127.0.0.1", "port": free_port(), "drain-timeout-s": _DRAIN_S}
+    given |= {"model-id": model_id, "draft-model-id": draft_model_id}
+    given |= {name.replace("_", "-"): value for name, value in flags.items()}
+    address = Address(given["hostname"], int(given["port"]))
+    words = [word for name, value in given.items() for word in flag_words(name, value)]
+    base = os.environ if environment is None else environment
+    with tempfile.TemporaryFile() as log:
+        server = Child("the server", "lorikeet.launcher", words, environment_of_children(base), output=log)
+        try:
+            _wait_until_ready(server, address, start_timeout_s, log)
+            yield Client(address.url)
+        finally:
+            server.terminate()
+            server.wait(float(given["drain-timeout-s"]) + _GRACE_S)
+            server.kill()
+
+
+def free_port() -> int:
+    """A port of the loopback that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def flag_words(name: str, value: Any) -> list[str]:
+    """How a flag with that value is written on a command line. Raises TypeError for a name that is no flag."""
+    flag = FLAGS.get(name)
+    if flag is None:
+        raise TypeError(f"lorikeet-launcher has no flag --{name}")
+    if value is None:
+        return []
+    if flag.kind is Kind.SWITCH:
+        return [f"--{name}"] if flag.value(str(value)) else []
+    values = value if flag.repeated and isinstance(value, list | tuple) else [value]
+    return [f"--{name}={str(one).lower() if isinstance(one, bool) else one}" for one in values]
+
+
+def _wait_until_ready(server: Child, address: Address, seconds: float, log: IO[bytes]) -> None:
+    end = time.monotonic() + seconds
+    while server.exit_code is None and time.monotonic() < end:
+        if address.is_ready():
+            return
+        time.sleep(_POLL_S)
+    what = f"{server.name} was not ready within {seconds:g} s" if server.exit_code is None else server.ending
+    raise LaunchError(f"{what}\n{_last_lines(log)}")
+
+
+def _last_lines(log: IO[bytes]) -> str:
+    """Read without moving the place where the server writes."""
+    text = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0).decode(errors="replace")
+    return "\n".join(text.splitlines()[-_SHOWN_LINES:])

@@ -1,0 +1,59 @@
+"""Where each token of an answer came from, for people: a colour per source, and one line of counts and seconds.
+
+Knows tokens and `details` as the client has them. The colours are those that LLMSpeculativeSampling's users know:
+accepted guesses red, the model's own in place of a wrong guess blue, its own otherwise magenta.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lorikeet.launcher.cli.client import Token
+
+_RESET = "\x1b[0m"
+COLOURS = {
+    "prefill": "\x1b[32m",
+    "target": "\x1b[35m",
+    "lookup": "\x1b[33m",
+    "medusa": "\x1b[36m",
+    "draft": "\x1b[31m",
+    "resample": "\x1b[34m",
+    "bonus": "\x1b[95m",
+}
+"""By source: who drew the prompt's last step, a step without guesses, an accepted guess of each guesser, …"""
+_STAGES = ("draft", "verify", "accept")
+
+
+def painter(colours: bool) -> Callable[[Token], str]:
+    """What is written for a token: its text, in its source's colour where there are `colours`."""
+
+    def paint(token: Token) -> str:
+        colour = COLOURS.get(token.source or "")
+        return f"{colour}{token.text}{_RESET}" if colours and colour else token.text
+
+    return paint
+
+
+def legend(colours: bool) -> str:
+    """One line that says which colour is which."""
+    return " ".join(f"{colour}{name}{_RESET}" if colours else name for name, colour in COLOURS.items())
+
+
+def summary(details: Mapping[str, Any], seconds: float) -> str:
+    """One line about an answer that took `seconds`: tokens, steps, accepted of drafted, and what the guessing took."""
+    num_tokens = details["generated_tokens"]
+    parts = [f"{num_tokens} tokens in {seconds:.2f} s"]
+    report = details.get("speculation")
+    if report is None:
+        return f"{parts[0]}, none of them guessed ahead"
+    steps = report["steps"]
+    parts.append(f"{steps} steps ({num_tokens / max(steps, 1):.2f} tokens each)")
+    share = f" ({report['accepted'] / report['drafted']:.0%})" if report["drafted"] else ""
+    parts.append(f"accepted {report['accepted']}/{report['drafted']}{share}")
+    parts.append(counts(report))
+    spent = [f"{name} {report[key]:.3f} s" for name in _STAGES if (key := f"{name}_seconds") in report]
+    return "; ".join([*parts, *([", ".join(spent)] if spent else [])])
+
+
+def counts(report: Mapping[str, Any]) -> str:
+    """How many tokens each source brought."""
+    return ", ".join(f"{name} {report['sources'][name]}" for name in COLOURS if report["sources"].get(name))

@@ -1,0 +1,180 @@
+"""A receipt as a client reads it: the request that it is of, and where another one differs from it.
+
+Knows the fields of receipts (docs/receipts.md) and of requests; talks to nobody.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+from lorikeet.proto import digest
+
+FORMAT = 1
+BASE = "__base_model__"
+"""The bare base model, whatever adapter answers those that name none."""
+_PARTS = ("base_digest", "tokenizer_digest", "dtype", "device", "max_total_tokens")
+_SAMPLING = (
+    *("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("seed", "stop"),
+)
+"""Parameters that are fields of a request on every route, under the same names."""
+
+Prompt = str | list[int] | list[dict[str, Any]]
+"""A text, its token ids, or the messages of a chat."""
+
+
+class ReceiptError(Exception):
+    """It is no receipt, or lacks what a replay needs; one sentence."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Of one text."""
+
+    told: dict[str, Any]
+
+    @classmethod
+    def read(cls, told: Any) -> Self:
+        """Raises ReceiptError."""
+        if not isinstance(told, dict) or not isinstance(told.get("receipt"), int):
+            raise ReceiptError("this is no receipt")
+        if told["receipt"] != FORMAT:
+            raise ReceiptError(f"receipts of form {told['receipt']} are not known, only {FORMAT}")
+        missing = [name for name in ("parameters", "prompt", "output", "adapter", *_PARTS) if name not in told]
+        if missing:
+            raise ReceiptError(f"the receipt lacks {', '.join(missing)}")
+        receipt = cls(told)
+        for name in ("prompt", "output"):
+            ids = told[name].get("token_ids")
+            if ids is not None and digest.of_tokens(ids) != told[name]["sha256"]:
+                raise ReceiptError(f"the token ids of its {name} are not those of its hash: the receipt was changed")
+        return receipt
+
+    @property
+    def request_id(self) -> str:
+        return str(self.told.get("request_id") or "")
+
+    @property
+    def output_ids(self) -> list[int] | None:
+        """None where only their hash is told."""
+        ids: list[int] | None = self.told["output"].get("token_ids")
+        return ids
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.told["output"]["num_tokens"])
+
+    def request(self, prompt: Prompt | None = None) -> tuple[str, dict[str, Any]]:
+        """Path and body that ask for the same text; every field is said, so that no default of a server counts.
+
+        `prompt` is for receipts that hold its hash alone. Raises ReceiptError.
+        """
+        given = self.told["prompt"].get("token_ids") if prompt is None else prompt
+        if given is None:
+            raise ReceiptError("the receipt holds the hash of its prompt alone: give the prompt")
+        if isinstance(given, list):
+            ids = [each for each in given if isinstance(each, int)]
+            if len(ids) < len(given):
+                return "/v1/chat/completions", {"messages": given, **self._openai()}
+            if digest.of_tokens(ids) != self.told["prompt"]["sha256"]:
+                raise ReceiptError("the token ids that were given are not those of the receipt's prompt")
+        if self.told["parameters"]["logit_bias"]:  # which LoRAX's routes don't know
+            return "/v1/completions", {"prompt": given, **self._openai()}
+        return "/generate", {"inputs": given, "parameters": self._native()}
+
+    def _common(self) -> dict[str, Any]:
+        parameters = self.told["parameters"]
+        return {
+            **{name: parameters[name] for name in _SAMPLING},
+            "ignore_eos_token": parameters["ignore_eos"],
+            "temperature": parameters["temperature"] if parameters["do_sample"] else 0.0,
+            "speculative_verify": "coupled",
+            "receipt": True,
+        }
+
+    def _native(self) -> dict[str, Any]:
+        parameters, adapter = self.told["parameters"], self.told["adapter"]
+        body = {
+            **self._common(),
+            "do_sample": parameters["do_sample"],
+            "max_new_tokens": parameters["max_new_tokens"],
+            "truncate": self.told["prompt"]["num_tokens"],
+            "watermark": parameters["watermark"] is not None,
+            "return_full_text": False,
+        }
+        if parameters["top_k"]:
+            body["top_k"] = parameters["top_k"]
+        if parameters["typical_p"] < 1.0:
+            body["typical_p"] = parameters["typical_p"]
+        if adapter is not None and adapter.get("merged"):
+            body["merged_adapters"] = adapter["merged"]
+        else:
+            body["adapter_id"] = BASE if adapter is None else adapter["id"]
+        return body | self._source()
+
+    def _openai(self) -> dict[str, Any]:
+        parameters, adapter = self.told["parameters"], self.told["adapter"]
+        if parameters["watermark"] or (adapter or {}).get("merged"):
+            raise ReceiptError("OpenAI's routes have neither watermarks nor merged adapters: the prompt must be a text")
+        return {
+            **self._common(),
+            "model": BASE if adapter is None else adapter["id"],
+            "max_tokens": parameters["max_new_tokens"],
+            "top_k": parameters["top_k"],
+            "typical_p": parameters["typical_p"],
+            "logit_bias": {str(token_id): bias for token_id, bias in parameters["logit_bias"]},
+        } | self._source()
+
+    def _source(self) -> dict[str, Any]:
+        source = (self.told["adapter"] or {}).get("source")
+        return {} if source is None else {"adapter_source": source}
+
+
+def found_in(text: str) -> Iterator[Receipt]:
+    """Receipts in a file's text: one, JSON lines, a list, or whole answers that hold one. Raises ReceiptError."""
+    try:
+        values = [json.loads(text)]
+    except ValueError:
+        try:
+            values = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise ReceiptError(f"it is not JSON: {error}") from None
+    for value in values:
+        for each in value if isinstance(value, list) else [value]:
+            yield Receipt.read(_inner(each))
+
+
+def _inner(value: Any) -> Any:
+    """The receipt that an answer holds, or what may be one itself."""
+    for outer in (value, value.get("details")) if isinstance(value, dict) else ():
+        if isinstance(outer, dict) and isinstance(outer.get("receipt"), dict):
+            return outer["receipt"]
+    return value
+
+
+def different_parts(first: Receipt, second: Receipt) -> list[str]:
+    """What tokens follow from and is not the same in both, each as one line; the version comes last."""
+    before, after = first.told, second.told
+    pairs: dict[str, tuple[Any, Any]] = {
+        "prompt": (before["prompt"]["sha256"], after["prompt"]["sha256"]),
+        "adapter digest": ((before["adapter"] or {}).get("digest"), (after["adapter"] or {}).get("digest")),
+        **{name.replace("_", " "): (before[name], after[name]) for name in _PARTS},
+        **{name.replace("_", " "): (before.get(name), after.get(name)) for name in ("quantization", "kv_cache_dtype")},
+        "number of ranks": (before.get("num_ranks", 1), after.get("num_ranks", 1)),
+    }
+    for name, value in before["parameters"].items():
+        pairs[f"parameter {name}"] = (value, after["parameters"].get(name))
+    pairs["version"] = (before.get("version"), after.get("version"))
+    return [f"{name}: {_short(old)}, now {_short(new)}" for name, (old, new) in pairs.items() if old != new]
+
+
+def first_difference(first: list[int], second: list[int]) -> int:
+    """The position, from 0, of the first token that is not the same: the shorter one's end, where it is that."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 72 else f"{text[:72]}…"

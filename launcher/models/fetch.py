@@ -1,0 +1,75 @@
+"""`python -m lorikeet.launcher.models.fetch REQUEST.json`: downloads one model, writes its path.
+
+A process of its own, so that the launcher stays free of threads and a signal can end a download at any moment.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lorikeet.adapters.refs import Ref, Source
+from lorikeet.launcher import logs
+from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.models.model import ModelFolder
+
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to fetch, and where to say how it went."""
+
+    id: str
+    revision: str | None
+    code: bool
+    """Python files too."""
+    weights: bool
+    cache: str | None
+    answer: str
+    """Path of the answer file."""
+    json_output: bool
+    log_level: str
+    quiet: bool
+    """Log lines go to standard error: standard output belongs to somebody else."""
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+
+def read_answer(path: Path) -> ModelFolder | None:
+    """What a fetch said; None if it said nothing. Raises LauncherError with its sentence if it failed."""
+    if not path.is_file():
+        return None
+    answer = json.loads(path.read_text())
+    if "error" in answer:
+        raise LauncherError(Exit.DOWNLOAD_ERROR, answer["error"])
+    return ModelFolder(answer["id"], Path(answer["path"]), answer["sha"])
+
+
+def main(path: str) -> int:
+    """Do what the request in the file at `path` asks for."""
+    request = Request(**json.loads(Path(path).read_text()))
+    log = logs.start(request.json_output, request.log_level, sys.stderr if request.quiet else sys.stdout)
+    if not sys.stderr.isatty():
+        # Bars are for people; in a log file each refresh would be a line.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from lorikeet.launcher.models.hub import Hub
+
+    if request.json_output:
+        logs.adopt_libraries()
+    token = next((os.environ[name] for name in TOKEN_VARIABLES if os.environ.get(name)), None)
+    hub = Hub(token, request.cache, log)
+    try:
+        found = hub.fetch(Ref(Source.HUB, request.id, request.revision), request.code, request.weights)
+    except LauncherError as error:
+        answer: dict[str, str | None] = {"error": str(error)}
+    else:
+        answer = {"id": found.id, "path": str(found.path), "sha": found.sha}
+    Path(request.answer).write_text(json.dumps(answer))
+    return Exit.DOWNLOAD_ERROR if "error" in answer else Exit.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

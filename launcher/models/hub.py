@@ -1,0 +1,150 @@
+"""Models from the Hugging Face hub: which files are needed, the download, and the cache without a network.
+
+Knows nothing of processes. The library behind it takes a while to load and starts threads: see fetch.py.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants, errors
+
+from lorikeet.adapters.refs import Ref
+from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.models import progress
+from lorikeet.launcher.models.model import ModelFolder, is_weights
+
+_SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_NOT_THE_MODEL = ("consolidated", "adapter_", "training_args", "optimizer", "scheduler", "rng_state", "medusa_")
+
+
+class Hub:
+    """The hub as one user sees it: a token and a cache."""
+
+    def __init__(self, token: str | None, cache: str | None, log: logging.Logger) -> None:
+        self._token = token
+        self._cache = cache
+        self._log = log
+
+    def fetch(self, ref: Ref, code: bool, weights: bool = True) -> ModelFolder:
+        """The model that `ref` names, downloaded where it is not in the cache yet.
+
+        `code` takes Python files too; without `weights` only the small files come. Raises LauncherError.
+        """
+        try:
+            sizes = self._listed(ref)
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError) as error:
+            raise LauncherError(Exit.DOWNLOAD_ERROR, _why(ref, error, self._token)) from None
+        except Exception as error:  # the library lets errors of whichever HTTP client it is built on through
+            return self._cached(ref, weights, error)
+        wanted = choose(sizes, code, weights)
+        if "config.json" not in wanted:
+            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} has no config.json: it is not a model's repository")
+        if weights and not any(is_weights(name) for name in wanted):
+            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} has neither safetensors nor .bin weights")
+        total = sum(sizes[name] for name in wanted)
+        self._log.info("fetching %d files (%s) of %s from the hub", len(wanted), progress.size(total), ref)
+        try:
+            with self._progress(ref, total):
+                path = Path(self._snapshot(ref, wanted, offline=False))
+        except Exception as error:  # see above, and the disk may be full
+            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} cannot be downloaded: {_first_line(error)}") from None
+        return self._checked(ref, path, weights)
+
+    def _listed(self, ref: Ref) -> dict[str, int]:
+        """Names of all files of the repository with their sizes."""
+        api = huggingface_hub.HfApi(token=self._token)
+        info = api.model_info(ref.id, revision=ref.revision, files_metadata=True)
+        return {file.rfilename: file.size or 0 for file in info.siblings or []}
+
+    def _progress(self, ref: Ref, total: int) -> AbstractContextManager[None]:
+        """A terminal has the library's bars, a log gets lines."""
+        if sys.stderr.isatty():
+            return nullcontext()
+        cache = Path(self._cache or constants.HF_HUB_CACHE).expanduser()
+        return progress.logged(cache / f"models--{ref.id.replace('/', '--')}" / "blobs", total, self._log)
+
+    def _snapshot(self, ref: Ref, wanted: Iterable[str] | None, offline: bool) -> str:
+        path = huggingface_hub.snapshot_download(
+            ref.id,
+            revision=ref.revision,
+            cache_dir=self._cache,
+            token=self._token,
+            local_files_only=offline,
+            allow_patterns=None if wanted is None else [_escaped(name) for name in wanted],
+        )
+        return str(path)
+
+    def _cached(self, ref: Ref, weights: bool, reason: Exception) -> ModelFolder:
+        """The model from the cache alone, because of `reason`."""
+        try:
+            path = Path(self._snapshot(ref, ["config.json"], offline=True))
+        except (errors.LocalEntryNotFoundError, OSError):
+            sentence = f"{ref} is not in the cache and the hub cannot be asked: {_first_line(reason)}"
+            raise LauncherError(Exit.DOWNLOAD_ERROR, sentence) from None
+        if not isinstance(reason, errors.OfflineModeIsEnabled):
+            self._log.warning("the hub cannot be asked (%s): using %s from the cache", _first_line(reason), ref)
+        return self._checked(ref, path, weights)
+
+    def _checked(self, ref: Ref, path: Path, weights: bool) -> ModelFolder:
+        missing = missing_files([file.name for file in path.iterdir()], path, weights)
+        if missing:
+            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} in {path} lacks {', '.join(missing)}")
+        return ModelFolder(ref.id, path, path.name)
+
+
+def choose(names: Iterable[str], code: bool, weights: bool = True) -> list[str]:
+    """The files among `names` that serving needs: safetensors where there are any, else .bin."""
+    top = [name for name in names if "/" not in name]
+    chosen = [name for name in top if name.endswith(_SMALL) and not is_weights(name)]
+    if code:
+        chosen += [name for name in top if name.endswith(".py")]
+    if weights:
+        chosen += _weights(top, ".safetensors") or _weights(top, ".bin")
+    return sorted(chosen)
+
+
+def missing_files(names: Iterable[str], path: Path, weights: bool) -> list[str]:
+    """What a model's folder with files `names` lacks."""
+    there = set(names)
+    missing = [] if "config.json" in there else ["config.json"]
+    if not weights:
+        return missing
+    ending = ".safetensors" if _weights(sorted(there), ".safetensors") else ".bin"
+    found = _weights(sorted(there), ending)
+    for index in (name for name in found if name.endswith(".index.json")):
+        listed = set(json.loads((path / index).read_bytes())["weight_map"].values())
+        missing += sorted(listed - there)
+    if not any(name.endswith(ending) for name in found) and not missing:
+        missing.append("weights")
+    return missing
+
+
+def _weights(names: Iterable[str], ending: str) -> list[str]:
+    return [
+        name
+        for name in names
+        if name.removesuffix(".index.json").endswith(ending) and not name.startswith(_NOT_THE_MODEL)
+    ]
+
+
+def _escaped(name: str) -> str:
+    """The pattern that matches this name and no other."""
+    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
+
+
+def _why(ref: Ref, error: Exception, token: str | None) -> str:
+    if isinstance(error, errors.GatedRepoError):
+        return f"{ref} is gated: ask for access at the hub and set HF_TOKEN to a token of that account"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{ref.id} has no revision {ref.revision} at the hub"
+    with_token = "with the token of HF_TOKEN" if token else "without a token (a private one needs HF_TOKEN)"
+    return f"{ref.id} was not found at the hub {with_token}, nor is there a folder of that name"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,117 @@
+"""The base model's folder: the embedded one, a local one, or one from the hub with what its configuration decides.
+
+Knows names of files and fields of config.json; opens no weights.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorikeet.adapters import refs
+from lorikeet.launcher.config.settings import Settings
+from lorikeet.launcher.exits import Exit, LauncherError
+
+EMBEDDED_ID = "lorikeet/base"
+_LONGEST_DEFAULT = 4096
+_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model that lies on this machine."""
+
+    id: str
+    """The name it was asked for by."""
+    path: Path
+    sha: str | None = None
+    """Its commit, for one from the hub."""
+
+
+def embedded() -> ModelFolder:
+    """The model that is installed beside this package."""
+    path = Path(__file__).parents[2] / "demo" / "base"
+    if (path / "config.json").is_file():
+        return ModelFolder(EMBEDDED_ID, path)
+    raise LauncherError(Exit.DOWNLOAD_ERROR, "the embedded model is missing from this installation: give --model-id")
+
+
+def named(settings: Settings) -> refs.Ref | ModelFolder:
+    """What the settings name: a folder that is here, or a reference into the hub."""
+    text = settings["model-id"]
+    return embedded() if text is None else found("model-id", text, settings["revision"])
+
+
+def found(flag: str, text: str, revision: str | None) -> refs.Ref | ModelFolder:
+    """What a flag names that has a model for its value; `revision` is that of a flag beside it."""
+    if Path(text).is_dir():
+        return folder(text)
+    if text.startswith(("/", "./", "../", "~")):
+        raise LauncherError(Exit.DOWNLOAD_ERROR, f"the folder {text} does not exist")
+    try:
+        ref = refs.parse(text)
+    except ValueError as error:
+        raise LauncherError(Exit.ARGUMENT_VALIDATION, f"--{flag}: {error}") from None
+    return refs.Ref(ref.source, ref.id, ref.revision or revision)
+
+
+def folder(text: str) -> ModelFolder:
+    """The model in a folder of this machine."""
+    path = Path(text).resolve()
+    if not (path / "config.json").is_file():
+        raise LauncherError(Exit.DOWNLOAD_ERROR, f"{text} holds no config.json: it is not a model's folder")
+    return ModelFolder(text, path)
+
+
+def configuration(path: Path) -> dict[str, Any]:
+    """The model's config.json."""
+    try:
+        values = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise LauncherError(Exit.DOWNLOAD_ERROR, f"{path / 'config.json'} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise LauncherError(Exit.DOWNLOAD_ERROR, f"{path / 'config.json'} is not an object")
+    return values
+
+
+def with_lengths(settings: Settings, config: dict[str, Any]) -> Settings:
+    """The settings with every length that nobody gave, as LoRAX chooses them."""
+    total = settings["max-total-tokens"]
+    if total is None:
+        total = min(_longest(config) or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
+    longest = settings["max-input-length"]
+    if longest is None:
+        longest = total - 1
+    step = settings["max-batch-prefill-tokens"]
+    return settings.with_values(
+        max_total_tokens=total,
+        max_input_length=longest,
+        max_batch_prefill_tokens=longest + 50 if step is None else step,
+    )
+
+
+def with_weights_of(override: Path, model: Path, into: Path) -> Path:
+    """A folder `into` that joins `model`'s small files with the weight files of `override`, by links."""
+    weights = [path for path in sorted(override.iterdir()) if is_weights(path.name)]
+    if not weights:
+        raise LauncherError(Exit.DOWNLOAD_ERROR, f"--weights-cache-override {override} holds no weight files")
+    into.mkdir(mode=0o700)
+    small = [path for path in sorted(model.iterdir()) if path.is_file() and not is_weights(path.name)]
+    for path in (*small, *weights):
+        os.symlink(path.resolve(), into / path.name)
+    return into
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of this name holds weights or lists the files that do."""
+    return name.removesuffix(".index.json").endswith((".safetensors", ".bin"))
+
+
+def _longest(config: dict[str, Any]) -> int | None:
+    for values in (config, config.get("text_config") or {}):
+        for field in _LENGTH_FIELDS:
+            length = values.get(field) if isinstance(values, dict) else None
+            if isinstance(length, int) and length > 1:
+                return length
+    return None

@@ -1,0 +1,1 @@
+"""The processes of a server: their configuration, start, supervision and restart."""

@@ -1,0 +1,97 @@
+"""Every model of a server before a process starts: the base and the draft model, fetched and fit for each other.
+
+A download is a process of its own: see fetch.py.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorikeet.adapters.refs import Ref
+from lorikeet.launcher.config.flags.speculation import TOKENS_WITH_A_DRAFT
+from lorikeet.launcher.config.settings import Settings
+from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.models import fetch, model, vocabulary
+from lorikeet.launcher.models.model import ModelFolder
+from lorikeet.launcher.processes.process import Child, environment_of_children
+from lorikeet.launcher.processes.supervisor import Signals
+
+
+@dataclass(frozen=True)
+class Models:
+    """What lies on this machine now."""
+
+    base: ModelFolder
+    draft: ModelFolder | None = None
+
+
+class _Interrupted(Exception):
+    """A signal came before everything was there."""
+
+
+def collect(settings: Settings, folder: Path, signals: Signals) -> Models | None:
+    """The models that the settings name, from the hub where they are not here; None if a signal came first.
+
+    `folder` is this run's own. Raises LauncherError, also for a draft model that does not fit the base.
+    """
+    weights = not settings["print-config"]
+    shelf = _Shelf(settings, folder, signals)
+    try:
+        base = shelf.get("base", model.named(settings), weights and settings["weights-cache-override"] is None)
+        if settings["draft-model-id"] is None:
+            return Models(base)
+        named = model.found("draft-model-id", settings["draft-model-id"], settings["draft-revision"])
+        draft, tokenizer = shelf.get("draft", named, weights), None
+        if settings["draft-tokenizer-id"] is not None:
+            named = model.found("draft-tokenizer-id", settings["draft-tokenizer-id"], None)
+            tokenizer = shelf.get("tokenizer", named, weights=False)
+    except _Interrupted:
+        return None
+    vocabulary.check(base, draft, tokenizer)
+    return Models(base, draft)
+
+
+def with_tokens(settings: Settings, draft: ModelFolder | None) -> Settings:
+    """The settings with the number of guesses that nobody gave."""
+    if draft is None or settings["speculative-tokens"] is not None:
+        return settings
+    return settings.with_values(speculative_tokens=min(TOKENS_WITH_A_DRAFT, settings["speculative-tokens-max"]))
+
+
+@dataclass(frozen=True)
+class _Shelf:
+    """Where models come from in this run."""
+
+    settings: Settings
+    folder: Path
+    signals: Signals
+
+    def get(self, role: str, named: Ref | ModelFolder, weights: bool) -> ModelFolder:
+        """The folder of what was named. Raises LauncherError or _Interrupted."""
+        if isinstance(named, ModelFolder):
+            return named
+        read, answer = self.settings, self.folder / f"fetched-{role}.json"
+        request = fetch.Request(
+            id=named.id,
+            revision=named.revision,
+            code=read["trust-remote-code"],
+            weights=weights,
+            cache=read["huggingface-hub-cache"],
+            answer=str(answer),
+            json_output=read["json-output"],
+            log_level=read["log-level"],
+            quiet=read["print-config"] or read["download-only"],
+        )
+        path = self.folder / f"fetch-{role}.json"
+        request.write(path)
+        child = Child("the download", "lorikeet.launcher.models.fetch", path, environment_of_children(os.environ))
+        try:
+            while child.exit_code is None:
+                if self.signals.wait(0.05) is not None:
+                    raise _Interrupted
+        finally:
+            child.kill()
+        found = fetch.read_answer(answer)
+        if found is None:
+            raise LauncherError(Exit.DOWNLOAD_ERROR, child.ending)
+        return found

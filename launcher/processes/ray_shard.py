@@ -1,0 +1,110 @@
+"""One shard as a Ray actor: it starts `python -m lorikeet.shard` on its node and reports the address.
+
+The shard's end is the actor's, so that Ray starts another one. Nothing here imports ray before it runs in an actor.
+"""
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorikeet.launcher.processes import configs
+from lorikeet.launcher.processes.process import Child, environment_of_children
+
+END_S = 8.0
+"""Less than the launcher waits for this process."""
+_POLL_S = 0.1
+_NEEDED = ("model_path", "draft_model", "adapter_store")
+
+
+@dataclass(frozen=True)
+class State:
+    """What an actor says of its shard."""
+
+    address: str
+    """`host:port` of this one; the next one has another."""
+    is_ready: bool
+    """Whether it takes requests."""
+    has_served: bool
+    """Whether it has completed a request."""
+    problem: str = ""
+    """Why there can be none on this node."""
+
+
+class RayShard:
+    """Started by Ray, in a process of its own."""
+
+    def __init__(self, module: str, fields: dict[str, Any], secret: str, hidden: Sequence[str]) -> None:
+        """`fields`: the shard's configuration but for what the node decides. `hidden`: variables it must not see."""
+        self._is_ending = False
+        self._folder = Path(tempfile.mkdtemp(prefix="lorikeet-"))
+        self._ready_mark, self._served_mark = self._folder / "ready", self._folder / "served"
+        host = node_address()
+        self._problem = missing(fields, host)
+        self._address = f"{f'[{host}]' if ':' in host else host}:{free_port(host)}"
+        self._child: Child | None = None
+        if not self._problem:
+            self._child = self._start(module, fields, secret, hidden)
+            threading.Thread(target=self._end_with, args=(self._child,), name="shard", daemon=True).start()
+
+    def state(self) -> State:
+        """Where the shard is, and how it does."""
+        return State(self._address, self._ready_mark.exists(), self._served_mark.exists(), self._problem)
+
+    def end(self) -> None:
+        """Have the shard end, and wait for it."""
+        self._is_ending = True
+        if self._child is not None:
+            self._child.terminate()
+            self._child.wait(END_S)
+            self._child.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, module: str, fields: dict[str, Any], secret: str, hidden: Sequence[str]) -> Child:
+        secret_path = self._folder / "secret"
+        secret_path.touch(mode=0o600)
+        secret_path.write_text(secret)
+        own = {"listen": self._address, "secret_path": str(secret_path), "parent_pid": os.getpid()}
+        marks = {"ready_mark": str(self._ready_mark), "served_mark": str(self._served_mark)}
+        config = configs.write(self._folder / "shard.json", fields | own | marks)
+        seen = {name: text for name, text in os.environ.items() if name not in hidden}
+        return Child("the shard", module, config, environment_of_children(seen))
+
+    def _end_with(self, child: Child) -> None:
+        """One that ended by itself takes the actor along: Ray restarts that."""
+        while not child.wait(_POLL_S):
+            pass
+        if not self._is_ending:
+            print(child.ending, flush=True)
+            child.kill()  # what it may have started itself
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os._exit(1)
+
+
+def node_address() -> str:
+    """Where other nodes reach this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def missing(fields: dict[str, Any], host: str) -> str:
+    """A sentence about a folder that this node does not have; empty where it has all."""
+    for name in _NEEDED:
+        path = fields.get(name)
+        if path is not None and not Path(path).is_dir():
+            return f"node {host} has no folder {path}: model and adapters must be on a volume that all nodes share"
+    return ""
+
+
+def free_port(host: str) -> int:
+    """Of those that the system gives out. Should another take it first, the shard ends and the next one tries anew."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,152 @@
+"""Which processes a plan asks for, and what is said once they serve: a whole server, a router whose shards run
+elsewhere, or a shard whose routers do.
+"""
+
+import errno
+import functools
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.models import adapters, fetch, usage
+from lorikeet.launcher.processes import configs
+from lorikeet.launcher.processes.process import Child, environment_of_children
+from lorikeet.launcher.processes.supervisor import Address, Processes, ShardStart, Signals, Supervisor
+
+_STORES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+"""Credentials for the router and the loader, which ask stores for adapters; a shard has no use for them."""
+_SECRETS = (*fetch.TOKEN_VARIABLES, usage.URL_VARIABLE, "ADMIN_KEY", "PREDIBASE_API_TOKEN", "NGROK_AUTHTOKEN")
+
+
+def serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
+    """Start everything and keep it running; the exit code. Raises LauncherError."""
+    if not plan.has_router:
+        address = Address.parse(plan.settings["shard-listen"])
+        _bound(address, "--shard-listen {host}:{port}").close()
+        return _run(plan, address, Processes(_shards(plan)), signals, log)
+    address = Address(plan.settings["hostname"], plan.settings["port"])
+    _check_writable(plan.settings["receipts"])
+    with _bound(address, "--hostname {host} --port {port}") as bound:
+        # Every router of this run listens on this one socket, so nobody is turned away between two of them.
+        processes = Processes(_shards(plan), _router(plan, bound), plan.router_ready, plan.router_beside, _loader(plan))
+        return _run(plan, address, processes, signals, log)
+
+
+def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Signals, log: logging.Logger) -> int:
+    if plan.adapters.warning:
+        log.warning("%s", plan.adapters.warning)
+    if plan.num_replicas:
+        log.info("loading %s on %s from %s", plan.model.id, plan.device, plan.model.path)
+    if plan.num_replicas and plan.draft is not None:
+        log.info("and to guess for it %s from %s", plan.draft.id, plan.draft.path)
+
+    def when_ready() -> None:
+        if not plan.has_router:
+            log.info("a shard of %s is ready at %s", plan.model.id, plan.settings["shard-listen"])
+            return
+        log.info("%s is ready at %s", plan.model.id, address.url)
+        if not plan.settings["json-output"]:
+            print(_try_it(plan, address), flush=True)
+
+    is_ready = address.is_ready if plan.has_router else plan.ready_mark().exists
+    supervisor = Supervisor(processes, is_ready, plan.settings["drain-timeout-s"], log)
+    signals.reloads = not plan.settings.given.keys().isdisjoint({"adapters", "api-keys", "usage-log"})
+    return supervisor.run(signals, when_ready)
+
+
+def _environment(plan: configs.Plan) -> Mapping[str, str]:
+    environment = environment_of_children({name: text for name, text in os.environ.items() if name not in _SECRETS})
+    if plan.settings["json-output"] or not sys.stderr.isatty():
+        environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars are for people, not for log files
+    return environment
+
+
+def _shards(plan: configs.Plan) -> list[ShardStart]:
+    if plan.is_on_ray:
+        return [_ray(plan)]
+    found = []
+    environment = {name: text for name, text in _environment(plan).items() if name not in _STORES}
+    for index in range(plan.num_replicas):
+        path = configs.write(plan.folder / f"shard-{index}.json", configs.shard_fields(plan, index))
+        start = functools.partial(Child, f"shard {index}", "lorikeet.shard", path, environment)
+        found.append(ShardStart(start, plan.marks(index)))
+    return found
+
+
+def _ray(plan: configs.Plan) -> ShardStart:
+    """What asks Ray for all of them."""
+    assert plan.secret_path is not None
+    if plan.settings["shard-secret-file"] is None:
+        configs.write_text(Path(plan.secret_path), secrets.token_hex(32))
+    path = configs.write(plan.folder / "ray.json", configs.ray_fields(plan, _SECRETS))
+    start = functools.partial(
+        Child, "the keeper of shards on Ray", "lorikeet.launcher.processes.ray_engine", path, _environment(plan)
+    )
+    return ShardStart(start, plan.marks(0))
+
+
+def _router(plan: configs.Plan, bound: socket.socket) -> functools.partial[Child]:
+    path = configs.write(plan.folder / "router.json", configs.router_fields(plan, bound.fileno()))
+    return functools.partial(
+        Child, "the router", "lorikeet.router", path, _environment(plan), inherits=[bound.fileno()]
+    )
+
+
+def _loader(plan: configs.Plan) -> functools.partial[Child]:
+    path = configs.write(plan.folder / "loader.json", configs.loader_fields(plan))
+    return functools.partial(Child, "the adapter loader", "lorikeet.adapters", path, _environment(plan))
+
+
+def _try_it(plan: configs.Plan, address: Address) -> str:
+    """A request that shows what there is: of the embedded family, an adapter and what was guessed."""
+    wanted: dict[str, Any] = {"inputs": "def fibonacci(n):", "parameters": {"max_new_tokens": 40}}
+    if adapters.is_family(plan.settings):
+        wanted = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'}
+        wanted["parameters"] = {"adapter_id": "json", "max_new_tokens": 64, "details": True}
+        wanted["parameters"] |= {"speculative_schedule": "constant"}  # `auto` need not find that guesses pay just now
+    body = json.dumps(wanted)
+    return f"\n  Try it:\n\n    curl {address.url}/generate -H 'content-type: application/json' -d '{body}'\n"
+
+
+def _check_writable(receipts: str | None) -> None:
+    """Raise LauncherError if lines could not be written there."""
+    if receipts is None:
+        return
+    try:
+        os.close(os.open(receipts, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
+    except OSError as error:
+        raise LauncherError(
+            Exit.ARGUMENT_VALIDATION, f"--receipts {receipts} cannot be written: {error.strerror}"
+        ) from None
+
+
+def _bound(address: Address, flags: str) -> socket.socket:
+    """A socket of that address that does not listen yet: better to fail now than after loading a model.
+
+    Raises LauncherError if nothing could listen there.
+    """
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(where)
+        except OSError:
+            bound.close()
+            raise
+        return bound
+    except OSError as error:
+        reason = "it is taken by another process" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
+        raise LauncherError(
+            Exit.WEBSERVER_CANNOT_START,
+            f"cannot listen on {flags.format(host=address.host, port=address.port)}: {reason}",
+        ) from None

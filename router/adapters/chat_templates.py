@@ -1,0 +1,85 @@
+"""Which chat template a request is rendered with: the catalogue's, the adapter's own, or the base model's.
+
+Knows where an adapter's template lies among its small files; what a template does is text's matter.
+"""
+
+import asyncio
+import json
+from collections import OrderedDict
+from typing import Any
+
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.sources.registry import Sources
+from lorikeet.router.errors import adapter_problem
+from lorikeet.router.requests.adapter_ref import Adapter
+from lorikeet.router.text.chat_template import template_of
+from lorikeet.router.text.outside import OutsideTemplates
+from lorikeet.router.text.tokenizer import Tokenizer
+
+FILES = frozenset({"chat_template.jinja", "chat_template.json", "tokenizer_config.json"})
+MOST_REMEMBERED = 1024
+LONGEST = 1 << 20
+
+
+class Templates:
+    """Of one router."""
+
+    def __init__(self, tokenizer: Tokenizer, sources: Sources | None) -> None:
+        self._tokenizer = tokenizer
+        self._sources = sources
+        self._own: OrderedDict[Pin, str | None] = OrderedDict()
+        """Templates that adapters bring; None for those that bring none."""
+        self._outside = OutsideTemplates()
+
+    async def render(self, adapter: Adapter | None, messages: list[dict[str, Any]]) -> str:
+        """The prompt for `messages`. Raises ChatTemplateError or a leaf of AdapterProblem."""
+        if adapter is None:
+            return await self._tokenizer.render_chat(messages)
+        if adapter.chat_template is not None:
+            return await self._tokenizer.render_chat(messages, source=adapter.chat_template)
+        try:
+            own = await self._of(adapter)
+        except AdapterError as error:
+            raise adapter_problem(error) from None
+        if own is None or own == self._tokenizer.template_source:
+            return await self._tokenizer.render_chat(messages)
+        return await self._outside.render(own, self._tokenizer.named_tokens, messages)
+
+    async def close(self) -> None:
+        await self._outside.close()
+
+    async def _of(self, adapter: Adapter) -> str | None:
+        """The first that one of the adapter's parts brings."""
+        for pin in adapter.pins:
+            if pin not in self._own:
+                self._own[pin] = await self._read(pin, adapter.token)
+            self._own.move_to_end(pin)
+            while len(self._own) > MOST_REMEMBERED:
+                self._own.popitem(last=False)
+            if (template := self._own.get(pin)) is not None:
+                return template
+        return None
+
+    async def _read(self, pin: Pin, token: str | None) -> str | None:
+        assert self._sources is not None
+        files = await self._sources[pin.source].small_files(pin, token, FILES)
+        return await asyncio.to_thread(_find, files)
+
+
+def _find(files: dict[str, bytes]) -> str | None:
+    """The default template among an adapter's files; one that cannot be read counts as none."""
+    try:
+        if "chat_template.jinja" in files:
+            found: str | None = files["chat_template.jinja"].decode()
+        else:
+            config, single = (_object(files.get(name)) for name in ("tokenizer_config.json", "chat_template.json"))
+            found = template_of(config, single)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) and len(found) <= LONGEST else None
+
+
+def _object(content: bytes | None) -> dict[str, Any]:
+    value = json.loads(content) if content else {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,1 @@
+"""The HTTP application: routes, middleware, request headers and server-sent events."""

@@ -1,0 +1,125 @@
+"""The application: one line per route, one place where failures become answers. Knows every route, no rule."""
+
+import functools
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lorikeet.router.api import openapi
+from lorikeet.router.api.middleware import Entrance, Handle, failure_response
+from lorikeet.router.api.routes.admin import AdminRoutes
+from lorikeet.router.api.routes.chat import ChatRoute
+from lorikeet.router.api.routes.completions import CompletionsRoute
+from lorikeet.router.api.routes.information import InformationRoutes
+from lorikeet.router.api.routes.native import NativeRoutes
+from lorikeet.router.api.routes.predict import PredictRoute
+from lorikeet.router.api.routes.probes import ProbeRoutes
+from lorikeet.router.api.service import Service, make_service
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.dispatch.dispatcher import Dispatcher
+from lorikeet.router.errors import InternalError, RouterError, UnknownMethod, UnknownRoute
+from lorikeet.router.metrics.router import Metrics
+from lorikeet.router.text.tokenizer import Tokenizer
+
+_CORS_HEADERS = ("content-type", "authorization", "x-request-id")
+
+
+def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> FastAPI:
+    """All routes over one dispatcher. The dispatcher is started and stopped by the caller."""
+    service = make_service(dispatcher, tokenizer, config, metrics)
+    app = FastAPI(title="Lorikeet", docs_url="/docs", redoc_url=None)
+    app.state.service = service
+    app.openapi = functools.cache(openapi.document)  # type: ignore[method-assign]
+    generating = _generating(service)
+    for path, handle in generating.items():
+        app.router.add_route(path, handle, methods=["POST"])
+    _add_routes(app, service)
+    app.add_exception_handler(RouterError, _answer_failure)
+    app.add_exception_handler(HTTPException, _answer_unknown)
+    app.add_exception_handler(Exception, _answer_bug)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=config.cors_allow_origin or ("*",),
+        allow_methods=config.cors_allow_method or ("GET", "POST"),
+        allow_headers=config.cors_allow_header or _CORS_HEADERS,
+        expose_headers=config.cors_expose_header,
+        allow_credentials=bool(config.cors_allow_credentials),
+    )
+    app.middleware_stack = Entrance(app.build_middleware_stack(), generating, service, metrics)
+    return app
+
+
+def _generating(service: Service) -> dict[str, Handle]:
+    """The POST routes to the model."""
+    native = NativeRoutes(service)
+    return {
+        "/": native.compat,
+        "/invocations": native.compat,
+        "/generate": native.generate,
+        "/generate_stream": native.generate_stream,
+        "/predict": PredictRoute(service, native).predict,
+        "/v1/completions": CompletionsRoute(service).completions,
+        "/v1/chat/completions": ChatRoute(service).chat,
+    }
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    """All others."""
+    probes, information = ProbeRoutes(service), InformationRoutes(service)
+
+    def get(path: str, handle: Handle) -> None:
+        app.router.add_route(path, handle, methods=["GET"])
+
+    get("/", probes.health)
+    get("/health", probes.health)
+    get("/ping", probes.health)
+    get("/ready", probes.ready)
+    get("/startup", probes.startup)
+    get("/info", information.info)
+    get("/metrics", information.metrics)
+    get("/api-doc/openapi.json", _show_document)
+    get("/v1/models", information.models)
+    get("/v1/models/{model_id:path}", information.model)
+    admin = AdminRoutes(service)
+    get("/admin/adapters", admin.listing)
+    for path, handle in {
+        "/admin/adapters/load": admin.load,
+        "/admin/adapters/pin": admin.pin,
+        "/admin/adapters/unpin": admin.unpin,
+        "/admin/adapters/unload": admin.unload,
+        "/admin/adapters/refresh": admin.refresh,
+        "/admin/catalogue/reload": admin.reload,
+        "/v1/load_lora_adapter": admin.load_lora_adapter,
+        "/v1/unload_lora_adapter": admin.unload_lora_adapter,
+    }.items():
+        app.router.add_route(path, handle, methods=["POST"])
+    app.router.add_route("/tokenize", information.tokenize, methods=["POST"])
+    for later in ("/embed", "/classify", "/classify_batch", "/v1/embeddings"):
+        app.router.add_route(later, information.not_served, methods=["POST"])
+
+
+async def _show_document(request: Request) -> Response:
+    """Where LoRAX has it; FastAPI's own place is `/openapi.json`."""
+    return JSONResponse(request.app.openapi())
+
+
+async def _answer_failure(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RouterError)
+    request.state.failure = error
+    return failure_response(error, request.url.path)
+
+
+async def _answer_unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    failure = UnknownMethod() if error.status_code == 405 else UnknownRoute()
+    response = await _answer_failure(request, failure)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    """The exception itself goes on to the entrance, which says where it came from."""
+    return await _answer_failure(request, InternalError())

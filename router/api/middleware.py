@@ -1,0 +1,153 @@
+"""What every request passes first: its id, the closed door while draining, its log line and count, a net for bugs.
+
+Pure ASGI and outermost. The routes to the model are called from here without the framework's layers in between: each
+layer costs a stream a call and a resumption per token.
+"""
+
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+
+import orjson
+import structlog
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorikeet.router.api.disconnect import ClientGone
+from lorikeet.router.api.headers import request_id
+from lorikeet.router.api.service import Service, now
+from lorikeet.router.errors import (
+    BodyRejected,
+    InternalError,
+    RouterError,
+    ShuttingDown,
+    answer,
+    failure_headers,
+    lorax_body,
+    openai_body,
+)
+from lorikeet.router.metrics.router import Metrics
+from lorikeet.router.usage.record import Ending
+
+_OPEN_WHILE_DRAINING = frozenset(("/health", "/ping", "/ready", "/startup", "/metrics", "/info"))
+
+GONE = 499
+"""The status in logs of a request whose client did not wait for it."""
+
+Handle = Callable[[Request], Awaitable[Response]]
+
+_log = structlog.get_logger(__name__)
+
+
+class Entrance:
+    """Around the whole application; `generating` are the POST routes to the model, counted and called directly."""
+
+    def __init__(self, app: ASGIApp, generating: Mapping[str, Handle], service: Service, metrics: Metrics) -> None:
+        self._app = app
+        self._generating = generating
+        self._service = service
+        self._metrics = metrics
+        self._usage = service.usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        identity = request_id(headers.get("x-request-id"))
+        scope.setdefault("state", {})["request_id"] = identity
+        visit = _Visit(scope, send, identity, closes=self._service.dispatcher.is_leaving)
+        handle = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
+        if handle is not None:
+            self._metrics.request_arrived()
+        # Answers to another origin's pages need headers that the framework's layers add.
+        direct = None if "origin" in headers else handle
+        with structlog.contextvars.bound_contextvars(request_id=identity):
+            try:
+                if self._service.dispatcher.draining and not _stays_open(scope):
+                    raise ShuttingDown()
+                if direct is None:
+                    await self._app(scope, receive, visit.send)
+                else:
+                    response = await direct(Request(scope, receive))
+                    await response(scope, receive, visit.send)
+            except RouterError as error:
+                await visit.fail(error, receive)
+            except (ClientGone, ClientDisconnect):
+                visit.status = GONE
+            except Exception as error:
+                # Neither the exception's text nor its locals: both may hold a prompt.
+                frames = traceback.extract_tb(error.__traceback__)
+                where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+                _log.error("request broke", kind=type(error).__name__, where=where)
+                await visit.fail(InternalError(), receive)
+            finally:
+                visit.log()
+                if handle is not None:
+                    visit.count(self._metrics)
+                    self._usage.ended(Request(scope), visit.ending())
+
+
+def _stays_open(scope: Scope) -> bool:
+    return scope["path"] in _OPEN_WHILE_DRAINING or (scope["path"] == "/" and scope["method"] == "GET")
+
+
+class _Visit:
+    """One request on its way out: adds the id, remembers the status."""
+
+    def __init__(self, scope: Scope, send: Send, identity: str, *, closes: bool) -> None:
+        self._scope = scope
+        self._send = send
+        self._headers = [(b"x-request-id", identity.encode())]
+        if closes:  # the next request goes to another router
+            self._headers.append((b"connection", b"close"))
+        self._began_at = now()
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", []), *self._headers]
+        await self._send(message)
+
+    async def fail(self, error: RouterError, receive: Receive) -> None:
+        """Answer with `error`, unless an answer has begun."""
+        self._scope["state"]["failure"] = error
+        if not self.status:
+            await failure_response(error, self._scope["path"])(self._scope, receive, self.send)
+
+    def log(self) -> None:
+        seconds = round(now() - self._began_at, 6)
+        say = _log.debug if self._scope["method"] == "GET" else _log.info
+        path = self._scope["path"][:128]
+        told = self._scope["state"].get("told", {})
+        say("request", method=self._scope["method"], path=path, status=self.status, seconds=seconds, **told)
+
+    def count(self, metrics: Metrics) -> None:
+        if self._error is None:
+            metrics.request_succeeded(now() - self._began_at)
+        else:
+            metrics.request_failed(self._error)
+
+    def ending(self) -> Ending:
+        return Ending(self._scope["path"], self.status, self._error, self._began_at, now())
+
+    @property
+    def _error(self) -> str | None:
+        """What it failed by."""
+        failure = self._scope["state"].get("failure")
+        if self.status == GONE:
+            return "dropped"
+        return None if failure is None else answer(failure).counted_as
+
+
+def failure_response(error: RouterError, path: str) -> Response:
+    """`error` in the shape of the route's family; a body that could not be read is plain text on LoRAX's routes."""
+    row = answer(error)
+    headers = failure_headers(error)
+    if path.startswith("/v1/"):
+        return Response(orjson.dumps(openai_body(error)), row.openai_status, headers, "application/json")
+    if isinstance(error, BodyRejected):
+        return PlainTextResponse(str(error), row.status, headers)
+    return Response(orjson.dumps(lorax_body(error)), row.status, headers, "application/json")

@@ -1,0 +1,219 @@
+"""What administrators may do while serving: list, load, pin, unload and refresh adapters, and reload the catalogue.
+
+vLLM's two routes are here too, in its shapes. Everything is 403 until there is a key, and without that key.
+"""
+
+import asyncio
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from lorikeet.adapters import refs
+from lorikeet.adapters.catalogue import Entry
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.refs import Ref
+from lorikeet.router.adapters.directory import single
+from lorikeet.router.api.service import Service
+from lorikeet.router.errors import (
+    AdminOnly,
+    AlreadyLoaded,
+    ModelNotFound,
+    NotServed,
+    ReloadRefused,
+    ValidationError,
+    adapter_problem,
+)
+from lorikeet.router.requests.adapter_ref import Loaded
+from lorikeet.router.schemas.body import read_json
+from lorikeet.router.schemas.fields import Fields
+
+_UNLOAD_SECONDS = 300.0
+
+
+class AdminRoutes:
+    """The handlers. Each adapter is named as in requests: an alias, or an id with its source."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def listing(self, request: Request) -> Response:
+        """Every name that the operator gave and every content that is known, with where it is."""
+        self._check(request)
+        admission, directory = self._service.admission, self._service.selection.directory
+        named = [
+            {
+                "alias": line.alias,
+                "problem": line.problem or None,
+                "pin": line.entry is not None and line.entry.pin,
+                "weight": None if line.entry is None else line.entry.weight,
+                "adapters": [] if line.entry is None else [_shown(version.ref) for version in line.entry.versions],
+            }
+            for line in directory.listed()
+        ]
+        loaded = [
+            {
+                "adapter": content,
+                "digest": each.digest,
+                "num_bytes": each.num_bytes,
+                "rank": each.rank,
+                "num_heads": each.num_heads,
+                "resident": admission.is_resident(each.digest),
+                "pinned": each.digest in admission.pinned,
+            }
+            for content, each in admission.loading.contents()
+        ]
+        return _json({"named": named, "loaded": loaded})
+
+    async def load(self, request: Request) -> Response:
+        """Bring an adapter as near as it comes, before anyone asks for it."""
+        name, contents = await self._loaded(request)
+        for content, adapter in contents:
+            self._service.admission.prefetch(content.digest, adapter)
+        return _json({"adapter_id": name, "loaded": [_content(content) for content, _ in contents]})
+
+    async def pin(self, request: Request) -> Response:
+        """The same, and have it stay."""
+        name, contents = await self._loaded(request)
+        for content, adapter in contents:
+            self._service.admission.pin(content.digest, adapter)
+        return _json({"adapter_id": name, "pinned": [_content(content) for content, _ in contents]})
+
+    async def unpin(self, request: Request) -> Response:
+        """Let it go when room is needed."""
+        name, contents = await self._loaded(request)
+        for content, _ in contents:
+            self._service.admission.unpin(content.digest)
+        return _json({"adapter_id": name, "unpinned": [_content(content) for content, _ in contents]})
+
+    async def unload(self, request: Request) -> Response:
+        """Free its memory once requests in flight are done; with `disk` its file goes too."""
+        fields = await self._fields(request)
+        name, refs = self._named(fields)
+        disk = fields.flag("disk")
+        digests = self._service.admission.loading.digests(refs)
+        await self._let_go(digests, disk)
+        return _json({"adapter_id": name, "unloaded": sorted(digests)})
+
+    async def refresh(self, request: Request) -> Response:
+        """Ask the sources again at the next request: for one adapter, or without a name for all."""
+        fields = await self._fields(request)
+        if not fields.has("adapter_id"):
+            self._service.rights.forget()
+            return _json({"refreshed": "all"})
+        name, refs = self._named(fields)
+        for ref in refs:
+            self._service.rights.forget(ref)
+        return _json({"adapter_id": name, "refreshed": [_shown(ref) for ref in refs]})
+
+    async def reload(self, request: Request) -> Response:
+        """Read the operator's files again, all or nothing."""
+        self._check(request)
+        changed = await self._service.reloading.reload()
+        return _json({"num_entries": changed.num_entries, "num_changed": changed.num_changed})
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        """vLLM's: `lora_name` becomes an alias of `lora_path`."""
+        fields = await self._fields(request)
+        name, path = fields.text("lora_name"), fields.text("lora_path")
+        if not name or not path:
+            raise ValidationError("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
+        directory = self._service.selection.directory
+        if directory.find(name) is not None and not fields.flag("load_inplace"):
+            raise AlreadyLoaded(name)
+        entry = single(name, self._path_ref(path))
+        await self._contents(entry)
+        directory.add(entry)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        """vLLM's: the alias ends at once, its memory is freed once requests in flight are done."""
+        fields = await self._fields(request)
+        name = fields.text("lora_name")
+        if not name:
+            raise ValidationError("'lora_name' must be provided.", "lora_name")
+        entry = self._service.selection.directory.find(name)
+        if entry is None:
+            raise ModelNotFound(name[:256])
+        digests = self._service.admission.loading.digests([version.ref for version in entry.versions])
+        self._service.selection.directory.remove(name)
+        await self._let_go(digests, disk=False)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    def _check(self, request: Request) -> None:
+        """Raises AdminOnly for everyone but administrators."""
+        keys = self._service.selection.keys
+        if not keys.has_admin:
+            raise AdminOnly("administration is off: the server was started without an admin key")
+        key = self._service.caller(request).key
+        if key is None or not key.admin:
+            raise AdminOnly("this needs the admin key as bearer token")
+        if self._service.dispatcher.admission is None:
+            raise NotServed(request.url.path)
+
+    async def _fields(self, request: Request) -> Fields:
+        self._check(request)
+        if request.headers.get("content-length") == "0":
+            return Fields({})
+        return Fields(await read_json(request, self._service.config.max_body_bytes))
+
+    def _named(self, fields: Fields) -> tuple[str, list[Ref]]:
+        """The name in a body and all versions that it stands for."""
+        name = fields.required_text("adapter_id")
+        entry = self._entry(name, fields.text("adapter_source"))
+        return name, [version.ref for version in entry.versions]
+
+    def _entry(self, name: str, source: str | None) -> Entry:
+        selection = self._service.selection
+        entry = selection.entry(name, source) if name else None
+        if entry is not None:
+            return entry
+        try:
+            return single(name, refs.parse(name, selection.source(source)))
+        except ValueError as error:
+            raise ValidationError(str(error), "adapter_id") from None
+
+    def _path_ref(self, path: str) -> Ref:
+        """vLLM's path: a folder below a root where it begins with `/`, else as requests have it."""
+        source = refs.Source.LOCAL if path.startswith("/") else self._service.selection.source(None)
+        try:
+            return refs.parse(path, source)
+        except ValueError as error:
+            raise ValidationError(str(error), "lora_path") from None
+
+    async def _loaded(self, request: Request) -> tuple[str, list[Any]]:
+        fields = await self._fields(request)
+        name = fields.required_text("adapter_id")
+        return name, await self._contents(self._entry(name, fields.text("adapter_source")))
+
+    async def _contents(self, entry: Entry) -> list[Any]:
+        """(content, adapter) of all versions, loaded. Raises AdapterProblem."""
+        try:
+            adapters = [await self._service.selection.opened(entry, version.ref) for version in entry.versions]
+            return [(await self._service.admission.content(adapter), adapter) for adapter in adapters]
+        except AdapterError as error:
+            raise adapter_problem(error) from None
+
+    async def _let_go(self, digests: set[str], disk: bool) -> None:
+        try:
+            async with asyncio.timeout(_UNLOAD_SECONDS):
+                await asyncio.gather(*(self._service.admission.unload(digest) for digest in digests))
+        except TimeoutError:
+            raise ReloadRefused("requests in flight still use it") from None
+        try:
+            await asyncio.gather(*(self._service.admission.forget(digest, disk) for digest in digests))
+        except AdapterError as error:
+            raise adapter_problem(error) from None
+
+
+def _shown(ref: Ref) -> dict[str, Any]:
+    return {"source": ref.source.value, "id": ref.id, "revision": ref.revision}
+
+
+def _content(content: Loaded) -> dict[str, Any]:
+    return {"digest": content.digest, "num_bytes": content.num_bytes, "rank": content.rank}
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

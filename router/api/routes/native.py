@@ -1,0 +1,266 @@
+"""LoRAX's generation routes: `/generate`, `/generate_stream`, and `/` with `/invocations`, which take `stream`."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorikeet.router.api.alias_defaults import native_defaults
+from lorikeet.router.api.collect import Completed, collect_all
+from lorikeet.router.api.disconnect import ClientWatch
+from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
+from lorikeet.router.api.routes.speculated import speculation_report
+from lorikeet.router.api.service import Service, Timing, cancel_all, now, random_seed, told
+from lorikeet.router.api.sse import EventStream, event
+from lorikeet.router.errors import RouterError, lorax_body
+from lorikeet.router.receipts.receipt import check_receipt
+from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.types import SOURCE_NAMES, GenerationRequest, Token
+from lorikeet.router.schemas.body import read_json
+from lorikeet.router.schemas.native import NativeRequest, check_lengths, check_rules, read_native
+
+_TOKEN_EVENT = (
+    b'data: {"token":{"id":%d,"text":%b,"logprob":%b,"special":%b,"skipped":%b,"source":"%b"},'
+    b'"generated_text":null,"details":null}\n\n'
+)
+_SOURCES = tuple(name.encode() for name in SOURCE_NAMES)
+
+
+class NativeRoutes:
+    """The handlers; each reads a body and answers in LoRAX's shapes."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def generate(self, request: Request) -> Response:
+        arrived_at = now()
+        body = await read_json(request, self._service.config.max_body_bytes)
+        return await self._answer(request, self._read(body), arrived_at, as_list=False)
+
+    async def generate_stream(self, request: Request) -> Response:
+        arrived_at = now()
+        body = await read_json(request, self._service.config.max_body_bytes)
+        return await self._stream(request, self._read(body), arrived_at)
+
+    async def compat(self, request: Request) -> Response:
+        """`/` and `/invocations`: one route for both, and a list of one when not streaming."""
+        arrived_at = now()
+        body = await read_json(request, self._service.config.max_body_bytes)
+        native = self._read(body, with_stream=True)
+        if native.stream:
+            return await self._stream(request, native, arrived_at)
+        return await self._answer(request, native, arrived_at, as_list=True)
+
+    def _read(self, body: dict[str, Any], with_stream: bool = False) -> NativeRequest:
+        return read_native(native_defaults(body, self._service.selection), with_stream=with_stream)
+
+    async def _answer(self, request: Request, native: NativeRequest, arrived_at: float, *, as_list: bool) -> Response:
+        answer, headers = await self.answered(request, native, arrived_at)
+        return Response(orjson.dumps([answer] if as_list else answer), headers=headers, media_type="application/json")
+
+    async def answered(
+        self, request: Request, native: NativeRequest, arrived_at: float
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The answer to a request that does not stream, and its headers. Raises RouterError."""
+        parameters = native.parameters
+        timing = Timing(arrived_at)
+        async with ClientWatch(request.receive):
+            wanted = await self._prepare(request, native, streaming=False)
+            self._service.validated(timing)
+            num_sequences = max(parameters.best_of or 1, 1)
+            wanted_all = [wanted] + [replace(wanted, seed=random_seed()) for _ in range(num_sequences - 1)]
+            generations = self._service.submit(request, wanted_all, arrived_at)
+            try:
+                sequences = await collect_all(generations)
+                receipt = await self._service.receipts.of(generations[0]) if parameters.receipt else None
+            finally:
+                cancel_all(generations)
+        best = max(range(num_sequences), key=lambda index: sequences[index].mean_logprob)
+        whole = sequences[best]
+        answer: dict[str, Any] = {"generated_text": self._shown_text(native, whole)}
+        if parameters.details or parameters.decoder_input_details:
+            losers = sequences[:best] + sequences[best + 1 :]
+            answer["details"] = self._details(native, wanted, whole, losers if num_sequences > 1 else None)
+            report = speculation_report([generations[best]])
+            if report is not None:
+                answer["details"]["speculation"] = report
+        if receipt is not None:
+            answer.get("details", answer)["receipt"] = receipt
+        request.state.told = told(wanted, len(whole.tokens), whole.finish_reason)
+        counts = Counts(len(native.inputs), len(wanted.prompt_ids), len(whole.tokens), whole.num_skipped)
+        headers = answer_headers(self._service, timing, generations[best], counts)
+        return answer, headers | ignored_fields(native.ignored)
+
+    async def _stream(self, request: Request, native: NativeRequest, arrived_at: float) -> EventStream:
+        """Begins once it is known which adapter answers. The status of a stream is 200 whatever happens, as LoRAX's."""
+        timing = Timing(arrived_at)
+        generation: Generation | None = None
+        try:
+            async with ClientWatch(request.receive):
+                wanted = await self._prepare(request, native, streaming=True)
+                self._service.validated(timing)
+                generation = await self._service.submit_named(request, wanted, arrived_at)
+            events = self._events(request, native, generation)
+        except RouterError as error:
+            request.state.failure = error
+            events = _only(event(lorax_body(error)))
+        headers = stream_headers(self._service, len(native.inputs), generation) | ignored_fields(native.ignored)
+        return EventStream(events, headers, on_close=None if generation is None else generation.cancel)
+
+    async def _events(
+        self, request: Request, native: NativeRequest, generation: Generation
+    ) -> AsyncGenerator[bytes, None]:
+        """One item per chunk with an event per token; a failure is the last event, as the status is sent already."""
+        wanted = generation.request
+        try:
+            texts: list[str] = []
+            num_tokens = 0
+            while True:
+                chunk = await generation.next()
+                texts.append(chunk.text)
+                num_tokens += len(chunk.tokens)
+                if chunk.finish_reason is not None:
+                    break
+                if chunk.tokens:
+                    yield b"".join([token_event(token) for token in chunk.tokens])
+            request.state.told = told(wanted, num_tokens, chunk.finish_reason)
+            details: dict[str, Any] | None = None
+            if native.parameters.details:
+                details = {
+                    "finish_reason": chunk.finish_reason.value,
+                    "prompt_tokens": len(wanted.prompt_ids),
+                    "generated_tokens": num_tokens,
+                    "seed": wanted.seed if wanted.sampling.do_sample else None,
+                }
+                report = speculation_report([generation])
+                if report is not None:
+                    details["speculation"] = report
+            whole = Completed(seed=wanted.seed, text="".join(texts))
+            last = [token_event(token) for token in chunk.tokens[:-1]]
+            token = _token(chunk.tokens[-1]) if chunk.tokens else None
+            told_last = {"token": token, "generated_text": self._shown_text(native, whole), "details": details}
+            if wanted.receipt:
+                (told_last if details is None else details)["receipt"] = await self._service.receipts.of(generation)
+            last.append(event(told_last))
+            yield b"".join(last)
+        except RouterError as error:
+            request.state.failure = error
+            yield event(lorax_body(error))
+
+    async def _prepare(self, request: Request, native: NativeRequest, *, streaming: bool) -> GenerationRequest:
+        """Check, tokenize, check lengths, settle the adapter. Raises ValidationError or AdapterProblem."""
+        config, request_id = self._service.config, request.state.request_id
+        caller = self._service.caller(request)
+        fields = check_rules(native, config, streaming=streaming)
+        parameters = native.parameters
+        self._service.check_room()
+        prompt_ids = await self._prompt_ids(native)
+        if parameters.truncate is not None:
+            prompt_ids = prompt_ids[-parameters.truncate :]
+        max_new_tokens = check_lengths(len(prompt_ids), parameters.max_new_tokens, config)
+        speculation = self._service.speculation(parameters.speculation, is_seeded=parameters.seed is not None)
+        check_receipt(parameters.receipt, speculation, parameters.best_of or 1)
+        return GenerationRequest(
+            prompt_ids=prompt_ids,
+            text=native.inputs,
+            max_new_tokens=max_new_tokens,
+            adapter=await self._service.adapter(caller, fields),
+            heads=await self._service.heads(caller, parameters.heads, speculation),
+            cache_salt=caller.cache_salt,
+            speculation=speculation,
+            seed=random_seed() if parameters.seed is None else parameters.seed,
+            sampling=parameters.sampling(),
+            stop_strings=parameters.stop,
+            ignore_eos=parameters.ignore_eos_token,
+            num_alternatives=parameters.return_k_alternatives or 0,
+            prefill_logprobs=parameters.decoder_input_details,
+            group_id=request_id if (parameters.best_of or 1) > 1 else "",
+            request_id=request_id,
+            receipt=parameters.receipt,
+        )
+
+    async def _prompt_ids(self, native: NativeRequest) -> list[int]:
+        if native.input_ids is None:
+            return await self._service.tokenizer.encode(native.inputs)
+        self._service.check_ids(native.input_ids, "inputs")
+        return native.input_ids
+
+    @staticmethod
+    def _shown_text(native: NativeRequest, whole: Completed) -> str:
+        return native.inputs + whole.text if native.parameters.return_full_text else whole.text
+
+    def _details(
+        self,
+        native: NativeRequest,
+        wanted: GenerationRequest,
+        whole: Completed,
+        losers: list[Completed] | None,
+    ) -> dict[str, Any]:
+        details: dict[str, Any] = {
+            "finish_reason": whole.finish_reason.value,
+            "prompt_tokens": len(wanted.prompt_ids),
+            "generated_tokens": len(whole.tokens),
+            "skipped_tokens": whole.num_skipped,
+            "seed": whole.seed if wanted.sampling.do_sample else None,
+            "prefill": _prefill(whole),
+            "tokens": [_token(token) for token in whole.tokens],
+        }
+        if losers is not None:
+            details["best_of_sequences"] = [
+                {
+                    "generated_text": self._shown_text(native, loser),
+                    "finish_reason": loser.finish_reason.value,
+                    "generated_tokens": len(loser.tokens),
+                    "seed": loser.seed if wanted.sampling.do_sample else None,
+                    "prefill": _prefill(loser),
+                    "tokens": [_token(token) for token in loser.tokens],
+                }
+                for loser in losers
+            ]
+        return details
+
+
+async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
+    yield item
+
+
+def _token(token: Token) -> dict[str, Any]:
+    """LoRAX's token. A logprob of minus infinity becomes null, as JSON has no word for it."""
+    shown: dict[str, Any] = {
+        "id": token.id,
+        "text": token.text,
+        "logprob": round(token.logprob, 7),
+        "special": token.special,
+    }
+    if token.alternatives is not None:
+        shown["alternative_tokens"] = [
+            {"id": token_id, "text": text, "logprob": round(logprob, 7)}
+            for token_id, text, logprob in token.alternatives
+        ]
+    shown["skipped"] = token.skipped
+    shown["source"] = SOURCE_NAMES[token.source]
+    return shown
+
+
+def token_event(token: Token) -> bytes:
+    """The event of a token that is not the last. Its usual shape is put together by hand: half the time per token."""
+    if token.alternatives is not None:
+        return event({"token": _token(token), "generated_text": None, "details": None})
+    return _TOKEN_EVENT % (
+        token.id,
+        orjson.dumps(token.text),
+        orjson.dumps(round(token.logprob, 7)),
+        b"true" if token.special else b"false",
+        b"true" if token.skipped else b"false",
+        _SOURCES[token.source],
+    )
+
+
+def _prefill(whole: Completed) -> list[dict[str, Any]]:
+    return [
+        {"id": token_id, "text": text, "logprob": None if logprob is None else round(logprob, 7)}
+        for token_id, text, logprob in whole.prefill
+    ]

@@ -1,0 +1,35 @@
+"""What guessing ahead gave, as answers tell it: `details.speculation`, and the same in OpenAI's usage."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.types import SOURCE_NAMES, Source
+
+
+def speculation_report(generations: Sequence[Generation]) -> dict[str, Any] | None:
+    """Of the sequences of one request together; None where nothing could be guessed for it.
+
+    `steps` is the number of forwards that gave tokens, so `generated_tokens / steps` is the tokens per forward.
+    """
+    told = [(generation, generation.guessed) for generation in generations if generation.guessed is not None]
+    if not told:
+        return None
+    speculation = generations[0].request.speculation
+    sources: Counter[int] = Counter()
+    for _, guessed in told:
+        sources.update(guessed.sources)
+    return {
+        "method": speculation.method,
+        "verify": speculation.verify,
+        "steps": sum(generation.num_generated - generation.num_skipped for generation, _ in told),
+        "drafted": sum(guessed.num_drafted for _, guessed in told),
+        "accepted": sum(guessed.num_accepted for _, guessed in told),
+        "resampled": sources[Source.RESAMPLE],
+        "bonus": sources[Source.BONUS],
+        "draft_seconds": round(sum(guessed.draft_seconds for _, guessed in told), 6),
+        "verify_seconds": round(sum(guessed.verify_seconds for _, guessed in told), 6),
+        "accept_seconds": round(sum(guessed.accept_seconds for _, guessed in told), 6),
+        "sources": {SOURCE_NAMES[source]: sources[source] for source in sorted(sources)},
+    }

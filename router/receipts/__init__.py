@@ -1,0 +1,1 @@
+"""Receipts: records from which an output can be reproduced and verified."""

@@ -1,0 +1,136 @@
+"""What a receipt says: everything that decides the tokens of one finished text, and what its tokens were.
+
+Knows generations, not where receipts go. A receipt for the client holds prompt and output as token ids; one for the
+operator's file holds hashes in their place.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from lorikeet.proto import digest
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.version import version
+from lorikeet.router.errors import UnsupportedField
+from lorikeet.router.requests.adapter_ref import Adapter
+from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.types import GenerationRequest, Speculation
+
+FORMAT = 1
+"""Of receipts; another one where a field comes to mean something else."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What of a server decides tokens, or helps to find out why they differ."""
+
+    model_id: str
+    tokenizer_digest: str
+    max_total_tokens: int
+    info: pb.ShardInfo
+    """Of the shard that computed the text."""
+
+
+def check_receipt(wanted: bool, speculation: Speculation, num_texts: int) -> None:
+    """Whether the request may have the receipt that it wants. Raises UnsupportedField."""
+    if not wanted:
+        return
+    if num_texts != 1:
+        raise UnsupportedField("receipt", f"is of one text, and this request asks for {num_texts}")
+    if speculation.verify == "rejection":
+        raise UnsupportedField(
+            "receipt",
+            "needs a text that guesses cannot change, and the rule `rejection` keeps its law only: "
+            "give `speculative_verify` coupled or a `seed`",
+        )
+
+
+def may_have_receipt(request: GenerationRequest) -> bool:
+    """Whether the text follows from what a receipt says, and is anybody's."""
+    return request.speculation.verify != "rejection" and not request.is_probe
+
+
+def make_receipt(generation: Generation, served: Served) -> dict[str, Any]:
+    """Of a finished text, without its tokens; the digest of the base's files is added where it is known."""
+    request, finish, info = generation.request, generation.finish_reason, served.info
+    assert finish is not None
+    return {
+        "receipt": FORMAT,
+        "created": int(time.time()),
+        "request_id": request.request_id,
+        "version": version(),
+        "model_id": served.model_id,
+        "base_digest": "",
+        "tokenizer_digest": served.tokenizer_digest,
+        "dtype": info.dtype.removeprefix("torch."),
+        "quantization": info.quantization or None,
+        "num_ranks": info.num_ranks or 1,
+        "kv_cache_dtype": info.kv_cache_dtype or None,
+        "device": info.device.partition(":")[0],
+        "max_total_tokens": served.max_total_tokens,
+        "adapter": None if request.adapter is None else _adapter(request.adapter, generation.digest),
+        "speculation": _speculation(generation),
+        "parameters": _parameters(request, info),
+        "prompt": {"num_tokens": len(request.prompt_ids), "sha256": digest.of_tokens(request.prompt_ids)},
+        "output": {
+            "num_tokens": len(generation.emitted_ids),
+            "sha256": digest.of_tokens(generation.emitted_ids),
+            "finish_reason": finish.value,
+        },
+    }
+
+
+def add_tokens(receipt: dict[str, Any], generation: Generation) -> dict[str, Any]:
+    """With the ids of prompt and output, for who sent and got them."""
+    prompt = {**receipt["prompt"], "token_ids": generation.request.prompt_ids}
+    return {**receipt, "prompt": prompt, "output": {**receipt["output"], "token_ids": generation.emitted_ids}}
+
+
+def _adapter(adapter: Adapter, digest: str) -> dict[str, Any]:
+    """As a request names it, and what it was. An alias is looked up by its name alone."""
+    sources = {pin.source.value for pin in adapter.pins}
+    told: dict[str, Any] = {
+        "id": adapter.name,
+        "source": sources.pop() if len(sources) == 1 and not adapter.alias else None,
+        "digest": digest,
+    }
+    merging = adapter.merging
+    if merging is not None:
+        told["merged"] = {
+            "ids": adapter.name.split(","),
+            "weights": merging.weights,
+            "merge_strategy": merging.strategy,
+            "density": merging.density,
+            "majority_sign_method": merging.majority_sign_method,
+        }
+    return told
+
+
+def _speculation(generation: Generation) -> dict[str, Any]:
+    """What guessed, which changes nothing."""
+    heads = generation.contents.heads_pin
+    return {"method": generation.request.speculation.method, "heads_digest": None if heads is None else heads[1]}
+
+
+def _parameters(request: GenerationRequest, info: pb.ShardInfo) -> dict[str, Any]:
+    sampling = request.sampling
+    told: dict[str, Any] = {
+        "seed": request.seed,
+        "max_new_tokens": request.max_new_tokens,
+        "stop": request.stop_strings,
+        "ignore_eos": request.ignore_eos,
+        "do_sample": sampling.do_sample,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "typical_p": sampling.typical_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "logit_bias": sampling.logit_bias,
+        "watermark": None,
+    }
+    if sampling.watermark:
+        told["watermark"] = {"gamma": info.watermark_gamma, "delta": info.watermark_delta}
+    return told

@@ -1,0 +1,1 @@
+"""Shards as the router sees them: discovery, connections, credit and placement."""

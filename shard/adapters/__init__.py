@@ -1,0 +1,1 @@
+"""Adapters in the shard: reading served files and moving them into slots."""

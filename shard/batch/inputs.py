@@ -1,0 +1,250 @@
+"""The tokens of one step as the model sees them: one flat row of T tokens, cut into segments, one per request.
+
+`StepInputs` is one object for the life of the model: every layer of ours and the attention function hold it, and it is
+refilled before each forward. Knows nothing of requests, sampling or scheduling.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lorikeet.shard.batch.head_groups import GuessGroups, as_array
+from lorikeet.shard.batch.padding import Bounds, Padding
+from lorikeet.shard.batch.row_groups import TASK_ROWS, RowGroups
+from lorikeet.shard.batch.transfer import sendable, to_device
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One request's share of a step: tokens at positions `start` … `start + num_tokens - 1`."""
+
+    start: int
+    num_tokens: int
+    page_ids: Sequence[int]
+    """KV pages in the order of positions; cover at least `start + num_tokens` tokens."""
+    slot: int = -1
+    """The adapter's slot, -1 for the bare base."""
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens visible to the segment's last token."""
+        return self.start + self.num_tokens
+
+
+class HeadsRow(NamedTuple):
+    """What heads are to guess from one of the rows whose logits are wanted."""
+
+    row: int
+    """Index into `logits_rows`."""
+    slot: int
+    """Of the adapter that brings the heads."""
+    num_guesses: int
+    """Heads 1 … num_guesses guess, head j the token j places after the one that the row itself gives."""
+
+
+class AdapterRows:
+    """The rows of a step that belong to an adapter: tasks of up to TASK_ROWS neighbours of one slot each."""
+
+    def __init__(self, slots: Sequence[int] = (), counts: Sequence[int] = ()) -> None:
+        """`counts[i]` neighbouring rows belong to `slots[i]`, -1 for none."""
+        found: list[tuple[int, int, int]] = []
+        first = 0
+        for slot, count in zip(slots, counts, strict=True):
+            if slot >= 0:
+                ends = range(first, first + count, TASK_ROWS)
+                found += [(slot, at, min(TASK_ROWS, first + count - at)) for at in ends]
+            first += count
+        # [tasks, 3] slot, first row, number of rows
+        self.tasks: npt.NDArray[np.int32] = np.array(found, np.int32).reshape(-1, 3)
+        self.groups: RowGroups | None = None
+        """The same on the device, where kernels read it there."""
+
+    def __len__(self) -> int:
+        """Number of tasks; on a device, of those that a launch covers."""
+        return len(self.tasks) if self.groups is None else self.groups.num_launched
+
+    @property
+    def address(self) -> int:
+        return int(self.tasks.ctypes.data)
+
+
+NO_ADAPTERS = AdapterRows()
+
+
+def rows_of(slots: Sequence[int]) -> AdapterRows:
+    """The tasks of rows that belong to `slots[row]` each."""
+    runs = [(slot, len(list(run))) for slot, run in groupby(slots)]
+    return AdapterRows([slot for slot, _ in runs], [count for _, count in runs])
+
+
+class StepInputs:
+    """What a forward pass reads besides weights and KV."""
+
+    def __init__(self, page_size: int, device: torch.device) -> None:
+        self.page_size = page_size
+        self.device = device
+        self.segments: list[Segment] = []
+        # Host side, for attention backends. [R] first position, number of tokens, first row in T of each segment
+        self.starts: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self.counts: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self.first_rows: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        # [R, most pages of a segment] page ids, 0 where a segment has fewer
+        self.page_table: npt.NDArray[np.int32] = np.empty((0, 1), np.int32)
+        # [T] token ids
+        self.input_ids = torch.empty(0, dtype=torch.long, device=device)
+        # [T] absolute position of each token in its request
+        self.position_ids = torch.empty(0, dtype=torch.long, device=device)
+        # [T] where each token's K and V go: page id * P + offset in page
+        self.kv_slots = torch.empty(0, dtype=torch.long, device=device)
+        # [S] indices into T whose logits are wanted
+        self.logits_rows = torch.empty(0, dtype=torch.long, device=device)
+        self.heads: list[HeadsRow] = []
+        """Rows of heads' guesses follow the S rows whose logits are wanted, in this order: E in all."""
+        self.adapter_rows = NO_ADAPTERS
+        """Of the T tokens."""
+        self.head_adapter_rows = NO_ADAPTERS
+        """Of the S rows whose logits are wanted and the E rows of guesses, which speak through the same output head."""
+        self.num_wanted = self.num_guesses = 0
+        """S and E."""
+        self.bounds: Bounds | None = None
+        """What the step is padded to; None where it is as it comes."""
+        self._host_rows: Sequence[int] | None = None
+        self.guess_groups: GuessGroups | None = None
+        """The guesses that are wanted, on the device, where kernels read them there."""
+        self._groups: tuple[RowGroups, RowGroups] | None = None
+        self._padding: Padding | None = None
+        self._frame = Frame(0, device)
+
+    def reserve_groups(self, max_rows: int, max_slots: int, max_guesses: int = 0) -> None:
+        """From now on tell the device too which rows belong to which adapter, and which guesses to which head: of up to
+        so many rows of the step, and so many rows of guesses beside them at the output head.
+        """
+        head_rows = RowGroups(max_rows + max_guesses, max_slots, self.device)
+        self._groups = RowGroups(max_rows, max_slots, self.device), head_rows
+        self.guess_groups = GuessGroups(max_guesses, self.device)
+
+    def pad(self, padding: Padding | None) -> None:
+        """From now on pad the steps that fit, and keep what the device reads of them at fixed addresses."""
+        self._padding = padding
+        self._frame = Frame(0 if padding is None else padding.most_rows, self.device)
+
+    def fill(
+        self,
+        segments: Sequence[Segment],
+        input_ids: torch.Tensor,
+        logits_rows: torch.Tensor,
+        host_rows: Sequence[int] | None = None,
+        heads: Sequence[HeadsRow] = (),
+    ) -> None:
+        """Describe the next step. input_ids: [T] on the device; logits_rows: [S] indices into T on the device, which
+        `host_rows` repeats for the host; heads: guesses that are wanted too.
+        """
+        self.num_wanted, self.num_guesses = logits_rows.shape[0], sum(each.num_guesses for each in heads)
+        self.segments, self.heads, self._host_rows = list(segments), list(heads), host_rows
+        self.bounds = None
+        if self._padding is not None:
+            num_rows, has_adapters = input_ids.shape[0], any(segment.slot >= 0 for segment in segments)
+            self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_guesses, has_adapters)
+            if self.bounds is not None:
+                self.segments += self._spare(self.bounds.num_rows - num_rows, self._padding.spare_page)
+        places = self._lay_out()
+        if self.bounds is None:
+            self.input_ids, self.logits_rows = input_ids, logits_rows
+            self.position_ids, self.kv_slots = to_device(torch.from_numpy(places), self.device)
+        else:
+            self._frame.fill(self.bounds.num_rows, input_ids, logits_rows, places)
+            self.input_ids, self.logits_rows, self.position_ids, self.kv_slots = self._frame.views(self.bounds.num_rows)
+        self._fill_adapters()
+        if self.guess_groups is not None:
+            self.guess_groups.fill(as_array(self.heads), None if self.bounds is None else self.bounds.num_guesses)
+
+    def _lay_out(self) -> npt.NDArray[np.int64]:
+        """What the host knows of the segments. Returns [2, T] each token's position, and where its K and V go."""
+        segments, num_segments = self.segments, len(self.segments)
+        self.starts = np.fromiter((segment.start for segment in segments), np.int32, num_segments)
+        self.counts = np.fromiter((segment.num_tokens for segment in segments), np.int32, num_segments)
+        self.first_rows = (np.cumsum(self.counts) - self.counts).astype(np.int32)
+        num_pages = -(-(self.starts + self.counts) // self.page_size)
+        self.page_table = np.zeros((num_segments, int(num_pages.max(initial=1))), np.int32)
+        for row, segment, count in zip(self.page_table, segments, num_pages.tolist(), strict=True):
+            row[:count] = segment.page_ids[:count]
+        # [T] segment and position of each token
+        owners = np.repeat(np.arange(num_segments), self.counts)
+        positions = np.arange(owners.size) + (self.starts - self.first_rows).astype(np.int64)[owners]
+        slots = self.page_table[owners, positions // self.page_size].astype(np.int64) * self.page_size
+        slots += positions % self.page_size
+        return np.stack([positions, slots])
+
+    def _spare(self, num_rows: int, page_id: int) -> list[Segment]:
+        """Rows that belong to nobody, in a page that belongs to nobody."""
+        counts = [min(self.page_size, num_rows - first) for first in range(0, num_rows, self.page_size)]
+        return [Segment(0, count, (page_id,)) for count in counts]
+
+    @property
+    def host_rows(self) -> Sequence[int]:
+        """[S] `logits_rows` on the host; waits for the device where nobody said."""
+        return self.logits_rows.tolist() if self._host_rows is None else self._host_rows
+
+    @property
+    def num_guess_rows(self) -> int:
+        """Rows of guesses that a forward pass gives: E, or more of a padded step."""
+        return self.num_guesses if self.bounds is None else self.bounds.num_guesses
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of a forward pass that somebody wants: S + E."""
+        return self.num_wanted + self.num_guesses
+
+    def _fill_adapters(self) -> None:
+        self.adapter_rows = self.head_adapter_rows = NO_ADAPTERS
+        slots, bounds = [segment.slot for segment in self.segments], self.bounds
+        if max(slots, default=-1) < 0 and not (bounds is not None and bounds.has_adapters):
+            return
+        self.adapter_rows = AdapterRows(slots, self.counts.tolist())
+        row_slots = np.repeat(np.asarray(slots, np.int32), self.counts)
+        wanted = row_slots[np.asarray(self.host_rows, np.int64)]
+        # [S] -1 for rows that are padding
+        head_slots = np.full(self.logits_rows.shape[0], -1, np.int32)
+        head_slots[: len(wanted)] = wanted
+        guessed = [heads.row for heads in self.heads for _ in range(heads.num_guesses)]
+        guess_slots = head_slots[np.asarray(guessed, np.int64)]
+        head_slots = np.concatenate([head_slots, guess_slots])
+        self.head_adapter_rows = rows_of(head_slots.tolist())
+        if self._groups is not None:
+            self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups
+            self._groups[0].fill(row_slots, None if bounds is None else bounds.num_rows)
+            self._groups[1].fill(head_slots, None if bounds is None else bounds.num_logits)
+
+
+class Frame:
+    """What the device reads of a padded step besides pages and adapters, at the same addresses for the same number of
+    rows.
+    """
+
+    def __init__(self, most_rows: int, device: torch.device) -> None:
+        # [most_rows] token ids
+        self._input_ids = torch.zeros(most_rows, dtype=torch.long, device=device)
+        # [most_rows] indices into T
+        self._logits_rows = torch.zeros(most_rows, dtype=torch.long, device=device)
+        # [2 * most_rows] of T rows first the positions, then where their K and V go
+        self._places = torch.zeros(2 * most_rows, dtype=torch.long, device=device)
+
+    def fill(
+        self, num_rows: int, input_ids: torch.Tensor, logits_rows: torch.Tensor, places: npt.NDArray[np.int64]
+    ) -> None:
+        """input_ids: [≤ num_rows], logits_rows: [≤ num_rows] on the device; places: [2, num_rows]."""
+        self._input_ids[: input_ids.shape[0]].copy_(input_ids)
+        self._logits_rows[: logits_rows.shape[0]].copy_(logits_rows)
+        self._logits_rows[logits_rows.shape[0] : num_rows].zero_()
+        host = sendable(torch.from_numpy(places.ravel()), self._places.device)
+        self._places[: 2 * num_rows].copy_(host, non_blocking=True)
+
+    def views(self, num_rows: int) -> tuple[torch.Tensor, ...]:
+        """[num_rows] each: token ids, rows whose logits are wanted, positions, and where K and V go."""
+        positions, kv_slots = self._places[: 2 * num_rows].split(num_rows)
+        return self._input_ids[:num_rows], self._logits_rows[:num_rows], positions, kv_slots

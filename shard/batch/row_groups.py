@@ -1,0 +1,95 @@
+"""Rows of a step grouped by adapter, in device memory at a fixed address: what kernels for devices read.
+
+A task is up to TASK_ROWS rows of one slot, wherever they lie in the step. Filled from the host without waiting for the
+device; behind the tasks that there are lie empty ones, so that a captured graph may launch more than there are.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lorikeet.shard.batch.transfer import sendable
+
+TASK_ROWS = 16
+"""Rows of one task at most: one tile of a matrix unit. MOST_ROWS of sites.c."""
+ALIGNMENT = 4
+"""Numbers of four bytes."""
+
+
+class RowGroups:
+    """The tasks of one step at a time."""
+
+    def __init__(self, max_rows: int, max_slots: int, device: torch.device) -> None:
+        """No step has more rows, nor rows of more slots."""
+        self.max_rows, self.max_slots = max_rows, max_slots
+        num_values = 3 * self.most_tasks(max_rows) + 2 * max_rows + 1 + 3 * ALIGNMENT
+        self._memory = torch.zeros(num_values, dtype=torch.int32, device=device)
+        # [num_launched, 3] slot, first index into row_ids, number of rows: those there are and some empty ones
+        self.tasks = self._memory[:0].view(-1, 3)
+        # [rows + 1] the slot of each row of the step; -1 for none, and behind the rows that there are
+        self.row_slots = self._memory[:0]
+        # [rows] rows of the step, those of one slot side by side
+        self.row_ids = self._memory[:0]
+
+    @property
+    def num_launched(self) -> int:
+        """Tasks that a launch covers, few different numbers in all."""
+        return self.tasks.shape[0]
+
+    def most_tasks(self, num_rows: int) -> int:
+        """Tasks that a step of so many rows has at most."""
+        return most_tasks(num_rows, self.max_slots, TASK_ROWS)
+
+    def fill(self, slots: npt.NDArray[np.int32], num_padded: int | None = None) -> None:
+        """slots: [rows] the slot of each row of the step, -1 for none. num_padded: rows that the step is padded to;
+        what is launched, and where it lies, depends on that number alone.
+        """
+        tasks, row_ids = group(slots)
+        if num_padded is None:
+            num_launched = 1 << (len(tasks) - 1).bit_length() if len(tasks) else 0
+            num_rows = len(slots)
+        else:
+            num_launched, num_rows = self.most_tasks(num_padded), num_padded
+        num_launched = min(num_launched, self.most_tasks(self.max_rows))
+        if len(tasks) > num_launched or len(slots) > num_rows or num_rows > self.max_rows:
+            raise RuntimeError(f"{len(slots)} rows in {len(tasks)} tasks of adapters: more than was reserved")
+        row_slots = np.full(num_rows + 1, -1, np.int32)
+        row_slots[: len(slots)] = slots
+        told = (tasks.ravel(), 3 * num_launched), (row_slots, num_rows + 1), (row_ids, num_rows)
+        tasks_of, self.row_slots, self.row_ids = send(self._memory, *told)
+        self.tasks = tasks_of.view(-1, 3)
+
+
+def most_tasks(num_rows: int, num_keys: int, task_rows: int) -> int:
+    """Tasks that rows of at most so many different keys may be, `task_rows` rows to a task."""
+    return min(num_rows, min(num_rows, num_keys) + num_rows // task_rows)
+
+
+def send(memory: torch.Tensor, *parts: tuple[npt.NDArray[np.int32], int]) -> list[torch.Tensor]:
+    """Copy `parts` to the start of `memory` in one go, without waiting for its device: each part's values, then zeros
+    up to its length. Returns where each part lies. All begin at multiples of sixteen bytes: kernels that read them are
+    compiled for that once.
+    """
+    ends = np.cumsum([-(-length // ALIGNMENT) * ALIGNMENT for _, length in parts]).tolist()
+    host = np.zeros(ends[-1], np.int32)
+    views = []
+    for (values, length), end in zip(parts, [0, *ends[:-1]], strict=True):
+        host[end : end + values.size] = values
+        views.append(memory[end : end + length])
+    if len(host):
+        memory[: len(host)].copy_(sendable(torch.from_numpy(host), memory.device), non_blocking=True)
+    return views
+
+
+def group(slots: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """slots: [rows]. Returns the tasks, [tasks, 3], and the row ids that they point into."""
+    order = np.argsort(slots, kind="stable").astype(np.int32)
+    order = order[np.searchsorted(slots[order], 0) :]
+    found, firsts, counts = np.unique(slots[order], return_index=True, return_counts=True)
+    num_tasks = -(-counts // TASK_ROWS)
+    # [tasks] the group of each task, and which of the group's tasks it is
+    owners = np.repeat(np.arange(len(found)), num_tasks)
+    numbers = np.arange(len(owners)) - np.repeat(np.cumsum(num_tasks) - num_tasks, num_tasks)
+    starts = firsts[owners] + TASK_ROWS * numbers
+    sizes = np.minimum(TASK_ROWS, counts[owners] - TASK_ROWS * numbers)
+    return np.stack([found[owners], starts, sizes], axis=1).astype(np.int32), order

@@ -1,0 +1,1 @@
+"""The gRPC service of a shard: commands in, step outputs out."""

@@ -1,0 +1,207 @@
+"""The shard's gRPC side, in a thread of its own: it moves messages between streams, inbox and outbox, nothing more.
+
+It listens from the start, so that a router need not poll; calls wait until the shard says what it is.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto import shard_pb2_grpc
+from lorikeet.shard.grpc.auth import Access
+from lorikeet.shard.grpc.codec import Bounds, read_command, write_mail
+from lorikeet.shard.grpc.inbox import Inbox, StreamEnded, StreamOpened
+from lorikeet.shard.grpc.outbox import Outbox
+
+log = structlog.get_logger()
+
+HEARTBEAT_S = 0.25
+END_GRACE_S = 2.0
+OPTIONS = [("grpc.max_send_message_length", 4 << 20), ("grpc.max_receive_message_length", 4 << 20)]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a shard says of itself once it is ready."""
+
+    info: pb.ShardInfo
+    bounds: Bounds
+    progress: Callable[[], tuple[int, float]]
+    """Number and start of the running step, (0, …) while idle."""
+    digest: Callable[[], Future[str]]
+    """Of the files that the model was loaded from."""
+
+
+class ShardService(shard_pb2_grpc.ShardServicer):
+    """The calls of the wire. Lives in the server's event loop."""
+
+    def __init__(self, inbox: Inbox, outbox: Outbox) -> None:
+        self.facts: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
+        self._inbox = inbox
+        self._outbox = outbox
+        self._epochs = count(1)
+
+    async def Info(self, request: pb.InfoRequest, context: Any) -> pb.ShardInfo:
+        return (await asyncio.shield(self.facts)).info
+
+    async def Digest(self, request: pb.DigestRequest, context: Any) -> pb.DigestReply:
+        facts = await asyncio.shield(self.facts)
+        try:
+            found = await asyncio.shield(asyncio.wrap_future(facts.digest()))
+        except (OSError, ValueError) as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.DigestReply(sha256=found)
+
+    async def Serve(self, commands: AsyncIterator[pb.Command], context: Any) -> None:
+        facts = await asyncio.shield(self.facts)
+        epoch = next(self._epochs)
+        loop, called = asyncio.get_running_loop(), asyncio.Event()
+        self._outbox.open(epoch, wake=lambda: call(loop, called))
+        self._inbox.put(StreamOpened(epoch))
+        log.info("stream opened", stream=epoch)
+        reader = asyncio.create_task(self._read(epoch, commands, facts.bounds, called))
+        try:
+            is_last = False
+            while not (is_last or reader.done()):
+                is_last = self.ended.is_set()
+                await wait_for_event(called, 0 if is_last else HEARTBEAT_S)
+                called.clear()
+                mail = self._outbox.take(epoch)
+                for message in write_mail(mail, beat(facts)):
+                    await context.write(message)
+                self._outbox.sent(epoch, mail)
+            if reader.done() and not reader.cancelled() and isinstance(reader.exception(), DecodeError):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message is no Command")
+        finally:
+            reader.cancel()
+            self._outbox.close(epoch)
+            self._inbox.put(StreamEnded(epoch))
+            log.info("stream ended", stream=epoch)
+
+    async def _read(
+        self, epoch: int, commands: AsyncIterator[pb.Command], bounds: Bounds, ended: asyncio.Event
+    ) -> None:
+        try:
+            async for command in commands:
+                self._inbox.put(read_command(epoch, command, bounds))
+        finally:
+            ended.set()
+
+
+def call(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    """Set an event of the loop from another thread."""
+    loop.call_soon_threadsafe(event.set)
+
+
+async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
+    """Until the event is set, or so long."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        pass
+
+
+def beat(facts: Facts) -> pb.Heartbeat:
+    """How the running step is getting on."""
+    number, started = facts.progress()
+    if not number:
+        return pb.Heartbeat()
+    return pb.Heartbeat(running_step=number, age_ms=max(0, round((time.monotonic() - started) * 1000)))
+
+
+class Server:
+    """A running gRPC server."""
+
+    def __init__(self, listen: str, inbox: Inbox, outbox: Outbox, access: Access | None = None) -> None:
+        self._listen = listen
+        self._access = access or Access()
+        self._started: Future[str] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._service: ShardService
+        self._health: health.aio.HealthServicer
+        self._ended: asyncio.Event
+        self._thread = threading.Thread(target=self._run, args=(inbox, outbox), name="grpc", daemon=True)
+
+    def start(self) -> str:
+        """Listen. Returns the address, with the real port where 0 was asked for. Raises OSError if it cannot be had."""
+        self._thread.start()
+        return self._started.result()
+
+    def ready(self, facts: Facts) -> None:
+        """The shard can serve."""
+        asyncio.run_coroutine_threadsafe(self._ready(facts), self._loop).result()
+
+    def closing(self) -> None:
+        """Nothing new is taken: let routers know, which go elsewhere then."""
+        asyncio.run_coroutine_threadsafe(self._health_is(health_pb2.HealthCheckResponse.NOT_SERVING), self._loop)
+
+    def stop(self) -> None:
+        """Send what is left to say, then end."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join()
+
+    def _run(self, inbox: Inbox, outbox: Outbox) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve(inbox, outbox))
+        except BaseException as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+
+    async def _serve(self, inbox: Inbox, outbox: Outbox) -> None:
+        self._service = ShardService(inbox, outbox)
+        self._ended = self._service.ended
+        self._health = health.aio.HealthServicer()
+        server = grpc.aio.server(options=OPTIONS, interceptors=self._access.interceptors)
+        shard_pb2_grpc.add_ShardServicer_to_server(self._service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        await self._health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
+        address = bind(server, self._listen, self._access)
+        await server.start()
+        self._started.set_result(address)
+        await self._ended.wait()
+        await self._health.enter_graceful_shutdown()
+        await server.stop(END_GRACE_S)
+
+    async def _ready(self, facts: Facts) -> None:
+        self._service.facts.set_result(facts)
+        await self._health_is(health_pb2.HealthCheckResponse.SERVING)
+
+    async def _health_is(self, status: Any) -> None:
+        for name in ("", "lorikeet.shard.v1.Shard"):
+            await self._health.set(name, status)
+
+
+def bind(server: Any, listen: str, access: Access) -> str:
+    """Take the address: a Unix socket that only its owner may open, or host and port. Raises OSError."""
+    is_private = listen.startswith("unix:")
+    mask = os.umask(0o177)
+    try:
+        if is_private or access.credentials is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, access.credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen at {listen}") from error
+    finally:
+        os.umask(mask)
+    if not is_private:
+        return f"{listen.rpartition(':')[0]}:{port}"
+    os.chmod(listen.removeprefix("unix:"), 0o600)
+    return listen

@@ -1,0 +1,153 @@
+"""Adapters of a model on CUDA: which address each slot has for each site, and one launch per product.
+
+Knows tables and launches; the arithmetic is in lora_triton.py, copying adapters to the device in adapter_device.py.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lorikeet.shard.batch.inputs import AdapterRows
+from lorikeet.shard.batch.row_groups import TASK_ROWS
+from lorikeet.shard.batch.transfer import sendable
+from lorikeet.shard.model.adapters.discovery import Site
+from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
+from lorikeet.shard.model.kernels.pairs_triton import cut_pairs
+from lorikeet.shard.model.kernels.tuning import DEFAULTS, Tuned
+from lorikeet.shard.model.lora.sites import AdapterSite, ExpertSites, Product, SlotImage
+from lorikeet.shard.model.lora.triton import ENTRY, PART, add_delta
+
+_ALIGNED = 16
+
+
+class DeviceKernels:
+    """The sites of one model, as the kernels see them."""
+
+    def __init__(
+        self, sites: Sequence[AdapterSite], num_slots: int, device: torch.device, tuned: Tuned = DEFAULTS
+    ) -> None:
+        self.device = device
+        self._tuned = tuned
+        self._index = {site: index for index, site in enumerate(sites)}
+        # [slots, sites, ENTRY] rank and addresses, 0 for what there is not
+        self.table = torch.zeros(num_slots, len(sites), ENTRY.value, dtype=torch.int64, device=device)
+        # [slots, sites] whether the slot's adapter changes the site
+        self._changes = np.zeros(self.table.shape[:2], np.bool_)
+        self._parts: dict[tuple[tuple[AdapterSite, int], ...], torch.Tensor] = {}
+        for site in sites:
+            site.kernels = self
+
+    def image(self, sites: Sequence[AdapterSite], entries: npt.NDArray[np.int64]) -> SlotImage:
+        """Describe an adapter: entries: [sites, 5], of each its rank and where in the adapter's memory a, b, scale and
+        bias begin, -1 for none.
+        """
+        found = np.full((len(self._index), ENTRY.value), -1, np.int64)
+        found[:, 0] = 0
+        found[[self._index[site] for site in sites]] = entries
+        return SlotImage(found)
+
+    def bind(self, slot: int, image: SlotImage, memory: torch.Tensor) -> None:
+        """Let `slot` mean the adapter in `memory`, [bytes] on the device, for steps launched from now on."""
+        offsets = image.entries[:, 1:]
+        self._changes[slot] = (offsets >= 0).any(axis=1)
+        entries = image.entries.copy()
+        entries[:, 1:] = np.where(offsets >= 0, offsets + memory.data_ptr(), 0)
+        self.table[slot].copy_(sendable(torch.from_numpy(entries), self.device), non_blocking=True)
+
+    def clear(self, slot: int) -> None:
+        """Let `slot` mean nothing, for steps launched from now on."""
+        self.table[slot].zero_()
+        self._changes[slot] = False
+
+    def adapt(self, rows: AdapterRows, products: Sequence[Product]) -> None:
+        """Add to every product what the rows' adapters add: one launch for parts of one output, else one for each."""
+        first = products[0]
+        if len(products) > 1 and all(_lies_beside(first, other) for other in products[1:]):
+            self._launch(rows, products)
+            return
+        for product in products:
+            self._launch(rows, [product])
+
+    def adapt_embedding(self, rows: AdapterRows, site: AdapterSite, ids: torch.Tensor, y: torch.Tensor) -> None:
+        """ids: [rows] token ids; y: [rows, H], in place."""
+        self._call(rows, ids, y, [(site, 0)])
+
+    def change(self, rows: AdapterRows, site: AdapterSite) -> bool:
+        """Whether the adapter of one of the rows changes the site."""
+        return bool(self._changes[rows.tasks[:, 0], self._index[site]].any())
+
+    def pair_slots(self, rows: AdapterRows, num_rows: int) -> tuple[torch.Tensor, int]:
+        """[num_rows] int32 the slot of each row of the step, -1 for none, and how many slots there are."""
+        if rows.groups is None:
+            raise RuntimeError("rows of adapters that the device does not know of")
+        return rows.groups.row_slots[:num_rows], self.table.shape[0]
+
+    def pair_tasks(self, pairs: SortedPairs) -> PairTasks:
+        """For `adapt_pairs`; values are entries of the table, counted from that of slot 0 and expert 0."""
+        return cut_pairs(pairs, TASK_ROWS, self.table.shape[1])
+
+    def adapt_pairs(self, tasks: PairTasks, sites: ExpertSites, x: torch.Tensor, y: torch.Tensor) -> None:
+        """x: [P, in], y: [P, out] of pairs, contiguous, y changed in place; tasks: by `pair_tasks` of these pairs."""
+        parts = self._describe([(sites.experts[0], 0)])
+        # sites of experts stand side by side, so an entry is that of the first and a number
+        table = self.table.view(-1, 1, ENTRY.value)
+        shape, is_aligned = [tasks.tasks.shape[0], sites.num_out], sites.num_out % _ALIGNED == 0
+        tiles = self._tiles(sites.num_in, sites.num_out, y.dtype)
+        add_delta(x, y, tasks.tasks, tasks.pair_ids, parts, table, shape, is_aligned, tiles)
+
+    def _launch(self, rows: AdapterRows, products: Sequence[Product]) -> None:
+        first = products[0]
+        columns = [(product.site, _distance(first.y, product.y)) for product in products]
+        num_columns = max(column + site.num_out for site, column in columns)
+        # [rows, columns of all parts]
+        y = first.y if len(products) == 1 else first.y.as_strided((first.y.shape[0], num_columns), first.y.stride())
+        x = first.x if first.x.stride(1) == 1 else first.x.contiguous()
+        self._call(rows, x, y, columns)
+
+    def _call(
+        self, rows: AdapterRows, x: torch.Tensor, y: torch.Tensor, columns: Sequence[tuple[AdapterSite, int]]
+    ) -> None:
+        groups = rows.groups
+        if groups is None:
+            raise RuntimeError("rows of adapters that the device does not know of")
+        is_aligned = all(site.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for site, column in columns)
+        num_out = max(site.num_out for site, _ in columns)
+        tiles = self._tiles(columns[0][0].num_in, num_out, y.dtype)
+        shape = [groups.num_launched, num_out]
+        add_delta(x, y, groups.tasks, groups.row_ids, self._describe(columns), self.table, shape, is_aligned, tiles)
+
+    def _tiles(self, num_in: int, num_out: int, dtype: torch.dtype) -> list[int]:
+        """By the modules alone: what a step holds changes no row's bits."""
+        return self._tuned.tiles("shrink", num_in, dtype) + self._tuned.tiles("expand", num_out, dtype)
+
+    def _describe(self, columns: Sequence[tuple[AdapterSite, int]]) -> torch.Tensor:
+        """[parts, PART] on the device; made once for each combination, which is of the model, not of the step."""
+        key = tuple(columns)
+        if key not in self._parts:
+            parts = [
+                (self._index[site], site.num_out, column, 0 if site.base_bias is None else site.base_bias.data_ptr())
+                for site, column in columns
+            ]
+            self._parts[key] = torch.tensor(parts, dtype=torch.int64, device=self.device).view(-1, PART.value)
+        return self._parts[key]
+
+
+def _distance(first: torch.Tensor, other: torch.Tensor) -> int:
+    """Elements from the start of one to that of the other."""
+    return (other.data_ptr() - first.data_ptr()) // first.element_size()
+
+
+def _lies_beside(first: Product, other: Product) -> bool:
+    """Whether both have one input and their outputs are columns of one matrix, the first's before the other's."""
+    same_input = first.x.data_ptr() == other.x.data_ptr() and first.x.stride() == other.x.stride()
+    same_matrix = first.y.untyped_storage().data_ptr() == other.y.untyped_storage().data_ptr()
+    same_rows = first.y.stride() == other.y.stride() and first.y.shape[0] == other.y.shape[0]
+    fits = 0 < _distance(first.y, other.y) <= first.y.stride(0) - other.site.num_out
+    return same_input and same_matrix and same_rows and first.site.num_in == other.site.num_in and fits
+
+
+def sites_of(sites: Mapping[str, Site]) -> list[AdapterSite]:
+    """All of a model's, those of one parameter's experts side by side."""
+    return [one for site in sites.values() for one in (site.experts if isinstance(site, ExpertSites) else [site])]

@@ -1,0 +1,109 @@
+"""What a module of transformers seems to be made of, found by the names that parts usually have.
+
+A guess only: whether a twin made of these parts computes the same is for trial.py to say. Knows no kernels.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+from lorikeet.shard.model.quantization.layers import is_quantized
+
+
+@dataclass(frozen=True)
+class NormParts:
+    """Of what may be an RMS norm."""
+
+    # [H] what the last axis is multiplied by
+    weight: nn.Parameter
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class MlpParts:
+    """Of what may be a gated MLP."""
+
+    ups: tuple[nn.Linear, ...]
+    """Gate and up, or one module whose output is both, side by side."""
+    down: nn.Module
+    activation: Callable[[torch.Tensor], torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """Of what may be an attention block with rotary positions."""
+
+    qkv: tuple[nn.Linear, ...]
+    """q, k and v, or one module whose output is all of them, side by side."""
+    out: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norms: tuple[nn.Module, nn.Module] | None
+    """Of each head of q and of k."""
+
+
+def norm_parts(module: nn.Module) -> NormParts | None:
+    """None for what is no RMS norm: it has a bias, or no epsilon."""
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if not isinstance(epsilon, float) or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
+        return None
+    return None if getattr(module, "bias", None) is not None else NormParts(weight, epsilon)
+
+
+def mlp_parts(module: nn.Module, shared: set[int]) -> MlpParts | None:
+    """`shared`: ids of weights that others hold too, which cannot be joined to any."""
+    down = getattr(module, "down_proj", None)
+    ups = _plain(module, ("gate_proj", "up_proj"), shared) or _plain(module, ("gate_up_proj",), shared)
+    if not isinstance(down, nn.Module) or ups is None:
+        return None
+    activation = next((found for name in ("act_fn", "activation_fn") if (found := getattr(module, name, None))), None)
+    return MlpParts(ups, down, activation)
+
+
+def attention_parts(block: Any, shared: set[int]) -> AttentionParts | None:
+    """`shared`: as in `mlp_parts`."""
+    out, head_dim = getattr(block, "o_proj", None), getattr(block, "head_dim", None)
+    qkv = _plain(block, ("q_proj", "k_proj", "v_proj"), shared) or _plain(block, ("qkv_proj",), shared)
+    if qkv is None or not isinstance(out, nn.Module) or not isinstance(head_dim, int):
+        return None
+    names = block.forward.__code__.co_varnames[: block.forward.__code__.co_argcount]
+    if "position_embeddings" not in names or not isinstance(getattr(block, "layer_idx", None), int):
+        return None
+    if len(qkv) == 3:
+        num_heads, num_kv_heads = (part.out_features // head_dim for part in qkv[:2])
+    else:
+        num_heads = getattr(getattr(block, "config", None), "num_attention_heads", 0)
+        num_kv_heads = (qkv[0].out_features // head_dim - num_heads) // 2
+    of_query, of_key = getattr(block, "q_norm", None), getattr(block, "k_norm", None)
+    norms = (of_query, of_key) if isinstance(of_query, nn.Module) and isinstance(of_key, nn.Module) else None
+    return AttentionParts(qkv, out, num_heads, num_kv_heads, head_dim, norms)
+
+
+def is_plain(part: Any, shared: set[int]) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer whose weight is its own and as it came."""
+    return isinstance(part, nn.Linear) and not is_quantized(part) and id(part.weight) not in shared
+
+
+def joined_bias(parts: tuple[nn.Linear, ...]) -> torch.Tensor | None:
+    """[out of all parts], zeros where one has none; None where none has one."""
+    if all(part.bias is None for part in parts):
+        return None
+    return torch.cat(
+        [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
+    )
+
+
+def _plain(module: nn.Module, names: tuple[str, ...], shared: set[int]) -> tuple[nn.Linear, ...] | None:
+    """The linear layers of these names, if they are all there."""
+    found: list[nn.Linear] = []
+    for name in names:
+        part = getattr(module, name, None)
+        if not is_plain(part, shared):
+            return None
+        found.append(part)
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Matrix kernels for CPU (C) and CUDA (Triton), and their tuning tables."""

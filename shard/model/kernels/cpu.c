@@ -1,0 +1,429 @@
+// Matrix products, gated MLP, RMS norm, rotary positions and whole decoder layers in bfloat16 on a CPU with AVX512-BF16,
+// the products by AMX where the processor and the system have it.
+//
+// Every output element is one sum in float32 over its row in order, two terms at a time (32 with AMX), and is rounded
+// once. So its bits do not depend on how many rows there are, on chunks or on threads.
+//
+// A packed matrix lies as [out / 64, in / 2, 64, 2]: what one pass over the inputs reads is one stream.
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AMX_BF16__) && !defined(WITHOUT_TILES)
+#define WITH_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define BLOCK 64      // outputs that one pass over the inputs sums up: four vectors
+#define VECTORS 4
+#define TILE 6        // rows of one pass: 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
+#define MLP_ROWS 96   // rows whose gates wait for their up projections
+#define ALONE (1 << 18)  // products of so few multiplications are not worth a second thread
+
+typedef uint16_t bf16;
+
+static inline __m512 widen16(const bf16 *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+
+static inline __m256i narrow16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+
+static inline __m512 round16(__m512 x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow16(x)), 16));
+}
+
+static inline __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
+
+// weight: [n, k] -> packed, zeros beyond n
+void pack(const bf16 *weight, int64_t n, int64_t k, bf16 *packed) {
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel for
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t p = 0; p < k / 2; p++)
+            for (int64_t c = 0; c < BLOCK; c++) {
+                int64_t row = b * BLOCK + c;
+                bf16 *out = packed + ((b * (k / 2) + p) * BLOCK + c) * 2;
+                out[0] = row < n ? weight[row * k + 2 * p] : 0;
+                out[1] = row < n ? weight[row * k + 2 * p + 1] : 0;
+            }
+}
+
+static inline void store(bf16 *y, int64_t width, const __m512 *sums, const float *bias) {
+    for (int v = 0; v < VECTORS && 16 * v < width; v++) {
+        __mmask16 mask = first(width - 16 * v);
+        __m512 sum = sums[v];
+        if (bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, bias + 16 * v));
+        _mm256_mask_storeu_epi16(y + 16 * v, mask, narrow16(sum));
+    }
+}
+
+// y[r, 0..width) = x[r, :] . block + bias, for R rows. Meanwhile AHEAD lines per step are fetched of what is read next.
+#define DEFINE_ROWS(R, AHEAD)                                                                                   \
+    static void rows##R##_##AHEAD(const bf16 *x, int64_t x_stride, const bf16 *block, int64_t pairs, bf16 *y,   \
+                                  int64_t y_stride, int64_t width, const float *bias, const bf16 *ahead) {      \
+        __m512 sums[R][VECTORS];                                                                                \
+        for (int r = 0; r < R; r++)                                                                             \
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_setzero_ps();                                 \
+        for (int64_t p = 0; p < pairs; p++) {                                                                   \
+            const bf16 *w = block + p * BLOCK * 2;                                                              \
+            if (AHEAD > 0) _mm_prefetch((const char *)(ahead + p * AHEAD * 32), _MM_HINT_T1);                   \
+            if (AHEAD > 1) _mm_prefetch((const char *)(ahead + p * AHEAD * 32 + 32), _MM_HINT_T1);              \
+            __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);           \
+            __m512bh w2 = (__m512bh)_mm512_loadu_si512(w + 64), w3 = (__m512bh)_mm512_loadu_si512(w + 96);      \
+            _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                               \
+                __m512bh a = (__m512bh)_mm512_set1_epi32(*(const int32_t *)(x + r * x_stride + 2 * p));         \
+                sums[r][0] = _mm512_dpbf16_ps(sums[r][0], w0, a);                                               \
+                sums[r][1] = _mm512_dpbf16_ps(sums[r][1], w1, a);                                               \
+                sums[r][2] = _mm512_dpbf16_ps(sums[r][2], w2, a);                                               \
+                sums[r][3] = _mm512_dpbf16_ps(sums[r][3], w3, a);                                               \
+            }                                                                                                   \
+        }                                                                                                       \
+        for (int r = 0; r < R; r++) store(y + r * y_stride, width, sums[r], bias);                              \
+    }
+#define DEFINE_AHEAD(R) DEFINE_ROWS(R, 0) DEFINE_ROWS(R, 1) DEFINE_ROWS(R, 2)
+DEFINE_AHEAD(1) DEFINE_AHEAD(2) DEFINE_AHEAD(3) DEFINE_AHEAD(4) DEFINE_AHEAD(5) DEFINE_AHEAD(6)
+
+typedef void (*some_rows)(const bf16 *, int64_t, const bf16 *, int64_t, bf16 *, int64_t, int64_t, const float *,
+                          const bf16 *);
+#define BY_AHEAD(R) {rows##R##_0, rows##R##_1, rows##R##_2}
+static const some_rows by_rows[TILE][3] = {BY_AHEAD(1), BY_AHEAD(2), BY_AHEAD(3), BY_AHEAD(4), BY_AHEAD(5), BY_AHEAD(6)};
+
+// `next`: the block that the same thread reads after this one, or NULL. It comes in while this one, in the second cache by
+// then, meets more rows; a block that is passed but once is best left to the processor's own looking ahead.
+static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
+                           int64_t y_stride, int64_t width, const float *bias, const bf16 *next) {
+    const int64_t pairs = k / 2, lines = rows <= 3 * TILE ? 2 : 1;
+    int64_t missing = rows > TILE && next ? pairs * VECTORS : 0;  // lines of the next block
+    for (int64_t r = 0; r < rows;) {
+        int64_t left = rows - r, count = left == 7 || left == 8 ? 4 : left > TILE ? TILE : left;
+        int64_t ahead = missing >= pairs * lines ? lines : 0;
+        by_rows[count - 1][ahead](x + r * x_stride, x_stride, block, pairs, y + r * y_stride, y_stride, width, bias, next);
+        if (ahead) next += pairs * ahead * 32;
+        missing -= pairs * ahead;
+        r += count;
+    }
+}
+
+static int has_tiles;
+
+#ifdef WITH_TILES
+#define TILE_ROWS 16  // of a tile, and pairs of terms that one instruction sums up
+enum { ASK_FOR_STATE = 0x1023, TILE_DATA = 18 };  // of arch_prctl
+enum { SUMS, INPUT = VECTORS, WEIGHT, LAST_INPUT, LAST_WEIGHT };  // tiles
+static _Thread_local int64_t tiles_are_for;
+
+// Ask the system for the tiles' state, for every thread of the process. Whether products are to go through tiles.
+int prepare(void) {
+    has_tiles = syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
+    return has_tiles;
+}
+
+// Shape this thread's tiles: sums and inputs have `rows` rows; `last` pairs of terms come behind the whole tiles.
+static void shape_tiles(int64_t rows, int64_t last) {
+    if (tiles_are_for == rows * 64 + last) return;
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    for (int tile = SUMS; tile <= LAST_WEIGHT; tile++) {
+        shape.bytes[tile] = tile == LAST_INPUT ? 4 * (last ? last : 1) : 64;
+        shape.rows[tile] = tile == WEIGHT ? TILE_ROWS : tile == LAST_WEIGHT ? (last ? last : 1) : rows;
+    }
+    _tile_loadconfig(&shape);
+    tiles_are_for = rows * 64 + last;
+}
+
+// This thread has no products for now: tiles in use would be saved whenever it is interrupted.
+static void leave_tiles(void) {
+    if (tiles_are_for) _tile_release();
+    tiles_are_for = 0;
+}
+
+#define SUM_UP(INPUT_TILE, WEIGHT_TILE)                                                      \
+    _tile_loadd(INPUT_TILE, x + r * x_stride + 2 * p, 2 * x_stride);                         \
+    _tile_loadd(WEIGHT_TILE, block + p * BLOCK * 2, 4 * BLOCK);                              \
+    _tile_dpbf16ps(0, INPUT_TILE, WEIGHT_TILE);                                              \
+    _tile_loadd(WEIGHT_TILE, block + p * BLOCK * 2 + 32, 4 * BLOCK);                         \
+    _tile_dpbf16ps(1, INPUT_TILE, WEIGHT_TILE);                                              \
+    _tile_loadd(WEIGHT_TILE, block + p * BLOCK * 2 + 64, 4 * BLOCK);                         \
+    _tile_dpbf16ps(2, INPUT_TILE, WEIGHT_TILE);                                              \
+    _tile_loadd(WEIGHT_TILE, block + p * BLOCK * 2 + 96, 4 * BLOCK);                         \
+    _tile_dpbf16ps(3, INPUT_TILE, WEIGHT_TILE);
+
+static void tile_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
+                         int64_t y_stride, int64_t width, const float *bias) {
+    const int64_t last = k / 2 % TILE_ROWS, whole = k / 2 - last;
+    _Alignas(64) float sums[VECTORS][TILE_ROWS][16];
+    for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+        const int64_t count = rows - r < TILE_ROWS ? rows - r : TILE_ROWS;
+        int64_t p = 0;
+        shape_tiles(count, last);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (; p < whole; p += TILE_ROWS) {
+            SUM_UP(4, 5)
+        }
+        if (last) {
+            SUM_UP(6, 7)
+        }
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+        for (int64_t i = 0; i < count; i++) {
+            __m512 row[VECTORS];
+            for (int v = 0; v < VECTORS; v++) row[v] = _mm512_load_ps(sums[v][i]);
+            store(y + (r + i) * y_stride, width, row, bias);
+        }
+    }
+}
+#else
+int prepare(void) { return 0; }  // no tiles
+static void leave_tiles(void) {}
+static void tile_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
+                         int64_t y_stride, int64_t width, const float *bias) {}
+#endif
+
+static inline void block_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
+                                 int64_t y_stride, int64_t width, const float *bias, const bf16 *next) {
+    if (has_tiles)
+        tile_product(x, rows, x_stride, block, k, y, y_stride, width, bias);
+    else
+        vector_product(x, rows, x_stride, block, k, y, y_stride, width, bias, next);
+}
+
+// x: [rows, k], packed [n, k], bias: [n] or 0 -> y: [rows, n]
+void linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *packed, int64_t n, int64_t k, const float *bias,
+            bf16 *y, int threads) {
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel num_threads(rows * n * k < ALONE ? 1 : threads)
+    {
+#pragma omp for schedule(static) nowait
+        for (int64_t b = 0; b < blocks; b++) {
+            int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
+            block_product(x, rows, x_stride, packed + b * BLOCK * k, k, y + b * BLOCK, n, width,
+                          bias ? bias + b * BLOCK : 0, b + 1 < blocks ? packed + (b + 1) * BLOCK * k : 0);
+        }
+        leave_tiles();
+    }
+}
+
+// e to the x, within 2 units in the last place, by powers of two and a polynomial
+static inline __m512 exp16(__m512 x) {
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.f)), _mm512_set1_ps(88.f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(f, f), _mm512_add_ps(f, _mm512_set1_ps(1.f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+// h = silu(gate) * up, each rounded as the plain modules round
+static inline void gate_row(const bf16 *gate, const bf16 *up, bf16 *h, int64_t width) {
+    for (int64_t c = 0; c < width; c += 16) {
+        __m512 g = widen16(gate + c);
+        __m512 divisor = _mm512_add_ps(_mm512_set1_ps(1.f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), g)));
+        __m512 silu = round16(_mm512_div_ps(g, divisor));
+        _mm256_mask_storeu_epi16(h + c, first(width - c), narrow16(_mm512_mul_ps(silu, widen16(up + c))));
+    }
+}
+
+// h = silu(gate) * up, all [rows, n]; h may be gate
+void silu_times(const bf16 *gate, const bf16 *up, int64_t rows, int64_t n, bf16 *h, int threads) {
+#pragma omp parallel for num_threads(rows * n < 32768 ? 1 : threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) gate_row(gate + r * n, up + r * n, h + r * n, n);
+}
+
+// y = down(silu(gate x) * up x); x: [rows, k], gate and up packed [n, k], down packed [m, n], hidden: [rows, n] scratch
+void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const bf16 *up, int64_t n, const bf16 *down,
+               int64_t m, bf16 *hidden, bf16 *y, int threads) {
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel num_threads(rows * n * k < ALONE ? 1 : threads)
+    {
+        bf16 gates[MLP_ROWS * BLOCK], ups[MLP_ROWS * BLOCK];
+#pragma omp for schedule(static) nowait
+        for (int64_t b = 0; b < blocks; b++) {
+            int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
+            for (int64_t r = 0; r < rows; r += MLP_ROWS) {
+                const bf16 *its_gate = gate + b * BLOCK * k, *its_up = up + b * BLOCK * k;
+                int64_t count = rows - r > MLP_ROWS ? MLP_ROWS : rows - r;
+                const bf16 *next = r + count < rows ? its_gate : b + 1 < blocks ? its_gate + BLOCK * k : 0;
+                block_product(x + r * k, count, k, its_gate, k, gates, BLOCK, BLOCK, 0, its_up);
+                block_product(x + r * k, count, k, its_up, k, ups, BLOCK, BLOCK, 0, next);
+                for (int64_t i = 0; i < count; i++)
+                    gate_row(gates + i * BLOCK, ups + i * BLOCK, hidden + (r + i) * n + b * BLOCK, width);
+            }
+        }
+        leave_tiles();
+    }
+    linear(hidden, rows, n, down, m, n, 0, y, threads);
+}
+
+// y = weight * bf16(x / rms(x)); x, y: [rows, k], weight: [k]; k a multiple of 16
+void rms_norm(const bf16 *x, int64_t rows, int64_t k, const bf16 *weight, float epsilon, bf16 *y, int threads) {
+#pragma omp parallel for num_threads(rows * k < 32768 ? 1 : threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t c = 0; c < k; c += 16) {
+            __m512 v = widen16(x + r * k + c);
+            squares = _mm512_fmadd_ps(v, v, squares);
+        }
+        __m512 scale = _mm512_set1_ps(1.f / sqrtf(_mm512_reduce_add_ps(squares) / (float)k + epsilon));
+        for (int64_t c = 0; c < k; c += 16) {
+            __m512 v = round16(_mm512_mul_ps(widen16(x + r * k + c), scale));
+            _mm256_storeu_si256((__m256i *)(y + r * k + c), narrow16(_mm512_mul_ps(v, widen16(weight + c))));
+        }
+    }
+}
+
+// x[t, h, :] turned by the angles of token t, in place: halves (a, b) become (a cos - b sin, b cos + a sin), each
+// product and sum rounded. x: [rows, stride], heads * dim of it; cos, sin: [rows, dim]; dim a multiple of 32
+void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, const bf16 *cos, const bf16 *sin,
+            int threads) {
+    int64_t half = dim / 2;
+#pragma omp parallel for num_threads(rows * heads * dim < 32768 ? 1 : threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t c = 0; c < half; c += 16) {
+                bf16 *p = x + r * stride + h * dim + c, *q = p + half;
+                const bf16 *cp = cos + r * dim + c, *sp = sin + r * dim + c;
+                __m512 a = widen16(p), b = widen16(q);
+                __m512 up = _mm512_sub_ps(round16(_mm512_mul_ps(a, widen16(cp))),
+                                          round16(_mm512_mul_ps(b, widen16(sp))));
+                __m512 down = _mm512_add_ps(round16(_mm512_mul_ps(b, widen16(cp + half))),
+                                            round16(_mm512_mul_ps(a, widen16(sp + half))));
+                _mm256_storeu_si256((__m256i *)p, narrow16(up));
+                _mm256_storeu_si256((__m256i *)q, narrow16(down));
+            }
+}
+
+// y = bf16(x + h), all [n], 16 divides n; y may be x
+static void add(const bf16 *x, const bf16 *h, int64_t n, bf16 *y, int threads) {
+#pragma omp parallel for num_threads(n < 32768 ? 1 : threads) schedule(static)
+    for (int64_t c = 0; c < n; c += 16)
+        _mm256_storeu_si256((__m256i *)(y + c), narrow16(_mm512_add_ps(widen16(x + c), widen16(h + c))));
+}
+
+typedef void attend_function(const void *layer, const void *step, const bf16 *query, const bf16 *key,
+                             const bf16 *value, const int64_t *strides, bf16 *output, int threads);
+
+// Of sites.c: an adapter's share of a module, rows of a slot, a module's input and output, and what brings them together.
+typedef struct {
+    int64_t rank;
+    const void *a, *b, *scale, *bias;
+} AdapterWeights;
+typedef struct {
+    int32_t slot, first, count;
+} AdapterTask;
+typedef struct {
+    const AdapterWeights *slots;
+    const bf16 *x;
+    int64_t x_stride, num_in;
+    bf16 *y;
+    int64_t y_stride, num_out;
+    const float *base_bias;
+} AdapterPart;
+typedef void adapt_function(const AdapterPart *parts, int num_parts, const AdapterTask *tasks, int num_tasks, int threads);
+
+enum { Q, K, V, OUT, GATE, UP, DOWN, NUM_MODULES };
+
+typedef struct {
+    int64_t width, num_heads, num_kv_heads, head_dim, num_hidden;
+    const bf16 *input_norm, *post_norm;          // [width]
+    const bf16 *qkv, *out, *gate, *up, *down;    // packed
+    const float *qkv_bias, *out_bias;            // or NULL
+    float input_epsilon, post_epsilon;
+    const AdapterWeights *adapters[NUM_MODULES]; // by slot
+    const float *base_bias[NUM_MODULES];         // each module's share of qkv_bias or out_bias, or NULL
+} DecoderLayer;
+
+// The rows of this step that belong to adapters; num_tasks may be 0.
+typedef struct {
+    adapt_function *adapt;
+    const AdapterTask *tasks;
+    int64_t num_tasks;
+} AdapterStep;
+
+static AdapterPart part(const DecoderLayer *layer, int module, const bf16 *x, int64_t num_in, bf16 *y, int64_t y_stride,
+                        int64_t num_out) {
+    AdapterPart made = {layer->adapters[module], x, num_in, num_in, y, y_stride, num_out, layer->base_bias[module]};
+    return made;
+}
+
+// Whether an adapter of this step changes the module.
+static int is_changed(const DecoderLayer *layer, int module, const AdapterStep *adapters) {
+    const AdapterWeights *slots = layer->adapters[module];
+    for (int64_t i = 0; i < adapters->num_tasks; i++) {
+        const AdapterWeights *w = slots + adapters->tasks[i].slot;
+        if (w->rank || w->scale || w->bias) return 1;
+    }
+    return 0;
+}
+
+// The gated MLP; where adapters change gate or up, these are whole before they meet. hidden: [2 rows, n] scratch
+static void adapted_mlp(const DecoderLayer *layer, const AdapterStep *adapters, const bf16 *x, int64_t rows, bf16 *hidden,
+                        bf16 *y, int threads) {
+    const int64_t width = layer->width, n = layer->num_hidden;
+    if (is_changed(layer, GATE, adapters) || is_changed(layer, UP, adapters)) {
+        bf16 *up = hidden + rows * n;
+        linear(x, rows, width, layer->gate, n, width, 0, hidden, threads);
+        linear(x, rows, width, layer->up, n, width, 0, up, threads);
+        AdapterPart both[] = {part(layer, GATE, x, width, hidden, n, n), part(layer, UP, x, width, up, n, n)};
+        adapters->adapt(both, 2, adapters->tasks, adapters->num_tasks, threads);
+        silu_times(hidden, up, rows, n, hidden, threads);
+        linear(hidden, rows, n, layer->down, width, n, 0, y, threads);
+    } else {
+        gated_mlp(x, rows, width, layer->gate, layer->up, n, layer->down, width, hidden, y, threads);
+    }
+    AdapterPart down = part(layer, DOWN, hidden, n, y, width, width);
+    adapters->adapt(&down, 1, adapters->tasks, adapters->num_tasks, threads);
+}
+
+// One decoder layer, the very calls that its parts would make one by one. x, y: [rows, width]; cos, sin: [rows, head_dim];
+// the attention knows `attended` rows, and a row beyond them has the first one's output.
+// scratch: rows * (width + (2 num_heads + 2 num_kv_heads) * head_dim + 2 num_hidden)
+void decoder_layer(const DecoderLayer *layer, attend_function *attend, const void *kv, const void *step,
+                   const AdapterStep *adapters, const bf16 *x,
+                   int64_t rows, int64_t attended, const bf16 *cos, const bf16 *sin, bf16 *scratch, bf16 *y,
+                   int threads) {
+    const int64_t width = layer->width, dim = layer->head_dim, out_width = layer->num_heads * dim;
+    const int64_t rotated = layer->num_heads + layer->num_kv_heads, columns = (rotated + layer->num_kv_heads) * dim;
+    const int64_t strides[6] = {columns, dim, columns, dim, columns, dim};
+    bf16 *h = scratch, *qkv = h + rows * width, *seen = qkv + rows * columns, *hidden = seen + rows * out_width;
+
+    rms_norm(x, rows, width, layer->input_norm, layer->input_epsilon, h, threads);
+    linear(h, rows, width, layer->qkv, columns, width, layer->qkv_bias, qkv, threads);
+    if (adapters->num_tasks) {
+        const int64_t keys = layer->num_kv_heads * dim;
+        AdapterPart parts[] = {part(layer, Q, h, width, qkv, columns, out_width),
+                               part(layer, K, h, width, qkv + out_width, columns, keys),
+                               part(layer, V, h, width, qkv + out_width + keys, columns, keys)};
+        adapters->adapt(parts, 3, adapters->tasks, adapters->num_tasks, threads);
+    }
+    rotate(qkv, rows, columns, rotated, dim, cos, sin, threads);
+    attend(kv, step, qkv, qkv + out_width, qkv + rotated * dim, strides, seen, threads);
+    for (int64_t r = attended; r < rows; r++) memcpy(seen + r * out_width, seen, out_width * sizeof(bf16));
+    linear(seen, rows, out_width, layer->out, width, out_width, layer->out_bias, h, threads);
+    if (adapters->num_tasks) {
+        AdapterPart out = part(layer, OUT, seen, out_width, h, width, width);
+        adapters->adapt(&out, 1, adapters->tasks, adapters->num_tasks, threads);
+    }
+    add(x, h, rows * width, y, threads);
+    rms_norm(y, rows, width, layer->post_norm, layer->post_epsilon, h, threads);
+    if (adapters->num_tasks)
+        adapted_mlp(layer, adapters, h, rows, hidden, h, threads);
+    else
+        gated_mlp(h, rows, width, layer->gate, layer->up, layer->num_hidden, layer->down, width, hidden, h, threads);
+    add(y, h, rows * width, y, threads);
+}

@@ -1,0 +1,55 @@
+"""Products of rows that are sorted by matrix: `y = x Wᵉ`, e the matrix of the row. For devices.
+
+torch's own where it is one launch that asks the host nothing: bfloat16 on the processors that it has code for. Else
+ours (grouped_triton.py). Both choose their tiles by the number of rows and the shapes alone, and a row is a row of one
+matrix's tile: what it becomes does not depend on its neighbours, beyond what a matrix unit does with a tile's rows.
+"""
+
+import torch
+from torch.nn import functional
+
+from lorikeet.shard.model.kernels.pairs import SortedPairs
+
+_NATIVE = (9, 10)
+"""Major compute capabilities for which torch's product is one launch; elsewhere it waits for the device."""
+
+
+def multiply_grouped(
+    x: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None, pairs: SortedPairs
+) -> torch.Tensor:
+    """x: [P, in] as the pairs lie; matrices: [experts, in, out], strided at will; biases: [experts, out]. Returns
+    [P, out].
+    """
+    if _is_host(x.device):
+        y = multiply_plainly(x, matrices, pairs)
+    elif is_native(x, matrices):
+        y = functional.grouped_mm(x, matrices, offs=pairs.ends)
+    else:
+        from lorikeet.shard.model.kernels.grouped_triton import multiply_tiles
+
+        y = multiply_tiles(x, matrices, pairs)
+    return y if biases is None else y.add_(biases[pairs.experts])
+
+
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def is_native(x: torch.Tensor, matrices: torch.Tensor) -> bool:
+    """Whether torch's product takes these as they lie and does not read the ends of groups on the host."""
+    if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in _NATIVE:
+        return False
+    strides = [*x.stride(), *matrices.stride()]
+    is_aligned = all(stride == 1 or stride % (16 // x.element_size()) == 0 for stride in strides)
+    return is_aligned and 1 in matrices.stride()[1:] and x.stride(1) == 1
+
+
+def multiply_plainly(x: torch.Tensor, matrices: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:
+    """The specification, and what a CPU computes. Reads where groups end."""
+    y = x.new_empty(x.shape[0], matrices.shape[2])
+    first = 0
+    for expert, end in enumerate(pairs.ends.tolist()):
+        if end > first:
+            torch.mm(x[first:end], matrices[expert], out=y[first:end])
+        first = end
+    return y

@@ -1,0 +1,86 @@
+"""Sorted pairs of token and expert cut into tasks by one Triton kernel: what `tasks_of` of expert_pairs.py does in many
+small launches, each of which costs more than its work.
+
+Which task comes first is left to chance; no task reads what another writes.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# (Triton compiles the kernels' text, annotations too)
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet.shard.batch.row_groups import most_tasks
+from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
+
+BLOCK = 128
+"""Pairs of one program."""
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_halvings"])
+def cut(
+    keys, tasks, pair_ids, num_tasks, num_pairs, num_halvings, stride, num_sites,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr,
+):  # fmt: skip
+    """keys: [pairs] of SortedPairs; tasks: [pairs at most, 3] zeros; pair_ids: [pairs]; num_tasks: one number, 0."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = places < num_pairs
+    # what a key is divided by, to leave the adapter out
+    part = stride if BY_EXPERT else 1
+    key = tl.load(keys + places, mask=there, other=0) // part
+    # the first pair with this key
+    low, high = tl.zeros_like(places), places
+    for _ in range(num_halvings):
+        middle = (low + high) // 2
+        is_before = tl.load(keys + middle, mask=there, other=0) // part < key
+        low, high = tl.where(is_before, middle + 1, low), tl.where(is_before, high, middle)
+    if BY_EXPERT:
+        value = key
+    else:
+        value = tl.where(key % stride > 0, (key % stride - 1) * num_sites + key // stride, -1)
+    begins = (there & (value >= 0) & ((places - low) % ROWS == 0)).to(tl.int32)
+    count = tl.zeros_like(places)
+    for lane in range(ROWS):
+        beside = places + lane
+        is_there = beside < num_pairs
+        count += (is_there & (tl.load(keys + beside, mask=is_there, other=0) // part == key)).to(tl.int32)
+    number = tl.atomic_add(num_tasks, tl.sum(begins)) + tl.cumsum(begins) - 1
+    task = tasks + number * 3
+    tl.store(task, value, mask=begins > 0)
+    tl.store(task + 1, places, mask=begins > 0)
+    tl.store(task + 2, count, mask=begins > 0)
+    tl.store(pair_ids + places, places, mask=there)
+
+
+def cut_pairs(pairs: SortedPairs, num_rows: int, num_sites: int | None = None) -> PairTasks:
+    """Tasks of up to `num_rows` pairs of one expert and one adapter, value `slot * num_sites + expert`; without
+    `num_sites` of one expert, value the expert.
+    """
+    num_keys = pairs.num_experts * (1 if num_sites is None else pairs.num_slots)
+    return PairTasks(
+        *cut_keys(
+            pairs.keys, pairs.num_slots + 1, num_sites or 0, num_rows, most_tasks(len(pairs.keys), num_keys, num_rows)
+        )
+    )
+
+
+@torch.library.custom_op("lorikeet::cut_keys", mutates_args=())
+def cut_keys(
+    keys: torch.Tensor, stride: int, num_sites: int, num_rows: int, num_tasks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """keys: [P] int32 ascending. Returns the tasks, [num_tasks, 3] int32, and [P] int32 0 … P - 1."""
+    num_pairs = keys.shape[0]
+    made = torch.zeros(3 * num_tasks + 1, dtype=torch.int32, device=keys.device)
+    pair_ids = torch.empty_like(keys)
+    cut[(triton.cdiv(num_pairs, BLOCK),)](
+        keys, made, pair_ids, made[3 * num_tasks :], num_pairs, num_pairs.bit_length(), stride, num_sites,
+        ROWS=num_rows, BLOCK=BLOCK, BY_EXPERT=not num_sites,
+    )  # fmt: skip
+    return made[: 3 * num_tasks].view(-1, 3), pair_ids
+
+
+@cut_keys.register_fake
+def _(
+    keys: torch.Tensor, _stride: int, _num_sites: int, _num_rows: int, num_tasks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return keys.new_empty(num_tasks, 3), torch.empty_like(keys)

@@ -1,0 +1,112 @@
+"""How many KV pages there are: what memory gives after the model is loaded, within what was asked for."""
+
+from pathlib import Path
+
+import structlog
+import torch
+
+from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import Model
+
+log = structlog.get_logger()
+
+CPU_SHARE = 0.25
+"""Part of the available memory that KV takes on CPU unless told otherwise: other processes live there too."""
+
+
+def choose_num_pages(
+    config: ShardConfig, model: Model, draft_model: Model | None = None, graph_bytes: int = 0, num_spare: int = 0
+) -> int:
+    """The number of KV pages, each of both models, beside `num_spare` more and `graph_bytes` for graphs. Raises
+    ValueError when they could not hold one request of `max_total_tokens`.
+    """
+    page_bytes = model.page_bytes + (0 if draft_model is None else draft_model.page_bytes)
+    num_pages = config.num_pages
+    if num_pages is None:
+        num_pages = max(0, measure_budget(config, model) - graph_bytes) // page_bytes - num_spare
+        # More than every running and waiting request at its longest could fill only serves prefixes.
+        num_useful = (config.max_running + config.max_waiting) * -(-config.max_total_tokens // model.page_size)
+        num_pages = min(num_pages, num_useful)
+    if config.max_batch_total_tokens is not None:
+        num_pages = min(num_pages, -(-config.max_batch_total_tokens // model.page_size))
+    num_tokens = num_pages * model.page_size
+    if num_tokens < config.max_total_tokens:
+        raise ValueError(
+            f"KV memory holds {num_tokens} tokens ({page_bytes // model.page_size} bytes each), fewer than the "
+            f"{config.max_total_tokens} of one request: lower --max-total-tokens or give more memory"
+        )
+    log.info(
+        "kv memory",
+        num_pages=num_pages,
+        num_tokens=num_tokens,
+        bytes=num_pages * page_bytes,
+        graph_bytes=graph_bytes,
+        adapter_bytes=adapter_bytes(config, model),
+    )
+    return num_pages
+
+
+def measure_budget(config: ShardConfig, model: Model) -> int:
+    """Bytes that KV may take."""
+    if model.info.device.type == "cuda":
+        return max(0, measure_cuda_budget(config, model) - adapter_bytes(config, model))
+    return cpu_budget(config) - adapter_bytes(config, model)
+
+
+def adapter_bytes(config: ShardConfig, model: Model) -> int:
+    """Bytes that the adapters in slots may take; on CPU these are all that are in memory."""
+    if config.adapter_store is None:
+        return 0
+    device = model.info.device
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory * config.adapter_memory_fraction)
+    told = (config.adapter_host_memory or 0) // config.num_ranks
+    return told or int(cpu_budget(config) * config.adapter_memory_fraction)
+
+
+def cpu_budget(config: ShardConfig) -> int:
+    """Bytes that KV and adapters may take together on CPU, of one rank."""
+    if config.cpu_memory is not None:
+        return config.cpu_memory // config.num_ranks
+    return int(available_bytes() * CPU_SHARE * config.memory_wiggle_room)
+
+
+@torch.inference_mode()
+def measure_cuda_budget(config: ShardConfig, model: Model) -> int:
+    """What the device has left of the fraction that is ours, minus what the largest step needs beside KV."""
+    device = model.info.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    num_tokens = config.step_tokens
+    num_rows = min(config.max_running, num_tokens)
+    input_ids = torch.zeros(num_tokens, dtype=torch.long, device=device)
+    rows = torch.arange(num_rows, device=device)
+    model.inputs.fill(largest_step(config, model.page_size), input_ids, rows)
+    logits = model.forward()
+    spare = 5 * logits.numel() * logits.element_size()  # sampling: filters sort, noise, laws
+    step = torch.cuda.max_memory_allocated(device) - before + spare
+    del logits
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    ours = total * config.cuda_memory_fraction - (total - free) - step
+    return max(0, int(ours * config.memory_wiggle_room))
+
+
+def largest_step(config: ShardConfig, page_size: int) -> list[Segment]:
+    """The prompts of a step of `step_tokens`, none longer than a request may be. Without KV nothing is stored."""
+    firsts = range(0, config.step_tokens, config.max_total_tokens)
+    lengths = [min(config.max_total_tokens, config.step_tokens - first) for first in firsts]
+    return [Segment(0, length, range(-(-length // page_size))) for length in lengths]
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: the system's, or less where a control group says so."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            system = int(line.split()[1]) * 1024
+    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        return min(system, max(0, int(text) - int(used.read_text())))
+    return system

@@ -1,0 +1,328 @@
+"""Low-rank adapters on the modules of the base: one site per module, a slot per adapter, many adapters in one step.
+
+`y = scale ⊙ (W x + B A x) + bias`, row by row, scale 1 without DoRA (Hu et al. 2021, Liu et al. 2024). A row's bits do
+not depend on its neighbours. Knows tensors and slots; `shard/scheduler/adapter_slots.py` assigns slots.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from lorikeet.shard.batch.inputs import AdapterRows, StepInputs
+from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
+from lorikeet.shard.model.lora.partition import Cut
+from lorikeet.shard.system.native import CompilerMissing, library
+
+MOST_RANK = 512
+RANK_BLOCK = 8
+OUT_BLOCK = 64
+"""In the layout of sites.c."""
+
+_SOURCE = Path(__file__).with_name("sites.c")
+
+
+class _Weights(ctypes.Structure):
+    """`Weights` of sites.c."""
+
+    _fields_ = [("rank", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("a", "b", "scale", "bias"))]
+
+
+class _Part(ctypes.Structure):
+    """`Part` of sites.c."""
+
+    _fields_ = [
+        ("slots", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("num_in", ctypes.c_int64),
+        ("y", ctypes.c_void_p),
+        ("y_stride", ctypes.c_int64),
+        ("num_out", ctypes.c_int64),
+        ("base_bias", ctypes.c_void_p),
+    ]
+
+
+@dataclass(frozen=True)
+class SlotWeights:
+    """What one adapter adds to one module."""
+
+    # [rank, in] and [rank, out], the scaling inside b; None where only the bias differs
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    # [out] float32: DoRA's magnitude over the norm of the adapted weight's row
+    scale: torch.Tensor | None = None
+    # [out] float32, added to the base's bias
+    bias: torch.Tensor | None = None
+    is_packed: bool = False
+    """Whether a and b are laid out for sites.c."""
+
+    def arranged(self, is_embedding: bool) -> "SlotWeights":
+        """The same for kernels of a device, which read rows: of embeddings A lies as [in, rank]."""
+        if self.a is None or self.b is None:
+            return self
+        return replace(self, a=(self.a.t() if is_embedding else self.a).contiguous(), b=self.b.contiguous())
+
+    def packed(self, is_embedding: bool) -> "SlotWeights":
+        """The same for the compiled code of this machine; itself where there is none."""
+        if self.a is None or self.b is None or self.a.device.type != "cpu" or compiled(self.a.dtype) is None:
+            return self
+        rank = _up(self.a.shape[0], RANK_BLOCK)
+        a = _padded(self.a, rank, self.a.shape[1])
+        if is_embedding:
+            a = a.t().contiguous()
+        else:
+            step = 64 // self.a.element_size()
+            a = _padded(a, rank, _up(a.shape[1], step)).view(rank // RANK_BLOCK, RANK_BLOCK, -1, step)
+            a = a.transpose(1, 2).contiguous()
+        b = _padded(self.b, rank, _up(self.b.shape[1], OUT_BLOCK)).view(rank, -1, OUT_BLOCK)
+        return replace(self, a=a, b=b.transpose(0, 1).contiguous(), is_packed=True)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by name."""
+        named = {"a": self.a, "b": self.b, "scale": self.scale, "bias": self.bias}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def rank(self) -> int:
+        """Padded where packed."""
+        if self.b is None:
+            return 0
+        return self.b.shape[1] if self.is_packed else self.b.shape[0]
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _padded(matrix: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
+    """matrix: [rows, columns]. Returns [num_rows, num_columns], zeros beyond."""
+    return functional.pad(matrix, (0, num_columns - matrix.shape[1], 0, num_rows - matrix.shape[0]))
+
+
+@dataclass(frozen=True)
+class SlotImage:
+    """What a device's table says of an adapter, before the adapter has an address there."""
+
+    # [sites, 5] rank, and where in the adapter's memory a, b, scale and bias begin, -1 for none
+    entries: npt.NDArray[np.int64]
+
+
+class Kernels(Protocol):
+    """What computes on a device other than the CPU, by tables of its own."""
+
+    def image(self, sites: Sequence["AdapterSite"], entries: npt.NDArray[np.int64]) -> SlotImage: ...
+
+    def adapt(self, rows: AdapterRows, products: Sequence["Product"]) -> None: ...
+
+    def adapt_embedding(self, rows: AdapterRows, site: "AdapterSite", ids: torch.Tensor, y: torch.Tensor) -> None: ...
+
+    def change(self, rows: AdapterRows, site: "AdapterSite") -> bool: ...
+
+    def pair_slots(self, rows: AdapterRows, num_rows: int) -> tuple[torch.Tensor, int]: ...
+
+    def pair_tasks(self, pairs: SortedPairs) -> PairTasks: ...
+
+    def adapt_pairs(self, tasks: PairTasks, sites: "ExpertSites", x: torch.Tensor, y: torch.Tensor) -> None: ...
+
+
+class AdapterSite:
+    """One module of the base, as adapters meet it."""
+
+    def __init__(self, name: str, num_in: int, num_out: int, inputs: StepInputs, is_head: bool = False) -> None:
+        self.name = name
+        self.num_in, self.num_out = num_in, num_out
+        self.is_embedding = False
+        # [out] float32, what the module itself adds, or None
+        self.base_bias: torch.Tensor | None = None
+        # [out] float32: squared length of each row of W; empty for embeddings
+        self.squared_norms = torch.empty(0)
+        self.project: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """`x Wᵀ` of rows x: [rows, in]."""
+        self.cut: Cut | None = None
+        """Which part of the module this rank holds; None is all of it."""
+        self.slots: list[SlotWeights | None] = []
+        self.table = (_Weights * 0)()
+        self.kernels: Kernels | None = None
+        """In place of compiled code and specification."""
+        self._inputs, self.is_head = inputs, is_head
+
+    @property
+    def rows(self) -> AdapterRows:
+        """The rows of the step at hand that go through this module and belong to an adapter."""
+        return self._inputs.head_adapter_rows if self.is_head else self._inputs.adapter_rows
+
+    def allocate(self, num_slots: int) -> None:
+        """Room for so many adapters."""
+        self.slots = [None] * num_slots
+        self.table = (_Weights * num_slots)()
+
+    def put(self, slot: int, weights: SlotWeights | None) -> None:
+        """Let `slot` mean these weights, or nothing. They must be of the base's dtype, and packed where they can be."""
+        self.slots[slot] = weights
+        tensors = (None if weights is None else getattr(weights, name) for name in ("a", "b", "scale", "bias"))
+        rank = 0 if weights is None else weights.rank
+        self.bind(slot, (rank, *(0 if tensor is None else tensor.data_ptr() for tensor in tensors)))
+
+    def bind(self, slot: int, entry: Sequence[int]) -> None:
+        """Let `slot` mean, for compiled code, a rank and the addresses of a, b, scale and bias, 0 for none."""
+        self.table[slot] = _Weights(*entry)
+
+    def changes(self, slot: int) -> bool:
+        """Whether the adapter in `slot` changes this module."""
+        entry = self.table[slot]
+        return bool(entry.rank or entry.scale or entry.bias)
+
+
+def adapt_output(site: AdapterSite, x: torch.Tensor, y: torch.Tensor) -> None:
+    """x: [..., in], y: [..., out] contiguous, changed in place."""
+    if len(rows := site.rows):
+        adapt(rows, Product(site, x.reshape(-1, site.num_in), y.view(-1, site.num_out)))
+
+
+class ExpertSites:
+    """One parameter of a block of experts: a site per expert."""
+
+    def __init__(self, name: str, num_experts: int, num_in: int, num_out: int, inputs: StepInputs) -> None:
+        self.name = name
+        self.num_in, self.num_out = num_in, num_out
+        self._inputs = inputs
+        self.experts = [AdapterSite(f"{name}.{index}", num_in, num_out, inputs) for index in range(num_experts)]
+
+    def allocate(self, num_slots: int) -> None:
+        """Room for so many adapters."""
+        for site in self.experts:
+            site.allocate(num_slots)
+
+    @property
+    def kernels(self) -> Kernels | None:
+        """In place of compiled code and specification."""
+        return self.experts[0].kernels
+
+    @property
+    def rows(self) -> AdapterRows:
+        """The rows of the step at hand that belong to an adapter."""
+        return self.experts[0].rows
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether an adapter of the step at hand changes this parameter; of a padded step, whether one could."""
+        if not len(self.rows) or self.kernels is None:
+            return any(self.experts[0].changes(slot) for slot, _, _ in self.rows.tasks.tolist())
+        return self._inputs.bounds is not None or self.kernels.change(self.rows, self.experts[0])
+
+    def slots_of(self, num_rows: int) -> npt.NDArray[np.int32] | None:
+        """[rows] the slot of each row of the step, -1 for none; None when no adapter of it changes this parameter."""
+        if not self.is_changed:
+            return None
+        slots = np.full(num_rows, -1, np.int32)
+        for slot, first, count in self.rows.tasks.tolist():
+            slots[first : first + count] = slot
+        return slots
+
+
+@dataclass(frozen=True)
+class Product:
+    """A module's input and output in one step. `y` is changed in place."""
+
+    site: AdapterSite
+    # [rows, in], [rows, out], neighbouring elements side by side
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def part(self) -> _Part:
+        site = self.site
+        bias = site.base_bias
+        return _Part(
+            ctypes.addressof(site.table),
+            self.x.data_ptr(),
+            self.x.stride(0),
+            site.num_in,
+            self.y.data_ptr(),
+            self.y.stride(0),
+            site.num_out,
+            None if bias is None else bias.data_ptr(),
+        )
+
+
+def adapt(rows: AdapterRows, *products: Product) -> None:
+    """Add to every product what the rows' adapters add."""
+    if not len(rows):
+        return
+    kernels = products[0].site.kernels
+    if kernels is not None:
+        kernels.adapt(rows, products)
+        return
+    dtype = products[0].y.dtype
+    if products[0].y.device.type == "cpu" and compiled(dtype) is not None:
+        parts = (_Part * len(products))(*(product.part() for product in products))
+        library_for(dtype).adapt(parts, len(products), rows.address, len(rows), torch.get_num_threads())
+        return
+    for product in products:
+        for slot, first, count in rows.tasks.tolist():
+            weights = product.site.slots[slot]
+            if weights is not None:
+                for row in range(first, first + count):
+                    adapt_row(weights, product.site.base_bias, product.x[row], product.y[row])
+
+
+def adapt_row(weights: SlotWeights, base_bias: torch.Tensor | None, x: torch.Tensor, y: torch.Tensor) -> None:
+    """The specification. x: [in], y: [out], in place."""
+    value = y.float()
+    delta = value.new_zeros(())
+    if weights.a is not None and weights.b is not None:
+        delta = (weights.a.float() @ x.float()) @ weights.b.float()
+    if weights.scale is None:
+        value = value + delta
+    else:
+        base = value.new_zeros(()) if base_bias is None else base_bias
+        value = weights.scale * (value - base + delta) + base
+    y.copy_(value if weights.bias is None else value + weights.bias)
+
+
+def adapt_embedding(rows: AdapterRows, site: AdapterSite, ids: torch.Tensor, y: torch.Tensor) -> None:
+    """ids: [rows] token ids; y: [rows, H], in place. A's columns are chosen by the id."""
+    if not len(rows):
+        return
+    if site.kernels is not None:
+        site.kernels.adapt_embedding(rows, site, ids, y)
+        return
+    if y.device.type == "cpu" and compiled(y.dtype) is not None:
+        part = Product(site, y, y).part()
+        library_for(y.dtype).adapt_embedding(ctypes.byref(part), ids.data_ptr(), rows.address, len(rows))
+        return
+    for slot, first, count in rows.tasks.tolist():
+        weights = site.slots[slot]
+        if weights is not None and weights.a is not None and weights.b is not None:
+            for row in range(first, first + count):
+                y[row] += (weights.a[:, ids[row]].float() @ weights.b.float()).to(y.dtype)
+
+
+@cache
+def compiled(dtype: torch.dtype) -> int | None:
+    """Address of sites.c's `adapt` for this element type, or None where there is no compiler."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return None
+    try:
+        return ctypes.cast(library_for(dtype).adapt, ctypes.c_void_p).value
+    except CompilerMissing:
+        return None
+
+
+@cache
+def library_for(dtype: torch.dtype) -> ctypes.CDLL:
+    """sites.c for this element type. Raises CompilerMissing."""
+    loaded = library(_SOURCE, *(("ELEMENT_BF16",) if dtype == torch.bfloat16 else ()))
+    loaded.adapt.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    loaded.adapt_embedding.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    loaded.pack.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    loaded.adapt.restype = loaded.adapt_embedding.restype = loaded.pack.restype = None
+    return loaded

@@ -1,0 +1,199 @@
+"""What low-rank adapters add to a product on CUDA: two Triton kernels for any mix of adapters and ranks in one step.
+
+`shrink` computes h = A x, `expand` what y becomes with B h, DoRA's scale and the adapter's bias (lora.py has the
+specification). Ranks, addresses and rows are read from device memory at fixed addresses: nothing waits for the host.
+Bits: a row of a task is a row of a tile of one fixed shape; each of its sums takes its terms in an order that follows
+from the module's shape and the adapter's rank alone, and no sum is shared by atomics. So a row has equal bits in any
+company, as far as a matrix unit computes the rows of a tile alike.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# (Triton compiles the kernels' text, annotations too)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet.shard.batch.row_groups import TASK_ROWS
+from lorikeet.shard.model.kernels.matrix_unit import WIDENS, multiply_add
+
+ENTRY = tl.constexpr(5)
+"""Numbers of a slot's entry for a site: rank, addresses of a, b, scale and bias; 0 for what there is not."""
+PART = tl.constexpr(4)
+"""Numbers of a part: site, number of outputs, first column in y, address of the base's bias or 0."""
+
+RANKS = 16
+"""Factors of one tile."""
+MOST_RANK = 512
+"""As in lora.py."""
+
+
+@triton.jit
+def _splits(rank, RANKS: tl.constexpr, SPLITS: tl.constexpr):
+    return tl.maximum(1, SPLITS // tl.maximum(1, tl.cdiv(rank, RANKS)))
+
+
+@triton.jit
+def _pointer(entry, index: tl.constexpr, element: tl.constexpr):
+    return tl.multiple_of(tl.load(entry + index).to(tl.pointer_type(element)), 16)
+
+
+@triton.jit(do_not_specialize=["num_sites"])
+def shrink(
+    x, h, tasks, row_ids, parts, table, num_in, x_stride, num_sites,
+    room, ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
+    WIDENS: tl.constexpr,
+):  # fmt: skip
+    """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part.
+
+    SPLITS programs share the inputs of a task of one tile's rank; more tiles have fewer each. A pass takes DEPTH of
+    the inputs.
+    """
+    task, part = tl.program_id(0), tl.program_id(2)
+    slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
+    if count == 0:
+        return
+    entry = table + (slot * num_sites + tl.load(parts + part * PART)) * ENTRY
+    rank = tl.load(entry).to(tl.int32)
+    splits = _splits(rank, RANKS, SPLITS)
+    span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
+    lanes = tl.arange(0, ROWS)
+    rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
+    row = (rows * tl.num_programs(2) + part) * room
+    offsets = tl.arange(0, DEPTH)
+    # As many programs for every rank, so that a captured launch holds adapters of any: large ones have turns.
+    for piece in range(tl.program_id(1), splits * tl.cdiv(rank, RANKS), tl.num_programs(1)):
+        a = _pointer(entry, 1, x.dtype.element_ty)
+        split = piece % splits
+        factors = (piece // splits) * RANKS + tl.arange(0, RANKS)
+        sums = tl.zeros((ROWS, RANKS), tl.float32)
+        for start in range(split * span, tl.minimum(num_in, (split + 1) * span), DEPTH):
+            inputs = start + offsets
+            terms = tl.load(
+                x + rows[:, None] * x_stride + inputs[None, :],
+                mask=(lanes < count)[:, None] & (inputs < num_in)[None, :],
+                other=0.0,
+            )
+            weights = tl.load(
+                a + factors[None, :] * num_in + inputs[:, None],
+                mask=(factors < rank)[None, :] & (inputs < num_in)[:, None],
+                other=0.0,
+            )
+            sums = multiply_add(terms, weights, sums, WIDENS)
+        place = h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :]
+        tl.store(place, sums, mask=(lanes < count)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_sites"])
+def expand(
+    h, y, tasks, row_ids, parts, table, y_stride, num_sites, room,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """What y's rows become. For embeddings `h` has the [rows] token ids and a row of a, [in, rank], is what shrink is
+    elsewhere. A program has WIDTH outputs. IS_ALIGNED: 16 divides each part's first column and number of outputs.
+    """
+    task, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
+    num_out = tl.load(parts + part * PART + 1).to(tl.int32)
+    column = tl.load(parts + part * PART + 2).to(tl.int32)
+    if IS_ALIGNED:
+        num_out, column = tl.multiple_of(num_out, 16), tl.multiple_of(column, 16)
+    if (count == 0) | (block * WIDTH >= num_out):
+        return
+    entry = table + (slot * num_sites + tl.load(parts + part * PART)) * ENTRY
+    rank = tl.load(entry).to(tl.int32)
+    # how many there are of each, all or none
+    num_scales = tl.where(tl.load(entry + 3) != 0, num_out, 0)
+    num_biases = tl.where(tl.load(entry + 4) != 0, num_out, 0)
+    num_bases = tl.where(tl.load(parts + part * PART + 3) != 0, num_scales, 0)
+    if rank + num_scales + num_biases == 0:
+        return
+    element: tl.constexpr = y.dtype.element_ty
+    a, b = _pointer(entry, 1, element), _pointer(entry, 2, element)
+
+    lanes = tl.arange(0, ROWS)
+    rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
+    outputs = block * WIDTH + tl.arange(0, WIDTH)
+    splits = _splits(rank, RANKS, SPLITS)
+    padded = tl.cdiv(rank, RANKS) * RANKS
+    if IS_EMBEDDING:
+        row = tl.load(h + rows, mask=lanes < count, other=0) * rank
+    else:
+        row = (rows * tl.num_programs(2) + part) * room
+    delta = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(0, rank, RANKS):
+        factors = start + tl.arange(0, RANKS)
+        weights = tl.load(
+            b + factors[:, None] * num_out + outputs[None, :],
+            mask=(factors < rank)[:, None] & (outputs < num_out)[None, :],
+            other=0.0,
+        )
+        if IS_EMBEDDING:
+            mask = (lanes < count)[:, None] & (factors < rank)[None, :]
+            high = tl.load(a + row[:, None] + factors[None, :], mask=mask, other=0.0)
+            delta = multiply_add(high, weights, delta, WIDENS)
+        else:
+            value = tl.zeros((ROWS, RANKS), tl.float32)
+            for split in range(splits):
+                place = h + row[:, None] + split * padded + factors[None, :]
+                value += tl.load(place, mask=(lanes < count)[:, None], other=0.0)
+            high = value.to(element)
+            delta = multiply_add(high, weights, delta, WIDENS)
+            if element != tl.float32:  # what rounding took away, so that h counts as float32
+                low = (value - high.to(tl.float32)).to(element)
+                delta = multiply_add(low, weights, delta, WIDENS)
+
+    scale = tl.load(_pointer(entry, 3, tl.float32) + outputs, mask=outputs < num_scales, other=1.0)
+    bias = tl.load(_pointer(entry, 4, tl.float32) + outputs, mask=outputs < num_biases, other=0.0)
+    base = tl.load(_pointer(parts + part * PART, 3, tl.float32) + outputs, mask=outputs < num_bases, other=0.0)
+    place = y + rows[:, None] * y_stride + column + outputs[None, :]
+    mask = (lanes < count)[:, None] & (outputs < num_out)[None, :]
+    before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    after = scale[None, :] * (before - base[None, :] + delta) + base[None, :] + bias[None, :]
+    tl.store(place, after.to(element), mask=mask)
+
+
+@torch.library.custom_op("lorikeet::adapt", mutates_args=("y",))
+def add_delta(
+    x: torch.Tensor, y: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor,
+    table: torch.Tensor, shape: list[int], is_aligned: bool, tiles: list[int],
+) -> None:  # fmt: skip
+    """x: [rows, in], or [rows] token ids for embeddings; y: [rows, out of all parts], changed in place.
+
+    tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, sites, ENTRY]. shape: tasks to launch, most
+    outputs of a part. tiles: DEPTH, SPLITS, warps and stages of shrink, WIDTH, warps and stages of expand.
+    """
+    num_tasks, num_out = shape
+    depth, splits, *of_shrink = tiles[:4]
+    width, *of_expand = tiles[4:]
+    num_parts, num_sites = parts.shape[0], table.shape[1]
+    room = max(MOST_RANK, RANKS * splits)
+    fixed: dict[str, Any] = {
+        "ROWS": TASK_ROWS,
+        "RANKS": RANKS,
+        "SPLITS": splits,
+        "WIDENS": WIDENS,
+        "enable_fp_fusion": True,
+    }
+    h = x
+    if x.dim() > 1:
+        h = torch.empty((x.shape[0], num_parts, room), dtype=torch.float32, device=x.device)
+        shrink[(num_tasks, splits, num_parts)](
+            x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), num_sites, room, DEPTH=depth,
+            **_how(of_shrink), **fixed,
+        )  # fmt: skip
+    expand[(num_tasks, triton.cdiv(num_out, width), num_parts)](
+        h, y, tasks, row_ids, parts, table, y.stride(0), num_sites, room, WIDTH=width, IS_ALIGNED=is_aligned,
+        IS_EMBEDDING=x.dim() == 1, **_how(of_expand), **fixed,
+    )  # fmt: skip
+
+
+def _how(warps_and_stages: list[int]) -> dict[str, int]:
+    return dict(zip(("num_warps", "num_stages"), warps_and_stages, strict=True))
+
+
+@add_delta.register_fake
+def _(*_args: object) -> None:
+    return None

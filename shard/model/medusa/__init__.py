@@ -1,0 +1,1 @@
+"""Medusa heads in the forward pass."""

@@ -1,0 +1,80 @@
+"""Medusa heads of a model on CUDA: which address each slot has for each head, and the launches of a step.
+
+Knows tables and launches; the arithmetic is in heads_triton.py, the guesses of a step in shard/batch/head_groups.py.
+"""
+
+import numpy as np
+import torch
+
+from lorikeet.shard.batch.head_groups import GuessGroups
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.transfer import sendable
+from lorikeet.shard.model.kernels.tuning import DEFAULTS, Tuned
+from lorikeet.shard.model.medusa.heads import SlotHeads
+from lorikeet.shard.model.medusa.loading import MOST_BLOCKS, MOST_HEADS
+from lorikeet.shard.model.medusa.triton import ENTRY, add_guesses, put_answers
+
+
+class DeviceHeads:
+    """The heads of all slots, as the kernels see them."""
+
+    def __init__(self, inputs: StepInputs, num_slots: int, tuned: Tuned = DEFAULTS) -> None:
+        self._inputs, self._tuned = inputs, tuned
+        # [slots, heads, ENTRY] numbers of blocks and addresses, 0 for what there is not
+        self.table = torch.zeros(num_slots, MOST_HEADS, ENTRY.value, dtype=torch.int64, device=inputs.device)
+        self._num_blocks = 1
+        self._dtype: torch.dtype | None = None
+        self._has_outputs = False
+
+    def bind(self, slot: int, heads: SlotHeads) -> None:
+        """Let `slot` mean these heads, which lie on the device, for steps launched from now on."""
+        num_blocks = len(heads.blocks)
+        entries = np.zeros((MOST_HEADS, ENTRY.value), np.int64)
+        for head in range(heads.num_heads):
+            addresses = [tensor[head].data_ptr() for tensor in heads.tensors]
+            entries[head, 0] = num_blocks
+            entries[head, 1] = addresses[-1] if heads.outputs else 0
+            entries[head, 2 : 2 + 2 * num_blocks] = addresses[: 2 * num_blocks]
+        self._dtype = heads.tensors[0].dtype
+        self._num_blocks = max(self._num_blocks, num_blocks)
+        self._has_outputs = self._has_outputs or bool(heads.outputs)
+        self.table[slot].copy_(sendable(torch.from_numpy(entries), self.table.device), non_blocking=True)
+
+    def clear(self, slot: int) -> None:
+        """Let `slot` mean no heads, for steps launched from now on."""
+        self.table[slot].zero_()
+
+    def guess(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [S, H]. Returns [S + E, H], the same and behind them what the output head is to see for each guess.
+        Rows of guesses that nobody wants hold anything.
+        """
+        (num_rows, size), groups = rows.shape, self._groups
+        num_blocks = MOST_BLOCKS if self._is_padded else self._num_blocks
+        if self._dtype not in (None, rows.dtype):
+            raise RuntimeError(f"heads are {self._dtype}, rows at the output head {rows.dtype}")
+        num_kept = num_rows + groups.num_guesses
+        num_scratch = groups.num_guesses if num_blocks > 1 else 0
+        x = rows.new_empty(num_kept + num_scratch, size)
+        x[:num_rows].copy_(rows)
+        tiles = self._tuned.tiles("guess", size, rows.dtype)
+        add_guesses(x, groups.tasks, groups.sources, groups.places, self.table, num_rows, num_blocks, tiles)
+        return x[:num_kept]
+
+    def answer(self, x: torch.Tensor, logits: torch.Tensor) -> None:
+        """Put the logits of version 1 heads in their places. x: [S + E, H], logits: [S + E, V]."""
+        if self._has_outputs or self._is_padded:
+            groups, tiles = self._groups, self._tuned.tiles("answer", x.shape[1], x.dtype)
+            num_rows = x.shape[0] - groups.num_guesses
+            put_answers(x, logits, groups.tasks, groups.places, self.table, num_rows, tiles)
+
+    @property
+    def _is_padded(self) -> bool:
+        """Whether the launches of this step may be replayed when other heads are bound."""
+        return self._inputs.bounds is not None
+
+    @property
+    def _groups(self) -> GuessGroups:
+        groups = self._inputs.guess_groups
+        if groups is None:
+            raise RuntimeError("guesses of heads that the device does not know of")
+        return groups

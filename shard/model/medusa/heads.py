@@ -1,0 +1,221 @@
+"""Medusa heads in a step: from hidden rows at the output head's input to rows of guesses that go through it as well.
+
+A head is a few residual blocks, `x + SiLU(W x + b)`; then version 2 shares the base's output head and version 1 has a
+matrix of its own (Cai et al. 2024). Guesses speak through the output head as the request has it, its LoRA included:
+so they were trained. A row's bits do not depend on its neighbours. Knows tensors and slots; adapters/medusa/model.py
+is the measure.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
+from lorikeet.shard.batch.transfer import to_device
+from lorikeet.shard.model.kernels import cpu as kernels
+from lorikeet.shard.model.lora.partition import Cut
+from lorikeet.shard.model.lora.sites import AdapterSite
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""`x Wᵀ + b` of rows x: [rows, in]; two rows at least, for equal bits whatever their number."""
+
+
+@dataclass(frozen=True)
+class SlotHeads:
+    """The heads of one adapter, ready to compute."""
+
+    num_heads: int
+    hidden_size: int
+    blocks: Sequence[Sequence[Product]]
+    """Per block one product for each head, or the first block's as one, [H] → [heads * H]: its inputs are the same."""
+    outputs: Sequence[Product] = ()
+    """Of version 1: per head [H] → [V]."""
+    tensors: Sequence[torch.Tensor] = ()
+    """Where they lie on a device: per block [heads, H, H] and [heads, H], then version 1's [heads, V, H]."""
+
+    def hidden(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [n, H]. Returns [n, heads, H], what the output head turns into logits."""
+        n = rows.shape[0]
+        x = rows[:, None].expand(n, self.num_heads, self.hidden_size)
+        for products in self.blocks:
+            if len(products) == 1:
+                y = products[0](rows).view(n, self.num_heads, self.hidden_size)
+            else:
+                y = torch.stack([product(x[:, j].contiguous()) for j, product in enumerate(products)], dim=1)
+            x = x + _silu(y)
+        return x
+
+
+@dataclass(frozen=True)
+class _OwnRows:
+    """Hidden rows that a version 1 head turns into logits itself."""
+
+    # [n] rows of the output
+    places: torch.Tensor
+    # [n, H]
+    hidden: torch.Tensor
+    product: Product
+
+
+class HeadKernels(Protocol):
+    """What computes guesses on a device other than the CPU, by tables of its own."""
+
+    def bind(self, slot: int, heads: SlotHeads) -> None: ...
+
+    def clear(self, slot: int) -> None: ...
+
+    def guess(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+    def answer(self, x: torch.Tensor, logits: torch.Tensor) -> None: ...
+
+
+class HeadsPool:
+    """The heads of all slots, at the output head of one network."""
+
+    def __init__(self, inputs: StepInputs) -> None:
+        self.vocab_size = self.hidden_size = 0
+        """Of the output head."""
+        self.cut: Cut | None = None
+        """Which rows of it this rank holds; None is all of them."""
+        self.is_reached = False
+        """Whether the network takes its logits from its output head, so that heads can speak through it."""
+        self.kernels: HeadKernels | None = None
+        """In place of one product after the other."""
+        self._inputs = inputs
+        self._slots: dict[int, SlotHeads] = {}
+        self._own: list[_OwnRows] = []
+
+    def attach(self, network: nn.Module, site: AdapterSite) -> None:
+        """Let guesses go through the network's output head, which is in place for good. `site`: of that head."""
+        output = getattr(network, "get_output_embeddings", lambda: None)()
+        if isinstance(output, nn.Module):
+            self.vocab_size, self.hidden_size, self.cut = site.num_out, site.num_in, site.cut
+            output.register_forward_pre_hook(self._before)
+            output.register_forward_hook(self._after)
+
+    def put(self, slot: int, heads: SlotHeads) -> None:
+        """Let `slot` mean these heads."""
+        self._slots[slot] = heads
+        if self.kernels is not None:
+            self.kernels.bind(slot, heads)
+
+    def clear(self, slot: int) -> None:
+        """Let `slot` mean no heads, whether it did or not."""
+        if self._slots.pop(slot, None) is not None and self.kernels is not None:
+            self.kernels.clear(slot)
+
+    def prepare(self) -> None:
+        """Before a step whose guesses a device computes by tables: raises RuntimeError for heads that are not there."""
+        if self.kernels is not None:
+            for _, slot, num_guesses in self._inputs.heads:
+                self._heads(slot, num_guesses)
+
+    def _before(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Append the rows of guesses to the output head's input, [1, rows, H]."""
+        self.is_reached = True
+        self._own.clear()  # of a step that failed half way
+        wanted = self._inputs.heads
+        if not self._inputs.num_guess_rows:
+            return None
+        num_rows = self._inputs.logits_rows.shape[0]
+        rows = args[0].reshape(-1, args[0].shape[-1])[:num_rows]  # a second row where a step has but one stays out
+        if self.kernels is not None:
+            return (self.kernels.guess(rows)[None], *args[1:])
+        if self._inputs.bounds is not None:
+            raise RuntimeError("guesses of heads in a step with bounds need kernels of a device")
+        guesses = self._guess(rows, wanted)
+        return (torch.cat([rows, guesses])[None], *args[1:])
+
+    def _guess(self, rows: torch.Tensor, wanted: Sequence[HeadsRow]) -> torch.Tensor:
+        """rows: [S, H]. Returns [E, H] in the order of `wanted`."""
+        # [E] where each guess lies among the hidden rows of all slots
+        sources = [0] * sum(each.num_guesses for each in wanted)
+        ends = _ends([each.num_guesses for each in wanted])
+        parts: list[torch.Tensor] = []
+        first = 0
+        for slot, group in groupby(sorted(range(len(wanted)), key=lambda i: wanted[i].slot), lambda i: wanted[i].slot):
+            members = list(group)
+            heads = self._heads(slot, max(wanted[i].num_guesses for i in members))
+            hidden = _of_rows(heads, rows, [wanted[i].row for i in members])
+            for index, member in enumerate(members):
+                begin, count = ends[member] - wanted[member].num_guesses, wanted[member].num_guesses
+                at = first + index * heads.num_heads
+                sources[begin : begin + count] = range(at, at + count)
+            self._keep_own(heads, hidden, [(ends[i] - wanted[i].num_guesses, wanted[i].num_guesses) for i in members])
+            parts.append(hidden.flatten(0, 1))
+            first += parts[-1].shape[0]
+        found = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if sources == list(range(first)):
+            return found
+        return found.index_select(0, _indices(sources, rows.device))
+
+    def _heads(self, slot: int, num_guesses: int) -> SlotHeads:
+        heads = self._slots.get(slot)
+        if heads is None or heads.num_heads < num_guesses:
+            has = "no" if heads is None else heads.num_heads
+            raise RuntimeError(f"slot {slot} has {has} heads, {num_guesses} are to guess")
+        return heads
+
+    def _keep_own(self, heads: SlotHeads, hidden: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
+        """Remember what version 1 heads have to do. hidden: [n, heads, H]; spans: first place and number per row."""
+        num_rows = self._inputs.logits_rows.shape[0]
+        for head, product in enumerate(heads.outputs):
+            asked = [index for index, (_, count) in enumerate(spans) if head < count]
+            if asked:
+                places = _indices([num_rows + spans[index][0] + head for index in asked], hidden.device)
+                rows = hidden[:, head].index_select(0, _indices(asked, hidden.device))
+                self._own.append(_OwnRows(places, rows, product))
+
+    def _after(self, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        """Put the logits of version 1 heads in their places, [1, rows, V]."""
+        if self.kernels is not None:
+            if self._inputs.num_guess_rows:
+                self.kernels.answer(args[0][0], output.view(-1, output.shape[-1]))
+            return
+        kept, self._own = self._own, []
+        for own in kept:
+            output.view(-1, output.shape[-1]).index_copy_(0, own.places, _at_least_two(own.product, own.hidden))
+
+
+def _of_rows(heads: SlotHeads, rows: torch.Tensor, row_ids: Sequence[int]) -> torch.Tensor:
+    """rows: [S, H]. Returns [n, heads, H] of those in `row_ids`."""
+    chosen = (
+        rows if list(row_ids) == list(range(rows.shape[0])) else rows.index_select(0, _indices(row_ids, rows.device))
+    )
+    return _at_least_two(heads.hidden, chosen)
+
+
+def _at_least_two(function: Product, rows: torch.Tensor) -> torch.Tensor:
+    """What `function` makes of rows: [n, H], of one row computed as two."""
+    if rows.shape[0] > 1:
+        return function(rows)
+    return function(rows.expand(2, -1).contiguous())[:1]
+
+
+def _ends(counts: Sequence[int]) -> list[int]:
+    ends, total = [], 0
+    for count in counts:
+        total += count
+        ends.append(total)
+    return ends
+
+
+def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return to_device(torch.tensor(values, dtype=torch.long), device)
+
+
+def _silu(y: torch.Tensor) -> torch.Tensor:
+    """y: [n, heads, H] contiguous. On CPU row by row: how torch splits a longer stretch over vectors and threads shows
+    in the last bit.
+    """
+    if y.device.type != "cpu":
+        return functional.silu(y)
+    flat = y.view(y.shape[0], -1)
+    if y.dtype == torch.bfloat16 and flat.shape[1] % 16 == 0 and kernels.available():
+        return kernels.silu_times(flat, torch.ones_like(flat)).view(y.shape)
+    return torch.stack([functional.silu(row) for row in flat]).view(y.shape)

@@ -1,0 +1,170 @@
+"""Medusa heads on CUDA: Triton kernels for the guesses of any mix of slots and heads in one step.
+
+`guess` computes one residual block of each head, y = x + SiLU(W x + b), `answer` the logits of heads that have an
+output matrix of their own (Cai et al. 2024; SlotHeads in heads.py is the specification). Addresses, tasks and rows are
+read from device memory: nothing waits for the host, nothing is launched per slot. Sums are float32 and are rounded once
+per block. Bits: a guess is a row of a tile of one fixed shape, and each of its sums takes all its terms in one program,
+in an order that follows from the module's shape alone. So it has equal bits in any company, as far as a matrix unit
+computes the rows of a tile alike.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# (Triton compiles the kernels' text, annotations too)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet.shard.batch.row_groups import TASK_ROWS
+from lorikeet.shard.model.kernels.matrix_unit import WIDENS, multiply_add
+from lorikeet.shard.model.medusa.loading import MOST_BLOCKS
+
+ENTRY = tl.constexpr(2 + 2 * MOST_BLOCKS)
+"""Numbers of a head's entry: blocks, address of its output matrix or 0, then of each block's weight and bias."""
+
+
+@triton.jit
+def _pointer(entry, index, element: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    pointer = tl.load(entry + index).to(tl.pointer_type(element))
+    if IS_ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _product(
+    x, rows, is_row, weight, outputs, num_in, num_out,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, WIDTH] float32: x[rows] . weight[outputs]."""
+    offsets = tl.arange(0, DEPTH)
+    sums = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(0, num_in, DEPTH):
+        inputs = start + offsets
+        terms = tl.load(
+            x + rows[:, None] * num_in + inputs[None, :],
+            mask=is_row[:, None] & (inputs < num_in)[None, :],
+            other=0.0,
+        )
+        weights = tl.load(
+            weight + outputs[None, :].to(tl.int64) * num_in + inputs[:, None],
+            mask=(outputs < num_out)[None, :] & (inputs < num_in)[:, None],
+            other=0.0,
+        )
+        sums = multiply_add(terms, weights, sums, WIDENS)
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_guesses", "num_behind"])
+def guess(
+    x, tasks, sources, places, table, num_in, num_rows, num_guesses, num_behind,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """One block of every head, `num_behind` launches before the last, which computes every head's last block.
+
+    x: [num_rows hidden rows, then num_guesses results, then as many between two blocks; num_in].
+    """
+    task, piece = tl.program_id(0), tl.program_id(1)
+    slot, head = tl.load(tasks + task * 4), tl.load(tasks + task * 4 + 1)
+    first, count = tl.load(tasks + task * 4 + 2), tl.load(tasks + task * 4 + 3)
+    if count == 0:
+        return
+    entry = table + (slot * HEADS + head) * ENTRY
+    num_blocks = tl.load(entry).to(tl.int32)
+    block = num_blocks - 1 - num_behind
+    if (block < 0) & (num_blocks + num_behind > 0):
+        return
+    lanes = tl.arange(0, ROWS)
+    is_row = lanes < count
+    place = num_rows + tl.load(places + first + lanes, mask=is_row, other=0)
+    source = tl.load(sources + first + lanes, mask=is_row, other=0)
+    rows = tl.where(block > 0, place + (1 - num_behind % 2) * num_guesses, source).to(tl.int64)
+    outputs = piece * WIDTH + tl.arange(0, WIDTH)
+    mask = is_row[:, None] & (outputs < num_in)[None, :]
+    value = tl.load(x + rows[:, None] * num_in + outputs[None, :], mask=mask, other=0.0).to(tl.float32)
+    element: tl.constexpr = x.dtype.element_ty
+    if block >= 0:
+        weight = _pointer(entry, 2 + 2 * block, element, IS_ALIGNED)
+        bias = tl.load(_pointer(entry, 3 + 2 * block, element, IS_ALIGNED) + outputs, mask=outputs < num_in, other=0.0)
+        sums = _product(x, rows, is_row, weight, outputs, num_in, num_in, ROWS, WIDTH, DEPTH, WIDENS)
+        sums += bias.to(tl.float32)[None, :]
+        value += sums / (1.0 + tl.exp(-sums))
+    target = (place + (num_behind % 2) * num_guesses).to(tl.int64)
+    tl.store(x + target[:, None] * num_in + outputs[None, :], value.to(element), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def answer(
+    x, logits, tasks, places, table, num_in, num_out, num_rows, logits_stride,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """logits[place] = x[place] . output matrix, where the head has one of its own."""
+    task, piece = tl.program_id(0), tl.program_id(1)
+    slot, head = tl.load(tasks + task * 4), tl.load(tasks + task * 4 + 1)
+    first, count = tl.load(tasks + task * 4 + 2), tl.load(tasks + task * 4 + 3)
+    entry = table + (slot * HEADS + head) * ENTRY
+    if (count == 0) | (tl.load(entry + 1) == 0):
+        return
+    lanes = tl.arange(0, ROWS)
+    is_row = lanes < count
+    rows = (num_rows + tl.load(places + first + lanes, mask=is_row, other=0)).to(tl.int64)
+    outputs = piece * WIDTH + tl.arange(0, WIDTH)
+    element: tl.constexpr = x.dtype.element_ty
+    weight = _pointer(entry, 1, element, IS_ALIGNED)
+    sums = _product(x, rows, is_row, weight, outputs, num_in, num_out, ROWS, WIDTH, DEPTH, WIDENS)
+    mask = is_row[:, None] & (outputs < num_out)[None, :]
+    tl.store(logits + rows[:, None] * logits_stride + outputs[None, :], sums.to(logits.dtype.element_ty), mask=mask)
+
+
+def _fixed(table: torch.Tensor, num_in: int, tiles: list[int]) -> dict[str, Any]:
+    width, depth, num_warps, num_stages = tiles
+    return {
+        "HEADS": table.shape[1],
+        "ROWS": TASK_ROWS,
+        "WIDTH": width,
+        "DEPTH": depth,
+        "IS_ALIGNED": num_in % 16 == 0,
+        "WIDENS": WIDENS,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
+@torch.library.custom_op("lorikeet::guess", mutates_args=("x",))
+def add_guesses(
+    x: torch.Tensor, tasks: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, table: torch.Tensor,
+    num_rows: int, num_blocks: int, tiles: list[int],
+) -> None:  # fmt: skip
+    """What heads make of hidden rows, in place. x: [S + E, H], hidden rows first; [S + 2 E, H] for several blocks.
+
+    tasks, sources, places: of GuessGroups; table: [slots, heads, ENTRY]; num_blocks: launches, and blocks that a head
+    has at most; tiles: WIDTH, DEPTH, warps and stages.
+    """
+    num_in, num_guesses = x.shape[1], places.shape[0]
+    grid = (tasks.shape[0], triton.cdiv(num_in, tiles[0]))
+    for num_behind in reversed(range(num_blocks)):
+        guess[grid](
+            x, tasks, sources, places, table, num_in, num_rows, num_guesses, num_behind,
+            **_fixed(table, num_in, tiles),
+        )  # fmt: skip
+
+
+@torch.library.custom_op("lorikeet::answer", mutates_args=("logits",))
+def put_answers(
+    x: torch.Tensor, logits: torch.Tensor, tasks: torch.Tensor, places: torch.Tensor, table: torch.Tensor,
+    num_rows: int, tiles: list[int],
+) -> None:  # fmt: skip
+    """Logits of heads with an output matrix of their own, in place. x: [S + E, H]; logits: [S + E, V]."""
+    num_in, num_out = x.shape[1], logits.shape[1]
+    answer[(tasks.shape[0], triton.cdiv(num_out, tiles[0]))](
+        x, logits, tasks, places, table, num_in, num_out, num_rows, logits.stride(0), **_fixed(table, num_in, tiles)
+    )
+
+
+@add_guesses.register_fake
+@put_answers.register_fake
+def _(*_args: object) -> None:
+    return None

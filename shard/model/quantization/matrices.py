@@ -1,0 +1,219 @@
+"""Weight matrices that stay as they were quantised, each with its product; one class per way of keeping them.
+
+On CPU a row's bits must not depend on its neighbours, so the weight is read out in the number format of the
+activations for each product, and the product is ours; the packages' own either round more or let a row see the rest of
+the batch. On CUDA it is the package's where that has a kernel and lets each row alone. Nothing is read back from it.
+"""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from lorikeet.shard.model.kernels.packing import PackedMatrix, can_pack, multiply
+
+UNIT_ROWS = 1024
+"""Rows of the identity that a matrix is read out by at once."""
+
+
+class QuantizedMatrix(PackedMatrix):
+    """`x ↦ x Wᵀ + bias` with the weight as it was quantised."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        """`module`: whose weight is kept. `dtype`: of activations."""
+        self.out_features, self.in_features = int(module.out_features), int(module.in_features)
+        self.dtype = dtype
+        # [out]
+        self.bias = None if module.bias is None else module.bias.detach().to(dtype)
+
+    @abstractmethod
+    def dense(self) -> torch.Tensor:
+        """[out, in] in `dtype`, made anew."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """That the weight takes, scales and all."""
+
+    def leave_the_file(self) -> None:
+        """Copy the weight where it may be a view into a mapped checkpoint: one would keep all of it resident."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _product(x, self.dense(), self.bias)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return _product(x, self.dense(), None)
+
+
+class FourBitMatrix(QuantizedMatrix):
+    """bitsandbytes' 4 bits: nf4 and fp4. On CUDA its kernel multiplies by the packed weight."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__(module, dtype)
+        state = module.weight.quant_state
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ValueError("the 4-bit weight was laid out for bitsandbytes' own product already")
+        # [out in / 2, 1] uint8, and the scale of each block
+        self._packed, self._state = module.weight.data, state
+
+    def leave_the_file(self) -> None:
+        self._packed = self._packed.clone()
+
+    def dense(self) -> torch.Tensor:
+        from bitsandbytes.functional import dequantize_4bit
+
+        dense: torch.Tensor = dequantize_4bit(self._packed, self._state)
+        return dense.to(self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self._packed, self._state.absmax, self._state.state2.absmax if self._state.nested else None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x) if x.device.type == "cpu" else self._on_device(x, self.bias)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return super().project(x) if x.device.type == "cpu" else self._on_device(x, None)
+
+    def _on_device(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        from bitsandbytes import matmul_4bit
+
+        y: torch.Tensor = matmul_4bit(x, self._packed, quant_state=self._state, bias=bias)
+        return y
+
+
+class EightBitMatrix(QuantizedMatrix):
+    """bitsandbytes' 8 bits, whose product rounds activations to 8 bits too, row by row, but for large ones (Dettmers et
+    al. 2022). There a value in one row decides how a whole column of all rows is computed, and the host waits to learn
+    of it; here each row decides alone.
+    """
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__(module, dtype)
+        weight, state = module.weight, module.state
+        scales = weight.SCB if weight.SCB is not None else state.SCB
+        # [out, in] int8 and [out] float32: the largest of each row, which 127 stands for
+        self._rounded, self._largest = weight.data, scales
+        self._threshold = float(state.threshold)
+
+    def leave_the_file(self) -> None:
+        self._rounded, self._largest = self._rounded.clone(), self._largest.clone()
+
+    def dense(self) -> torch.Tensor:
+        return self._rounded.to(self.dtype) * (self._largest / 127).to(self.dtype)[:, None]
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self._rounded, self._largest)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        operators = torch.ops.bitsandbytes
+        # [rows, in]
+        rows = x.reshape(-1, self.in_features)
+        halves = rows.half()
+        large = halves.abs() >= (self._threshold if self._threshold > 0 else torch.inf)
+        rounded, scales, _ = operators.int8_vectorwise_quant(halves.masked_fill(large, 0), 0.0)
+        y: torch.Tensor = operators.int8_scaled_mm(rounded, self._rounded, scales, self._largest, self.bias, self.dtype)
+        # elsewhere the host would wait for the answer, and a captured graph knows none
+        if x.device.type != "cpu" or large.any():
+            y = y + _product(rows.masked_fill(~large, 0), self.dense(), None)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class GroupedMatrix(QuantizedMatrix):
+    """hqq's 4, 3 and 2 bits: a scale and a zero for each group of weights."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__(module, dtype)
+        self._module = module
+
+    def dense(self) -> torch.Tensor:
+        dense: torch.Tensor = self._module.dequantize()
+        return dense.to(self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self._module.W_q, self._module.meta["scale"], self._module.meta["zero"])
+
+
+class Float8Matrix(QuantizedMatrix):
+    """torchao's 8-bit floats (e4m3) with a scale for each row of W; activations keep their format."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__(module, dtype)
+        # [out, in] float8_e4m3fn and [out, 1] float32, as one tensor of torchao's
+        self._weight = module.weight.detach()
+        # [256] bfloat16: what each byte means; looked up four times as fast as a processor converts it
+        self._meanings = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).bfloat16()
+
+    def dense(self) -> torch.Tensor:
+        weight = self._weight
+        if weight.device.type != "cpu":
+            made: torch.Tensor = weight.dequantize(self.dtype)
+            return made
+        values = self._meanings.index_select(0, weight.qdata.view(torch.uint8).int().view(-1))
+        dense: torch.Tensor = (values.view(weight.shape) * weight.scale).to(self.dtype)
+        return dense
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self._weight.qdata, self._weight.scale)
+
+
+class GptqMatrix(QuantizedMatrix):
+    """A checkpoint's GPTQ weight (Frantar et al. 2022) as gptqmodel's layer for torch holds it."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__(module, dtype)
+        self._module = module
+
+    def leave_the_file(self) -> None:
+        for name, buffer in list(self._module.named_buffers(recurse=False)):
+            setattr(self._module, name, buffer.clone())
+
+    def dense(self) -> torch.Tensor:
+        # not the instance's own, which would be compiled for each shape
+        dense: torch.Tensor = type(self._module).dequantize_weight(self._module)
+        return dense.t().to(self.dtype).contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(*self._module.buffers(recurse=False))
+
+
+class AwqMatrix(GptqMatrix):
+    """A checkpoint's AWQ weight (Lin et al. 2023) as gptqmodel's layer for torch holds it."""
+
+    def dense(self) -> torch.Tensor:
+        from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+        held = self._module
+        dense: torch.Tensor = dequantize_gemm(held.qweight, held.qzeros, held.scales, held.bits, held.group_size)
+        return dense.t().to(self.dtype).contiguous()
+
+
+class KernelMatrix(GptqMatrix):
+    """A checkpoint's GPTQ or AWQ weight laid out for one of gptqmodel's kernels, which alone can read it."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._module(x)
+        return y
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) if self.bias is None else self(x) - self.bias
+
+    def dense(self) -> torch.Tensor:
+        """What the kernel gives for each row of the identity is a column of W."""
+        unit = torch.eye(self.in_features, dtype=self.dtype, device=self._module.qweight.device)
+        return torch.cat([self.project(rows) for rows in unit.split(UNIT_ROWS)]).t()
+
+
+def _num_bytes(*tensors: torch.Tensor | None) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x: [..., in]; weight: [out, in]; bias: [out]. Returns [..., out]."""
+    on_cpu = x.device.type == "cpu" and can_pack(x.dtype)
+    return multiply(x, weight, bias) if on_cpu else functional.linear(x, weight, bias)

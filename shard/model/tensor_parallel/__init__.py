@@ -1,0 +1,1 @@
+"""Tensor parallelism: partitioning of weights, process groups and collectives."""

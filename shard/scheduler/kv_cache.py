@@ -1,0 +1,233 @@
+"""Who owns which KV page, and which pages can be found again by what they hold. Plain bookkeeping without torch.
+
+A page is in exactly one of three states:
+
+    free     [0 owners, no hash]   in `_free`; content meaningless
+    owned    [1+ owners]           in the `page_ids` of that many requests; content shared only if it has a hash
+    cached   [0 owners, hash]      in `_cached`; found again by hash, or evicted when free pages run out
+
+Only full pages of computed and committed tokens get a hash. It chains: parent's hash, the page's tokens; the root names
+the adapter and the salt. Knows nothing of steps and of what is in the memory.
+"""
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from enum import Enum
+from hashlib import blake2b
+
+from lorikeet.shard.scheduler.request import Request
+
+
+class Admission(Enum):
+    """What came of the wish to give a request its pages."""
+
+    ADMITTED = "admitted"
+    AWAITS = "another request is just computing its next page"
+    FULL = "too few pages"
+
+
+class KvCache:
+    """The pool of pages, the page table of each request, and the prefix cache."""
+
+    def __init__(self, num_pages: int, page_size: int, prefix_caching: bool = True) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.prefix_caching = prefix_caching
+        self.num_touched = 0
+        """Pages from the first one that have been handed out so far."""
+        self._free = deque(range(num_pages))
+        self._num_owners = [0] * num_pages
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._page_by_hash: dict[bytes, int] = {}
+        self._hash_by_page: dict[int, bytes] = {}
+        self._adapter_by_page: dict[int, str] = {}  # of pages with a hash
+        self._has_draft = bytearray(num_pages)  # 1 where all of a page's KV of the draft model is there too
+        self._computing: dict[bytes, Request] = {}  # pages that will be published by a request that has them
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages kept for prefixes only."""
+        return len(self._cached)
+
+    @property
+    def num_owned(self) -> int:
+        """Pages owned by requests."""
+        return self.num_pages - self.num_available
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def admit(self, request: Request, num_spare: int) -> Admission:
+        """Give a request without pages those of all its known tokens, shared ones where they can be found.
+
+        `num_spare` pages must stay available. Sets the request's counts to what the shared pages hold.
+        """
+        if request.awaited_hash is not None and request.awaited_hash in self._computing:
+            return Admission.AWAITS
+        num_pages = self.num_needed(len(request.token_ids))
+        num_shareable = request.num_shareable // self.page_size if self.prefix_caching else 0
+        if self.num_available < num_pages - num_shareable + num_spare:
+            return Admission.FULL
+        shared = self._find(request, num_shareable)
+        if len(shared) < num_shareable and request.page_hashes[len(shared)] in self._computing:
+            request.awaited_hash = request.page_hashes[len(shared)]
+            return Admission.AWAITS
+        request.awaited_hash = None
+        num_from_cached = sum(self._num_owners[page] == 0 for page in shared)
+        if self.num_available - num_from_cached < num_pages - len(shared) + num_spare:
+            return Admission.FULL
+        for page in shared:
+            self._num_owners[page] += 1
+            self._cached.pop(page, None)
+        request.page_ids = shared + [self._take() for _ in range(num_pages - len(shared))]
+        request.num_computed = request.num_committed = len(shared) * self.page_size
+        request.num_published = len(shared)
+        self.skip_draft(request)
+        self._announce(request)
+        return Admission.ADMITTED
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Give a request the pages that `num_tokens` tokens need in all; False, and nothing changed, if too few."""
+        num_missing = self.num_needed(num_tokens) - len(request.page_ids)
+        if num_missing > self.num_available:
+            return False
+        for _ in range(num_missing):
+            request.page_ids.append(self._take())
+        return True
+
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """Take the pages from a request that its first `num_tokens` tokens do not need. They hold nothing committed."""
+        for page in reversed(request.page_ids[self.num_needed(num_tokens) :]):
+            self._num_owners[page] -= 1
+            self._free.appendleft(page)
+        del request.page_ids[self.num_needed(num_tokens) :]
+
+    def skip_draft(self, request: Request) -> int:
+        """Move a request's count of what the draft model has computed over pages where that is there already."""
+        num_full = request.num_draft_computed // self.page_size
+        while num_full < len(request.page_ids) and self._has_draft[request.page_ids[num_full]]:
+            num_full += 1
+        request.num_draft_computed = max(request.num_draft_computed, num_full * self.page_size)
+        return request.num_draft_computed
+
+    def mark_draft(self, request: Request, start: int, end: int) -> None:
+        """The draft model has computed the tokens up to `end`, those from `start` on just now."""
+        for page in request.page_ids[start // self.page_size : end // self.page_size]:
+            self._has_draft[page] = 1
+
+    def publish(self, request: Request) -> None:
+        """Let others find the request's full pages up to its committed tokens. Content that is known stays private."""
+        num_full = request.num_committed // self.page_size
+        if not self.prefix_caching or num_full <= request.num_published:
+            return
+        self._hash(request, num_full)
+        for index in range(request.num_published, num_full):
+            page_hash, page = request.page_hashes[index], request.page_ids[index]
+            if self._computing.get(page_hash) is request:
+                del self._computing[page_hash]
+            if page_hash not in self._page_by_hash:
+                self._page_by_hash[page_hash] = page
+                self._hash_by_page[page] = page_hash
+                if request.adapter_digest:
+                    self._adapter_by_page[page] = request.adapter_digest
+        request.num_published = num_full
+
+    def release(self, request: Request) -> None:
+        """Take all pages from a request. Only when no launched step writes them."""
+        for page_hash in request.page_hashes[request.num_published :]:
+            if self._computing.get(page_hash) is request:
+                del self._computing[page_hash]
+        for page in reversed(request.page_ids):  # so that a prefix is evicted from its end, and runs ascend again
+            self._num_owners[page] -= 1
+            if self._num_owners[page]:
+                continue
+            if page in self._hash_by_page:
+                self._cached[page] = None
+            else:
+                self._free.appendleft(page)
+        request.page_ids = []
+        request.num_computed = request.num_committed = request.num_published = request.num_draft_computed = 0
+
+    def forget(self, adapter_digest: str) -> None:
+        """No later request finds pages that were computed under this adapter."""
+        for page in [page for page, digest in self._adapter_by_page.items() if digest == adapter_digest]:
+            self._forget_page(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+
+    def check(self, owners: Iterable[Request]) -> None:
+        """Prove that every page is accounted for, given all requests that own pages. Raises RuntimeError."""
+        num_owners = [0] * self.num_pages
+        for request in owners:
+            for page in request.page_ids:
+                num_owners[page] += 1
+        unowned = sorted([*self._free, *self._cached])
+        faults = {
+            "owner counts": num_owners != self._num_owners,
+            "free + cached + owned": unowned != [page for page, count in enumerate(num_owners) if not count],
+            "hash of a free page": any(page in self._hash_by_page for page in self._free),
+            "cached page without hash": any(page not in self._hash_by_page for page in self._cached),
+            "adapter of a page without hash": not self._adapter_by_page.keys() <= self._hash_by_page.keys(),
+            "hash table": {page: page_hash for page_hash, page in self._page_by_hash.items()} != self._hash_by_page,
+            "page announced by a request without it": any(not owner.page_ids for owner in self._computing.values()),
+        }
+        if any(faults.values()):
+            raise RuntimeError("KV pages leaked: " + ", ".join(name for name, found in faults.items() if found))
+
+    def _find(self, request: Request, num_pages: int) -> list[int]:
+        """The pages of the longest prefix, up to `num_pages`, that is published."""
+        self._hash(request, num_pages)
+        pages: list[int] = []
+        for page_hash in request.page_hashes[:num_pages]:
+            page = self._page_by_hash.get(page_hash)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _announce(self, request: Request) -> None:
+        """Tell others which pages this request is about to compute."""
+        if self.prefix_caching:
+            self._hash(request, len(request.token_ids) // self.page_size)
+            for page_hash in request.page_hashes[request.num_published :]:
+                if page_hash not in self._page_by_hash:
+                    self._computing.setdefault(page_hash, request)
+
+    def _hash(self, request: Request, num_pages: int) -> None:
+        """Extend the request's chain of hashes to so many pages."""
+        hashes = request.page_hashes
+        while len(hashes) < num_pages:
+            first = len(hashes) * self.page_size
+            parent = hashes[-1] if hashes else root_hash(request)
+            tokens = array("I", request.token_ids[first : first + self.page_size])
+            hashes.append(blake2b(parent + tokens.tobytes(), digest_size=32).digest())
+
+    def _forget_page(self, page: int) -> None:
+        del self._page_by_hash[self._hash_by_page.pop(page)]
+        self._adapter_by_page.pop(page, None)
+
+    def _take(self) -> int:
+        """A page for one owner, evicting the least recently used prefix page if none is free."""
+        if self._free:
+            page = self._free.popleft()
+            self.num_touched = max(self.num_touched, page + 1)
+        else:
+            page, _ = self._cached.popitem(last=False)
+            self._forget_page(page)
+        self._num_owners[page] = 1
+        self._has_draft[page] = 0
+        return page
+
+
+def root_hash(request: Request) -> bytes:
+    """What all page hashes of an adapter and a salt start from."""
+    names = (request.adapter_digest.encode(), request.cache_salt.encode())
+    return blake2b(b"".join(len(name).to_bytes(8, "little") + name for name in names), digest_size=32).digest()

@@ -1,0 +1,241 @@
+"""The shared words of a shard: a request, how it is sampled, and why it ended.
+
+A request has known tokens (prompt and output) and a count of computed ones; a step makes the second catch up with
+the first. There is no prefill or decode phase. Imports no torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from lorikeet.shard.scheduler.speculation.draft_length import Pace
+
+
+class FinishReason(IntEnum):
+    """Why a request ended; the values of the wire."""
+
+    NONE = 0
+    LENGTH = 1
+    EOS = 2
+    ABORTED = 3
+    DEADLINE = 4
+    ERROR = 5
+
+
+class Source(IntEnum):
+    """Where an emitted token came from; the values of the wire."""
+
+    PREFILL = 0
+    TARGET = 1
+    LOOKUP = 2
+    MEDUSA = 3
+    DRAFT = 4
+    RESAMPLE = 5
+    BONUS = 6
+
+
+Kind = tuple[str, Source, bool]
+"""Guesses that are alike: the adapter that they are for, what guessed them, and whether lookup found a long stretch."""
+
+
+class Method(StrEnum):
+    """What guesses the next tokens of a request; the words of the wire."""
+
+    OFF = "off"
+    AUTO = "auto"
+    LOOKUP = "lookup"
+    MEDUSA = "medusa"
+    DRAFT = "draft"
+
+
+class Schedule(StrEnum):
+    """How many tokens are guessed in a step, up to the request's own bound; the words of the wire."""
+
+    CONSTANT = "constant"
+    HEURISTIC = "heuristic"
+    AUTO = "auto"
+
+
+class Rule(StrEnum):
+    """How drafts are verified; the words of the wire."""
+
+    COUPLED = "coupled"
+    """The target's token is drawn at every position, with one noise for target and draft, and goes on while equal."""
+    REJECTION = "rejection"
+    """Leviathan et al. 2023, Algorithm 1; Chen et al. 2023."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How far ahead is guessed for a request."""
+
+    method: Method = Method.OFF
+    num_tokens: int = 0
+    """Drafts of lookup and of a draft model in a step at most."""
+    num_heads: int = 0
+    """Guesses of heads in a step at most."""
+    schedule: Schedule = Schedule.CONSTANT
+    verify: Rule = Rule.COUPLED
+    prediction_ids: tuple[int, ...] = ()
+    """A text that the output may repeat."""
+
+    @property
+    def takes_heads(self) -> bool:
+        """Whether heads may guess."""
+        return self.num_heads > 0 and self.method in (Method.MEDUSA, Method.AUTO)
+
+
+NO_SPECULATION = Speculation()
+
+
+class Guesser(Protocol):
+    """What knows a request's tokens and guesses the next ones."""
+
+    source: Source
+    """Of its guesses that are accepted."""
+
+    @property
+    def match_length(self) -> int:
+        """Tokens that its next guess leans on."""
+        ...
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take in tokens that have become known."""
+        ...
+
+    def guess(self, num_tokens: int) -> list[int]:
+        """At most so many tokens that may come next, possibly none. Changes nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are drawn. The neutral value of each transform is its default.
+
+    Order: logit bias, watermark, repetition, frequency and presence penalty, temperature, top_k, top_p, min_p,
+    typical_p. Without `do_sample` the arg max of the penalised scores is taken; temperature and filters play no part.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    watermark: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LogprobParams:
+    """Which log probabilities a request wants. `raw` is of the model's own logits, else of the law drawn from."""
+
+    wanted: bool = False
+    alternatives: int = 0
+    raw: bool = False
+    prefill: bool = False
+    prefill_alternatives: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request inside the shard. Who submits it fills the first part, scheduler and page table own the rest."""
+
+    key: tuple[int, int]
+    """(stream epoch, id within the stream)."""
+    token_ids: list[int]
+    """Known tokens: prompt, then output as it is committed."""
+    num_prompt: int
+    """Tokens of `token_ids` that are the prompt proper."""
+    max_new_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    logprobs: LogprobParams = field(default_factory=LogprobParams)
+    stop_ids: frozenset[int] = frozenset()
+    adapter_digest: str = ""
+    heads_digest: str = ""
+    """Content whose heads guess for the request, "" for those of its adapter."""
+    cache_salt: str = ""
+    deadline: float | None = None
+    """time.monotonic() at which the request ends, or None."""
+    speculation: Speculation = NO_SPECULATION
+    paces: "dict[Kind, Pace]" = field(default_factory=dict)
+    """What the request's schedule remembers; nothing with a constant one."""
+    num_alone: int = 0
+    """Until so many more of its steps have given tokens, they compute no other: it may be what ended a shard."""
+    guesser: Guesser | None = None
+    """What looks up its tokens. Made at the first step that could use it."""
+
+    finish_reason: FinishReason = FinishReason.NONE
+    order: int = 0
+    """First come, first served: lower goes first."""
+    row: int = -1
+    """Index of the request's row of device state, -1 while it waits."""
+    slot: int = -1
+    """The adapter's slot while the request runs, -1 for the bare base."""
+    page_ids: list[int] = field(default_factory=list)
+    """KV pages in the order of positions."""
+    page_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the leading full pages, as far as they were needed."""
+    heads_slot: int = -1
+    """The slot of the heads that guess for the request while it runs, -1 without …"""
+    num_heads: int = 0
+    """… and how many they are."""
+    head_ids: Sequence[int] = ()
+    """What heads say comes next, as of the newest committed token."""
+    num_computed: int = 0
+    """Tokens whose KV is computed or being computed by a launched step."""
+    num_committed: int = 0
+    """Tokens whose KV is computed by committed steps."""
+    num_draft_computed: int = 0
+    """Tokens whose KV of the draft model is computed or being computed by a launched step."""
+    num_published: int = 0
+    """Leading pages that were offered to the prefix cache."""
+    num_in_flight: int = 0
+    """Tokens being sampled by launched steps, not yet in `token_ids`."""
+    is_fresh: bool = True
+    """Whether nothing was sampled since the request got its pages: the first token then comes without drafts."""
+    is_guessed: bool = False
+    """Whether a launched step has drafts of this request, so that nobody knows yet how far it got."""
+    num_launched: int = 0
+    """Launched steps, not yet committed, that write this request's pages."""
+    num_scored: int = 0
+    """Leading prompt positions whose prompt log probability has been emitted."""
+    num_cached: int | None = None
+    """Prompt tokens that the prefix cache gave at first admission and that are yet to be reported; None before it."""
+    num_emitted: int = 0
+    """Output tokens handed over so far, without those of an earlier run."""
+    awaited_hash: bytes | None = None
+    """Hash of the page that another request is computing and this one waits for."""
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """What must be in slots while the request runs: its adapter, and heads of another."""
+        adapter, heads = self.adapter_digest, self.heads_digest
+        if heads and heads != adapter and self.speculation.takes_heads:
+            return (adapter, heads) if adapter else (heads,)
+        return (adapter,) if adapter else ()
+
+    @property
+    def num_output(self) -> int:
+        """Committed output tokens, those of an earlier run included."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_known(self) -> int:
+        """Tokens committed or being sampled; the next step's KV catches up with these."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_shareable(self) -> int:
+        """Leading tokens that may come from a prefix hit: the last known token is computed for its logits, and a
+        prompt whose log probabilities are wanted is computed from the first one not yet emitted.
+        """
+        if self.logprobs.prefill and self.num_scored < self.num_prompt - 1:
+            return self.num_scored
+        return len(self.token_ids) - 1

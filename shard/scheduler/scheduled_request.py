@@ -1,0 +1,57 @@
+"""One request's part of a step. Imports no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lorikeet.shard.scheduler.request import Request, Source
+
+if TYPE_CHECKING:
+    from lorikeet.shard.scheduler.speculation.draft_length import Pace
+
+
+@dataclass(slots=True)
+class Share:
+    """The tokens at positions `start` … `end - 1` of a request, and the guesses behind them."""
+
+    request: Request
+    start: int
+    end: int
+    """The position after the share's last token; of the sampled token where there is one."""
+    samples: bool
+    """Whether the step ends at the newest known token, so that the next one is sampled."""
+    draft_ids: Sequence[int] = ()
+    """Guessed tokens behind `end`: computed along, and kept as far as the target agrees. Of a draft model only their
+    number is planned: it draws them in the step itself.
+    """
+    source: Source = Source.TARGET
+    """What guessed them."""
+    pace: "Pace | None" = None
+    """What chose their number, where it learns."""
+    draft_start: int = 0
+    draft_end: int = 0
+    """The draft model takes in the request's tokens from `draft_start` up to `draft_end`, before it guesses."""
+    num_heads: int = 0
+    """Guesses of heads that are wanted after each sampled token."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start + len(self.draft_ids)
+
+    @property
+    def num_attended(self) -> int:
+        """Positions that each of the tokens attends to, summed over them."""
+        return self.num_tokens * (self.start + 1 + self.end + len(self.draft_ids)) // 2
+
+    @property
+    def num_sampled(self) -> int:
+        """Positions at which the target's own token is taken."""
+        return (1 + len(self.draft_ids)) if self.samples else 0
+
+    @property
+    def is_next(self) -> bool:
+        """Whether the share is the newest token alone, as the host knows it: only behind such a one is guessed."""
+        request = self.request
+        return (
+            self.samples and self.end - self.start == 1 and self.end == len(request.token_ids) and not request.is_fresh
+        )

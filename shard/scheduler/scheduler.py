@@ -1,0 +1,360 @@
+"""Which tokens the next step computes: first come, first served, within a budget of prompt tokens and the free pages.
+
+There is no prefill or decode phase: every running request's computed tokens catch up with its known ones. A plan names
+requests and counts, never a token's value, so the next step can be planned while the last one still runs on the device.
+Owns the order of requests, their rows of device state, preemption and ends. Imports no torch, reads no clock.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from math import inf
+
+from lorikeet.shard.scheduler.adapter_slots import AdapterSlots
+from lorikeet.shard.scheduler.budget import Budget, Crowds, Limits
+from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
+from lorikeet.shard.scheduler.oom_backoff import Restraint
+from lorikeet.shard.scheduler.request import FinishReason, Request
+from lorikeet.shard.scheduler.scheduled_request import Share
+from lorikeet.shard.scheduler.speculation import Guessers, Proposer
+
+
+class Scheduler:
+    """The running and the waiting requests of one shard."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        limits: Limits,
+        adapters: AdapterSlots | None = None,
+        guessers: Guessers | None = None,
+    ) -> None:
+        """Without `adapters` every request is for the bare base; without `guessers` nothing is guessed."""
+        self.cache = cache
+        self.limits = limits
+        self.adapters = adapters
+        self.proposer = None if guessers is None else Proposer(cache, guessers)
+        self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
+        self.running: list[Request] = []  # in order of admission
+        self.waiting: list[Request] = []  # in order of arrival
+        self.admitted: list[Request] = []  # got a row since the device state was last brought up to date
+        self.freed_rows: list[int] = []  # lost their request since then
+        self.num_waiting_tokens = 0
+        self.num_preempted = 0
+        self._rows = list(reversed(range(limits.max_running)))
+        self._ending: set[Request] = set()  # ended, but a launched step still writes their pages
+        self._num_arrived = 0
+        self._stood_back = False
+        self._alone: Request | None = None
+        """Whose step the next one is, with no other request in it."""
+        self.restraint = Restraint(limits.step_tokens, limits.max_running, limits.chunked_prefill)
+        self._crowds = Crowds(limits)
+        self._next_deadline = inf
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is left, not even one that has ended but is still being computed."""
+        return not self.requests and not self._ending
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the step at hand is one suspect's own."""
+        return self._alone is not None
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its key must be new."""
+        self._num_arrived += 1
+        request.order = self._num_arrived
+        self.requests[request.key] = request
+        self._enqueue(request)
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
+
+    def expire(self, now: float) -> list[Request]:
+        """End the requests whose deadline has passed."""
+        if now < self._next_deadline:
+            return []
+        late = [r for r in self.requests.values() if r.deadline is not None and r.deadline <= now]
+        for request in late:
+            self.finish(request, FinishReason.DEADLINE)
+        self._next_deadline = min((r.deadline for r in self.requests.values() if r.deadline is not None), default=inf)
+        return late
+
+    def schedule(self) -> list[Share]:
+        """Plan the next step and count it as launched.
+
+        An adapter with more requests here than another lets the other's prompts have a step, and then has its turn.
+        A request that may have ended a shard has steps of its own, by turns with all others.
+        """
+        last, self._alone = self._alone, None
+        for suspect in self._suspects() if last is None else ():
+            self._alone = suspect
+            shares = self._schedule()
+            if shares:
+                return shares
+        self._alone = None
+        shares = self._schedule()
+        return self.schedule() if last is not None and not shares else shares
+
+    def _suspects(self) -> list[Request]:
+        """Requests that are due a step of their own, the first to come first."""
+        suspects = [request for request in self.requests.values() if request.num_alone]
+        return sorted(suspects, key=lambda request: request.order)
+
+    def _schedule(self) -> list[Share]:
+        shares: list[Share] = []
+        crowds = self._crowds.of(self.requests.values()) if self._alone is None else {}
+        budget = Budget(self.limits, crowds, self.restraint.step_tokens)
+        is_whole = self._plan(shares, budget)
+        has_prompts = budget.num_left < self.restraint.step_tokens
+        self._stood_back = bool(budget.crowds) and has_prompts and not self._stood_back
+        if budget.crowds and is_whole and not self._stood_back:
+            budget.is_for_crowds = True
+            self._plan(shares, budget)
+        if self.proposer is not None and not self.restraint.is_felt:
+            self.proposer.propose(shares, len(self.running), budget)
+        return shares
+
+    def _plan(self, shares: list[Share], budget: Budget) -> bool:
+        """Add shares of the requests whose turn it is; False if that ended for want of pages."""
+        num_preempted = self.num_preempted
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            num_tokens = budget.grant(request) if self._has_turn(request) and not self._must_wait(request) else 0
+            if num_tokens:
+                num_covered = len(request.page_ids) * self.cache.page_size
+                num_wanted = request.num_computed + num_tokens
+                if num_wanted > num_covered and not self._make_room(request, num_wanted):
+                    return False
+                shares.append(self._launch(request, num_tokens, budget))
+            index += 1
+        if self.num_preempted == num_preempted:
+            self._admit(shares, budget)
+        return True
+
+    def commit(self, share: Share, token_ids: Sequence[int] = ()) -> int:
+        """Take in what a launched share gave: its KV, and the target's tokens as far as they count. Returns how many of
+        these were taken, -1 if the request had ended before.
+        """
+        request = share.request
+        request.num_launched -= 1
+        if request.finish_reason:
+            self._release_if_still(request)
+            return -1
+        taken, reason = self._count(request, token_ids)
+        request.is_guessed = request.is_guessed and not share.draft_ids
+        if taken:
+            request.num_in_flight -= 1
+            request.token_ids += taken
+            request.head_ids = ()
+            request.is_fresh = False
+            if request.guesser is not None:
+                request.guesser.extend(taken)
+        num_accepted = max(0, len(taken) - 1)
+        request.num_computed += num_accepted
+        request.num_committed = share.end + num_accepted
+        if self.proposer is not None:
+            self.proposer.committed(share, num_accepted, bool(reason))
+        if request.num_committed >= (request.num_published + 1) * self.cache.page_size:
+            self.cache.publish(request)
+        if share.draft_ids:
+            self.cache.shrink(request, len(request.token_ids))  # pages of drafts that failed are for anybody
+        if reason:
+            self.finish(request, reason)
+        return len(taken)
+
+    @staticmethod
+    def _count(request: Request, token_ids: Sequence[int]) -> tuple[list[int], FinishReason]:
+        """The tokens up to the one that ends the request, and why it does."""
+        taken: list[int] = []
+        for token_id in token_ids:
+            taken.append(token_id)
+            if token_id in request.stop_ids:
+                return taken, FinishReason.EOS
+            if request.num_output + len(taken) >= request.max_new_tokens:
+                return taken, FinishReason.LENGTH
+        return taken, FinishReason.NONE
+
+    def discard(self, share: Share) -> bool:
+        """A launched share gave nothing usable: end its request in error. False if it had ended before."""
+        request = share.request
+        request.num_launched -= 1
+        if request.finish_reason:
+            self._release_if_still(request)
+            return False
+        self.finish(request, FinishReason.ERROR)
+        return True
+
+    def take_back(self, share: Share) -> None:
+        """A launched share gave nothing, and is to be computed again. No later step of its request is launched."""
+        request = share.request
+        request.num_launched -= 1
+        if request.finish_reason:
+            self._release_if_still(request)
+        elif request.row >= 0:
+            request.num_in_flight -= share.samples
+            self._preempt(request)
+
+    def fail_adapter(self, digest: str) -> list[Request]:
+        """End the requests that wait for an adapter which will not come."""
+        lost = [request for request in self.waiting if digest in request.digests]
+        for request in lost:
+            self.finish(request, FinishReason.ERROR)
+        return lost
+
+    def fail_misfits(self) -> list[tuple[Request, str]]:
+        """End the requests whose adapters can never be in slots together, as their sizes show. Returns them and why."""
+        if self.adapters is None:
+            return []
+        found = [(request, self.adapters.misfit(request.digests)) for request in self.waiting]
+        lost = [(request, reason) for request, reason in found if reason]
+        for request, _ in lost:
+            self.finish(request, FinishReason.ERROR)
+        return lost
+
+    @property
+    def num_parked(self) -> int:
+        """Waiting requests whose adapter is not in a slot."""
+        adapters = self.adapters
+        if adapters is None:
+            return 0
+        return sum(1 for request in self.waiting if not all(map(adapters.is_resident, request.digests)))
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request now; its pages and row go back as soon as no launched step writes them."""
+        request.finish_reason = reason
+        del self.requests[request.key]
+        if request.row < 0:
+            self.waiting.remove(request)
+            self.num_waiting_tokens -= len(request.token_ids)
+            return
+        self.running.remove(request)
+        self._ending.add(request)
+        self._release_if_still(request)
+
+    def check(self) -> None:
+        """Prove that pages and rows are accounted for. Raises RuntimeError."""
+        owners = [*self.running, *self._ending]
+        self.cache.check(owners)
+        if sorted([*self._rows, *(request.row for request in owners)]) != list(range(self.limits.max_running)):
+            raise RuntimeError("rows of device state leaked")
+        if self.adapters is not None:
+            self.adapters.check(digest for request in owners for digest in request.digests)
+
+    def _launch(self, request: Request, num_tokens: int, budget: Budget) -> Share:
+        if num_tokens > 1:
+            budget.spend(request, num_tokens)
+        start = request.num_computed
+        end = request.num_computed = start + num_tokens
+        samples = end == len(request.token_ids) + request.num_in_flight
+        request.num_alone = max(0, request.num_alone - samples)
+        request.num_in_flight += samples
+        request.num_launched += 1
+        return Share(request, start, end, samples)
+
+    @property
+    def _has_row(self) -> bool:
+        return bool(self._rows) and len(self.running) < self.restraint.max_running
+
+    def _has_turn(self, request: Request) -> bool:
+        """A step is one suspect's, or all others'."""
+        return request.num_alone == 0 if self._alone is None else request is self._alone
+
+    def _must_wait(self, request: Request) -> bool:
+        """How many tokens come next, or which one the next guess hangs on, is not known before a commit."""
+        if request.is_guessed or not request.num_in_flight or self.proposer is None:
+            return request.is_guessed
+        return self.proposer.may_guess(request, len(self.running))
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Find pages, preempting the latest. False if the request itself had to go, or if the latest is still being
+        computed, or drafts are: pages are free after the next commit, so the plan ends here.
+        """
+        while not self.cache.grow(request, num_tokens):
+            latest = self.running[-1]
+            if latest.num_launched or any(other.is_guessed for other in self.running):
+                return False
+            self._preempt(latest)
+            if latest is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preempted += 1
+        self.running.remove(request)
+        self._release(request)
+        self._enqueue(request)
+
+    def _admit(self, shares: list[Share], budget: Budget) -> None:
+        """Let waiting requests run, in order. One that awaits its adapter, its adapter's turn or a page of another is
+        passed over; else none overtakes.
+        """
+        index = 0
+        while index < len(self.waiting) and self._has_row and budget.num_left > 0:
+            request = self.waiting[index]
+            if budget.is_spent(request) or not self._has_turn(request) or not self._take_slot(request):
+                index += 1
+                continue
+            admission = self.cache.admit(request, num_spare=len(self.running))
+            if admission is not Admission.ADMITTED:
+                self._give_back_slot(request)
+            if admission is Admission.FULL:
+                return
+            if admission is Admission.AWAITS:
+                index += 1
+                continue
+            del self.waiting[index]
+            self.num_waiting_tokens -= len(request.token_ids)
+            if request.num_cached is None:
+                request.num_cached = min(request.num_computed, request.num_prompt)
+            request.row = self._rows.pop()
+            self.running.append(request)
+            self.admitted.append(request)
+            num_tokens = budget.grant(request)
+            if num_tokens:
+                shares.append(self._launch(request, num_tokens, budget))
+
+    def _take_slot(self, request: Request) -> bool:
+        """All slots that the request needs, or none and False."""
+        digests = request.digests
+        if self.adapters is None or not digests:
+            return True
+        slots: dict[str, int] = {}
+        for digest in digests:
+            slot = self.adapters.acquire(digest)
+            if slot is None:
+                for taken in slots:
+                    self.adapters.release(taken)
+                return False
+            slots[digest] = slot
+        request.slot = slots.get(request.adapter_digest, -1)
+        if request.speculation.takes_heads:
+            guessing = request.heads_digest or request.adapter_digest
+            request.heads_slot, request.num_heads = slots[guessing], self.adapters.num_heads(guessing)
+        return True
+
+    def _give_back_slot(self, request: Request) -> None:
+        if self.adapters is not None:
+            for digest in request.digests:
+                self.adapters.release(digest)
+        request.slot = request.heads_slot = -1
+        request.num_heads = 0
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda other: other.order)
+        self.num_waiting_tokens += len(request.token_ids)
+
+    def _release_if_still(self, request: Request) -> None:
+        if not request.num_launched:
+            self._ending.remove(request)
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self.cache.release(request)
+        self._give_back_slot(request)
+        self._rows.append(request.row)
+        self.freed_rows.append(request.row)
+        request.row = -1
+        request.is_guessed = False
+        request.is_fresh = True
+        request.head_ids = ()

@@ -1,0 +1,84 @@
+"""Prompt lookup: what followed the last time the newest tokens stood in the request's own text.
+
+The longest suffix of the known tokens that occurred before is looked for, of `longest` tokens at most, and its most
+recent occurrence. One table per length from a hash of so many tokens to where they last ended; a known token costs one
+entry in each. Knows one request's token ids and nothing else. Saxena 2023, "Prompt lookup decoding"; LoRAX's variant
+takes the first occurrence of the last token alone.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet.shard.scheduler.request import Source
+
+_BASE = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class Lookup:
+    """The index of one request's text."""
+
+    source = Source.LOOKUP
+
+    def __init__(
+        self, token_ids: Sequence[int], shortest: int = 1, longest: int = 8, before: Sequence[int] = ()
+    ) -> None:
+        """`before` is a text that the request brings beside its own, such as what its output may repeat."""
+        self._lengths = range(shortest, longest + 1)
+        self._tables: list[dict[int, int]] = [{} for _ in self._lengths]
+        self._tokens: list[int] = []
+        self._match_end = -1
+        """Where the continuation of the longest match begins, -1 without a match."""
+        self.match_length = 0
+        """Tokens of the longest match."""
+        if before:
+            self._load(before)
+        self._start = len(self._tokens)
+        """No match reaches over the border between the two texts."""
+        self._load(token_ids[:-1])
+        self.extend(token_ids[-1:])
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            self._tokens.append(token_id)
+            self._match_end, self.match_length = -1, 0
+            end, value, weight = len(self._tokens), 0, 1
+            deepest = min(self._lengths[-1], end - self._start)
+            for length in range(1, deepest + 1):
+                value = (value + (self._tokens[end - length] + 1) * weight) & _MASK
+                weight = weight * _BASE & _MASK
+                if length < self._lengths[0]:
+                    continue
+                table = self._tables[length - self._lengths[0]]
+                found = table.get(value, -1)
+                if found >= 0 and self._tokens[found - length : found] == self._tokens[end - length : end]:
+                    self._match_end, self.match_length = found, length
+                table[value] = end
+
+    def guess(self, num_tokens: int) -> list[int]:
+        first = self._match_end
+        if first < 0:
+            return []
+        if first <= self._start:  # the other text has an end of its own
+            return self._tokens[first : min(first + num_tokens, self._start)]
+        followed = self._tokens[first : first + num_tokens]
+        while len(followed) < num_tokens:  # the match reaches the newest token: what repeats goes on repeating
+            followed += followed[: num_tokens - len(followed)]
+        return followed
+
+    def _load(self, token_ids: Sequence[int]) -> None:
+        """Enter a whole text at once: as `extend` would, but for matches."""
+        first = len(self._tokens)
+        self._tokens += token_ids
+        tokens: npt.NDArray[np.uint64] = np.asarray(token_ids, np.uint64) + np.uint64(1)
+        hashes = np.zeros(len(tokens), np.uint64)
+        weight = 1
+        for length in range(1, min(self._lengths[-1], len(tokens)) + 1):
+            # hashes[i] is that of the tokens i - length + 1 … i; before it, of those i - length + 2 … i
+            hashes[length - 1 :] += tokens[: len(tokens) - length + 1] * np.uint64(weight)
+            weight = weight * _BASE & _MASK
+            if length >= self._lengths[0]:
+                ends = range(first + length, first + len(tokens) + 1)
+                self._tables[length - self._lengths[0]].update(zip(hashes[length - 1 :].tolist(), ends, strict=True))

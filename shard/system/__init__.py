@@ -1,0 +1,1 @@
+"""The process and its machine: compiled C libraries, CPU affinity, logs."""

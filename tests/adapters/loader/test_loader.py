@@ -1,0 +1,390 @@
+"""The loader's process over its socket: what is fetched once, what waits for nothing, and that it survives all."""
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors import safe_open
+
+from lorikeet.adapters.loader.process import NICENESS
+from lorikeet.adapters.medusa import format as files
+from lorikeet.adapters.medusa.format import HeadsShape
+from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.sources.local import LocalSource
+from tests import tiny
+from tests.adapters import making
+from tests.adapters.loading import ROOT, Caller, Running, loader
+from tests.adapters.medusa import small
+from tests.hub_server import HubServer, Repository, commit_of, hub
+
+ENDLESS = r"([\w.]+)+!"
+"""A pattern that takes forever on names of any length."""
+
+
+@dataclass
+class World:
+    """A loader at work, its base, and where its adapters come from."""
+
+    running: Running
+    base: Path
+    roots: Path
+    hub: HubServer
+    files: dict[str, dict[str, bytes]] = field(default_factory=dict)
+
+    def pin(self, name: str) -> dict[str, str]:
+        """Of an adapter below the local root."""
+        source = LocalSource([self.roots], 1 << 40)
+        return asyncio.run(source.resolve(Ref(Source.LOCAL, name), None)).pin.as_dict()
+
+    def at_hub(self, name: str, files: dict[str, bytes], **how: Any) -> dict[str, str]:
+        """Of a repository with these files."""
+        self.hub.repositories[name] = Repository(files, **how)
+        return {"source": "hub", "id": name, "revision": commit_of(files)}
+
+    def until_asked_for(self, pin: dict[str, str]) -> None:
+        """A reader waits for the hub's answer."""
+        while not any(f"GET /{pin['id']}/resolve/" in request for request in self.hub.requests):
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("loader")
+    base = tiny.make("llama", folder / "base", tokenizer=True)
+    roots = folder / "roots"
+    for number, rank in enumerate((8, 8, 4)):
+        config = LoraConfig(r=rank, lora_alpha=6, target_modules=["q_proj", "down_proj"][: 1 + number % 2] + ["v_proj"])
+        making.make_adapter(base, roots / f"a{number}", config, seed=number)
+    with hub({}) as server:
+        environment = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "0"}
+        sources = {"local_roots": [str(roots)], "hub_cache": str(folder / "cache")}
+        with loader(folder / "run", base, environment, sources=sources, reading_cpu_s=1.5) as running:
+            yield World(running, base, roots, server)
+
+
+@pytest.fixture
+def caller(world: World) -> Iterator[Caller]:
+    with world.running.caller() as caller:
+        yield caller
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def changed(files: dict[str, bytes], **settings: Any) -> dict[str, bytes]:
+    values = {**json.loads(files["adapter_config.json"]), **settings}
+    return {**files, "adapter_config.json": json.dumps(values).encode()}
+
+
+def local_copy(world: World, name: str, files: dict[str, bytes]) -> dict[str, str]:
+    folder = world.roots / name
+    folder.mkdir()
+    for each, data in files.items():
+        (folder / each).write_bytes(data)
+    return world.pin(name)
+
+
+def test_an_adapter_lies_in_the_store_and_computes_what_peft_computes(world: World, caller: Caller) -> None:
+    answer = caller.call(fetch=world.pin("a0"), token=None)
+    assert answer["tier"] == "source" and answer["rank"] == 8
+    path = world.running.store / f"{answer['digest']}.safetensors"
+    assert path.stat().st_size == answer["num_bytes"] and stat.S_IMODE(path.stat().st_mode) == 0o600
+    served = making.of_layout(world.base, making.read_served(path))
+    torch.testing.assert_close(served, making.of_peft(world.base, world.roots / "a0"), rtol=1e-4, atol=1e-4)
+    again = caller.call(fetch=world.pin("a0"), token=None)
+    assert again["tier"] == "disk" and again["digest"] == answer["digest"]
+
+
+def test_a_file_says_what_it_is(world: World, caller: Caller) -> None:
+    digest = caller.call(fetch=world.pin("a1"), token=None)["digest"]
+    with safe_open(world.running.store / f"{digest}.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "lorikeet-adapter-1" and metadata["digest"] == digest
+    assert metadata["dtype"] == "float32" and len(metadata["base"]) == 64
+    assert json.loads(metadata["modules"])["model.layers.0.self_attn.v_proj"] == {"kind": "linear", "rank": 8}
+
+
+def test_heads_are_counted_alone_and_beside_a_lora(world: World, caller: Caller) -> None:
+    heads = small.heads(HeadsShape(3, 1, 64))
+    files.write(world.roots / "heads", heads)
+    files.write(world.roots / "joined", heads)
+    files.join(world.roots / "joined", world.roots / "a0")
+    (world.roots / "joined" / "config.json").write_text('{"medusa_num_heads": 2}')
+    alone, joined = (caller.call(fetch=world.pin(name)) for name in ("heads", "joined"))
+    assert [(answer["num_heads"], answer["rank"]) for answer in (alone, joined)] == [(3, 0), (3, 8)]
+    assert caller.call(fetch=world.pin("a0"))["num_heads"] == 0
+    assert "medusa_num_heads is 2, the tensors say 3" in world.running.log.read_text()
+    with safe_open(world.running.store / f"{joined['digest']}.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["heads"]) == {"count": 3, "version": 2, "layers": 1}
+        assert torch.equal(file.get_tensor("heads.2.weight"), heads.tensors["2.0.linear.weight"])
+    again = caller.call(fetch=world.pin("joined"))
+    assert again == {**joined, "call": again["call"], "tier": "disk"}
+    for name, rank in (("heads", 0), ("joined", 8)):
+        verdict = caller.call(check=world.pin(name))
+        assert verdict["num_heads"] == 3 and verdict["rank"] == rank
+    merged = caller.call(merge={"pins": [world.pin("a0"), world.pin("joined")], "weights": [1, 1]})
+    assert merged["error"]["status"] == 422 and "Medusa heads" in merged["error"]["message"]
+    files.write(world.roots / "narrow", small.heads(HeadsShape(3, 1, 32)))
+    for question in ("fetch", "check"):
+        error = caller.call(**{question: world.pin("narrow")})["error"]
+        assert error["status"] == 422 and "narrow cannot be served: made for another base" in error["message"]
+
+
+def test_the_same_content_under_two_names_is_one_adapter(world: World, caller: Caller) -> None:
+    files = content(world.roots / "a0")
+    twin = local_copy(world, "twin", files)
+    assert caller.call(fetch=twin)["digest"] == caller.call(fetch=world.pin("a0"))["digest"]
+    other = local_copy(world, "other-scaling", changed(files, lora_alpha=7))
+    assert caller.call(fetch=other)["digest"] != caller.call(fetch=twin)["digest"]
+
+
+def test_the_same_adapter_is_fetched_once_however_many_wait(world: World, caller: Caller) -> None:
+    opened = threading.Event()
+    pin = world.at_hub("acme/once", changed(content(world.roots / "a0"), lora_alpha=11), open=opened)
+    with world.running.caller() as second:
+        calls = [caller.ask(fetch=pin) for _ in range(5)]
+        others = [second.ask(fetch=pin) for _ in range(5)]
+        caller.until(lambda stats: stats["fetching"] == 1)
+        opened.set()
+        digests = {caller.answer(call)["digest"] for call in calls} | {second.answer(call)["digest"] for call in others}
+    assert len(digests) == 1
+    name = f"/acme/once/resolve/{pin['revision']}/adapter_model.safetensors"
+    assert world.hub.requests.count(f"GET {name}") == 1
+
+
+def test_a_slow_download_does_not_delay_another(world: World, caller: Caller) -> None:
+    opened = threading.Event()
+    files = content(world.roots / "a0")
+    slow = [
+        caller.ask(fetch=world.at_hub(f"acme/slow{number}", changed(files, lora_alpha=20 + number), open=opened))
+        for number in range(4)
+    ]
+    quick = caller.ask(fetch=world.at_hub("acme/quick", changed(files, lora_alpha=30)))
+    assert caller.answer(quick)["tier"] == "source"
+    assert not set(slow) & set(caller.order)
+    opened.set()
+    assert all("digest" in caller.answer(call) for call in slow)
+
+
+def test_nobody_waits_any_more_so_the_download_stops(world: World, caller: Caller) -> None:
+    opened = threading.Event()
+    pin = world.at_hub("acme/unwanted", changed(content(world.roots / "a0"), lora_alpha=40), open=opened)
+    first, second = caller.ask(fetch=pin), caller.ask(fetch=pin)
+    caller.until(lambda stats: stats["fetching"] == 1)
+    assert caller.call(cancel=first)["cancelled"]
+    assert caller.answer(first)["error"]["status"] == 499
+    assert caller.call(stats=True)["stats"]["jobs"] == 1  # the second still waits
+    caller.call(cancel=second)
+    caller.until(lambda stats: stats["jobs"] == 0 and stats["fetching"] == 0)
+    opened.set()
+    assert "digest" in caller.call(fetch=pin)
+
+
+def test_a_caller_that_hangs_up_leaves_no_job(world: World, caller: Caller) -> None:
+    opened = threading.Event()
+    pin = world.at_hub("acme/hung-up", changed(content(world.roots / "a0"), lora_alpha=41), open=opened)
+    gone = world.running.caller()
+    gone.ask(fetch=pin)
+    caller.until(lambda stats: stats["fetching"] == 1)
+    gone.close()
+    caller.until(lambda stats: stats["jobs"] == 0)
+    opened.set()
+
+
+def test_rights_are_the_callers_own(world: World, caller: Caller) -> None:
+    files = changed(content(world.roots / "a0"), lora_alpha=50)
+    opened = threading.Event()
+    pin = world.at_hub("acme/private", files, token="secret-of-acme", open=opened)
+    refused = [caller.ask(fetch=pin, token=token) for token in ("wrong", None)]
+    allowed = caller.ask(fetch=pin, token="secret-of-acme")
+    opened.set()
+    assert all(caller.answer(call)["error"]["status"] in (401, 403, 404) for call in refused)
+    assert "digest" in caller.answer(allowed)
+    assert b"secret-of-acme" not in world.running.log.read_bytes()
+    kept = [path for path in world.running.store.rglob("*") if path.is_file()]
+    assert not any(b"secret-of-acme" in path.read_bytes() for path in kept)
+
+
+def test_what_is_not_there_is_said_by_kind(world: World, caller: Caller) -> None:
+    gone = {"source": "hub", "id": "acme/gone", "revision": "0" * 40}
+    assert caller.call(fetch=gone)["error"]["status"] in (401, 404)
+    moved = {**world.pin("a0"), "revision": "other"}
+    assert caller.call(fetch=moved)["error"]["kind"] == "AdapterNotFound"
+    outside = {"source": "local", "id": "/etc", "revision": "x"}
+    assert caller.call(fetch=outside)["error"]["kind"] == "AdapterNotFound"
+    unserved = {"source": "pbase", "id": "a/1", "revision": "x"}
+    assert caller.call(fetch=unserved)["error"]["kind"] == "NotServed"
+
+
+def test_a_refusal_names_the_adapter_and_is_remembered(world: World, caller: Caller) -> None:
+    files = changed(content(world.roots / "a0"), r=16)
+    pin = local_copy(world, "wrong-rank", files)
+    first = caller.call(fetch=pin)["error"]
+    assert first["kind"] == "AdapterInvalid" and first["status"] == 422 and "wrong-rank" in first["message"]
+    before = caller.call(stats=True)["stats"]["counts"]["AdapterInvalid"]
+    assert caller.call(fetch=pin)["error"] == first
+    assert caller.call(stats=True)["stats"]["counts"]["AdapterInvalid"] == before
+
+
+def test_a_pattern_without_end_is_ended_and_others_go_on(world: World, caller: Caller) -> None:
+    files = content(world.roots / "a0")
+    endless = local_copy(world, "endless", changed(files, target_modules=ENDLESS))
+    slow = caller.ask(fetch=endless)
+    quick = caller.ask(fetch=local_copy(world, "beside-endless", changed(files, lora_alpha=60)))
+    assert "digest" in caller.answer(quick)
+    error = caller.answer(slow)["error"]
+    assert error["status"] == 422 and "pattern" in error["message"] and "endless" in error["message"]
+    assert "digest" in caller.call(fetch=local_copy(world, "after-endless", changed(files, lora_alpha=61)))
+
+
+def test_an_urgent_call_passes_those_that_fill_every_place(world: World, caller: Caller) -> None:
+    files = content(world.roots / "a0")
+    endless = [
+        caller.ask(fetch=local_copy(world, f"filling{number}", changed(files, target_modules=ENDLESS, r=number + 1)))
+        for number in range(4)
+    ]
+    caller.until(lambda stats: stats["converting"] == 2)
+    late = caller.ask(fetch=local_copy(world, "urgent", changed(files, lora_alpha=70)))
+    caller.call(urgent=late)
+    assert "digest" in caller.answer(late)
+    assert not set(endless) & set(caller.order)
+    assert all(caller.answer(call)["error"]["status"] == 422 for call in endless)
+
+
+def niceness(pid: int = 0) -> int:
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
+def test_a_job_under_way_is_hastened(world: World, caller: Caller) -> None:
+    opened = threading.Event()
+    pin = world.at_hub("acme/hastened", changed(content(world.roots / "a0"), lora_alpha=80), open=opened)
+    call = caller.ask(fetch=pin)
+    world.until_asked_for(pin)
+    assert all(niceness(pid) == niceness() + NICENESS for pid in world.running.readers())
+    caller.call(urgent=call)
+    deadline = time.monotonic() + 30
+    while not any(niceness(pid) == niceness() for pid in world.running.readers()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    opened.set()
+    assert "digest" in caller.answer(call)
+    caller.until(lambda stats: stats["jobs"] == 0)
+    assert all(niceness(pid) == niceness() + NICENESS for pid in world.running.readers())
+
+
+def test_a_reader_that_is_killed_fails_one_call(world: World, caller: Caller) -> None:
+    opened = threading.Event()
+    files = changed(content(world.roots / "a0"), lora_alpha=90)
+    pin = world.at_hub("acme/killed", files, open=opened)
+    call = caller.ask(fetch=pin)
+    world.until_asked_for(pin)
+    for pid in world.running.readers():
+        os.kill(pid, signal.SIGKILL)
+    error = caller.answer(call)["error"]
+    assert error["kind"] == "LoaderFailed" and error["status"] == 503
+    opened.set()
+    assert "digest" in caller.call(fetch=pin)
+
+
+def test_what_is_no_call_is_answered_so(world: World, caller: Caller) -> None:
+    for line in (b"nonsense", b"[]", b'{"call": "x", "stats": true}', b"[" * 100_000):
+        assert caller.raw(line)["error"]["status"] == 400
+    assert caller.call(dance=True)["error"]["status"] == 400
+    assert caller.call(fetch={"source": "local"})["error"]["status"] == 400
+    assert caller.call(fetch=7)["error"]["status"] in (400, 500)
+    assert caller.call(forget="../../etc/passwd")["error"]["status"] == 400
+    assert "stats" in caller.call(stats=True)
+
+
+def test_what_is_forgotten_is_fetched_again_unless_it_is_held(world: World, caller: Caller) -> None:
+    pin = world.pin("a2")
+    digest = caller.call(fetch=pin)["digest"]
+    assert caller.call(hold=digest)["held"]
+    assert caller.call(fetch=pin)["tier"] == "disk"
+    caller.call(release=digest)
+    assert caller.call(forget=digest)["forgotten"]
+    assert not (world.running.store / f"{digest}.safetensors").exists()
+    assert caller.call(fetch=pin)["tier"] == "source"
+
+
+def test_a_merge_is_peft_own(world: World, caller: Caller) -> None:
+    pins = [world.pin("a0"), world.pin("a1")]
+    answer = caller.call(merge={"pins": pins, "weights": [0.7, -0.4], "strategy": "linear"}, token=None)
+    path = world.running.store / f"{answer['digest']}.safetensors"
+    model = peft.PeftModel.from_pretrained(making.load_base(world.base), world.roots / "a0", adapter_name="a0")
+    model.load_adapter(world.roots / "a1", "a1")
+    model.add_weighted_adapter(["a0", "a1"], [0.7, -0.4], "both", "linear")
+    model.set_adapter("both")
+    served = making.of_layout(world.base, making.read_served(path))
+    torch.testing.assert_close(served, making.logits(model.eval()), rtol=1e-4, atol=1e-4)
+    for pin in pins:
+        caller.call(fetch=pin)
+    again = caller.call(merge={"pins": pins, "weights": [0.7, -0.4], "strategy": "linear"})
+    assert again["tier"] == "disk" and again["digest"] == answer["digest"]
+
+
+def test_a_merge_that_cannot_be_is_refused_by_name(world: World, caller: Caller) -> None:
+    pins = [world.pin("a0"), world.pin("a2")]
+    error = caller.call(merge={"pins": pins, "weights": [1, 1], "strategy": "ties", "density": 0.5})["error"]
+    assert error["status"] == 422 and "a0 has 8" in error["message"] and "a2 has 4" in error["message"]
+    for wrong in ({"weights": [1]}, {"strategy": "svd"}, {"strategy": "ties", "density": 0}, {"strategy": "ties"}):
+        assert caller.call(merge={"pins": pins, "weights": [1, 1], **wrong})["error"]["status"] == 422
+
+
+def test_the_socket_is_private(world: World) -> None:
+    assert stat.S_IMODE(world.running.socket.stat().st_mode) == 0o600
+    assert stat.S_IMODE(world.running.store.stat().st_mode) == 0o700
+
+
+def test_a_loader_ends_with_its_parent_and_takes_its_readers_along(world: World, tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from tests.adapters.loading import loader\n"
+        "with loader(Path(sys.argv[1]), Path(sys.argv[2]), parent_pid=__import__('os').getpid(),"
+        " sources={'local_roots': [sys.argv[3]]}) as running:\n"
+        " running.caller().call(stats=True)\n"
+        " print(running.process.pid, *running.processes(), flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run"), str(world.base), str(world.roots)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) >= 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 60
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_base_that_cannot_be_read_ends_the_loader_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    config = {"socket": "s", "model_path": str(tmp_path / "base"), "adapter_store": str(tmp_path / "store")}
+    (tmp_path / "loader.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "lorikeet.adapters", str(tmp_path / "loader.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1 and "cannot load adapters" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,171 @@
+"""Local adapters: what lies below a root is found, and nothing else on the machine is, however it is spelled."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
+from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.sources.local import LocalSource
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def make(folder: Path, weights: str = "weights", **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in {"adapter_config.json": "{}", "adapter_model.safetensors": weights, **files}.items():
+        (folder / name).write_text(content)
+    return folder
+
+
+def source(*roots: Path, hidden: tuple[Path, ...] = (), limit: int = 1000) -> LocalSource:
+    return LocalSource(roots, limit, hidden)
+
+
+def ref(id: str | Path) -> Ref:
+    return Ref(Source.LOCAL, str(id))
+
+
+async def test_an_adapter_is_found_by_its_name_and_by_its_path(tmp_path: Path) -> None:
+    folder = make(tmp_path / "root" / "team" / "a")
+    local = source(tmp_path / "other", tmp_path / "root")
+    by_name, by_path = await local.resolve(ref("team/a"), None), await local.resolve(ref(folder), "token")
+    assert by_name.is_public and by_path.is_public
+    assert by_name.pin.revision == by_path.pin.revision
+    assert local.fetch(by_name.pin, None, tmp_path / "unused") == folder
+    assert await local.small_files(by_name.pin, None) == {"adapter_config.json": b"{}"}
+
+
+async def test_any_write_is_another_version(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", "12345")
+    local = source(tmp_path)
+    revisions = {(await local.resolve(ref("a"), None)).pin.revision}
+    make(folder, "54321")
+    os.utime(folder / "adapter_model.safetensors", ns=(1, 1))
+    revisions.add((await local.resolve(ref("a"), None)).pin.revision)
+    (folder / "chat_template.jinja").write_text("x")
+    revisions.add((await local.resolve(ref("a"), None)).pin.revision)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "new").write_text("12345")
+    (folder / "new").replace(folder / "adapter_model.safetensors")
+    os.utime(folder / "adapter_model.safetensors", ns=(1, 1))
+    revisions.add((await local.resolve(ref("a"), None)).pin.revision)
+    assert len(revisions) == 4
+
+
+async def test_a_version_that_is_gone_is_not_another_one(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a")
+    local = source(tmp_path)
+    pin = (await local.resolve(ref("a"), None)).pin
+    make(folder, "others")
+    with pytest.raises(AdapterNotFound, match="has changed"):
+        local.fetch(pin, None, tmp_path)
+
+
+async def test_no_way_out(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", make(tmp_path / "outside")
+    inside = make(root / "a")
+    make(tmp_path / "rootless")
+    (root / "link").symlink_to(outside)
+    (root / "parent").symlink_to("..")
+    (root / "self").symlink_to(inside)
+    local = source(root)
+    ways = [outside, "../outside", "a/../../outside", "link", "parent/outside", f"{root}/../outside", "..", ".", "/"]
+    for way in [*ways, "", root, "a/../a", f"{root}less", "a\0b", "x" * 5000, "/etc", "~", "a/adapter_config.json"]:
+        with pytest.raises(AdapterNotFound):
+            await local.resolve(ref(way), None)
+    assert (await local.resolve(ref("self"), None)).pin.revision == (await local.resolve(ref("a"), None)).pin.revision
+
+
+async def test_files_that_link_out_are_not_there(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    folder = make(tmp_path / "root" / "a")
+    for name in ("adapter_model.safetensors", "config.json"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(secret)
+    local = source(tmp_path / "root")
+    pin = (await local.resolve(ref("a"), None)).pin
+    assert set(await local.small_files(pin, None)) == {"adapter_config.json"}
+    with pytest.raises(AdapterInvalid, match=r"holds no adapter_model\.safetensors"):
+        local.fetch(pin, None, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["medusa_lm_head.safetensors", "config.json"])
+async def test_what_links_out_is_not_among_what_is_fetched(tmp_path: Path, name: str) -> None:
+    """Whoever reads the folder would find it otherwise, beside the files that were chosen."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    folder = make(tmp_path / "root" / "a", **{"chat_template.jinja": "{{ }}"})
+    (folder / "checkpoint-1").mkdir()
+    local = source(tmp_path / "root")
+    pin = (await local.resolve(ref("a"), None)).pin
+    assert local.fetch(pin, None, tmp_path) == folder
+    (folder / name).symlink_to(secret)
+    pin = (await local.resolve(ref("a"), None)).pin
+    (tmp_path / "own").mkdir()
+    fetched = local.fetch(pin, None, tmp_path / "own")
+    found = sorted(path.name for path in fetched.iterdir())
+    assert found == ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"]
+
+
+async def test_files_that_link_within_the_roots_are(tmp_path: Path) -> None:
+    folder = make(tmp_path / "root" / "a")
+    (tmp_path / "root" / "weights").write_text("elsewhere")
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.safetensors").symlink_to(tmp_path / "root" / "weights")
+    local = source(tmp_path / "root")
+    pin = (await local.resolve(ref("a"), None)).pin
+    (tmp_path / "own").mkdir()
+    fetched = local.fetch(pin, None, tmp_path / "own")
+    assert (fetched / "adapter_model.safetensors").read_text() == "elsewhere"
+
+
+async def test_the_hub_s_cache_and_the_store_are_never_local(tmp_path: Path) -> None:
+    make(tmp_path / "models--owner--private" / "snapshots" / "0123")
+    make(tmp_path / "store" / "x")
+    (tmp_path / "link").symlink_to(tmp_path / "models--owner--private" / "snapshots" / "0123")
+    local = source(tmp_path, hidden=(tmp_path / "store",))
+    for way in ("models--owner--private/snapshots/0123", "link", "store/x", "store"):
+        with pytest.raises(AdapterNotFound):
+            await local.resolve(ref(way), None)
+
+
+async def test_sizes_are_judged_before_anything_is_read(tmp_path: Path) -> None:
+    make(tmp_path / "a", "x" * 1001)
+    local = source(tmp_path)
+    pin = (await local.resolve(ref("a"), None)).pin
+    with pytest.raises(AdapterTooLarge, match="1001 bytes, this server takes 1000"):
+        local.fetch(pin, None, tmp_path)
+
+
+async def test_special_files_are_not_read(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a")
+    os.mkfifo(folder / "config.json")
+    local = source(tmp_path)
+    pin = (await local.resolve(ref("a"), None)).pin
+    assert set(await local.small_files(pin, None)) == {"adapter_config.json"}
+
+
+@given(id=st.text(alphabet="a./\\~%:\0 é-", max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_any_spelling_stays_inside_or_fails(tmp_path_factory: pytest.TempPathFactory, id: str) -> None:
+    base = tmp_path_factory.getbasetemp() / "spelling"
+    make(base / "aa")
+    make(base / "root" / "a")
+    local = source(base / "root")
+    try:
+        folder, files = local._listed(id)
+    except AdapterError as error:
+        assert isinstance(error, AdapterNotFound)
+    else:
+        assert folder.is_relative_to(base / "root") and folder != base / "root"
+        assert all(path.is_relative_to(base / "root") for path, _ in files.values())

@@ -1,0 +1,150 @@
+"""The tasks: their halves share nothing, every answer is the right one by a judge of its own, and runs repeat."""
+
+import ast
+import importlib
+import json
+import random
+import sqlite3
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lorikeet.demo.data.tasks.example import Example, Half, held_out_examples, training_examples
+from lorikeet.demo.evaluation.score import answer_lens
+from lorikeet.demo.training.lora import RECIPES
+from lorikeet.demo.training.model import BASE_FOLDER
+
+TASKS = sorted({recipe.task for recipe in RECIPES.values()})
+NUM_TRAINING_GROUPS = 500
+NUM_HELD_OUT = 500
+
+
+def task_of(name: str) -> Any:
+    return importlib.import_module(f"lorikeet.demo.data.tasks.{name}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(BASE_FOLDER)
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def task(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def held_out(task: str) -> list[Example]:
+    return held_out_examples(task_of(task), NUM_HELD_OUT)
+
+
+def test_training_and_held_out_examples_share_no_name_value_or_template(task: str, held_out: list[Example]) -> None:
+    seen: set[str] = set()
+    prompts: set[str] = set()
+    for step in range(NUM_TRAINING_GROUPS):
+        for example in training_examples(task_of(task), 0, step):
+            seen |= example.parts
+            prompts.add(example.prompt)
+    unseen = frozenset[str]().union(*(example.parts for example in held_out))
+    assert len(seen) > 700
+    assert len(unseen) > 300
+    assert not seen & unseen
+    assert not prompts & {example.prompt for example in held_out}
+
+
+def test_what_parts_name_is_what_examples_show(held_out: list[Example]) -> None:
+    """A part that is no template stands in the text as it is, so the test above looks at what the model reads."""
+    for example in held_out[:100]:
+        plain = [part for part in example.parts if "{" not in part]
+        assert plain
+        missing = [part for part in plain if part not in example.prompt]
+        assert not missing
+
+
+def test_held_out_prompts_differ_and_end_a_line(held_out: list[Example]) -> None:
+    assert len({example.prompt for example in held_out}) == NUM_HELD_OUT
+    assert all(example.prompt.endswith("\n") for example in held_out)
+    assert all(example.answer and example.answer == example.answer.strip() for example in held_out)
+
+
+def test_the_same_seed_and_step_give_the_same_examples(task: str, held_out: list[Example]) -> None:
+    module = task_of(task)
+    assert training_examples(module, 3, 7) == training_examples(module, 3, 7) != training_examples(module, 3, 8)
+    assert training_examples(module, 3, 7) != training_examples(module, 4, 7)
+    assert held_out_examples(module, 20) == held_out[:20]
+
+
+def test_answers_are_as_long_as_promised(
+    task: str, held_out: list[Example], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    lens = answer_lens(tokenizer, held_out)
+    if task == "citation":
+        assert min(lens) >= 48
+    elif task != "value":
+        assert sum(lens) / len(lens) >= 16
+
+
+def test_prompts_leave_room_in_the_context(held_out: list[Example], tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = tokenizer([example.prompt for example in held_out])["input_ids"]
+    assert max(map(len, prompts)) + max(answer_lens(tokenizer, held_out)) < 1024
+
+
+def both_halves(name: str) -> list[Example]:
+    groups = [training_examples(task_of(name), 0, step) for step in range(60)]
+    return [*held_out_examples(task_of(name), 200), *(example for group in groups for example in group)]
+
+
+def test_a_citation_is_one_whole_line_of_the_context() -> None:
+    for example in both_halves("citation"):
+        assert example.prompt.split("\n").count(example.answer) == 1
+
+
+def test_a_citation_is_the_line_under_the_title_that_was_asked_for() -> None:
+    for example in both_halves("citation"):
+        lines = example.prompt.split("\n")
+        title, request = lines[lines.index(example.answer) - 1], lines[-2]
+        words = [stripped for word in title.split() if (stripped := word.strip("[](){}<>*#=-.:'\""))]
+        assert any(word in request and request.count(word) == 1 for word in words if word[0].isupper())
+
+
+def test_a_record_comes_back_from_its_json_with_its_values_in_order() -> None:
+    for example in both_halves("record"):
+        record = json.loads(example.answer)
+        assert json.dumps(record) == example.answer
+        places = [example.prompt.index(str(key)) for key in record]
+        assert len(places) >= 3
+        assert all(str(value) in example.prompt for value in record.values())
+        assert set(map(type, record.values())) <= {int, str}
+
+
+def test_a_query_runs_on_the_table_of_its_prompt() -> None:
+    for example in both_halves("query"):
+        words = [word.strip("().,:;?'") for word in example.prompt.replace("(", " ").split()]
+        names = {word.casefold() for word in words if word.isidentifier()}
+        verb = {"SELECT": " FROM ", "DELETE": " FROM ", "UPDATE": "UPDATE "}[example.answer.split()[0]]
+        table = example.answer.split(verb)[1].split()[0].rstrip(";")
+        assert table.casefold() in names
+        database = sqlite3.connect(":memory:")
+        database.execute(f"CREATE TABLE {table} ({', '.join(f'[{name}]' for name in names)})")
+        database.execute(example.answer)
+        database.close()
+
+
+def test_a_value_is_what_python_says() -> None:
+    for example in both_halves("value"):
+        assert repr(ast.literal_eval(example.answer)) == example.answer
+
+
+def test_half_the_work_is_not_in_guessing_one_answer() -> None:
+    """No answer is so common that a model which always gave it would come near the bar."""
+    answers = [example.answer for example in held_out_examples(task_of("value"), NUM_HELD_OUT)]
+    assert max(map(answers.count, set(answers))) < 0.2 * len(answers)
+
+
+def test_words_of_one_half_stay_there() -> None:
+    words = importlib.import_module("lorikeet.demo.data.tasks.words")
+    choice = random.Random(0)
+    for draw in (words.name, words.noun, words.field, words.number):
+        drawn = {half: {str(draw(half, choice)) for _ in range(2000)} for half in Half}
+        assert not drawn[Half.TRAINING] & drawn[Half.HELD_OUT]

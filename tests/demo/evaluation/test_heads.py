@@ -1,0 +1,43 @@
+"""The committed heads: they are read, fit, and a sample of what they promise holds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorikeet.adapters.medusa import format as heads_format
+from lorikeet.adapters.medusa import report
+from lorikeet.adapters.medusa.target import Place, Target
+from lorikeet.demo.evaluation.heads import load, write
+from lorikeet.demo.training import lora
+from lorikeet.demo.training.heads import ALL, HEADS_FOLDER
+from lorikeet.demo.training.model import BASE_FOLDER
+
+FAMILY_FOLDER = Path(lora.__file__).parents[1]
+MAX_FAMILY_BYTES = 25_000_000
+NUM_SAMPLED = 12
+
+
+@pytest.mark.parametrize(("kind", "least"), [("base", 1.25), ("citation", 2.2)])
+def test_heads_guess_several_tokens_a_step(kind: str, least: float) -> None:
+    adapter = ALL[kind].adapter
+    folder = None if adapter is None else str(lora.ADAPTERS_FOLDER / adapter)
+    target = Target(str(BASE_FOLDER), folder, Place(torch.device("cpu"), torch.float32))
+    written = write(target, kind, NUM_SAMPLED)
+    found = report.measure(target, load(HEADS_FOLDER / kind, target), written)
+    assert found.tokens_per_step >= least  # of a dozen texts; `lorikeet.demo.evaluation heads` takes a hundred
+    heads = heads_format.read(HEADS_FOLDER / kind, print)
+    assert (heads.shape.num_heads, heads.shape.hidden_size) == (3, target.hidden_size)
+
+
+def test_joined_heads_are_the_same_beside_the_same_adapter() -> None:
+    alone, joined = (heads_format.read(HEADS_FOLDER / name, print) for name in ("citation", "citation-joined"))
+    assert alone.tensors.keys() == joined.tensors.keys()
+    assert all(torch.equal(tensor, joined.tensors[name]) for name, tensor in alone.tensors.items())
+    adapter, beside = lora.ADAPTERS_FOLDER / "citation", HEADS_FOLDER / "citation-joined"
+    assert (adapter / lora.WEIGHTS_FILE).read_bytes() == (beside / lora.WEIGHTS_FILE).read_bytes()
+
+
+def test_the_family_is_small() -> None:
+    files = [path for path in FAMILY_FOLDER.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) <= MAX_FAMILY_BYTES

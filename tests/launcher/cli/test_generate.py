@@ -1,0 +1,96 @@
+"""`lorikeet-generate` against a server that answers what it is told to."""
+
+import re
+from typing import Any
+
+import pytest
+
+from lorikeet.launcher.cli import provenance
+from lorikeet.launcher.cli.client import Token
+from lorikeet.launcher.cli.generate import main
+from tests.launcher.cli.test_client import Told, event, serving
+
+REPORT = {
+    "steps": 2,
+    "drafted": 6,
+    "accepted": 3,
+    "sources": {"prefill": 1, "draft": 3, "bonus": 1},
+    "draft_seconds": 0.25,
+    "verify_seconds": 1.5,
+    "accept_seconds": 0.125,
+}
+
+
+def run(told: Told, *arguments: str) -> int:
+    with serving(told) as client:
+        return main(["--url", client.url, *arguments])
+
+
+def test_the_text_alone_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(body=event(" a", source="draft") + event("</s>", special=True, whole=" a"))
+    assert run(told, "x", "--color", "always") == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (" a\n", "")
+    assert told.asked[0][2] == {"inputs": "x", "parameters": {"details": True}}
+
+
+def test_the_verbose_view_colours_tokens_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    details: dict[str, Any] = {"generated_tokens": 5, "speculation": REPORT}
+    told = Told(body=event(" a", source="draft") + event(" b", source="bonus", whole=" a b", details=details))
+    assert run(told, "x", "-v", "--color", "always") == 0
+    printed = capsys.readouterr()
+    assert printed.out == "\x1b[31m a\x1b[0m\x1b[95m b\x1b[0m\n"
+    line = printed.err.splitlines()[0]
+    assert re.match(r"5 tokens in \d+\.\d\d s; 2 steps \(2\.50 tokens each\); accepted 3/6 \(50%\); ", line)
+    assert line.endswith("; prefill 1, draft 3, bonus 1; draft 0.250 s, verify 1.500 s, accept 0.125 s")
+
+
+def test_without_a_terminal_there_are_no_colours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Told(body=event(" a", source="lookup", whole=" a")), "x", "-v") == 0
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err
+    assert "none of them guessed ahead" in printed.err
+
+
+def test_every_option_of_a_request_is_its_field() -> None:
+    told = Told(body=event(" a", whole=" a"))
+    options = "-M 9 --temperature 0.5 --top-k 3 --top-p 0.9 --repetition-penalty 1.1 -s 4 --stop end --stop . -g 2"
+    options += " --ignore-eos-token --adapter-id a --adapter-source local --heads-id h --speculative-method draft"
+    options += " --speculative-schedule constant --speculative-verify google"
+    assert run(told, "x", *options.split()) == 0
+    assert told.asked[0][2]["parameters"] == {
+        "details": True,
+        "do_sample": True,
+        "max_new_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "seed": 4,
+        "stop": ["end", "."],
+        "ignore_eos_token": True,
+        "adapter_id": "a",
+        "adapter_source": "local",
+        "heads_id": "h",
+        "speculative_tokens": 2,
+        "speculative_method": "draft",
+        "speculative_schedule": "constant",
+        "speculative_verify": "google",
+    }
+
+
+def test_what_the_server_refuses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Told(status=422, body=b'{"error": "`speculative_tokens` must be <= 16"}'), "x") == 1
+    assert "lorikeet-generate: `speculative_tokens` must be <= 16" in capsys.readouterr().err
+
+
+def test_nobody_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["x", "--url", "http://127.0.0.1:1"]) == 1
+    assert "nobody answers at http://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_every_source_has_a_colour_of_its_own() -> None:
+    paint = provenance.painter(colours=True)
+    painted = {paint(Token(1, "x", None, False, False, name)) for name in provenance.COLOURS}
+    assert len(painted) == len(provenance.COLOURS) == 7
+    assert paint(Token(1, "x", None, False, False, None)) == "x"

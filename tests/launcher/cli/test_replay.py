@@ -1,0 +1,212 @@
+"""`lorikeet-replay` and the receipts it reads, against a server that answers what it is told to."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.launcher.cli.receipt import Receipt, ReceiptError, different_parts, first_difference, found_in
+from lorikeet.launcher.cli.replay import main
+from lorikeet.proto import digest
+from tests.launcher.cli.test_client import Told, serving
+
+PROMPT, OUTPUT = [1, 2, 3], [4, 5, 6, 7]
+
+
+def tokens(ids: list[int], *, shown: bool = True) -> dict[str, Any]:
+    told = {"num_tokens": len(ids), "sha256": digest.of_tokens(ids)}
+    return told | ({"token_ids": ids} if shown else {})
+
+
+def receipt(*, shown: bool = True, prompt: list[int] = PROMPT, output: list[int] = OUTPUT, **more: Any) -> Any:
+    parameters = {
+        "seed": 7, "max_new_tokens": 4, "stop": ["."], "ignore_eos": True, "do_sample": True, "temperature": 0.5,
+        "top_k": 3, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0,
+        "presence_penalty": 0.0, "logit_bias": [], "watermark": None,
+    }  # fmt: skip
+    return {
+        "receipt": 1, "request_id": "mine", "version": "1", "base_digest": "ba", "tokenizer_digest": "70",
+        "dtype": "float32", "device": "cpu", "max_total_tokens": 99, "adapter": None,
+        "parameters": parameters | more.pop("parameters", {}),
+        "prompt": tokens(prompt, shown=shown),
+        "output": {**tokens(output, shown=shown), "finish_reason": "length"},
+        **more,
+    }  # fmt: skip
+
+
+def run(tmp_path: Path, text: str, again: Any, *arguments: str) -> tuple[int, Told]:
+    (tmp_path / "receipt").write_text(text)
+    told = Told(body=json.dumps({"generated_text": "x", "receipt": again}).encode())
+    with serving(told) as client:
+        return main([str(tmp_path / "receipt"), "--url", client.url, *arguments]), told
+
+
+def test_the_same_tokens_are_said_to_be_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = run(tmp_path, json.dumps(receipt()), receipt())
+    assert (code, capsys.readouterr().out) == (0, "identical: 4 tokens\n")
+    ((path, headers, body),) = told.asked
+    assert (path, headers["x-request-id"], body["inputs"]) == ("/generate", "mine", PROMPT)
+    assert body["parameters"]["receipt"] is True and body["parameters"]["adapter_id"] == "__base_model__"
+
+
+ADAPTER = {"id": "a", "source": "local", "digest": "d1"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({}, {"output": [4, 5, 9, 7]}, ["from token 2 on: 4 tokens then, 4 now", "only the tokens differ"]),
+        ({}, {"output": [4, 5]}, ["from token 2 on: 4 tokens then, 2 now", "only the tokens differ"]),
+        ({"shown": False}, {"output": [4]}, ["different: 4 tokens then, 1 now", "only the tokens differ"]),
+        ({}, {"output": [9], "base_digest": "bb"}, ["from token 0 on", "not the same base digest: ba, now bb"]),
+        ({}, {"output": [9], "tokenizer_digest": "x"}, ["not the same tokenizer digest: 70, now x"]),
+        ({}, {"output": [9], "dtype": "bfloat16"}, ["not the same dtype: float32, now bfloat16"]),
+        ({}, {"output": [9], "device": "cuda"}, ["not the same device: cpu, now cuda"]),
+        ({}, {"output": [9], "prompt": [8]}, ["not the same prompt: "]),
+        ({}, {"output": [9], "version": "2"}, ["not the same version: 1, now 2", "only the tokens differ"]),
+        ({}, {"output": [9], "parameters": {"top_k": 0}}, ["not the same parameter top_k: 3, now 0"]),
+        (
+            {"adapter": ADAPTER},
+            {"output": [9], "adapter": {**ADAPTER, "digest": "d2"}},
+            ["not the same adapter digest: d1, now d2"],
+        ),
+        ({"adapter": ADAPTER}, {"output": [9]}, ["not the same adapter digest: d1, now none"]),
+    ],
+)
+def test_other_tokens_are_said_with_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], before: Any, after: Any, said: list[str]
+) -> None:
+    given = ("--prompt", str(tmp_path / "prompt"))
+    (tmp_path / "prompt").write_text("[1, 2, 3]")
+    code, _ = run(tmp_path, json.dumps(receipt(**before)), receipt(**after), *given)
+    printed = capsys.readouterr().out
+    assert code == 1 and printed.startswith("different")
+    assert all(part in printed for part in said), printed
+    assert ("only the tokens differ" in printed) == ("only the tokens differ" in said)
+
+
+def test_the_same_tokens_of_another_server_are_still_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = run(tmp_path, json.dumps(receipt()), receipt(version="2", base_digest="bb"))
+    printed = capsys.readouterr().out
+    assert code == 0
+    assert printed.splitlines() == [
+        "identical: 4 tokens",
+        "  though not the same base digest: ba, now bb",
+        "  though not the same version: 1, now 2",
+    ]
+
+
+@pytest.mark.parametrize("wrap", ["lines", "list", "answers", "details"])
+def test_several_are_all_asked_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str], wrap: str) -> None:
+    several = [receipt(), receipt(request_id="other", output=[4, 5, 6])]
+    text = {
+        "lines": "\n".join(map(json.dumps, several)) + "\n",
+        "list": json.dumps(several),
+        "answers": "\n".join(json.dumps({"generated_text": "", "receipt": each}) for each in several),
+        "details": json.dumps([{"details": {"receipt": each}} for each in several]),
+    }[wrap]
+    code, told = run(tmp_path, text, receipt())
+    printed = capsys.readouterr().out
+    assert code == 1 and len(told.asked) == 2
+    assert printed.startswith("mine: identical") and "\nother: different from token 3 on" in printed
+    assert printed.endswith("\n1 of 2 identical\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "inputs"),
+    [
+        ("def add(a, b):\n", "/generate", "def add(a, b):\n"),
+        ("[1, 2, 3]", "/generate", PROMPT),
+        ('["no", "ids"]', "/generate", '["no", "ids"]'),
+        ('[{"role": "user", "content": "hi"}]', "/v1/chat/completions", [{"role": "user", "content": "hi"}]),
+    ],
+)
+def test_a_prompt_comes_from_a_file(tmp_path: Path, text: str, path: str, inputs: Any) -> None:
+    (tmp_path / "prompt").write_text(text)
+    code, told = run(tmp_path, json.dumps(receipt(shown=False)), receipt(), "--prompt", str(tmp_path / "prompt"))
+    ((asked, _, body),) = told.asked
+    assert (code, asked) == (0, path)
+    assert (body.get("inputs") or body.get("messages")) == inputs
+
+
+def test_several_prompts_come_line_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    several = "\n".join(json.dumps(receipt(shown=False)) for _ in range(3))
+    prompts = tmp_path / "prompts"
+    prompts.write_text('"a text"\n[1, 2, 3]\n[{"role": "user", "content": "hi"}]\n')
+    code, told = run(tmp_path, several, receipt(), "--prompt", str(prompts))
+    assert code == 0 and [path for path, _, _ in told.asked] == ["/generate", "/generate", "/v1/chat/completions"]
+    prompts.write_text('"a text"\n')
+    assert run(tmp_path, several, receipt(), "--prompt", str(prompts))[0] == 1
+    assert "holds 1 prompts for 3 receipts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no receipt"),
+        ("nothing", "it is not JSON"),
+        ("{}", "this is no receipt"),
+        ('{"receipt": 2}', "receipts of form 2 are not known"),
+        ('{"receipt": 1}', "the receipt lacks parameters, prompt"),
+        (json.dumps(receipt() | {"prompt": {**tokens(PROMPT), "token_ids": [1, 2]}}), "the receipt was changed"),
+        (json.dumps(receipt() | {"output": {**tokens(OUTPUT), "token_ids": [1, 2]}}), "the receipt was changed"),
+    ],
+)
+def test_what_is_no_receipt_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+    code, told = run(tmp_path, text, receipt())
+    assert code == 1 and told.asked == [] and said in capsys.readouterr().err
+
+
+def test_a_hash_alone_needs_the_prompt_and_the_right_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = json.dumps(receipt(shown=False))
+    assert run(tmp_path, text, receipt())[0] == 1
+    assert "holds the hash of its prompt alone: give the prompt" in capsys.readouterr().out
+    (tmp_path / "prompt").write_text("[1, 2]")
+    code, told = run(tmp_path, text, receipt(), "--prompt", str(tmp_path / "prompt"))
+    assert code == 1 and told.asked == []
+    assert "are not those of the receipt's prompt" in capsys.readouterr().out
+
+
+def test_a_refusal_and_nobody_there_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "receipt").write_text(json.dumps(receipt()))
+    with serving(Told(status=404, body=b'{"error": "no such adapter"}')) as client:
+        assert main([str(tmp_path / "receipt"), "--url", client.url]) == 1
+    assert capsys.readouterr().out == "the server refuses: no such adapter\n"
+    assert main([str(tmp_path / "receipt"), "--url", "http://127.0.0.1:1"]) == 1
+    assert "nobody answers at http://127.0.0.1:1" in capsys.readouterr().out
+    assert main([str(tmp_path / "absent")]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_a_server_without_receipts_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, json.dumps(receipt()), None)[0] == 1
+    assert capsys.readouterr().out == "the answer tells nothing to compare: this is no receipt\n"
+
+
+def test_every_parameter_is_said_in_the_request() -> None:
+    path, body = Receipt.read(receipt(adapter=ADAPTER)).request()
+    assert path == "/generate"
+    assert body["parameters"] == {
+        "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+        "seed": 7, "stop": ["."], "ignore_eos_token": True, "temperature": 0.5, "speculative_verify": "coupled",
+        "receipt": True, "do_sample": True, "max_new_tokens": 4, "truncate": 3, "watermark": False,
+        "return_full_text": False, "top_k": 3, "adapter_id": "a", "adapter_source": "local",
+    }  # fmt: skip
+    path, body = Receipt.read(receipt(parameters={"logit_bias": [[5, -1.5]], "do_sample": False})).request()
+    assert (path, body["logit_bias"], body["temperature"]) == ("/v1/completions", {"5": -1.5}, 0.0)
+
+
+def test_what_openai_s_routes_lack_is_said() -> None:
+    told = Receipt.read(receipt(parameters={"watermark": {"gamma": 0.5, "delta": 2.0}}))
+    with pytest.raises(ReceiptError, match="neither watermarks nor merged adapters"):
+        told.request([{"role": "user", "content": "hi"}])
+
+
+def test_positions_and_parts() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3, 4]) == 3
+    assert first_difference([], [1]) == 0
+    (read,) = found_in(json.dumps(receipt()))
+    assert different_parts(read, read) == []

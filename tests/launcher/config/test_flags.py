@@ -1,0 +1,83 @@
+"""The flag table against LoRAX's flags, which lie as data beside this file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.launcher.config.flag import Flag, Kind
+from lorikeet.launcher.config.flags import FLAGS
+from lorikeet.launcher.config.settings import parser
+
+LORAX: list[dict[str, Any]] = json.loads((Path(__file__).parent / "lorax_flags.json").read_text())
+COMPUTED = {
+    "--max-input-length": "max-total-tokens − 1",
+    "--max-total-tokens": "min(max_position_embeddings, 4096)",
+    "--max-batch-prefill-tokens": "max-input-length + 50",
+}
+DIFFERENT = {
+    "--model-id": None,
+    "--chunked-prefill": True,
+    "--prefix-caching": True,
+    "--shard-uds-path": None,
+    "--master-port": None,
+}
+
+
+@pytest.mark.parametrize("row", LORAX, ids=lambda row: row["flag"])
+def test_a_flag_is_lorax_s(row: dict[str, Any]) -> None:
+    flag = FLAGS[row["flag"].removeprefix("--")]
+    assert flag.lorax
+    assert flag.environment == (row["env"] or "")
+    assert flag.short == row.get("short", "").removeprefix("-")
+    assert flag.repeated == row.get("repeated", False)
+    assert set(row.get("choices", [])) <= set(flag.choices)
+    if row["flag"] in COMPUTED:
+        assert flag.default is None
+        assert flag.default_text == COMPUTED[row["flag"]]
+    elif row["flag"] in DIFFERENT:
+        assert flag.default == DIFFERENT[row["flag"]]
+        assert flag.differs
+    else:
+        default = tuple(row["default"]) if isinstance(row["default"], list) else row["default"]
+        assert flag.default == default
+    if isinstance(row["default"], bool) or row.get("takes_value"):
+        assert flag.kind is (Kind.BOOLEAN if row.get("takes_value") else Kind.SWITCH)
+
+
+def test_every_flag_of_lorax_is_there_and_every_other_is_marked() -> None:
+    names = {row["flag"].removeprefix("--") for row in LORAX}
+    assert len(names) == len(LORAX) == 66
+    assert {name for name, flag in FLAGS.items() if flag.lorax} == names
+
+
+@pytest.mark.parametrize("flag", FLAGS.values(), ids=lambda flag: flag.name)
+def test_a_row_is_complete(flag: Flag) -> None:
+    assert flag.meaning
+    assert not flag.meaning.endswith(".")
+    assert not (flag.no_effect and flag.refused)
+    assert bool(flag.harmless) <= bool(flag.refused)
+    if flag.default not in (None, ()):
+        assert flag.value(str(flag.default)) == flag.default
+    if flag.refused and flag.default not in (None, ()):
+        assert flag.default in flag.harmless
+
+
+def test_the_parser_knows_the_flags_of_the_table_and_no_others() -> None:
+    known = {word for action in parser()._actions for word in action.option_strings if word.startswith("--")}
+    assert known == {f"--{name}" for name in FLAGS} | {"--help", "--version"}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1024", 1024), ("1KiB", 1024), ("1.5 GiB", 3 * 2**29), ("2g", 2**31), ("3mb", 3_000_000), ("7B", 7)],
+)
+def test_bytes_are_read_with_units(text: str, number: int) -> None:
+    assert FLAGS["cpu-memory"].value(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1TiBs", "nan", "inf", "1 2"])
+def test_what_is_no_number_of_bytes_is_said(text: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        FLAGS["cpu-memory"].value(text)

@@ -1,0 +1,286 @@
+"""Which settings are refused, and which only warn."""
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lorikeet.launcher.config import kv_cache, rules
+from lorikeet.launcher.config.flags import FLAGS
+from lorikeet.launcher.config.settings import Settings, read
+from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.models.model import with_lengths
+from lorikeet.proto.quantization import FP8_KV, METHODS
+
+
+def settings(*arguments: str, **environment: str) -> Settings:
+    return read(arguments, environment, "box")
+
+
+def refusal(*arguments: str, **environment: str) -> str:
+    with pytest.raises(LauncherError) as caught:
+        rules.check(settings(*arguments, **environment))
+    assert caught.value.exit is Exit.ARGUMENT_VALIDATION
+    return str(caught.value)
+
+
+def with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Ray were installed."""
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setattr(sys.modules["ray"], "__spec__", ModuleSpec("ray", None))
+
+
+REFUSED = {
+    "source": "s3",
+    "embedding-dim": "512",
+    "merge-adapter-weights": None,
+    "otlp-endpoint": "http://127.0.0.1:4317",
+}
+
+
+def test_the_list_of_refused_flags_is_complete() -> None:
+    assert set(REFUSED) == {name for name, flag in FLAGS.items() if flag.refused}
+
+
+@pytest.mark.parametrize(("name", "text"), REFUSED.items())
+def test_what_does_not_work_yet_is_refused_by_name(name: str, text: str | None) -> None:
+    said = refusal(f"--{name}", *([text] if text is not None else []))
+    assert said.startswith(f"--{name} ")
+    assert said.endswith(FLAGS[name].refused)
+    variable = FLAGS[name].environment
+    assert refusal(**{variable: text or "true"}).startswith(f"{variable} ")
+
+
+OF_WEIGHTS = sorted({*FLAGS["quantize"].choices} - {FP8_KV})
+
+
+@pytest.mark.parametrize("method", OF_WEIGHTS)
+def test_a_quantization_whose_package_is_missing_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for flag in ("--quantize", "--draft-quantize"):
+        draft = ["--draft-model-id", "a/b"] if flag == "--draft-quantize" else []
+        said = refusal(flag, method, *draft)
+        assert said.startswith(f"{flag} {method} is refused: ")
+        if extra := METHODS[method].extra:
+            assert said.endswith(f"pip install 'lorikeet[{extra}]'")
+
+
+@pytest.mark.parametrize(("method", "others"), [("eetq", ("bitsandbytes", "fp8")), ("exl2", ("gptq", "awq", "hqq"))])
+def test_a_quantization_that_no_package_brings_names_others(
+    method: str, others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
+    said = refusal("--quantize", method)
+    assert all(other in said for other in others)
+    for served in ("bitsandbytes", "gptq", "awq", "hqq-3bit", "fp8"):
+        rules.check(settings("--quantize", served))
+
+
+def test_what_the_weights_are_is_compared_with_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
+    packed = {"quantization_config": {"quant_method": "awq"}}
+    rules.check_models(settings("--quantize", "awq"), packed, None)
+    with pytest.raises(
+        LauncherError, match=r"the model cannot be served: quantised by awq: .* sample texts beforehand"
+    ):
+        rules.check_models(settings("--quantize", "awq"), {}, None)
+    drafting = settings("--draft-model-id", "a/b", "--draft-quantize", "fp8")
+    with pytest.raises(LauncherError, match=r"the draft model cannot be served: .* awq already, and fp8 was asked for"):
+        rules.check_models(drafting, packed, packed)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--speculative-tokens", "3", "--speculation-max-batch-size", "8"],
+        ["--speculative-method", "medusa"],
+        ["--speculative-method", "draft", "--draft-model-id", "a/b"],
+        ["--source", "hub"],
+    ],
+)
+def test_what_asks_for_nothing_is_not_refused(arguments: list[str]) -> None:
+    rules.check(settings(*arguments))
+
+
+WITHOUT_EFFECT = {
+    "waiting-served-ratio": "0.3",
+    "max-waiting-tokens": "10",
+    "eager-prefill": "false",
+    "disable-sgmv": None,
+    "backend": "flashinfer",
+    "ngrok": None,
+    "ngrok-authtoken": "secret",
+    "ngrok-edge": "edge",
+    "predibase-api-token": "secret",
+    "compile": None,
+    "compile-max-batch-size": "64",
+    "compile-max-rank": "32",
+    "compile-batch-size": "16",
+    "cuda-memory-fraction": "0.5",
+}
+
+
+def test_the_list_of_flags_without_effect_is_complete() -> None:
+    everywhere = {name for name, flag in FLAGS.items() if flag.no_effect and flag.no_effect_on != "cuda"}
+    assert set(WITHOUT_EFFECT) == everywhere
+
+
+@pytest.mark.parametrize(("name", "text"), WITHOUT_EFFECT.items())
+def test_a_flag_without_effect_is_said_once_and_only_when_given(name: str, text: str | None) -> None:
+    given = settings(f"--{name}", *([text] if text is not None else []))
+    rules.check(given)
+    (said,) = rules.without_effect(given, "cpu")
+    assert said.startswith(f"--{name} has no effect: ")
+    assert "secret" not in said
+    assert rules.without_effect(settings(), "cpu") == []
+
+
+def test_memory_flags_belong_to_one_device_each() -> None:
+    both = settings("--cpu-memory", "1GiB", "--cuda-memory-fraction", "0.5")
+    assert [said.split()[0] for said in rules.without_effect(both, "cpu")] == ["--cuda-memory-fraction"]
+    assert [said.split()[0] for said in rules.without_effect(both, "cuda:0")] == ["--cpu-memory"]
+
+
+def test_what_is_the_other_side_s_matter_is_said() -> None:
+    shard = settings("--shard-listen", "127.0.0.1:1", "--api-keys", "k", "--threads", "1", "--port", "80")
+    said = [sentence.split()[0] for sentence in rules.without_effect(shard, "cpu")]
+    assert sorted(said) == ["--api-keys", "--port"]
+    router = settings("--shard-address", "h:1", "--api-keys", "k", "--threads", "1", "--watermark-gamma", "0.4")
+    said = [sentence.split()[0] for sentence in rules.without_effect(router, "cpu")]
+    assert sorted(said) == ["--threads", "--watermark-gamma"]
+    whole = settings("--api-keys", "k", "--threads", "1")
+    assert rules.without_effect(whole, "cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--compile", "--eager"], "contradict"),
+        (["--model-id", "a/b@c", "--revision", "d"], "give one"),
+        (["--revision", "main"], "needs --model-id"),
+        (["--model-id", ".", "--revision", "main"], "is a folder"),
+        (["--weights-cache-override", "."], "needs --model-id"),
+        (["--weights-cache-override", "/nowhere", "--model-id", "a/b"], "does not exist"),
+        (["--speculative-method", "draft"], "--speculative-method draft needs --draft-model-id"),
+        (["--verify", "google"], "--verify google needs --draft-model-id"),
+        (["--draft-revision", "main"], "needs --draft-model-id"),
+        (["--draft-dtype", "float32"], "needs --draft-model-id"),
+        (["--draft-tokenizer-id", "a/b"], "needs --draft-model-id"),
+        (["--draft-model-id", "a/b@c", "--draft-revision", "d"], "give one"),
+        (["--draft-model-id", ".", "--draft-revision", "main"], "is a folder"),
+        (["--ngram-min", "5", "--ngram-max", "4"], "--ngram-min 5 must be at most --ngram-max 4"),
+        (["--speculative-tokens", "17"], "at most --speculative-tokens-max 16"),
+        (["--tokenizer-config-path", "/nowhere.json"], "does not exist"),
+        (["--shard-address", "50051"], "must look like"),
+        (["--shard-address", "host:0"], "must look like"),
+        (["--shard-address", "dns:shards"], "must look like"),
+        (["--shard-listen", "dns:shards"], "must look like"),
+        (["--shard-address", "127.0.0.1:1", "--replicas", "2"], "contradict"),
+        (["--shard-listen", "127.0.0.1:1", "--replicas", "2"], "contradict"),
+        (["--shard-listen", "127.0.0.1:1", "--shard-address", "127.0.0.1:1"], "give one"),
+        (["--shard-listen", "127.0.0.1:1"], "whoever reaches 127.0.0.1:1 could use the shard"),
+        (["--shard-listen", "127.0.0.1:1", "--shard-tls-cert", "a", "--shard-tls-key", "b"], "whoever reaches"),
+        (["--shard-listen", "127.0.0.1:1", "--shard-tls-cert", "a"], "go together"),
+        (["--shard-listen", "127.0.0.1:1", "--shard-secret-file", "/nowhere"], "does not exist"),
+        (["--shard-address", "h:1", "--shard-tls-cert", "a", "--shard-tls-key", "b"], "needs --shard-tls-ca"),
+        (["--shard-secret-file", "/nowhere"], "there is no shard on TCP"),
+        (["--adapter-source", "pbase"], "pbase is refused"),
+        (["--adapter-id", "a b"], "is not a hub id"),
+        (["--preloaded-adapter-ids", "a/b/c"], "is not a hub id"),
+        (["--adapters", "/nowhere.yaml"], "does not exist"),
+        (["--api-keys", "/nowhere.yaml"], "does not exist"),
+        (["--device", "tpu"], "must be auto, cpu"),
+        (["--device", "cpu:1"], "must be auto, cpu"),
+        (["--device", "cuda:x"], "must be auto, cpu"),
+    ],
+)
+def test_impossible_combinations(arguments: list[str], part: str) -> None:
+    assert part in refusal(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "needs --device cpu or cuda"),
+        (["--device", "cuda:1"], "needs --device cpu or cuda"),
+        (["--device", "cpu", "--shard-address", "h:1"], "--shard-address and --engine ray contradict each other"),
+        (["--device", "cpu", "--shard-listen", "h:1", "--shard-secret-file", "."], "contradict each other"),
+        (["--device", "cpu", "--shard-tls-cert", "a", "--shard-tls-key", "b"], "--shard-tls-cert is refused"),
+        (["--device", "cpu", "--shard-secret-file", "/nowhere"], "does not exist"),
+    ],
+)
+def test_what_ray_decides(arguments: list[str], part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_ray(monkeypatch)
+    assert part in refusal("--engine", "ray", *arguments)
+
+
+def test_ray_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert refusal("--engine", "ray", "--device", "cpu") == "--engine ray needs Ray: pip install 'lorikeet[ray]'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--max-input-length", "100", "--max-total-tokens", "100"], "must be less than --max-total-tokens 100"),
+        (["--max-input-length", "4096"], "must be less than"),
+        (["--max-batch-prefill-tokens", "64", "--chunked-prefill", "false"], "while --chunked-prefill is false"),
+        (["--max-batch-total-tokens", "1000"], "at most --max-batch-total-tokens 1000"),
+    ],
+)
+def test_impossible_lengths(arguments: list[str], part: str) -> None:
+    with pytest.raises(LauncherError, match=part):
+        rules.check_lengths(with_lengths(settings(*arguments), {"max_position_embeddings": 8192}))
+
+
+def test_small_steps_are_fine_with_chunks() -> None:
+    rules.check_lengths(with_lengths(settings("--max-batch-prefill-tokens", "7"), {}))
+
+
+def test_a_file_that_is_there_is_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text("{}")
+    rules.check(settings("--tokenizer-config-path", str(file)))
+
+
+@pytest.mark.parametrize(("sharded", "num_shard"), [("true", "1"), ("false", "2")])
+def test_a_model_is_split_or_it_is_not(sharded: str, num_shard: str) -> None:
+    said = refusal("--sharded", sharded, "--num-shard", num_shard)
+    assert said == f"--sharded {sharded} and --num-shard {num_shard} contradict each other"
+
+
+@pytest.mark.parametrize("arguments", [["--num-shard", "2"], ["--sharded", "true", "--num-shard", "2"]])
+def test_where_ranks_meet_says_something_only_if_there_are_several(arguments: list[str]) -> None:
+    given = settings(*arguments, "--master-addr", "127.0.0.1", "--master-port", "29501")
+    rules.check(given)
+    assert rules.without_effect(given, "cpu", num_ranks=2) == []
+    alone = rules.without_effect(given, "cpu", num_ranks=1)
+    assert [line.split()[0] for line in alone] == ["--master-addr", "--master-port"]
+
+
+def test_of_a_split_model_there_are_no_fused_kernels_to_leave_out() -> None:
+    given = settings("--disable-custom-kernels")
+    assert rules.without_effect(given, "cpu") == rules.without_effect(given, "cuda:0") == []
+    (said,) = rules.without_effect(given, "cuda:0", num_ranks=2)
+    assert said.startswith("--disable-custom-kernels has no effect: of a model that is split")
+
+
+FP8_KV_FLAGS = [["--kv-cache-dtype", "fp8"], ["--quantize", "fp8-kv"]]
+
+
+@pytest.mark.parametrize("arguments", FP8_KV_FLAGS, ids=str)
+def test_kv_in_eight_bits_needs_cuda(arguments: list[str]) -> None:
+    given = settings(*arguments)
+    rules.check(given)
+    kv_cache.check(given, "cuda:0")
+    with pytest.raises(LauncherError, match=f"{' '.join(arguments)} is refused on the CPU"):
+        kv_cache.check(given, "cpu")
+    kv_cache.check(settings(*arguments, "--shard-address", "127.0.0.1:1"), "cpu")
+    kv_cache.check(settings(), "cpu")
+
+
+def test_both_models_keep_kv_alike() -> None:
+    assert "both models" in refusal("--draft-model-id", "a/b", "--draft-quantize", "fp8-kv")

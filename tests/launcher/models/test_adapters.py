@@ -1,0 +1,30 @@
+"""Which adapters are served where nobody names any."""
+
+from pathlib import Path
+
+import pytest
+
+from lorikeet.launcher.config.settings import read
+from lorikeet.launcher.models import adapters
+from lorikeet.launcher.models.model import embedded
+
+FAMILY = embedded().path.parent
+ENVIRONMENT = {"HF_HUB_CACHE": "/data"}
+
+
+def test_the_embedded_model_brings_its_adapters() -> None:
+    settings = adapters.with_family(read([], {}, "box"), ENVIRONMENT)
+    assert Path(settings["adapters"]).is_relative_to(FAMILY)
+    assert settings["local-adapter-root"] == (str(FAMILY / "adapters"), str(FAMILY), "/data")
+
+
+@pytest.mark.parametrize("flag", ["--model-id", "--adapters", "--local-adapter-root"])
+def test_whoever_names_a_model_or_adapters_gets_no_others(flag: str) -> None:
+    settings = read([flag, "something"], {}, "box")
+    assert adapters.with_family(settings, ENVIRONMENT) == settings
+
+
+def test_a_root_of_ours_need_not_be_there_yet(tmp_path: Path) -> None:
+    settings = adapters.with_family(read([], {}, "box"), {"HF_HUB_CACHE": str(tmp_path / "later")})
+    planned = adapters.plan(settings, {"HF_HUB_CACHE": str(tmp_path / "later")}, FAMILY / "base", tmp_path)
+    assert planned.roots == (str(FAMILY / "adapters"), str(FAMILY), str(tmp_path / "later"))

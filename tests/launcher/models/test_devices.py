@@ -1,0 +1,66 @@
+"""Which device is chosen, without torch and against what torch says."""
+
+import pytest
+import torch
+
+from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.models import devices
+
+
+def test_cpu_is_always_there() -> None:
+    assert devices.choose("cpu") == "cpu"
+
+
+def test_the_version_is_torch_s() -> None:
+    assert devices.torch_version() == torch.__version__
+    assert devices.torch_has_cuda() == (torch.version.cuda is not None)
+
+
+def test_auto_is_what_torch_would_find() -> None:
+    assert devices.choose("auto") == ("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("wanted", ["cuda", "cuda:0", "cuda:99"])
+def test_a_device_that_is_not_there_is_said(wanted: str) -> None:
+    number = int(wanted.partition(":")[2] or 0)
+    if number < torch.cuda.device_count():
+        assert devices.choose(wanted) == f"cuda:{number}"
+        return
+    with pytest.raises(LauncherError, match=f"--device {wanted}: ") as caught:
+        devices.choose(wanted)
+    assert caught.value.exit is Exit.NOT_ENOUGH_CUDA_DEVICES
+
+
+@pytest.mark.parametrize(
+    ("sharded", "num_shard", "device", "environment", "expected"),
+    [
+        (None, None, "cpu", {"CUDA_VISIBLE_DEVICES": "0,1"}, 1),
+        (None, 2, "cpu", {}, 2),
+        (None, None, "cuda:0", {}, 1),
+        (None, None, "cuda:0", {"CUDA_VISIBLE_DEVICES": "0,3"}, 2),
+        (None, None, "cuda:0", {"NVIDIA_VISIBLE_DEVICES": "all"}, 1),
+        (None, None, "cuda:0", {"CUDA_VISIBLE_DEVICES": "1", "NVIDIA_VISIBLE_DEVICES": "0,1"}, 1),
+        (True, None, "cuda:0", {"NVIDIA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}, 3),
+        (False, None, "cuda:0", {"CUDA_VISIBLE_DEVICES": "0,1"}, 1),
+        (True, 4, "cuda:0", {"CUDA_VISIBLE_DEVICES": "0,1"}, 4),
+    ],
+)
+def test_a_model_is_split_over_what_was_named(
+    sharded: bool | None, num_shard: int | None, device: str, environment: dict[str, str], expected: int
+) -> None:
+    assert devices.choose_ranks(sharded, num_shard, device, environment) == expected
+
+
+@pytest.mark.parametrize(("device", "environment"), [("cpu", {}), ("cuda:0", {"CUDA_VISIBLE_DEVICES": "0"})])
+def test_to_be_split_it_must_be_said_over_how_many(device: str, environment: dict[str, str]) -> None:
+    with pytest.raises(LauncherError, match="--sharded true needs --num-shard") as caught:
+        devices.choose_ranks(True, None, device, environment)
+    assert caught.value.exit is Exit.NOT_ENOUGH_CUDA_DEVICES
+
+
+def test_each_rank_of_each_replica_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "count_cuda", lambda: 4)
+    devices.check_count("cuda:0", 2, 2)
+    devices.check_count("cpu", 9, 9)
+    with pytest.raises(LauncherError, match="--replicas 2 of --num-shard 2 from cuda:1 on: 4 CUDA devices are there"):
+        devices.check_count("cuda:1", 2, 2)

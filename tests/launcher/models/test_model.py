@@ -1,0 +1,98 @@
+"""Which folder a model is, and which lengths its configuration gives."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.adapters.refs import Ref, Source
+from lorikeet.launcher.config.settings import Settings, read
+from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.models import model
+
+
+def settings(*arguments: str) -> Settings:
+    return read(arguments, {}, "box")
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "lengths"),
+    [
+        ({"max_position_embeddings": 32768}, [], (4096, 4095, 4145)),
+        ({"max_position_embeddings": 2048}, [], (2048, 2047, 2097)),
+        ({"n_positions": 1024}, [], (1024, 1023, 1073)),
+        ({"text_config": {"max_position_embeddings": 512}}, [], (512, 511, 561)),
+        ({}, [], (4096, 4095, 4145)),
+        ({"max_position_embeddings": 32768}, ["--max-total-tokens", "9000"], (9000, 8999, 9049)),
+        ({}, ["--max-input-length", "100"], (4096, 100, 150)),
+        ({}, ["--max-batch-prefill-tokens", "7"], (4096, 4095, 7)),
+    ],
+)
+def test_lengths(config: dict[str, Any], arguments: list[str], lengths: tuple[int, int, int]) -> None:
+    complete = model.with_lengths(settings(*arguments), config)
+    names = ("max-total-tokens", "max-input-length", "max-batch-prefill-tokens")
+    assert tuple(complete[name] for name in names) == lengths
+
+
+def test_a_folder_is_a_folder_whatever_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "owner@main"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    found = model.named(settings("--model-id", str(path)))
+    assert found == model.ModelFolder(str(path), path.resolve())
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LauncherError, match=r"holds no config\.json") as caught:
+        model.named(settings("--model-id", str(tmp_path)))
+    assert caught.value.exit is Exit.DOWNLOAD_ERROR
+
+
+def test_a_hub_id_carries_a_revision() -> None:
+    assert model.named(settings("--model-id", "owner/name@v1")) == Ref(Source.HUB, "owner/name", "v1")
+    assert model.named(settings("--model-id", "owner/name", "--revision", "v2")) == Ref(Source.HUB, "owner/name", "v2")
+
+
+@pytest.mark.parametrize("text", ["owner/name/more", "../x@y/..", "a b", "@main", "owner/name@", "-x/y"])
+def test_what_is_no_hub_id_is_refused(text: str) -> None:
+    with pytest.raises(LauncherError):
+        model.named(settings(f"--model-id={text}"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null"])
+def test_a_broken_configuration_is_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(LauncherError, match=r"config\.json"):
+        model.configuration(tmp_path)
+
+
+def test_weights_of_another_folder_replace_the_model_s(tmp_path: Path) -> None:
+    here, there = tmp_path / "model", tmp_path / "weights"
+    here.mkdir()
+    there.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (here / name).write_text("model")
+    (there / "model-00001-of-00001.safetensors").write_text("weights")
+    (there / "model.safetensors.index.json").write_text(json.dumps({}))
+    (there / "notes.txt").write_text("")
+    joined = model.with_weights_of(there, here, tmp_path / "joined")
+    assert sorted(path.name for path in joined.iterdir()) == [
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    assert (joined / "model-00001-of-00001.safetensors").read_text() == "weights"
+
+
+def test_an_empty_folder_of_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LauncherError, match="holds no weight files"):
+        model.with_weights_of(tmp_path, tmp_path, tmp_path / "joined")
+
+
+def test_without_a_name_it_is_the_embedded_model() -> None:
+    found = model.named(settings())
+    assert isinstance(found, model.ModelFolder)
+    assert found.id == model.EMBEDDED_ID
+    assert model.configuration(found.path)["model_type"] == "llama"

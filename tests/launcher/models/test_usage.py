@@ -1,0 +1,48 @@
+"""Where ended requests are told to, and what is refused before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from lorikeet.launcher.config.settings import read
+from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.models import usage
+from lorikeet.launcher.models.usage import UsagePlan
+
+
+def planned(*arguments: str, **environment: str) -> UsagePlan:
+    return usage.plan(read(arguments, environment, "box"), environment)
+
+
+def refusal(*arguments: str, **environment: str) -> str:
+    with pytest.raises(LauncherError) as caught:
+        planned(*arguments, **environment)
+    assert caught.value.exit is Exit.ARGUMENT_VALIDATION
+    return str(caught.value)
+
+
+def test_nobody_is_told_by_default() -> None:
+    assert planned() == UsagePlan(None, None)
+    assert planned(REQUEST_LOGGER_URL="") == UsagePlan(None, None)
+
+
+def test_a_file_and_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = planned("--usage-log", "usage.jsonl", "--log-texts", REQUEST_LOGGER_URL="http://me:secret@a.example/in")
+    assert found == UsagePlan(str(tmp_path / "usage.jsonl"), "http://me:secret@a.example/in")
+    assert "secret" not in repr(found)
+    assert planned(USAGE_LOG=str(tmp_path / "b")).log == str(tmp_path / "b")
+
+
+def test_texts_go_nowhere_else() -> None:
+    assert refusal("--log-texts") == "--log-texts needs --usage-log or REQUEST_LOGGER_URL: texts go nowhere else"
+
+
+def test_a_file_that_cannot_be(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere" / "usage.jsonl"):
+        assert refusal("--usage-log", str(path)) == f"--usage-log {path} is no file in a folder that exists"
+
+
+@pytest.mark.parametrize("url", ["a.example", "ftp://a.example", "http://me:se/cret@a", "http://[secret"])
+def test_what_is_no_url_is_not_repeated(url: str) -> None:
+    assert refusal(REQUEST_LOGGER_URL=url) == "REQUEST_LOGGER_URL is no http:// or https:// URL"

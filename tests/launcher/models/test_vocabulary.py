@@ -1,0 +1,90 @@
+"""A draft model with another vocabulary is refused, naming both."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.models import vocabulary
+from lorikeet.launcher.models.model import ModelFolder
+
+WORDS = {"a": 0, "b": 1, "c": 2}
+
+
+def bpe(vocab: dict[str, int], added: dict[str, int] | None = None) -> dict[str, Any]:
+    tokens = [{"content": text, "id": number} for text, number in (added or {}).items()]
+    return {"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": tokens}
+
+
+def folder(path: Path, tokenizer: Any = None, size: int | None = 4, **files: bytes) -> ModelFolder:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({} if size is None else {"vocab_size": size}))
+    if tokenizer is not None:
+        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for name, content in files.items():
+        (path / name.replace("_", ".")).write_bytes(content)
+    return ModelFolder(f"owner/{path.name}", path)
+
+
+def refusal(*models: ModelFolder) -> str:
+    with pytest.raises(LauncherError) as caught:
+        vocabulary.check(*models)
+    assert caught.value.exit is Exit.ARGUMENT_VALIDATION
+    said = str(caught.value)
+    assert all(model.id in said for model in models) and "\n" not in said
+    return said
+
+
+def test_the_same_ids_are_the_same_tokenizer(tmp_path: Path) -> None:
+    base = folder(tmp_path / "base", bpe(WORDS, {"<end>": 3}))
+    vocabulary.check(base, folder(tmp_path / "same", bpe(WORDS, {"<end>": 3})))
+    vocabulary.check(base, folder(tmp_path / "shorter", {**bpe(WORDS), "normalizer": None}))
+    unigrams = {"model": {"type": "Unigram", "vocab": [["a", 0.0], ["b", -1.0], ["c", -2.5]]}}
+    vocabulary.check(base, folder(tmp_path / "unigrams", unigrams, size=None))
+
+
+def test_another_word_behind_an_id_is_refused(tmp_path: Path) -> None:
+    base = folder(tmp_path / "base", bpe(WORDS, {"<end>": 3}))
+    said = refusal(base, folder(tmp_path / "swapped", bpe({"a": 0, "c": 1, "b": 2})))
+    assert said.endswith("token 1 is 'c', in the base model 'b'")
+    assert "token 3 is '<stop>'" in refusal(base, folder(tmp_path / "added", bpe(WORDS, {"<stop>": 3})))
+
+
+def test_another_number_of_ids_is_refused(tmp_path: Path) -> None:
+    larger = folder(tmp_path / "draft", bpe({**WORDS, "d": 3}), size=4)
+    said = refusal(folder(tmp_path / "base", bpe(WORDS), size=3), larger)
+    assert said.endswith("it has 4 token ids, the base 3")
+
+
+def test_rows_behind_the_vocabulary_are_no_ids(tmp_path: Path) -> None:
+    """As in families whose larger members have wider output heads."""
+    base = folder(tmp_path / "base", bpe(WORDS), size=128)
+    vocabulary.check(base, folder(tmp_path / "draft", {**bpe(WORDS), "normalizer": None}, size=64))
+    vocabulary.check(base, folder(tmp_path / "bare", size=64), folder(tmp_path / "named", bpe(WORDS)))
+
+
+def test_older_files_are_compared_as_they_are(tmp_path: Path) -> None:
+    base = folder(tmp_path / "base", bpe(WORDS), tokenizer_model=b"pieces")
+    vocabulary.check(base, folder(tmp_path / "same", tokenizer_model=b"pieces"))
+    refusal(base, folder(tmp_path / "other", tokenizer_model=b"others"))
+    refusal(base, folder(tmp_path / "none"))
+
+
+def test_a_tokenizer_named_beside_is_looked_at_too(tmp_path: Path) -> None:
+    base, bare = folder(tmp_path / "base", bpe(WORDS)), folder(tmp_path / "bare")
+    same, other = folder(tmp_path / "same", bpe(WORDS)), folder(tmp_path / "other", bpe({"b": 0}))
+    vocabulary.check(base, bare, same)
+    assert "its tokenizer owner/other is another one" in refusal(base, bare, other)
+    assert "its tokenizer owner/other is another one" in refusal(base, same, other)
+    with pytest.raises(LauncherError, match="owner/other cannot guess for owner/base"):
+        vocabulary.check(base, other, same)  # what lies beside the draft's weights is no other than before
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"model": {"vocab": 3}}', '{"model": {"vocab": [1]}}'])
+def test_a_broken_file_is_said(tmp_path: Path, text: str) -> None:
+    base, draft = folder(tmp_path / "base", bpe(WORDS)), folder(tmp_path / "draft")
+    (draft.path / "tokenizer.json").write_text(text)
+    with pytest.raises(LauncherError, match=r"tokenizer\.json cannot be read"):
+        vocabulary.check(base, draft)

@@ -1,0 +1,301 @@
+"""Adapters on every generation route: which one a request gets, what the shard is told, what the answer names."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.adapters.errors import AdapterInvalid, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
+from tests.router.scripted_loader import digest_of, finds_all
+from tests.router.serving import MODEL_ID, Serving, parse_events, serving
+
+pytestmark = pytest.mark.anyio
+
+NATIVE = ("/", "/generate", "/invocations")
+
+
+@pytest.fixture(scope="module")
+async def shared(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
+    async with serving(tmp_path_factory.mktemp("serving"), adapters=True) as started:
+        for name in ("one", "two", "sub/three"):
+            started.adapter(name)
+        yield started
+
+
+@pytest.fixture
+async def server(shared: Serving) -> AsyncIterator[Serving]:
+    """Nothing may run on after a test, and nothing is known before one."""
+    shared.shard.submits.clear()
+    shared.loader.calls.clear()
+    shared.loader.answer = finds_all
+    assert shared.dispatcher.admission is not None
+    shared.dispatcher.admission.loading._known.clear()
+    yield shared
+    shared.loader.may_answer.set()
+    await shared.idle()
+
+
+def body(path: str, adapter: str | None, **more: Any) -> dict[str, Any]:
+    """A small request to `path` for `adapter`."""
+    if path == "/v1/completions":
+        return {"model": adapter, "prompt": "Hi", "max_tokens": 2, **more}
+    if path == "/v1/chat/completions":
+        return {"model": adapter, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, **more}
+    return {"inputs": "Hi", "parameters": {"max_new_tokens": 2, "adapter_id": adapter, **more}}
+
+
+@pytest.mark.parametrize("path", [*NATIVE, "/v1/completions", "/v1/chat/completions"])
+async def test_an_adapter_answers_and_is_named(server: Serving, path: str) -> None:
+    response = await server.client.post(path, json=body(path, "one"))
+    assert response.status_code == 200, response.text
+    (call,) = server.loader.asked
+    assert call["fetch"]["source"] == "local" and call["fetch"]["id"] == "one"
+    digest = digest_of(call)
+    (submit,) = server.shard.submits
+    assert (submit.adapter.digest, submit.adapter.id, submit.adapter.source) == (digest, "one", "local")
+    assert submit.adapter.revision == call["fetch"]["revision"]
+    named = {name: response.headers[f"x-adapter-{name}"] for name in ("id", "source", "revision", "digest")}
+    assert named == {"id": "one", "source": "local", "revision": submit.adapter.revision, "digest": digest}
+    if path.startswith("/v1/"):
+        assert response.json()["model"] == "one"
+
+
+@pytest.mark.parametrize("path", ["/generate_stream", "/", "/v1/completions", "/v1/chat/completions"])
+async def test_a_stream_names_its_adapter_before_the_first_token(server: Serving, path: str) -> None:
+    request = body(path, "two")
+    if path != "/generate_stream":
+        request["stream"] = True
+    response = await server.client.post(path, json=request)
+    assert response.status_code == 200
+    assert response.headers["x-adapter-id"] == "two"
+    assert response.headers["x-adapter-digest"] == digest_of(server.loader.asked[0])
+    assert len(parse_events(response.text)) >= 2
+
+
+@pytest.mark.parametrize("name", [None, "", "__base_model__", MODEL_ID])
+async def test_the_base_model_by_all_its_names(server: Serving, name: str | None) -> None:
+    response = await server.client.post("/generate", json=body("/generate", name))
+    assert response.status_code == 200
+    assert not [header for header in response.headers if header.startswith("x-adapter")]
+    assert not server.shard.submits[0].HasField("adapter")
+    assert server.loader.asked == []
+
+
+async def test_what_is_known_is_not_asked_again(server: Serving) -> None:
+    for _ in range(3):
+        assert (await server.client.post("/generate", json=body("/generate", "one"))).status_code == 200
+    assert len(server.loader.asked) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+async def test_a_changed_adapter_is_another_one_once_its_source_is_asked(tmp_path: Path, seconds: float) -> None:
+    async with serving(tmp_path, adapters=True, auth_cache_ttl_s=seconds) as server:
+        server.adapter("one")
+        first = await server.client.post("/generate", json=body("/generate", "one"))
+        server.adapter("one", **{"adapter_model.safetensors": "other bytes"})
+        again = await server.client.post("/generate", json=body("/generate", "one"))
+        changed = again.headers["x-adapter-digest"] != first.headers["x-adapter-digest"]
+        assert changed == (seconds == 0.0)
+
+
+async def test_requests_of_others_overtake_one_that_waits_for_its_adapter(server: Serving) -> None:
+    server.loader.may_answer.clear()
+    waiting = [asyncio.create_task(server.client.post("/generate", json=body("/generate", "one"))) for _ in range(3)]
+    await server.shard.until(lambda: len(server.loader.asked) == 1)
+    assert (await server.client.post("/generate", json=body("/generate", None))).status_code == 200
+    assert len(server.shard.submits) == 1
+    server.loader.may_answer.set()
+    answers = await asyncio.gather(*waiting)
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(server.loader.asked) == 1, "the same adapter is asked for once"
+    assert len({answer.headers["x-adapter-digest"] for answer in answers}) == 1
+
+
+async def test_the_shard_is_warned_before_the_request_comes(server: Serving) -> None:
+    server.shard.commands.clear()
+    await server.client.post("/generate", json=body("/generate", "sub/three"))
+    told = [command for command in server.shard.commands if command.prefetches or command.submits]
+    assert told[0].prefetches[0].digest == told[-1].submits[0].adapter.digest
+
+
+async def test_a_client_that_leaves_takes_its_question_back(server: Serving) -> None:
+    server.loader.may_answer.clear()
+    task = asyncio.create_task(server.client.post("/generate", json=body("/generate", "one")))
+    await server.shard.until(lambda: len(server.loader.asked) == 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    number = server.loader.asked[0]["call"]
+    await server.shard.until(lambda: any(call.get("cancel") == number for call in server.loader.calls))
+    await server.idle()
+
+
+async def test_one_of_several_that_leaves_takes_nothing_with_it(server: Serving) -> None:
+    server.loader.may_answer.clear()
+    tasks = [asyncio.create_task(server.client.post("/generate", json=body("/generate", "one"))) for _ in range(2)]
+    await server.shard.until(lambda: server.dispatcher.num_active == 2)
+    tasks[0].cancel()
+    await server.shard.until(lambda: server.dispatcher.num_active == 1)
+    server.loader.may_answer.set()
+    assert (await tasks[1]).status_code == 200
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not any("cancel" in call for call in server.loader.calls)
+
+
+async def test_a_long_wait_is_urgent(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorikeet.router.adapters.loading.URGENT_SECONDS", 0.05)
+    server.loader.may_answer.clear()
+    task = asyncio.create_task(server.client.post("/generate", json=body("/generate", "one")))
+    await server.shard.until(lambda: any("urgent" in call for call in server.loader.calls))
+    (urgent,) = [call for call in server.loader.calls if "urgent" in call]
+    assert urgent["urgent"] == server.loader.asked[0]["call"]
+    server.loader.may_answer.set()
+    assert (await task).status_code == 200
+
+
+async def test_a_loader_that_dies_is_asked_again_by_whoever_comes_next(server: Serving) -> None:
+    server.loader.may_answer.clear()
+    task = asyncio.create_task(server.client.post("/generate", json=body("/generate", "one")))
+    await server.shard.until(lambda: len(server.loader.asked) == 1)
+    server.loader.hang_up()
+    await server.shard.until(lambda: len(server.loader.asked) == 2)
+    server.loader.hang_up()
+    answer = await task
+    assert (answer.status_code, answer.json()["error_type"]) == (503, "generation")
+    assert answer.headers["retry-after"] == "1"
+    server.loader.may_answer.set()
+    assert (await server.client.post("/generate", json=body("/generate", "one"))).status_code == 200
+
+
+LEAD = "Request failed during generation: Server error: "
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "openai_type"),
+    [
+        (AdapterInvalid("its rank is a lie"), 422, "invalid_request_error"),
+        (AdapterNotFound("gone since"), 404, "invalid_request_error"),
+        (AdapterNotAllowed("not yours"), 403, "permission_error"),
+        (AdapterNotAllowed("who are you", status=401), 401, "authentication_error"),
+        (SourceUnreachable("no answer"), 503, "server_error"),
+    ],
+)
+async def test_what_the_loader_refuses(server: Serving, error: Any, status: int, openai_type: str) -> None:
+    async def refuse(call: dict[str, Any]) -> dict[str, Any]:
+        raise error
+
+    server.loader.answer = refuse
+    native = await server.client.post("/generate", json=body("/generate", "one"))
+    assert (native.status_code, native.json()) == (status, {"error": f"{LEAD}{error}", "error_type": "generation"})
+    assert ("retry-after" in native.headers) == (status == 503)
+    openai = await server.client.post("/v1/completions", json=body("/v1/completions", "one"))
+    told = openai.json()["error"]
+    assert (openai.status_code, told["message"], told["type"]) == (status, str(error), openai_type)
+    (streamed,) = await server.events("/generate_stream", body("/generate_stream", "one"))
+    assert streamed == native.json()
+    assert server.shard.submits == []
+
+
+@pytest.mark.parametrize("path", NATIVE)
+async def test_an_adapter_that_is_nowhere(server: Serving, path: str) -> None:
+    response = await server.client.post(path, json=body(path, "none"))
+    assert response.status_code == 404
+    assert response.json()["error"].startswith(LEAD + "there is no adapter 'none'")
+
+
+@pytest.mark.parametrize("name", ["none", "../roots/one", "/etc", "\x00", "a\nb"])
+async def test_a_model_that_is_nowhere(server: Serving, name: str) -> None:
+    response = await server.client.post("/v1/completions", json=body("/v1/completions", name))
+    told = response.json()["error"]
+    assert (response.status_code, told["code"], told["param"]) == (404, "model_not_found", "model")
+    assert told["message"].startswith("The model `")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "part"),
+    [
+        ({"adapter_source": "pbase"}, "pbase is not served"),
+        ({"adapter_source": "ftp"}, "must be one of hub, local, s3"),
+        ({"adapter_source": "hub", "adapter_id": "a b"}, "is not a hub id"),
+        ({"adapter_id": "x" * 600}, "is not a name"),
+    ],
+)
+async def test_words_that_name_nothing(server: Serving, parameters: dict[str, Any], part: str) -> None:
+    request = {"inputs": "Hi", "parameters": {"adapter_id": "one", **parameters}}
+    response = await server.client.post("/generate", json=request)
+    assert (response.status_code, response.json()["error_type"]) == (422, "validation")
+    assert part in response.json()["error"]
+
+
+async def test_several_adapters_as_one(server: Serving) -> None:
+    merged = {"ids": ["one", "two"], "weights": [0.25, 0.75], "merge_strategy": "TIES", "density": 0.5}
+    request = {"inputs": "Hi", "parameters": {"max_new_tokens": 2, "merged_adapters": merged}}
+    response = await server.client.post("/generate", json=request)
+    assert response.status_code == 200, response.text
+    (call,) = server.loader.asked
+    told = call["merge"]
+    assert [pin["id"] for pin in told.pop("pins")] == ["one", "two"]
+    assert told == {"weights": [0.25, 0.75], "strategy": "ties", "density": 0.5, "majority_sign_method": "total"}
+    assert response.headers["x-adapter-id"] == "one,two"
+    assert len(response.headers["x-adapter-revision"].split(",")) == 2
+    other = {**merged, "weights": [0.75, 0.25]}
+    await server.client.post("/generate", json={"inputs": "Hi", "parameters": {"merged_adapters": other}})
+    assert len(server.loader.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("merged", "text"),
+    [
+        ({"ids": [], "weights": []}, "at least one adapter ID must be provided when setting `adapters`"),
+        ({"ids": ["one"], "weights": []}, "number of adapter IDs must match number of adapter weights"),
+        ({"ids": ["one", ""], "weights": [1, 1]}, "Base model adapter cannot be merged."),
+        ({"ids": ["one", MODEL_ID], "weights": [1, 1]}, "Base model adapter cannot be merged."),
+        ({"ids": ["one"], "weights": [1], "merge_strategy": "svd"}, "`merge_strategy` must be one of"),
+        ({"ids": ["one"], "weights": [1], "majority_sign_method": "x"}, "`majority_sign_method` must be one of"),
+        ({"ids": ["one"], "weights": [1], "merge_strategy": "ties"}, "`density` must be > 0 and <= 1 for ties"),
+        ({"ids": ["one"] * 40, "weights": [1] * 40}, "`adapters` supports up to 32 adapters. Given: 40"),
+    ],
+)
+async def test_broken_merges(server: Serving, merged: dict[str, Any], text: str) -> None:
+    request = {"inputs": "Hi", "parameters": {"merged_adapters": merged}}
+    response = await server.client.post("/generate", json=request)
+    assert response.status_code == 422
+    assert response.json()["error"].startswith(f"Input validation error: {text}")
+
+
+async def test_best_of_shares_one_adapter(server: Serving) -> None:
+    request = body("/generate", "one", best_of=2, do_sample=True)
+    response = await server.client.post("/generate", json=request)
+    assert response.status_code == 200, response.text
+    assert len({submit.adapter.digest for submit in server.shard.submits}) == 1
+    assert len(server.shard.submits) == 2
+
+
+async def test_a_flood_for_one_adapter_is_turned_away_alone(tmp_path: Path) -> None:
+    async with serving(tmp_path, adapters=True, max_queued_per_adapter=3) as server:
+        for name in ("one", "two"):
+            server.adapter(name)
+        server.loader.may_answer.clear()
+        tasks = [asyncio.create_task(server.client.post("/generate", json=body("/generate", "one"))) for _ in range(3)]
+        await server.shard.until(lambda: server.dispatcher.num_active == 3)
+        refused = await server.client.post("/generate", json=body("/generate", "one"))
+        assert (refused.status_code, refused.json()["error_type"]) == (429, "overloaded")
+        assert "retry-after" in refused.headers
+        tasks.append(asyncio.create_task(server.client.post("/generate", json=body("/generate", "two"))))
+        await server.shard.until(lambda: server.dispatcher.num_active == 4)
+        server.loader.may_answer.set()
+        assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
+
+
+async def test_the_default_adapter_answers_those_who_name_none(tmp_path: Path) -> None:
+    (tmp_path / "roots" / "one").mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "roots" / "one" / name).write_text("{}")
+    async with serving(tmp_path, adapters=True, adapter_id="one") as server:
+        for path, name in (("/generate", None), ("/generate", ""), ("/v1/completions", "")):
+            response = await server.client.post(path, json=body(path, name))
+            assert response.headers["x-adapter-id"] == "one", response.text
+        for path, name in (("/generate", "__base_model__"), ("/generate", MODEL_ID), ("/v1/completions", MODEL_ID)):
+            response = await server.client.post(path, json=body(path, name))
+            assert response.status_code == 200 and "x-adapter-id" not in response.headers

@@ -1,0 +1,125 @@
+"""Administrators' routes: closed without a key, and what each of them does to loader and shard."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.adapters.keys import sha256
+from lorikeet.proto import shard_pb2 as pb
+from tests.router.api.routes.test_adapters import body
+from tests.router.scripted_loader import digest_of
+from tests.router.serving import Serving, serving
+
+pytestmark = pytest.mark.anyio
+
+KEY = {"authorization": "Bearer admin"}
+ROUTES = ("load", "pin", "unpin", "unload", "refresh")
+
+
+@pytest.fixture
+async def server(anyio_backend: str, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with serving(tmp_path, adapters=True, admin_key_sha256=sha256("admin")) as started:
+        started.adapter("one")
+        started.adapter("two")
+        yield started
+
+
+async def admin(server: Serving, path: str, **fields: Any) -> tuple[int, Any]:
+    response = await server.client.post(path, json=fields, headers=KEY)
+    text = response.headers["content-type"].startswith("text/")
+    return response.status_code, response.text if text else response.json()
+
+
+async def test_everything_is_closed_until_there_is_a_key(tmp_path: Path) -> None:
+    async with serving(tmp_path, adapters=True) as server:
+        for path in [f"/admin/adapters/{name}" for name in ROUTES] + [
+            "/admin/catalogue/reload",
+            "/v1/load_lora_adapter",
+            "/v1/unload_lora_adapter",
+        ]:
+            for headers in ({}, KEY):
+                response = await server.client.post(path, json={"adapter_id": "one"}, headers=headers)
+                assert response.status_code == 403 and "without an admin key" in response.text
+        assert (await server.client.get("/admin/adapters", headers=KEY)).status_code == 403
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer no"}, {"authorization": "Basic admin"}])
+async def test_nobody_else_comes_in(server: Serving, headers: dict[str, str]) -> None:
+    response = await server.client.post("/admin/adapters/load", json={"adapter_id": "one"}, headers=headers)
+    assert (response.status_code, response.json()["error_type"]) == (403, "forbidden")
+    assert server.loader.calls == []
+
+
+async def test_load_pin_and_list(server: Serving) -> None:
+    status, answer = await admin(server, "/admin/adapters/load", adapter_id="one")
+    digest = digest_of(server.loader.asked[0])
+    assert (status, answer["loaded"][0]["digest"]) == (200, digest)
+    await server.shard.until(lambda: any(command.prefetches for command in server.shard.commands))
+    assert (await admin(server, "/admin/adapters/pin", adapter_id="one"))[0] == 200
+    await server.shard.until(lambda: any(command.pins for command in server.shard.commands))
+    listing = (await server.client.get("/admin/adapters", headers=KEY)).json()
+    assert [(each["digest"], each["pinned"]) for each in listing["loaded"]] == [(digest, True)]
+    assert (await admin(server, "/admin/adapters/unpin", adapter_id="one"))[0] == 200
+    await server.shard.until(lambda: any(not pin.pinned for command in server.shard.commands for pin in command.pins))
+    assert any(call.get("release") == digest for call in server.loader.calls)
+    assert (await admin(server, "/admin/adapters/load", adapter_id="none"))[0] == 404
+    assert (await admin(server, "/admin/adapters/load"))[0] == 422
+
+
+async def test_unload_waits_for_the_shard(server: Serving) -> None:
+    await server.client.post("/generate", json=body("/generate", "one"))
+    digest = digest_of(server.loader.asked[0])
+    task = asyncio.create_task(admin(server, "/admin/adapters/unload", adapter_id="one", disk=True))
+    await server.shard.until(lambda: any(digest in command.unload_digests for command in server.shard.commands))
+    assert not task.done()
+    server.loader.may_answer.clear()
+    server.shard.tell(pb.AdapterState(digest=digest, residency=pb.AdapterState.ABSENT))
+    await server.shard.until(lambda: any(call.get("forget") == digest for call in server.loader.calls))
+    assert not task.done()  # or who asks next could be told of a file that is about to go
+    server.loader.may_answer.set()
+    assert await task == (200, {"adapter_id": "one", "unloaded": [digest]})
+    assert server.loader.forgotten == [digest]
+    # Whoever asks for it has it loaded again.
+    assert (await server.client.post("/generate", json=body("/generate", "one"))).status_code == 200
+    assert len(server.loader.asked) == 2
+
+
+async def test_refresh_asks_the_source_again(server: Serving) -> None:
+    first = await server.client.post("/generate", json=body("/generate", "one"))
+    server.adapter("one", **{"adapter_model.safetensors": "newer"})
+    assert (await admin(server, "/admin/adapters/refresh", adapter_id="two"))[0] == 200
+    again = await server.client.post("/generate", json=body("/generate", "one"))
+    assert again.headers["x-adapter-digest"] == first.headers["x-adapter-digest"]
+    for fields in ({"adapter_id": "one"}, {}):
+        server.adapter("one", **{"adapter_model.safetensors": f"newest {fields}"})
+        assert (await admin(server, "/admin/adapters/refresh", **fields))[0] == 200
+        newer = await server.client.post("/generate", json=body("/generate", "one"))
+        assert newer.headers["x-adapter-digest"] != again.headers["x-adapter-digest"]
+        again = newer
+
+
+async def test_vllm_s_shapes(server: Serving) -> None:
+    added = await admin(server, "/v1/load_lora_adapter", lora_name="mine", lora_path=str(server.roots / "one"))
+    assert added == (200, "Success: LoRA adapter 'mine' added successfully.")
+    twice, answer = await admin(server, "/v1/load_lora_adapter", lora_name="mine", lora_path="two")
+    assert twice == 400 and "has already been loaded" in answer["error"]["message"]
+    assert (await admin(server, "/v1/load_lora_adapter", lora_name="mine", lora_path="two", load_inplace=True))[
+        0
+    ] == 200
+    response = await server.client.post("/v1/completions", json=body("/v1/completions", "mine"))
+    assert response.headers["x-adapter-id"] == "mine" and server.shard.submits[-1].adapter.id == "two"
+    models = [model["id"] for model in (await server.client.get("/v1/models")).json()["data"]]
+    assert "mine" in models
+    task = asyncio.create_task(admin(server, "/v1/unload_lora_adapter", lora_name="mine"))
+    digest = server.shard.submits[-1].adapter.digest
+    await server.shard.until(lambda: any(digest in command.unload_digests for command in server.shard.commands))
+    server.shard.tell(pb.AdapterState(digest=digest, residency=pb.AdapterState.ABSENT))
+    assert await task == (200, "Success: LoRA adapter 'mine' removed successfully.")
+    gone = await server.client.post("/v1/completions", json=body("/v1/completions", "mine"))
+    assert gone.status_code == 404
+    assert (await admin(server, "/v1/unload_lora_adapter", lora_name="mine"))[0] == 404
+    assert (await admin(server, "/v1/load_lora_adapter", lora_name="x"))[0] == 400
+    assert (await admin(server, "/v1/load_lora_adapter", lora_name="x", lora_path="/etc"))[0] == 404

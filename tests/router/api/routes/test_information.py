@@ -1,0 +1,114 @@
+"""`/info`, `/tokenize`, `/metrics`, and the published schema, which must name what the readers read."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.schemas import openai
+from lorikeet.router.schemas import openapi_models as published
+from lorikeet.router.schemas.native import LATER_FIELDS, NativeParameters, read_native
+from tests.router.serving import MODEL_ID, Serving, serving
+
+pytestmark = pytest.mark.anyio
+
+LORAX_INFO = [
+    "model_id",
+    "model_sha",
+    "model_dtype",
+    "model_device_type",
+    "model_pipeline_tag",
+    "max_concurrent_requests",
+    "max_best_of",
+    "max_stop_sequences",
+    "max_input_length",
+    "max_total_tokens",
+    "waiting_served_ratio",
+    "max_batch_total_tokens",
+    "max_waiting_tokens",
+    "validation_workers",
+    "eager_prefill",
+    "version",
+    "sha",
+    "docker_label",
+    "request_logger_url",
+]
+
+
+async def test_info_has_loraxs_keys_first(server: Serving) -> None:
+    info = (await server.client.get("/info")).json()
+    assert list(info)[: len(LORAX_INFO)] == LORAX_INFO
+    assert info["model_id"] == MODEL_ID
+    assert (info["model_dtype"], info["model_device_type"]) == ("torch.float32", "cuda")
+    assert (info["max_input_length"], info["max_total_tokens"], info["max_best_of"]) == (2047, 2048, 2)
+    assert info["max_batch_total_tokens"] == 4096 * 16
+    assert info["shards"][0]["architecture"] == "llama"
+
+
+async def test_info_shows_the_effective_configuration(tmp_path: Any, anyio_backend: str) -> None:
+    flags = {"waiting-served-ratio": 1.2, "max-waiting-tokens": 20, "eager-prefill": True, "port": 80}
+    effective = {"version": "0", "flags": flags}
+    async with serving(tmp_path, effective_configuration=effective, device="cpu") as server:
+        info = (await server.client.get("/info")).json()
+        assert info["effective_configuration"] == effective
+        assert (info["waiting_served_ratio"], info["max_waiting_tokens"], info["eager_prefill"]) == (1.2, 20, True)
+        server.says("x")
+        response = await server.client.post("/generate", json={"inputs": "Hi"})
+        assert response.headers["x-compute-type"] == "cpu+optimized"
+
+
+async def test_tokenize(server: Serving) -> None:
+    response = await server.client.post("/tokenize", json={"inputs": "é there", "what": 1})
+    assert response.headers["x-ignored-fields"] == "what"
+    ids = server.ids("é there")
+    assert response.json() == [
+        {"id": ids[0], "text": "Ã", "start": 0, "stop": 1},
+        {"id": ids[1], "text": "©", "start": 0, "stop": 1},
+        {"id": ids[2], "text": "Ġthere", "start": 1, "stop": 7},
+    ]
+    body = {"inputs": "Hi", "add_special_tokens": None}
+    assert [token["text"] for token in (await server.client.post("/tokenize", json=body)).json()] == ["H", "i"]
+    assert (await server.client.post("/tokenize", json={"inputs": ""})).json() == []
+
+
+async def test_metrics_in_both_forms(server: Serving) -> None:
+    server.says("abc")
+    await server.client.post("/generate", json={"inputs": "Hi"})
+    response = await server.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert "lorax_request_count " in response.text
+    response = await server.client.get("/metrics", headers={"accept": "application/json"})
+    assert response.headers["content-type"] == "application/json"
+    assert response.json()["lorax_request_success"]["data"][0]["value"] >= 1
+
+
+async def test_documents(server: Serving) -> None:
+    document = (await server.client.get("/openapi.json")).json()
+    assert (await server.client.get("/api-doc/openapi.json")).json() == document
+    assert (await server.client.get("/docs")).status_code == 200
+    for path in ("/", "/generate", "/generate_stream", "/v1/chat/completions", "/tokenize", "/health", "/info"):
+        assert path in document["paths"]
+    assert set(document["components"]["schemas"]["GenerateRequest"]["properties"]) == {"inputs", "parameters"}
+
+
+SPECULATIVE = {f"speculative_{name}" for name in ("tokens", "method", "schedule", "verify")} | {"heads_id"}
+
+
+def test_published_parameters_are_those_that_are_read() -> None:
+    read = {field.name for field in dataclasses.fields(NativeParameters)}
+    read = read - {"unserved", "speculation"} | SPECULATIVE
+    assert set(published.GenerateParameters.model_fields) == read
+    everything = dict.fromkeys([*published.GenerateParameters.model_fields, *LATER_FIELDS])
+    assert read_native({"inputs": "Hi", "parameters": everything, "stream": None}, with_stream=True).ignored == []
+
+
+def test_published_openai_fields_are_those_that_are_read() -> None:
+    config = RouterConfig(model_id="m", model_path="", shard_addresses=())
+    given: dict[str, Any] = {"model": "m", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
+    completion = {name: given.get(name) for name in published.CompletionRequest.model_fields}
+    assert openai.read_completion(completion, config).ignored == []
+    chat = {name: given.get(name) for name in published.ChatCompletionRequest.model_fields}
+    assert openai.read_chat(chat, config).ignored == []
+    strange = {**chat, "prompt": None, "echo": None}
+    assert openai.read_chat(strange, config).ignored == ["prompt", "echo"]

@@ -1,0 +1,240 @@
+"""The fair queue: nothing lost, nobody starved, shares by weight, first come first served within a key."""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from lorikeet.router.dispatch.fair_queue import FairQueue, QueueFull
+
+QUANTUM = 16
+KEYS = ["", "a", "b", "c"]
+
+
+def anything(request_id: int) -> bool:
+    return True
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Random arrivals, departures, cancellations and charges, beside a list per key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = FairQueue(max_waiting=6, quantum=QUANTUM)
+        self.weights: dict[str, float] = {}
+        self.waiting: dict[str, list[int]] = defaultdict(list)
+        self.left: dict[int, str] = {}
+        self.next_id = 0
+
+    @rule(key=st.sampled_from(KEYS), tokens=st.integers(0, 100))
+    def push(self, key: str, tokens: int) -> None:
+        self.next_id += 1
+        if len(self.waiting[key]) >= 6:
+            with pytest.raises(QueueFull):
+                self.queue.push(key, self.next_id, tokens)
+            return
+        self.queue.push(key, self.next_id, tokens, self.weights.get(key, 1.0))
+        self.waiting[key].append(self.next_id)
+
+    @rule()
+    def pop(self) -> None:
+        found = self.queue.pop(anything)
+        if found is None:
+            assert not any(self.waiting.values())
+            return
+        key = next(key for key, ids in self.waiting.items() if found in ids)
+        assert self.waiting[key].pop(0) == found
+        self.left[found] = key
+
+    @precondition(lambda self: self.left)
+    @rule(data=st.data(), tokens=st.integers(0, 100))
+    def come_back(self, data: st.DataObject, tokens: int) -> None:
+        """A request that had left is the first of its key again, however many wait."""
+        request_id = data.draw(st.sampled_from(sorted(self.left)))
+        key = self.left.pop(request_id)
+        self.queue.put_back(key, request_id, tokens)
+        self.waiting[key].insert(0, request_id)
+
+    @rule()
+    def pop_without_room(self) -> None:
+        """What does not fit stays where it is, and is still the next one."""
+        asked: list[int] = []
+
+        def nothing(request_id: int) -> bool:
+            asked.append(request_id)
+            return False
+
+        assert self.queue.pop(nothing) is None
+        if asked:
+            found = self.queue.pop(anything)
+            assert found == asked[0]
+            key = next(key for key, ids in self.waiting.items() if found in ids)
+            assert self.waiting[key].pop(0) == found
+
+    @precondition(lambda self: any(self.waiting.values()))
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from([key for key, ids in self.waiting.items() if ids]))
+        request_id = data.draw(st.sampled_from(self.waiting[key]))
+        assert self.queue.remove(request_id)
+        assert not self.queue.remove(request_id)
+        self.waiting[key].remove(request_id)
+
+    @rule(key=st.sampled_from(KEYS), tokens=st.integers(0, 500))
+    def charge(self, key: str, tokens: int) -> None:
+        self.queue.charge(key, tokens)
+
+    @rule(key=st.sampled_from(KEYS), weight=st.sampled_from([0.5, 1.0, 3.0]))
+    def weigh(self, key: str, weight: float) -> None:
+        self.weights[key] = weight
+
+    @rule()
+    def forget(self) -> None:
+        self.queue.forget_idle()
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert len(self.queue) == sum(len(ids) for ids in self.waiting.values())
+
+    def teardown(self) -> None:
+        """Whatever happened, everything that waits leaves."""
+        while any(self.waiting.values()):
+            self.pop()
+        assert self.queue.pop(anything) is None
+
+
+def test_random_lives_of_a_queue() -> None:
+    run_state_machine_as_test(QueueMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+@given(
+    data=st.data(),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4),
+    most=st.sampled_from([4, 16, 60]),
+)
+@settings(max_examples=50, deadline=None)
+def test_shares_follow_the_weights_whenever_one_looks(data: st.DataObject, weights: list[float], most: int) -> None:
+    """Keys that always wait: tokens per weight differ by no more than a quantum and the largest charges."""
+    queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
+    keys = [f"key {index}" for index in range(len(weights))]
+    key_of, cost_of, spent = {}, {}, dict.fromkeys(keys, 0)
+    weight_of: dict[str, float] = {}
+    next_id = 0
+
+    def push(key: str) -> None:
+        nonlocal next_id
+        next_id += 1
+        key_of[next_id], cost_of[next_id] = key, data.draw(st.integers(1, most))
+        queue.push(key, next_id, cost_of[next_id], weight_of[key])
+
+    for key, weight in zip(keys, weights, strict=True):
+        weight_of[key] = weight
+        push(key)
+        push(key)
+    lightest = min(weights)
+    # One turn's quantum, the request that a key may be short of, and what was charged after the fact.
+    bound = QUANTUM + 3 * most / lightest
+    for _ in range(60):
+        found = queue.pop(anything)
+        assert found is not None
+        key = key_of[found]
+        emitted = data.draw(st.integers(0, most))
+        queue.charge(key, emitted)
+        spent[key] += cost_of[found] + emitted
+        push(key)
+        shares = [spent[key] / weight for key, weight in zip(keys, weights, strict=True)]
+        assert max(shares) - min(shares) <= 2 * bound
+
+
+def test_a_flood_does_not_starve_a_trickle() -> None:
+    queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
+    for request_id in range(500):
+        queue.push("flood", request_id, 10)
+    queue.push("trickle", 1000, 10)
+    assert 1000 in [queue.pop(anything) for _ in range(5)]
+
+
+def test_keys_of_short_requests_take_turns_often() -> None:
+    queue = FairQueue(max_waiting=1000)
+    for request_id in range(200):
+        queue.push("heavy", request_id, 32, weight=3)
+        queue.push("light", 1000 + request_id, 32)
+    keys = []
+    for _ in range(120):
+        found = queue.pop(anything)
+        assert found is not None
+        keys.append("heavy" if found < 1000 else "light")
+        queue.charge(keys[-1], 16)
+    for start in range(100):
+        assert 3 <= keys[start : start + 20].count("light") <= 7
+
+
+def test_emitted_tokens_count() -> None:
+    """Equal prompts, but one key's answers are long: it sends fewer requests."""
+    queue = FairQueue(max_waiting=2000, quantum=QUANTUM)
+    for request_id in range(1000):
+        queue.push("long", request_id, 10)
+        queue.push("short", 1000 + request_id, 10)
+    sent = {"long": 0, "short": 0}
+    for _ in range(500):
+        found = queue.pop(anything)
+        assert found is not None
+        key = "long" if found < 1000 else "short"
+        sent[key] += 1
+        queue.charge(key, 90 if key == "long" else 10)
+    assert 4 <= sent["short"] / sent["long"] <= 6
+
+
+def test_idling_saves_up_nothing_and_debts_are_kept() -> None:
+    queue = FairQueue(max_waiting=100, quantum=QUANTUM)
+    for request_id in range(100):
+        queue.push("steady", request_id, QUANTUM)
+    for _ in range(20):
+        queue.pop(anything)
+    for request_id in range(100, 200):
+        queue.push("late", request_id, QUANTUM)
+    sent = [queue.pop(anything) for _ in range(20)]
+    late = sum(1 for request_id in sent if request_id is not None and request_id >= 100)
+    assert 9 <= late <= 11
+    # A key that owes much waits, also when its queue ran empty in between.
+    queue = FairQueue(max_waiting=100, quantum=QUANTUM)
+    queue.push("debtor", 0, 1)
+    queue.pop(anything)
+    queue.charge("debtor", 50 * QUANTUM)
+    queue.push("debtor", 1, 1)
+    for request_id in range(10, 60):
+        queue.push("other", request_id, QUANTUM)
+    assert 1 not in [queue.pop(anything) for _ in range(40)]
+
+
+def test_forgotten_keys_leave_no_trace() -> None:
+    queue = FairQueue(max_waiting=10, quantum=QUANTUM)
+    for index in range(1000):
+        queue.push(f"adapter {index}", index, 1)
+    while queue.pop(anything) is not None:
+        pass
+    queue.forget_idle()
+    assert not queue._lanes
+
+
+def test_a_weight_is_positive() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        FairQueue(10).push("a", 1, 1, weight=0)
+
+
+def test_of_those_that_come_back_the_last_one_goes_first() -> None:
+    queue = FairQueue(max_waiting=9)
+    for request_id in (1, 2, 3):
+        queue.push("key", request_id, 5)
+    assert [queue.pop(anything), queue.pop(anything)] == [1, 2]
+    queue.put_back("key", 2, 6)
+    queue.put_back("key", 1, 6)
+    assert [queue.pop(anything) for _ in range(4)] == [1, 2, 3, None]

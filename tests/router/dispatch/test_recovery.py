@@ -1,0 +1,294 @@
+"""Requests whose shard is lost: they go on elsewhere, or there after its restart, as if nothing had happened."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from benchmarks import simulated_shard
+from benchmarks.simulated_shard import SimulatedModel, SimulatedShard
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.dispatch.dispatcher import Dispatcher
+from lorikeet.router.errors import EndsShards, GenerationFailed, NoShard
+from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.types import FinishReason, GenerationRequest
+from lorikeet.router.shards.client import BEAT_SECONDS, QUIET_BEATS
+from lorikeet.router.text.tokenizer import Tokenizer
+from tests.router.text.vocabularies import byte_level
+
+pytestmark = pytest.mark.anyio
+
+WORDS = tuple(range(200, 240))
+
+
+class Fleet:
+    """A dispatcher over simulated shards that can be ended and started."""
+
+    def __init__(self, folder: Path, num_shards: int, **fields: Any) -> None:
+        self.folder = folder
+        self.addresses = tuple(f"unix:{folder}/shard-{index}.sock" for index in range(num_shards))
+        self.marks = tuple(str(folder / f"shard-{index}.stuck") for index in range(num_shards))
+        self.tokenizer = Tokenizer(byte_level(), eos_ids=frozenset({1}))
+        config = RouterConfig("model", str(folder), self.addresses, stuck_marks=self.marks, **fields)
+        self.dispatcher = Dispatcher(config, self.tokenizer)
+        self.submits: list[list[pb.Submit]] = [[] for _ in range(num_shards)]
+        self.shards: dict[int, tuple[grpc.aio.Server, SimulatedShard, asyncio.Task[None]]] = {}
+
+    async def start(self, index: int, step_seconds: float = 0.005, max_running: int = 512) -> SimulatedShard:
+        def note(command: pb.Command) -> None:
+            self.submits[index] += command.submits
+
+        model = SimulatedModel(step_seconds, max_running, token_ids=WORDS, on_command=note)
+        self.shards[index] = await simulated_shard.start(self.addresses[index], model)
+        await self.until(lambda: self.dispatcher.links[index].ready)
+        return self.shards[index][1]
+
+    async def end(self, index: int) -> None:
+        server, _, steps = self.shards.pop(index)
+        steps.cancel()
+        await server.stop(0)
+        await self.until(lambda: not self.dispatcher.links[index].ready)
+
+    @property
+    def marked(self) -> list[bool]:
+        """By shard: whether whoever started it is asked to end it."""
+        return [Path(mark).exists() for mark in self.marks]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - what is waited for lies in several places
+                await asyncio.sleep(0.002)
+
+    def submit(self, num_tokens: int, seed: int = 1, **fields: Any) -> Generation:
+        return self.dispatcher.submit(GenerationRequest([50] * 4, num_tokens, seed, **fields))
+
+
+@asynccontextmanager
+async def fleet(folder: Path, num_shards: int, **fields: Any) -> AsyncIterator[Fleet]:
+    here = Fleet(folder, num_shards, **fields)
+    await here.dispatcher.start()
+    try:
+        yield here
+        await here.until(lambda: here.dispatcher.num_active == 0)
+    finally:
+        await here.dispatcher.stop()
+        for server, _, steps in here.shards.values():
+            steps.cancel()
+            await server.stop(0)
+        here.tokenizer.close()
+
+
+def text_of(seed: int, num_tokens: int) -> list[int]:
+    """What a simulated shard gives, wherever it goes on."""
+    return [WORDS[(seed * 37 + index) % len(WORDS)] for index in range(num_tokens)]
+
+
+async def ids_of(generation: Generation) -> list[int]:
+    return [token.id async for chunk in generation for token in chunk.tokens]
+
+
+async def test_requests_of_a_lost_shard_go_on_elsewhere(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2) as here:
+        for index in range(2):
+            await here.start(index)
+        made = [here.submit(200, seed) for seed in range(12)]
+        reading = [asyncio.create_task(ids_of(generation)) for generation in made]
+        await here.until(lambda: all(generation.num_generated > 20 for generation in made))
+        lost = [generation for generation in made if generation.link is here.dispatcher.links[0]]
+        assert 0 < len(lost) < 12
+        await here.end(0)
+        assert [await each for each in reading] == [text_of(seed, 200) for seed in range(12)]
+        moved = [submit for submit in here.submits[1] if submit.num_emitted]
+        assert len(moved) == len(lost)
+        for submit in moved:
+            assert list(submit.prompt_ids) == [50] * 4 + text_of(submit.seed, submit.num_emitted)
+            assert (submit.max_new_tokens, submit.num_alone > 0) == (200, True)
+        assert here.dispatcher.metrics.requests_moved.values[""] == len(lost)
+
+
+async def test_requests_wait_for_the_only_shard_to_come_back(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as here:
+        await here.start(0, max_running=1)
+        running, queued = here.submit(300), here.submit(3, 2)
+        await running.next()
+        await here.end(0)
+        assert here.dispatcher.healthy and not here.dispatcher.ready
+        late = here.submit(3, 3)
+        got = running.emitted_ids[:]
+        await here.start(0)
+        assert here.dispatcher.healthy
+        await ids_of(running)
+        assert running.emitted_ids == text_of(1, 300) and running.emitted_ids[: len(got)] == got
+        assert [await ids_of(queued), await ids_of(late)] == [text_of(2, 3), text_of(3, 3)]
+        assert [submit.seed for submit in here.submits[0]][-3:] == [1, 2, 3]
+
+
+async def test_requests_wait_while_the_only_shard_ends(tmp_path: Path) -> None:
+    """It finishes what it runs and says that it takes nothing new; its successor is not there yet."""
+    async with fleet(tmp_path, 2) as here:
+        shard = await here.start(0)
+        running = here.submit(200)
+        await running.next()
+        await shard.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await here.until(lambda: not here.dispatcher.ready)
+        late = here.submit(3, 2)
+        assert here.dispatcher.healthy
+        await ids_of(running)
+        assert running.emitted_ids == text_of(1, 200) and not running.num_moves
+        await here.start(1)
+        assert await ids_of(late) == text_of(2, 3)
+
+
+async def test_a_request_waits_no_longer_than_the_recovery_may_take(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1, recovery_timeout_s=0.3) as here:
+        await here.start(0)
+        running = here.submit(100_000)
+        await running.next()
+        await here.end(0)
+        with pytest.raises(NoShard):
+            await ids_of(running)
+        assert not here.dispatcher.healthy
+        with pytest.raises(NoShard):
+            here.submit(3)
+        await here.start(0)
+        assert await ids_of(here.submit(3)) == text_of(1, 3)
+
+
+async def test_nobody_waits_while_the_server_ends(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as here:
+        await here.start(0)
+        running = here.submit(100_000)
+        await running.next()
+        await here.end(0)
+        assert await here.dispatcher.drain(10)
+        with pytest.raises(NoShard):
+            await ids_of(running)
+
+
+async def test_a_silent_shard_is_taken_out(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2) as here:
+        silent, _ = await here.start(0), await here.start(1)
+        made = [here.submit(100, seed) for seed in range(4)]
+        silent.may_end.clear()
+        silent.is_mute = True
+        assert [await ids_of(generation) for generation in made] == [text_of(seed, 100) for seed in range(4)]
+        assert here.marked == [True, False]
+        silent.may_end.set()
+        silent.is_mute = False
+        await here.until(lambda: here.dispatcher.links[0].ready)
+
+
+async def test_a_router_that_was_halted_itself_has_missed_nothing(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as here:
+        await here.start(0)
+        client = here.dispatcher.links[0].client
+        time.sleep(BEAT_SECONDS * QUIET_BEATS + 0.3)  # noqa: ASYNC251 - what it is about: nothing of this loop runs
+        await asyncio.sleep(BEAT_SECONDS)
+        assert await ids_of(here.submit(3)) == text_of(1, 3)
+        assert client.connected and not client.is_taken_out
+
+
+async def test_a_shard_whose_step_hangs_is_taken_out(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2, step_timeout_s=0.5) as here:
+        hanging, _ = await here.start(0), await here.start(1)
+        made = [here.submit(100, seed) for seed in range(4)]
+        hanging.may_end.clear()
+        hanging.running_ms = 501
+        assert [await ids_of(generation) for generation in made] == [text_of(seed, 100) for seed in range(4)]
+        assert here.marked == [True, False]
+        hanging.may_end.set()
+        hanging.running_ms = 0
+
+
+async def test_what_ends_shards_is_refused_by_name_and_nobody_else(tmp_path: Path) -> None:
+    """Two requests are computed when a shard ends; the next one ends in a step of the first of them alone."""
+    async with fleet(tmp_path, 1) as here:
+        shard = await here.start(0)
+        poison, other = here.submit(1000, 1), here.submit(1000, 2)
+        await poison.next(), await other.next()
+        await here.end(0)
+        shard = await here.start(0, step_seconds=2.0)
+        await here.until(lambda: shard.num_running == 2)
+        assert [submit.num_alone > 0 for submit in here.submits[0][-2:]] == [True, True]
+        (link,) = here.dispatcher.links
+        await here.until(lambda: link.computing == {poison.wire_id, other.wire_id})  # what the shard itself says
+        alone = pb.Computing(ids=[poison.wire_id])
+        link.shard_output(pb.StepOutput(computing=alone))
+        await here.end(0)
+        with pytest.raises(EndsShards):
+            await ids_of(poison)
+        await here.start(0)
+        await ids_of(other)
+        assert other.emitted_ids == text_of(2, 1000)
+
+
+async def test_a_request_that_has_shown_its_innocence_may_see_any_number_of_ends(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as here:
+        await here.start(0)
+        made = here.submit(1500)
+        await here.until(lambda: made.num_generated > 0)
+        for num_ends in range(1, 4):
+            await here.end(0)
+            await here.start(0)
+            suspicion = made.suspicion
+            assert suspicion is not None and suspicion.num_ends == num_ends
+            await here.until(lambda trial=suspicion: trial.num_alone == 0)  # type: ignore[misc]
+        await ids_of(made)
+        assert made.emitted_ids == text_of(1, 1500)
+
+
+@pytest.mark.parametrize("computed", [True, False])
+async def test_what_another_shard_may_do_is_tried_again(tmp_path: Path, computed: bool) -> None:
+    """A step that failed makes suspects, and fails the one that was alone in it; a refusal does neither."""
+    async with fleet(tmp_path, 1) as here:
+        shard = await here.start(0)
+        made = here.submit(50)
+        (link,) = here.dispatcher.links
+
+        def fail() -> None:
+            shard.may_end.clear()
+            error = pb.RequestOutput(
+                id=made.wire_id,
+                finish_reason=pb.FINISH_ERROR,
+                error="the step failed: X",
+                retryable=True,
+                in_step=computed,
+            )
+            link.shard_output(pb.StepOutput(outputs=[error]))
+            shard.may_end.set()
+
+        await made.next()
+        fail()
+        await here.until(lambda: made.wire_id in link.running)
+        assert made.num_moves == 1
+        if computed:
+            fail()
+            with pytest.raises(GenerationFailed, match="the step failed"):
+                await ids_of(made)
+        else:
+            await ids_of(made)
+            assert made.emitted_ids == text_of(1, 50)
+            assert made.suspicion is None
+
+
+async def test_an_end_that_was_not_heard_of_is_known_by_the_tokens(tmp_path: Path) -> None:
+    """The last token came, and the shard was gone before it could say that nothing follows."""
+    async with fleet(tmp_path, 1) as here:
+        shard = await here.start(0)
+        shard.may_end.clear()
+        full, ended = here.submit(2), here.submit(9)
+        await here.until(lambda: shard.num_running == 2)
+        outputs = [pb.RequestOutput(id=full.wire_id, token_ids=[200, 201], step_ends=b"\1\1")]
+        outputs.append(pb.RequestOutput(id=ended.wire_id, token_ids=[200, 1], step_ends=b"\1\1"))
+        here.dispatcher.links[0].shard_output(pb.StepOutput(outputs=outputs))
+        shard.may_end.set()
+        await here.end(0)
+        reasons = [[chunk.finish_reason async for chunk in each][-1] for each in (full, ended)]
+        assert reasons == [FinishReason.LENGTH, FinishReason.EOS_TOKEN]

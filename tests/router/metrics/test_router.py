@@ -1,0 +1,116 @@
+"""Metrics in both forms: LoRAX's names and labels exactly, numbers that add up."""
+
+import json
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.metrics.histogram import Histogram
+from lorikeet.router.metrics.router import PROMETHEUS_TYPE, Metrics
+
+LORAX_COUNTERS = {
+    "lorax_request_count",
+    "lorax_request_success",
+    "lorax_request_failure",
+    "lorax_batch_inference_count",
+    "lorax_batch_inference_success",
+}
+LORAX_HISTOGRAMS = {
+    "lorax_request_duration",
+    "lorax_request_validation_duration",
+    "lorax_request_queue_duration",
+    "lorax_request_inference_duration",
+    "lorax_request_mean_time_per_token_duration",
+    "lorax_request_generated_tokens",
+    "lorax_request_input_length",
+    "lorax_request_max_new_tokens",
+    "lorax_batch_inference_duration",
+    "lorax_batch_next_size",
+}
+
+
+def filled() -> Metrics:
+    metrics = Metrics(max_input_length=1000, max_total_tokens=2000)
+    metrics.request_arrived()
+    metrics.request_arrived()
+    metrics.request_succeeded(0.25)
+    metrics.request_failed("validation")
+    metrics.request_input_length.observe(15)
+    metrics.request_skipped_tokens.observe(3)
+    metrics.inter_token_latency.observe(0.0125, 4)
+    metrics.shard_is(pb.ShardInfo(page_size=16, num_pages=100))
+    load = pb.Load(num_running=2, used_pages=5, cached_pages=7, num_preempted=1, step_ms=20, step_tokens=50)
+    metrics.shard_spoke(pb.StepOutput(load=load), 2)
+    return metrics
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Every line that is no comment, as an operator's system reads it."""
+    lines = metrics.prometheus().decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+def test_gaps_of_each_shard_add_up_from_one_word_to_the_next() -> None:
+    metrics = filled()
+    for index, gap_us in [(0, 400), (0, 1500), (1, 9000), (1, 9100), (0, 0), (0, 200)]:
+        metrics.shard_spoke(pb.StepOutput(load=pb.Load(gap_us=gap_us)), 0, index)
+    assert samples(metrics)["lorikeet_step_gap_seconds_total"] == pytest.approx((1500 + 100 + 200) / 1e6)
+
+
+def test_names_are_lorax_s_own() -> None:
+    found = samples(filled())
+    names = {name.split("{")[0] for name in found}
+    assert names >= LORAX_COUNTERS
+    assert names >= {f"{name}_{suffix}" for name in LORAX_HISTOGRAMS for suffix in ("bucket", "sum", "count")}
+    assert found["lorax_request_count"] == 2
+    assert found['lorax_request_failure{err="validation"}'] == 1
+    assert found['lorax_batch_inference_count{method="prefill"}'] == 1
+    assert found["lorax_request_skipped_tokens_sum"] == 3
+    assert found["lorax_batch_current_size"] == 2
+    assert found["lorax_batch_current_max_tokens"] == 5 * 16
+    assert not any(name.endswith("_total") and name.startswith("lorax") for name in names)
+
+
+def test_ours_stand_beside_them() -> None:
+    found = samples(filled())
+    assert found["lorikeet_generated_tokens_total"] == 2
+    assert found["lorikeet_preemptions_total"] == 1
+    assert found["lorikeet_kv_pages_used"] == 5
+    assert found["lorikeet_kv_pages_cached"] == 7
+    assert found["lorikeet_kv_pages"] == 100
+    assert found["lorikeet_inter_token_latency_count"] == 4
+    assert found["lorikeet_inter_token_latency_sum"] == pytest.approx(0.05)
+
+
+def test_the_text_form_can_be_parsed() -> None:
+    families = {family.name: family for family in text_string_to_metric_families(filled().prometheus().decode())}
+    buckets = [sample.value for sample in families["lorax_request_duration"].samples if sample.name.endswith("_bucket")]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == 1
+    assert len(buckets) == 36
+    assert all(family.documentation for family in families.values())
+
+
+def test_the_json_form_is_lorax_s() -> None:
+    found = json.loads(filled().lorax_json())
+    assert found["lorax_request_count"] == {"type": "counter", "data": [{"key": "", "value": 2.0}]}
+    assert found["lorax_request_failure"]["data"] == [{"key": 'lorax_request_failure{err="validation"}', "value": 1.0}]
+    duration = {entry["key"]: entry["value"] for entry in found["lorax_request_duration"]["data"]}
+    assert (duration["sum"], duration["count"]) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [("application/json", "application/json"), ("*/*", PROMETHEUS_TYPE), ("", PROMETHEUS_TYPE)],
+)
+def test_the_accept_header_chooses(accept: str, content_type: str) -> None:
+    assert filled().render(accept)[1] == content_type
+
+
+def test_a_value_on_a_bound_belongs_below_it() -> None:
+    histogram = Histogram([1, 2])
+    for value in (0.5, 1.0, 1.5, 2.0, 3.0):
+        histogram.observe(value)
+    assert histogram.buckets() == [("1", 2.0), ("2", 4.0), ("+Inf", 5.0)]
+    assert (histogram.count, histogram.sum) == (5, 8.0)

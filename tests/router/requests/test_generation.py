@@ -1,0 +1,259 @@
+"""One generation fed by hand: text, stop strings, endings, and what a slow reader finds."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.errors import DeadlineExceeded, GenerationFailed
+from lorikeet.router.requests.generation import Generation, State
+from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Speculation
+from lorikeet.router.shards.connection import LinkOwner, ShardLink
+from lorikeet.router.text.tokenizer import Tokenizer
+from tests.router.text.vocabularies import byte_level
+
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Iterator[Tokenizer]:
+    made = Tokenizer(byte_level(), eos_ids=frozenset({EOS}))
+    yield made
+    made.close()
+
+
+class Fed:
+    """A generation, its chunks as a reader that is always late finds them, and the calls to cancel."""
+
+    def __init__(self, tokenizer: Tokenizer, **fields: Any) -> None:
+        self.cancelled: list[Generation] = []
+        request = GenerationRequest(**{"prompt_ids": [40, 41], "max_new_tokens": 100, "seed": 1, **fields})
+        self.generation = Generation(1, request, tokenizer, self.cancelled.append)
+        self.backend = tokenizer.vocabulary.backend
+
+    def ids(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def feed(self, ids: list[int], **fields: Any) -> int:
+        fields.setdefault("logprobs", [-0.5] * len(ids))
+        return self.generation.feed(pb.RequestOutput(token_ids=ids, **fields), now=5.0)
+
+    def chunk(self) -> Chunk:
+        return asyncio.run(self.generation.next())
+
+
+def test_tokens_carry_what_the_step_said(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer, num_alternatives=2)
+    ids = fed.ids(" the fox jumps")
+    sources = bytes(range(len(ids)))
+    step_ends = bytes([0, 1] * (len(ids) // 2) + [1] * (len(ids) % 2))
+    alternatives = [token_id for index in ids for token_id in (index, index + 1)]
+    fed.feed(
+        ids,
+        sources=sources,
+        step_ends=step_ends,
+        alternative_ids=alternatives,
+        alternative_logprobs=[-1.0, -2.0] * len(ids),
+        num_cached_tokens=7,
+    )
+    chunk = fed.chunk()
+    assert chunk.text == "".join(token.text for token in chunk.tokens) == " the fox jumps"
+    assert [token.id for token in chunk.tokens] == ids == fed.generation.emitted_ids
+    assert [token.source for token in chunk.tokens] == list(sources)
+    assert [token.skipped for token in chunk.tokens] == [index % 2 == 1 for index in range(len(ids))]
+    assert fed.generation.num_skipped == len(ids) // 2
+    assert chunk.tokens[0].alternatives == [
+        (ids[0], tokenizer.token_text(ids[0]), -1.0),
+        (ids[0] + 1, tokenizer.token_text(ids[0] + 1), -2.0),
+    ]
+    assert chunk.num_cached == 7
+    assert chunk.finish_reason is None
+
+
+def test_a_late_reader_finds_everything_in_one_chunk(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer)
+    first, second = fed.ids("the lazy"), fed.ids(" dog")
+    fed.feed(first)
+    fed.feed(second, finish_reason=pb.FINISH_LENGTH)
+    chunk = fed.chunk()
+    assert [token.id for token in chunk.tokens] == first + second
+    assert (chunk.text, chunk.finish_reason) == ("the lazy dog", FinishReason.LENGTH)
+    with pytest.raises(StopAsyncIteration):
+        fed.chunk()
+
+
+def test_special_tokens_are_told_but_not_shown(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer)
+    fed.feed([*fed.ids("fox"), 2, EOS], finish_reason=pb.FINISH_EOS)
+    chunk = fed.chunk()
+    assert [(token.text, token.special) for token in chunk.tokens[-2:]] == [("<|turn|>", True), ("</s>", True)]
+    assert (chunk.text, chunk.finish_reason) == ("fox", FinishReason.EOS_TOKEN)
+    assert fed.generation.num_generated == len(chunk.tokens)
+
+
+def test_an_end_of_text_that_is_an_ordinary_token_is_not_shown_unless_ignored() -> None:
+    fox = byte_level().encode("fox").ids
+    own = Tokenizer(byte_level(), eos_ids=frozenset({fox[-1]}))
+    for ignore_eos, text in ((False, tokenizer_text(own, fox[:-1])), (True, "fox")):
+        fed = Fed(own, ignore_eos=ignore_eos)
+        fed.feed(fox, finish_reason=pb.FINISH_EOS)
+        assert fed.chunk().text == text
+    own.close()
+
+
+def tokenizer_text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return tokenizer.vocabulary.backend.decode(ids)
+
+
+def test_half_a_character_at_the_end_is_told_as_such(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer)
+    ids = fed.ids("🦊")
+    assert len(ids) > 1
+    fed.feed(ids[:1])
+    assert [token.text for token in fed.chunk().tokens] == [""]
+    fed.feed(ids[:1], finish_reason=pb.FINISH_LENGTH)
+    chunk = fed.chunk()
+    assert chunk.text == chunk.tokens[-1].text == "\ufffd\ufffd"
+
+
+@pytest.mark.parametrize("include_stop", [True, False])
+@pytest.mark.parametrize("per_message", [1, 2, 100])
+def test_a_stop_string_ends_the_request_at_its_token(
+    tokenizer: Tokenizer, include_stop: bool, per_message: int
+) -> None:
+    fed = Fed(tokenizer, stop_strings=("fox jumps",), include_stop=include_stop)
+    ids = fed.ids("the quick brown fox jumps over the lazy dog")
+    chunks = []
+    for start in range(0, len(ids), per_message):
+        fed.feed(ids[start : start + per_message])
+        chunks.append(fed.chunk())
+        if fed.generation.state is State.DONE:
+            break
+    text = "".join(chunk.text for chunk in chunks)
+    assert text == ("the quick brown fox jumps" if include_stop else "the quick brown ")
+    told = [token for chunk in chunks for token in chunk.tokens]
+    assert "".join(token.text for token in told) == "the quick brown fox jumps"
+    assert len(told) == fed.generation.num_generated == len(fed.generation.emitted_ids) < len(ids)
+    assert chunks[-1].finish_reason is FinishReason.STOP_SEQUENCE
+    if not include_stop:
+        assert not any(chunk.text.endswith("f") for chunk in chunks)
+
+
+def test_a_stop_inside_one_token_cuts_the_token(tokenizer: Tokenizer) -> None:
+    word = next(
+        text for token_id in range(3, 400) if len(text := tokenizer.token_text(token_id)) >= 4 and text.isascii()
+    )
+    fed = Fed(tokenizer, stop_strings=(word[1:3],))
+    fed.feed(fed.ids(word))
+    chunk = fed.chunk()
+    assert chunk.finish_reason is FinishReason.STOP_SEQUENCE
+    assert chunk.text == "".join(token.text for token in chunk.tokens) == word[:3]
+
+
+@pytest.mark.parametrize(("include_stop", "reason"), [(True, FinishReason.LENGTH), (False, FinishReason.STOP_SEQUENCE)])
+def test_length_and_stop_at_the_same_token(tokenizer: Tokenizer, include_stop: bool, reason: FinishReason) -> None:
+    fed = Fed(tokenizer, stop_strings=("fox",), include_stop=include_stop)
+    fed.feed(fed.ids("the fox"), finish_reason=pb.FINISH_LENGTH)
+    chunk = fed.chunk()
+    assert chunk.finish_reason is reason
+    assert chunk.text == ("the fox" if include_stop else "the ")
+
+
+def test_held_back_text_comes_with_the_end_even_without_tokens(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer, stop_strings=("fox!",), include_stop=False)
+    fed.feed(fed.ids("the fox"))
+    assert fed.chunk().text == "the "
+    fed.feed([], finish_reason=pb.FINISH_LENGTH)
+    assert fed.chunk() == Chunk([], "fox", FinishReason.LENGTH)
+
+
+def test_prompt_log_probabilities_come_with_the_first_chunk(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer, prompt_ids=[40, 41, 42], prefill_logprobs=True, num_prefill_alternatives=2)
+    first = pb.RequestOutput(
+        prefill_logprobs=[-1.0], prefill_alternative_ids=[50, 51], prefill_alternative_logprobs=[-1.0, -2.0]
+    )
+    assert fed.generation.feed(first, now=1.0) == 0
+    fed.feed(
+        [60],
+        prefill_logprobs=[-3.0],
+        prefill_alternative_ids=[52, 53],
+        prefill_alternative_logprobs=[-3.0, -4.0],
+    )
+    chunk = fed.chunk()
+    text = tokenizer.token_text
+    assert chunk.prefill == [(40, text(40), None), (41, text(41), -1.0), (42, text(42), -3.0)]
+    assert chunk.prefill_alternatives == [
+        [],
+        [(50, text(50), -1.0), (51, text(51), -2.0)],
+        [(52, text(52), -3.0), (53, text(53), -4.0)],
+    ]
+    fed.feed([61])
+    assert fed.chunk().prefill is None
+
+
+def test_a_prompt_of_one_token_has_one_without_log_probability(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer, prompt_ids=[40], prefill_logprobs=True)
+    fed.feed([60])
+    assert fed.chunk().prefill == [(40, tokenizer.token_text(40), None)]
+
+
+@pytest.mark.parametrize(
+    ("finish", "error", "kind", "message"),
+    [
+        (pb.FINISH_ERROR, "no pages", GenerationFailed, "no pages"),
+        (pb.FINISH_ABORTED, "", GenerationFailed, "ended the request"),
+        (pb.FINISH_DEADLINE, "", DeadlineExceeded, "time limit"),
+    ],
+)
+def test_what_was_said_comes_before_the_failure(
+    tokenizer: Tokenizer, finish: Any, error: str, kind: type[Exception], message: str
+) -> None:
+    fed = Fed(tokenizer)
+    fed.feed(fed.ids("the"), finish_reason=finish, error=error)
+    assert fed.chunk().text == "the"
+    with pytest.raises(kind, match=message):
+        fed.chunk()
+    with pytest.raises(StopAsyncIteration):
+        fed.chunk()
+
+
+def test_cancelling_is_told_once(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer)
+    with fed.generation:
+        fed.feed(fed.ids("the"))
+    fed.generation.cancel()
+    assert fed.cancelled == [fed.generation]
+    finished = Fed(tokenizer)
+    finished.feed([60], finish_reason=pb.FINISH_LENGTH)
+    finished.generation.cancel()
+    assert finished.cancelled == []
+
+
+def test_a_step_may_go_on_in_the_next_message(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer)
+    a, b, c = fed.ids("fox")[:1] * 3
+    fed.feed([a, b], step_ends=bytes([0, 0]))
+    fed.feed([c, a], step_ends=bytes([1, 1]))
+    assert [token.skipped for token in fed.chunk().tokens] == [False, True, True, False]
+    assert fed.generation.num_skipped == 2
+
+
+def test_counts_go_on_where_a_request_goes_on(tokenizer: Tokenizer) -> None:
+    """A shard that was lost in the middle of a step, and another one that takes the request over."""
+    speculation = Speculation("auto", 4)
+    fed = Fed(tokenizer, speculation=speculation)
+    ids = fed.ids("the lazy fox jumps over")
+    first = {"sources": bytes([0, 2, 2]), "step_ends": bytes([1, 0, 0]), "num_drafted": [3, 0, 0], "num_accepted": 2}
+    fed.feed(ids[:3], **first, verify_seconds=0.5)
+    fed.generation.lost()
+    link = ShardLink(0, "unix:nowhere", cast(LinkOwner, None))
+    link.take(fed.generation, now=6.0)
+    second = {"sources": bytes([1, 4, 6]), "step_ends": bytes([1, 0, 1]), "num_drafted": [0, 0, 1], "num_accepted": 1}
+    fed.feed(ids[3:6], **second, verify_seconds=0.25)
+    guessed = fed.generation.guessed
+    assert guessed is not None
+    assert [token.skipped for token in fed.chunk().tokens] == [False, False, True, False, False, True]
+    assert (guessed.num_drafted, guessed.num_accepted, guessed.verify_seconds) == (4, 3, 0.75)
+    assert sum(guessed.sources.values()) == fed.generation.num_generated == 6

@@ -1,0 +1,83 @@
+"""Accounts of guesses hold for every history of steps, whatever messages they come in and wherever a text is cut."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.requests.generation import Generation, State
+from lorikeet.router.requests.speculation_stats import num_emitted
+from lorikeet.router.requests.types import GenerationRequest, Source, Speculation
+from lorikeet.router.text.tokenizer import Tokenizer
+from tests.router.text.vocabularies import byte_level
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+GUESSERS = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT)
+
+
+def step(draw: random.Random, backend_ids: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Tokens and sources of one step, and its drafts by method."""
+    drafted = draw.randrange(6)
+    accepted = draw.randint(0, drafted)
+    guesser = draw.choice(GUESSERS)
+    own = Source.TARGET if not drafted else Source.BONUS if accepted == drafted else Source.RESAMPLE
+    tokens = [draw.choice(backend_ids) for _ in range(accepted + 1)]
+    return tokens, [guesser] * accepted + [own], [drafted * (guesser is each) for each in GUESSERS]
+
+
+def message(steps: list[tuple[list[int], list[int], list[int]]]) -> pb.RequestOutput:
+    """Several steps as a shard sends them while its stream is slow."""
+    output = pb.RequestOutput()
+    for tokens, sources, drafted in steps:
+        output.token_ids.extend(tokens)
+        output.sources += bytes(sources)
+        output.step_ends += bytes(len(tokens) - 1) + b"\1"
+        if any(drafted):
+            counts = [a + b for a, b in zip(output.num_drafted or [0] * 3, drafted, strict=True)]
+            del output.num_drafted[:]
+            output.num_drafted.extend(counts)
+            output.num_accepted += len(tokens) - 1
+    return output
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_accounts_hold(seed: int) -> None:
+    draw = random.Random(seed)
+    backend = byte_level()
+    tokenizer = Tokenizer(backend, eos_ids=frozenset())
+    stop = draw.choice(LETTERS) if seed % 2 else ""
+    ids = [backend.encode(letter).ids[0] for letter in LETTERS]
+    speculation = Speculation("auto", 5)
+    request = GenerationRequest([40], 500, 1, stop_strings=(stop,) if stop else (), speculation=speculation)
+    generation = Generation(1, request, tokenizer, lambda _: None)
+    steps = [([ids[0]], [Source.PREFILL], [0, 0, 0]), *(step(draw, ids[1:]) for _ in range(draw.randint(1, 30)))]
+    cuts = sorted({0, len(steps), *(draw.randint(0, len(steps)) for _ in range(draw.randint(0, 12)))})
+    sent: list[tuple[list[int], list[int], list[int]]] = []
+    emitted = 0
+    for first, last in pairwise(cuts):
+        if generation.state is State.DONE:
+            break
+        sent += steps[first:last]
+        output = message(steps[first:last])
+        kept = generation.feed(output, 1.0)
+        emitted += num_emitted(output, kept)
+    tokenizer.close()
+    flat = [source for _, sources, _ in sent for source in sources]
+    num = generation.num_generated
+    guessed = generation.guessed
+    assert guessed is not None
+    # What was told is the beginning of what was sent, and cut only behind a stop string.
+    assert num == len(flat) or (stop and generation.state is State.DONE)
+    assert dict(guessed.sources) == {source: flat[:num].count(source) for source in set(flat[:num])}
+    assert sum(guessed.sources.values()) == num
+    assert guessed.num_accepted == emitted == sum(source in GUESSERS for source in flat[:num])
+    assert guessed.num_drafted == sum(sum(drafted) for _, _, drafted in sent) >= guessed.num_accepted
+    # Forwards that gave tokens: emitted less skipped.
+    begun = 0
+    for tokens, _, _ in sent:
+        num -= len(tokens)
+        begun += 1
+        if num <= 0:
+            break
+    assert generation.num_generated - generation.num_skipped == begun

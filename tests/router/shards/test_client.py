@@ -1,0 +1,97 @@
+"""The stream to one shard: what becomes of messages that pile up."""
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.shards.client import MANY_WAITING, ShardClient
+
+NUM_TOKENS = 200
+
+
+class Listener:
+    """Takes messages of requests that want `NUM_TOKENS` each, computing for `seconds` over each message."""
+
+    def __init__(self, seconds: float) -> None:
+        self.client: ShardClient
+        self._seconds = seconds
+        self.num_outputs = 0
+        self.num_quiets = 0
+        self.num_tokens = 0
+        self.ended = asyncio.Event()
+
+    def shard_unfit(self, info: pb.ShardInfo) -> str:
+        return ""
+
+    def shard_serving(self) -> None:
+        """It always does."""
+
+    def shard_up(self, info: pb.ShardInfo) -> None:
+        # One request that emits at every step; how many have news is this listener's own word.
+        submit = pb.Submit(id=1, prompt_ids=[1], max_new_tokens=NUM_TOKENS)
+        asyncio.get_running_loop().call_soon(self.client.submit, [submit])
+
+    def shard_output(self, output: pb.StepOutput) -> int:
+        self.num_outputs += 1
+        until = time.process_time() + self._seconds
+        while time.process_time() < until:
+            pass
+        for part in output.outputs:
+            self.num_tokens += len(part.token_ids)
+            if part.finish_reason:
+                self.ended.set()
+        return MANY_WAITING
+
+    def shard_quiet(self) -> None:
+        self.num_quiets += 1
+
+    def shard_down(self, reason: str) -> None:
+        self.ended.set()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02], ids=["keeps up", "falls behind"])
+async def test_only_a_busy_process_waits_for_one_more_message(tmp_path: Path, seconds: float) -> None:
+    address = f"unix:{tmp_path}/shard.sock"
+    # Another process: in this one no step could pass while the listener computes.
+    command = [sys.executable, "-m", "benchmarks.simulated_shard", address, "--step-ms", "10"]
+    shard = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+    listener = Listener(seconds)
+    listener.client = ShardClient(address, listener)
+    running = asyncio.create_task(listener.client.run())
+    try:
+        async with asyncio.timeout(60):
+            await listener.ended.wait()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        shard.terminate()
+        await shard.wait()
+    assert listener.num_tokens == NUM_TOKENS
+    joined = listener.num_outputs - listener.num_quiets
+    if seconds:
+        assert joined > listener.num_outputs / 4
+    else:
+        assert joined < listener.num_outputs / 4
+
+
+async def test_why_there_is_no_connection_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lorikeet.router.shards.client.EXPLAIN_SECONDS", 0.1)
+    with socket.socket() as bound:  # and nobody listens
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        running = asyncio.create_task(ShardClient(address, Listener(0.0)).run())
+        await asyncio.sleep(1.0)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+    printed = capfd.readouterr()
+    (line,) = [line for line in (printed.out + printed.err).splitlines() if "shard_unreachable" in line]
+    assert address in line and "Connection refused" in line

@@ -1,0 +1,127 @@
+"""What the router believes a shard can take never exceeds what the shard said, less what it had not seen."""
+
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from lorikeet.router.shards.credit import CreditAccount
+
+
+def test_nothing_is_known_before_the_shard_speaks() -> None:
+    account = CreditAccount()
+    assert not account.known
+    assert not account.covers(0)
+
+
+def test_what_is_on_its_way_counts() -> None:
+    account = CreditAccount()
+    account.update(3, 100, 0)
+    account.sent(40)
+    account.sent(40)
+    assert account.num_requests == 1
+    assert account.covers(20)
+    assert not account.covers(21)
+    account.update(2, 60, 1)  # the shard has seen the first one only
+    assert (account.num_requests, account.num_kv_tokens) == (1, 20)
+    account.update(1, 20, 2)
+    assert (account.num_requests, account.num_kv_tokens) == (1, 20)
+    assert account.num_unseen == 0
+
+
+@given(st.lists(st.one_of(st.integers(1, 50), st.none()), max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_words_that_cross_are_added_up(moves: list[int | None]) -> None:
+    """Numbers: the router sends that many tokens. None: the shard takes one request and speaks."""
+    account, sent, seen = CreditAccount(), list[int](), list[int]()
+    requests, tokens = 20, 600
+    account.update(requests, tokens, 0)
+    for move in moves:
+        if move is not None and account.covers(move):
+            account.sent(move)
+            sent.append(move)
+        elif move is None:
+            if len(seen) < len(sent):
+                seen.append(sent[len(seen)])
+            account.update(requests - len(seen), tokens - sum(seen), len(seen))
+        assert account.num_requests == requests - len(sent) >= 0
+        assert account.num_kv_tokens == tokens - sum(sent) >= 0
+        assert account.num_unseen == len(sent) - len(seen)
+
+
+class CreditMachine(RuleBasedStateMachine):
+    """A shard that takes and ends requests and speaks now and then, and a router that hears it later."""
+
+    @initialize(num_requests=st.integers(0, 8), num_tokens=st.integers(0, 200))
+    def begin(self, num_requests: int, num_tokens: int) -> None:
+        self.account = CreditAccount()
+        self.room = [num_requests, num_tokens]
+        """What the shard has left, by its own count."""
+        self.way: deque[int] = deque()
+        """Prompts that it has not taken yet."""
+        self.running: list[int] = []
+        self.num_taken = 0
+        self.words: deque[tuple[int, int, int]] = deque()
+        """Said and not heard yet."""
+        self.heard: tuple[int, int, int] | None = None
+        self.sent: list[int] = []
+
+    @rule(num_tokens=st.integers(0, 60))
+    def send(self, num_tokens: int) -> None:
+        if self.account.covers(num_tokens):
+            self.account.sent(num_tokens)
+            self.sent.append(num_tokens)
+            self.way.append(num_tokens)
+
+    @precondition(lambda self: self.way)
+    @rule(most=st.integers(1, 5))
+    def take(self, most: int) -> None:
+        for _ in range(min(most, len(self.way))):
+            num_tokens = self.way.popleft()
+            self.room[0] -= 1
+            self.room[1] -= num_tokens
+            self.running.append(num_tokens)
+            self.num_taken += 1
+        assert self.room[0] >= 0 and self.room[1] >= 0, "more was sent than the shard has room for"
+
+    @precondition(lambda self: self.running)
+    @rule(choice=st.integers(0, 100))
+    def end(self, choice: int) -> None:
+        num_tokens = self.running.pop(choice % len(self.running))
+        self.room[0] += 1
+        self.room[1] += num_tokens
+
+    @rule()
+    def speak(self) -> None:
+        num_requests, num_tokens = self.room
+        self.words.append((num_requests, num_tokens, self.num_taken))
+
+    @precondition(lambda self: self.words)
+    @rule(most=st.integers(1, 3))
+    def hear(self, most: int) -> None:
+        for _ in range(min(most, len(self.words))):
+            self.heard = self.words.popleft()
+            self.account.update(*self.heard)
+
+    @invariant()
+    def it_is_the_last_word_less_what_was_sent_since(self) -> None:
+        if not hasattr(self, "account"):
+            return
+        assert self.account.known == (self.heard is not None)
+        num_requests, num_tokens, num_seen = self.heard or (0, 0, 0)
+        unseen = self.sent[num_seen:]
+        assert self.account.num_unseen == len(unseen)
+        assert self.account.num_requests == num_requests - len(unseen) >= 0
+        assert self.account.num_kv_tokens == num_tokens - sum(unseen) >= 0
+
+
+def test_random_lives_of_a_credit() -> None:
+    run_state_machine_as_test(CreditMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))

@@ -1,0 +1,108 @@
+"""Adapters that several ranks, here threads, read: all of them have one, or nobody has."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorikeet.shard.adapters.ranks import LedSlots, Part, ReadTogether
+from lorikeet.shard.adapters.reader import NOT_HERE
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, Destination, Opened
+from lorikeet.shard.model.lora.memory import Arena
+from lorikeet.shard.model.lora.partition import Cut
+from lorikeet.shard.model.lora.sites import AdapterSite
+from lorikeet.shard.model.tensor_parallel.group import Group
+from tests.shard.model.adapters.test_loading import write
+from tests.shard.ranks_in_threads import together
+
+NUM_OUT, NUM_IN = 24, 40
+
+
+def files(rank: int, size: int = 2, group: Group | None = None) -> AdapterFiles:
+    """Of one module whose columns are split."""
+    site = AdapterSite("linear", NUM_IN // size, NUM_OUT, StepInputs(16, torch.device("cpu")))
+    site.cut = Cut(rank, size, NUM_OUT, NUM_IN, adds_up=True)
+    weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(4))[:, site.cut.columns]
+    site.squared_norms = weight.square().sum(1)
+    site.project = lambda x: x @ weight.t()
+    destination = Destination(torch.float32, Arena(1 << 16))
+    return AdapterFiles({"linear": site}, destination, add_up=None if group is None else group.add_up)
+
+
+def adapter(folder: Path) -> Path:
+    torch.manual_seed(1)
+    a, b = torch.randn(4, NUM_IN), torch.randn(NUM_OUT, 4)
+    return write(folder / "d.safetensors", {"linear.A": a, "linear.B": b, "linear.magnitude": torch.rand(NUM_OUT)})
+
+
+def read(rank: int, path: Path, group: Group) -> AdapterContent:
+    return ReadTogether(files(rank, group=group), group).read(path)
+
+
+def test_dora_divides_by_the_length_of_whole_rows(tmp_path: Path) -> None:
+    path = adapter(tmp_path)
+    first, second = together([partial(read, rank, path) for rank in range(2)])
+    (whole,) = together([lambda group: ReadTogether(files(0, 1, group), group).read(path)])
+    scales = [content.weights(0).scale for content in (first, second, whole)]
+    for scale in scales:
+        assert scale is not None and scales[2] is not None
+        torch.testing.assert_close(scale, scales[2], rtol=1e-5, atol=0)
+    a = torch.cat([content.weights(0).tensors["a"].flatten() for content in (first, second)])
+    assert a.numel() >= whole.weights(0).tensors["a"].numel()
+
+
+def test_what_one_rank_does_not_find_nobody_has(tmp_path: Path) -> None:
+    path = adapter(tmp_path)
+    said: list[str] = []
+
+    def on(rank: int, at: Path, group: Group) -> None:
+        with pytest.raises(ValueError) as caught:
+            read(rank, at, group)
+        said.append(str(caught.value))
+
+    together([partial(on, 0, path), partial(on, 1, tmp_path / "elsewhere.safetensors")])
+    assert said == [NOT_HERE] * 2
+
+
+def test_what_one_rank_cannot_hold_nobody_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = adapter(tmp_path)
+    said: list[str] = []
+
+    def on(rank: int, group: Group) -> None:
+        own = files(rank, group=group)
+        if rank == 1:
+            own.lay_out = full  # type: ignore[method-assign]
+        else:
+            own._add_up = None  # the other does not come so far
+        with pytest.raises(ValueError) as caught:
+            ReadTogether(own, group).read(path)
+        said.append(str(caught.value))
+
+    def full(opened: Opened) -> AdapterContent:
+        raise MemoryError
+
+    together([partial(on, rank) for rank in range(2)])
+    assert said == ["the adapter could not be read: MemoryError"] * 2
+
+
+class Told:
+    """What the first rank tells the others, and what it does itself."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[object, ...]] = []
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *arguments: self.words.append((name, *arguments))
+
+
+def test_every_slot_means_the_same_everywhere(tmp_path: Path) -> None:
+    own, leader = Told(), Told()
+    slots = LedSlots(own, leader)  # type: ignore[arg-type]
+    content = files(0, 1).read(adapter(tmp_path))
+    slots.put(3, Part("d", content))
+    slots.clear(3)
+    slots.forget("d")
+    assert leader.words == [("put", 3, "d"), ("clear", 3), ("forget", "d")]
+    assert own.words == [("put", 3, content), ("clear", 3)]

@@ -1,0 +1,136 @@
+"""Guessing ahead changes no text: over a model that notices every wrong page, slot and position, with guesses that are
+right now and then.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lorikeet.shard.grpc.outbox import Details, Output
+from lorikeet.shard.scheduler.request import LogprobParams, Method, Request, SamplingParams, Source, Speculation
+from tests.shard.fake_model import VOCAB_SIZE
+from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, copy_of, make_request
+from tests.shard.scheduler.speculation.told import TellingGuessers
+
+SETUPS = {
+    "default": Setup(),
+    "chunks of 7": Setup(step_tokens=7),
+    "lag 1": Setup(commit_lag=1),
+    "few pages": Setup(num_pages=26),
+    "few pages, lag 1, chunks of 7, no prefixes": Setup(26, commit_lag=1, step_tokens=7, prefix_caching=False),
+    "pages of one token": Setup(page_size=1),
+    "one at a time": Setup(max_running=1),
+}
+LAWS = {
+    "greedy": {},
+    "sampled, penalised": {"sampling": SAMPLED},
+    "all penalties": {
+        "sampling": SamplingParams(True, 0.9, 20, 0.95, 0.01, 0.97, 1.2, 0.4, 0.3, ((5, 1.0), (9, -2.0)), seed=3)
+    },
+    "watermark": {"sampling": SamplingParams(do_sample=True, watermark=True, seed=8)},
+    "greedy, penalised, watermark": {"sampling": SamplingParams(repetition_penalty=1.5, watermark=True)},
+    "log probabilities": {"sampling": replace(SAMPLED, watermark=True), "logprobs": SCORED},
+    "processed log probabilities": {"sampling": SAMPLED, "logprobs": LogprobParams(wanted=True, alternatives=3)},
+}
+SOURCES = {Source.LOOKUP, Source.RESAMPLE, Source.BONUS}
+
+
+def make_mix(**values: object) -> list[Request]:
+    """Twelve requests: shared beginnings, lengths from 1 to 40, widths from 0 to 10."""
+    rng = random.Random(6)
+    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(30)] for _ in range(3)]
+    requests = []
+    for i in range(12):
+        prompt = stems[i % 3][: rng.randrange(31)] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 10))]
+        width = Speculation(Method.LOOKUP, (0, 1, 3, 5, 10)[i % 5]) if i % 4 else Speculation()
+        requests.append(make_request(i, prompt, rng.randrange(1, 40), speculation=width, **values))
+    return requests
+
+
+def texts_alone(requests: list[Request]) -> dict[int, Output]:
+    """What each gives by itself, without a guess."""
+    return {r.key[1]: Rig().run(copy_of(r, r.key[1]))[r.key[1]] for r in requests}
+
+
+def mixed_laws() -> list[Request]:
+    requests = make_mix(stop_ids=frozenset({7}))
+    for request, values in zip(requests, [*LAWS.values(), *LAWS.values()], strict=False):
+        for name, value in values.items():
+            setattr(request, name, value)
+    return requests
+
+
+def assert_equal(found: Output, alone: Output) -> None:
+    assert found.token_ids == alone.token_ids
+    assert found.finish_reason is alone.finish_reason
+    assert found.logprobs == pytest.approx(alone.logprobs, nan_ok=True)
+    mine, its = found.details or Details(), alone.details or Details()
+    assert mine.alternative_ids == its.alternative_ids
+    assert mine.alternative_logprobs == pytest.approx(its.alternative_logprobs)
+    assert mine.prefill_logprobs == pytest.approx(its.prefill_logprobs)
+
+
+def assert_accounts(found: Output) -> None:
+    """Every token has one source, and they add up."""
+    sources = [Source(source) for source in found.sources]
+    assert len(sources) == len(found.token_ids) == len(found.step_ends)
+    assert sources[0] is Source.PREFILL and Source.PREFILL not in sources[1:]
+    assert sources.count(Source.LOOKUP) == found.num_accepted <= sum(found.num_drafted)
+    assert found.step_ends[-1] == 1
+    for source, ends_before in zip(sources[1:], found.step_ends, strict=False):
+        assert source in SOURCES or ends_before  # a token of a step without drafts is the only one of its step
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
+def test_every_text_is_what_it_is_without(setup: Setup, chance: float) -> None:
+    requests = mixed_laws()
+    alone = texts_alone(requests)
+    texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
+    rig = Rig(replace(setup, guessers=TellingGuessers(texts=texts, chance=chance)))
+    outputs = rig.run(*requests)
+    for request in requests:
+        assert_equal(outputs[request.key[1]], alone[request.key[1]])
+        assert_accounts(outputs[request.key[1]])
+    num_accepted = sum(output.num_accepted for output in outputs.values())
+    assert (num_accepted > 20) if chance else (num_accepted < 20)
+    assert sum(sum(output.num_drafted) for output in outputs.values()) > 80
+
+
+@pytest.mark.parametrize("values", LAWS.values(), ids=LAWS.keys())
+def test_each_law_goes_on_as_it_would(values: dict[str, object]) -> None:
+    requests = make_mix(**values)
+    alone = texts_alone(requests)
+    texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
+    outputs = Rig(Setup(guessers=TellingGuessers(texts=texts, chance=0.8))).run(*requests)
+    for request in requests:
+        assert_equal(outputs[request.key[1]], alone[request.key[1]])
+
+
+def test_right_guesses_take_fewer_steps() -> None:
+    request = make_request(1, [1, 2, 3], 40, speculation=Speculation(Method.LOOKUP, 3))
+    text = [1, 2, 3, *Rig().run(copy_of(request, 1))[1].token_ids]
+    rig = Rig(Setup(guessers=TellingGuessers(texts={1: text}, chance=1.0)))
+    output = rig.run(request)[1]
+    assert rig.model.num_steps == 1 + 39 // 4 + 1  # the last step has fewer to guess
+    assert output.num_accepted == sum(output.num_drafted) == 39 - 10
+    assert rig.model.num_tokens == 3 + 39
+
+
+def test_with_many_running_nothing_is_guessed() -> None:
+    requests = [make_request(i, [i], 20, speculation=Speculation(Method.LOOKUP, 3)) for i in range(4)]
+    texts = {i: [i] * 30 for i in range(4)}
+    outputs = Rig(Setup(guessers=TellingGuessers(max_batch_size=3, texts=texts))).run(*requests)
+    assert not any(output.num_drafted for output in outputs.values())
+
+
+def test_bad_logits_behind_a_draft_end_the_request_where_they_would() -> None:
+    request = make_request(1, [1, 2, 3], 30, speculation=Speculation(Method.LOOKUP, 5))
+    text = Rig().run(copy_of(request, 1))[1].token_ids
+    poison = next(token for place, token in enumerate(text) if place > 4 and token not in text[:place] + [1, 2, 3])
+    alone, guessing = Rig(), Rig(Setup(guessers=TellingGuessers(texts={1: [1, 2, 3, *text]}, chance=1.0)))
+    alone.model.poison = guessing.model.poison = poison
+    expected, found = alone.run(copy_of(request, 1))[1], guessing.run(request)[1]
+    assert found.token_ids == expected.token_ids == text[: text.index(poison) + 1]
+    assert found.error == expected.error != ""

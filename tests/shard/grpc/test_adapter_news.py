@@ -1,0 +1,81 @@
+"""What an engine says about adapters is said in the step in which it happened: an idle engine has no next one."""
+
+from dataclasses import dataclass
+
+from lorikeet.shard.grpc.inbox import AdapterRead, Commands
+from lorikeet.shard.grpc.outbox import Mail
+from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Content, Residency, SlotLimits
+from lorikeet.shard.scheduler.request import Request
+from tests.shard.rig import EPOCH, Rig
+
+A, B = "a" * 64, "b" * 64
+
+
+@dataclass(frozen=True)
+class Weights:
+    num_bytes: int
+    num_heads: int = 0
+
+
+class Device:
+    """Slots without anything in them."""
+
+    def put(self, slot: int, content: Content) -> None: ...
+
+    def clear(self, slot: int) -> None: ...
+
+    def forget(self, digest: str) -> None:
+        pass
+
+    def is_ready(self, slot: int) -> bool:
+        return True
+
+
+def make() -> tuple[Rig, list[str]]:
+    """A rig with one slot, and what is asked of its reader."""
+    rig, asked = Rig(), list[str]()
+    rig.scheduler.adapters = AdapterSlots(SlotLimits(1, 100, 100), Device(), asked.append)
+    return rig, asked
+
+
+def ask(rig: Rig, number: int, digest: str) -> Mail:
+    """A request of one token, until the engine is idle."""
+    rig.inbox.put(Commands(EPOCH, submits=[Request((EPOCH, number), [1, 2], 2, 1, adapter_digest=digest)]))
+    return drain(rig)
+
+
+def drain(rig: Rig) -> Mail:
+    mail = rig.step()
+    while rig.scheduler.running:
+        mail = rig.step()
+    return mail
+
+
+def test_who_had_to_leave_its_slot_is_told_with_who_took_it() -> None:
+    rig, _ = make()
+    for number, digest in enumerate((A, B)):
+        rig.inbox.put(Commands(EPOCH, prefetches=[digest]))
+        rig.step()
+        rig.inbox.put(AdapterRead(digest, Weights(10)))
+        rig.step()
+        ask(rig, number, digest)
+    mail = ask(rig, 9, A)
+    assert rig.scheduler.is_idle
+    assert {digest: state for digest, (state, _) in mail.adapters.items()} == {
+        A: Residency.RESIDENT,
+        B: Residency.ABSENT,
+    }
+
+
+def test_an_unload_that_waited_for_the_last_request_is_told_when_that_ends() -> None:
+    rig, _ = make()
+    rig.inbox.put(Commands(EPOCH, prefetches=[A]))
+    rig.step()
+    rig.inbox.put(AdapterRead(A, Weights(10)))
+    rig.inbox.put(Commands(EPOCH, submits=[Request((EPOCH, 1), [1, 2], 2, 2, adapter_digest=A)]))
+    rig.step()
+    assert rig.scheduler.running
+    rig.inbox.put(Commands(EPOCH, unloads=[A]))
+    mail = drain(rig)
+    assert rig.scheduler.is_idle
+    assert mail.adapters[A][0] is Residency.ABSENT

@@ -1,0 +1,81 @@
+"""Messages stay small: what is cut says the same as what was whole."""
+
+from dataclasses import fields
+from itertools import pairwise
+
+import pytest
+
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.shard.grpc.codec import write_mail
+from lorikeet.shard.grpc.outbox import Details, Mail, Output, Status
+from lorikeet.shard.scheduler.request import FinishReason
+
+SECONDS = ("draft_seconds", "verify_seconds", "accept_seconds")
+
+
+def make_output(request_id: int, num_tokens: int, num_scores: int, width: int) -> Output:
+    return Output(
+        (1, request_id),
+        token_ids=list(range(num_tokens)),
+        sources=bytes(num_tokens),
+        step_ends=b"\1" * num_tokens,
+        logprobs=[-float(i) for i in range(num_tokens)],
+        num_cached=3,
+        num_drafted=(4, 0, 2),
+        num_accepted=5,
+        seconds=(0.25, 0.5, 0.125),
+        finish_reason=FinishReason.LENGTH,
+        details=Details(
+            alternative_ids=list(range(width * num_tokens)),
+            alternative_logprobs=[-float(i) for i in range(width * num_tokens)],
+            prefill_logprobs=[-float(i) for i in range(num_scores)],
+            prefill_alternative_ids=list(range(width * num_scores)),
+            prefill_alternative_logprobs=[-float(i) for i in range(width * num_scores)],
+        ),
+    )
+
+
+def test_large_mail_is_cut_and_complete() -> None:
+    outputs = [make_output(1, 5000, 100_000, 5), make_output(2, 10, 0, 0), make_output(3, 40_000, 0, 20)]
+    whole = {output.key[1]: output for output in outputs}
+    mail = Mail(outputs, Status(step=7, credit_requests=4), num_preempted=2, acknowledged=9, adapters={})
+    messages = list(write_mail(mail, pb.Heartbeat()))
+    assert len(messages) > 3
+    assert not any(message.HasField("computing") for message in messages)
+    assert sum(message.load.num_preempted for message in messages) == 2
+    seen: dict[int, list[pb.RequestOutput]] = {}
+    for message in messages:
+        assert message.ByteSize() < 4 << 20
+        assert (message.step, message.credit.num_requests, message.credit.acknowledged) == (7, 4, 9)
+        assert len({output.id for output in message.outputs}) == len(message.outputs)
+        for part in message.outputs:
+            seen.setdefault(part.id, []).append(part)
+    for request_id, parts in seen.items():
+        output = whole[request_id]
+        assert output.details is not None
+        for name in ("token_ids", "logprobs"):
+            assert [value for part in parts for value in getattr(part, name)] == getattr(output, name)
+        for field in fields(Details):
+            assert [value for part in parts for value in getattr(part, field.name)] == getattr(
+                output.details, field.name
+            )
+        assert b"".join(part.step_ends for part in parts) == output.step_ends
+        assert sum(part.num_cached_tokens for part in parts) == 3
+        assert [list(part.num_drafted) for part in parts] == [[4, 0, 2]] + [[]] * (len(parts) - 1)
+        assert sum(part.num_accepted for part in parts) == 5
+        assert [sum(getattr(part, name) for part in parts) for name in SECONDS] == [0.25, 0.5, 0.125]
+        assert [part.finish_reason for part in parts] == [0] * (len(parts) - 1) + [pb.FINISH_LENGTH]
+        for part in parts:
+            assert len(part.alternative_ids) * len(output.token_ids) == len(part.token_ids) * len(
+                output.details.alternative_ids
+            )
+    assert all(len(earlier.prefill_logprobs) >= len(later.prefill_logprobs) for earlier, later in pairwise(seen[1]))
+
+
+@pytest.mark.parametrize("ids", [[], [4, 9]])
+def test_who_is_computed_is_said_once_and_also_where_it_is_nobody(ids: list[int]) -> None:
+    outputs = [make_output(1, 100_000, 0, 5)]
+    mail = Mail(outputs, Status(), num_preempted=0, acknowledged=0, adapters={}, computing=ids)
+    first, *others = write_mail(mail, pb.Heartbeat())
+    assert first.HasField("computing") and list(first.computing.ids) == ids
+    assert others and not any(message.HasField("computing") for message in others)

@@ -1,0 +1,102 @@
+"""The fused attention block hands its site what the plain one does, and is left out where it would not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssConfig
+from transformers.models.granite.modeling_granite import GraniteAttention, GraniteConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Config
+from transformers.models.stablelm.modeling_stablelm import StableLmAttention, StableLmConfig
+
+from lorikeet.shard import attention
+from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import load_model
+from lorikeet.shard.model.fusion.cpu_attention import FusedAttention, fuse_attention
+from lorikeet.shard.model.fusion.verify import Recorder, attend
+from lorikeet.shard.model.kernels import cpu as kernels
+from lorikeet.shard.model.site import NAME, AttentionSite
+from tests import tiny
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs AVX512-BF16 and a C compiler")
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2,
+    "attn_implementation": NAME,
+}  # fmt: skip
+
+
+def block_of(kind: Any, config_kind: Any, **more: Any) -> Any:
+    torch.manual_seed(3)
+    block = kind(config_kind(**SHAPE, **more), 1).bfloat16()
+    device = torch.device("cpu")
+    backend = attention.create("reference", device, torch.bfloat16, 16)
+    block.lorikeet_site = AttentionSite(backend, StepInputs(16, device))
+    return block
+
+
+def inputs_of(num_tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(9)
+    angles = torch.randn(1, num_tokens, 16, generator=generator).repeat(1, 1, 2)
+    x = torch.randn(1, num_tokens, SHAPE["hidden_size"], generator=generator).bfloat16()
+    return x, (angles.cos().bfloat16(), angles.sin().bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config_kind", "more"),
+    [
+        (LlamaAttention, LlamaConfig, {}),
+        (LlamaAttention, LlamaConfig, {"attention_bias": True}),
+        (GraniteAttention, GraniteConfig, {"attention_multiplier": 0.3}),
+        (Qwen2Attention, Qwen2Config, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+    ],
+)
+@torch.inference_mode()
+def test_the_site_gets_the_same(kind: Any, config_kind: Any, more: dict[str, Any]) -> None:
+    block = block_of(kind, config_kind, **more)
+    site, (x, angles) = block.lorikeet_site, inputs_of(40)
+    plain, fused = Recorder(), Recorder()
+    wanted = attend(block, plain, x, angles)
+    twin = fuse_attention(block, set())
+    assert isinstance(twin, FusedAttention)
+    assert twin.lorikeet_site is site
+    got = attend(twin, fused, x, angles)
+    assert fused.options == plain.options
+    for one, other in zip((wanted, *plain.seen), (got, *fused.seen), strict=True):
+        assert one.shape == other.shape
+        assert (one.float() - other.float()).abs().max() <= 2**-7 * one.float().abs().max()
+    few = Recorder()
+    attend(twin, few, x[:, 10:13], (angles[0][:, 10:13], angles[1][:, 10:13]))
+    for all_rows, some_rows in zip(fused.seen, few.seen, strict=True):
+        assert torch.equal(all_rows[:, :, 10:13], some_rows)
+
+
+def test_blocks_that_do_more_or_less_are_left_alone() -> None:
+    assert fuse_attention(block_of(Qwen3Attention, Qwen3Config), set()) is None
+    assert fuse_attention(block_of(StableLmAttention, StableLmConfig, partial_rotary_factor=0.25), set()) is None
+    assert fuse_attention(block_of(GptOssAttention, GptOssConfig), set()) is None  # its angles are half as wide
+    block = block_of(LlamaAttention, LlamaConfig)
+    assert fuse_attention(block, {id(block.k_proj.weight)}) is None
+    assert fuse_attention(torch.nn.Linear(4, 4), set()) is None
+    # its code turns as much of a head as there are angles for
+    assert fuse_attention(block_of(Glm4MoeAttention, Glm4MoeConfig), set(), rotary_width=16) is None
+
+
+@torch.inference_mode()
+def test_a_whole_model_gives_transformers_logits(tmp_path: Path) -> None:
+    tiny.make("llama", tmp_path, hidden_size=128, head_dim=32)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    model = load_model(ShardConfig("tiny", str(tmp_path), "unix:/dev/null", dtype="bfloat16"))
+    fused = [module for module in model.network.modules() if isinstance(module, FusedAttention)]
+    assert len(fused) == model.info.num_layers
+    model.allocate_kv(4)
+    ids = torch.arange(3, 43) % model.info.vocab_size
+    model.inputs.fill([Segment(0, 40, range(2))], ids, torch.arange(40))
+    wanted, got = oracle(ids[None]).logits[0].float(), model.forward()
+    assert (wanted - got).abs().mean() <= 0.02 * wanted.abs().mean()

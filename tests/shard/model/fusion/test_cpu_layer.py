@@ -1,0 +1,86 @@
+"""A decoder layer as one call gives the very bits of its parts, and is left out where a layer does anything else."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+
+from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import Model, load_model
+from lorikeet.shard.model.fusion.cpu_layer import FusedDecoderLayer
+from lorikeet.shard.model.fusion.cpu_parts import FusedNorm, fuse
+from lorikeet.shard.model.kernels import cpu as kernels
+from tests import tiny
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs AVX512-BF16 and a C compiler")
+
+SHAPE = {"hidden_size": 128, "head_dim": 32}
+
+
+def load(kind: str, folder: Path, **more: Any) -> Model:
+    tiny.make(kind, folder, **SHAPE, **more)
+    model = load_model(ShardConfig("tiny", str(folder), "unix:/dev/null", dtype="bfloat16", attention="cpu"))
+    for number, module in enumerate(model.network.modules()):
+        if isinstance(module, FusedNorm):  # a tiny model's norms are all alike
+            module.weight.copy_(torch.linspace(0.5, 1.0 + number / 100, module.weight.shape[0]))
+    model.allocate_kv(12)
+    return model
+
+
+def fused_layers(model: Model) -> list[FusedDecoderLayer]:
+    return [module for module in model.network.modules() if isinstance(module, FusedDecoderLayer)]
+
+
+def steps_of(model: Model) -> list[list[Segment]]:
+    """Prompts of several lengths, then one token each with a fresh prompt among them, then one token alone."""
+    pages = [range(3), range(3, 4), range(4, 8)]
+    prompts = [Segment(0, 70, pages[0]), Segment(0, 1, pages[1])]
+    mixed = [Segment(70, 1, pages[0]), Segment(1, 1, pages[1]), Segment(0, 97, pages[2])]
+    return [prompts, mixed, [Segment(97, 1, pages[2])]]
+
+
+def logits_of(model: Model, segments: list[Segment]) -> torch.Tensor:
+    num_tokens = sum(segment.num_tokens for segment in segments)
+    ids = torch.arange(5, 5 + num_tokens) * 7 % model.info.vocab_size
+    model.inputs.fill(segments, ids, torch.arange(num_tokens))
+    return model.forward().clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("llama", {}), ("llama", {"attention_bias": True}), ("mistral", {"sliding_window": 40}), ("qwen2", {})],
+)
+def test_one_call_gives_the_bits_of_the_parts(
+    kind: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(kind, tmp_path, **more)
+    assert len(fused_layers(model)) == model.info.num_layers
+    whole = [logits_of(model, segments) for segments in steps_of(model)]
+
+    model.allocate_kv(12)
+
+    def by_parts(layer: FusedDecoderLayer, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        return layer.one_by_one(hidden_states, options["position_embeddings"])
+
+    monkeypatch.setattr(FusedDecoderLayer, "forward", by_parts)
+    for one_call, segments in zip(whole, steps_of(model), strict=True):
+        assert torch.equal(one_call, logits_of(model, segments))
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma2", "qwen3", "olmo2", "cohere"])
+def test_layers_that_do_more_or_less_are_left_alone(kind: str, tmp_path: Path) -> None:
+    assert not fused_layers(load(kind, tmp_path))
+
+
+@pytest.mark.parametrize("width", [64, 4096])
+def test_a_layer_norm_is_no_rms_norm_however_wide(width: int) -> None:
+    assert fuse(CohereLayerNorm(width).bfloat16(), set()) is None
+
+
+def test_nothing_is_fused_where_nothing_is_to_be(tmp_path: Path) -> None:
+    tiny.make("llama", tmp_path, **SHAPE)
+    model = load_model(ShardConfig("tiny", str(tmp_path), "unix:/dev/null", dtype="bfloat16", fusions="none"))
+    assert not any(isinstance(module, FusedNorm | FusedDecoderLayer) for module in model.network.modules())

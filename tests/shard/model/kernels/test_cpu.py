@@ -1,0 +1,108 @@
+"""cpu.c: equal to the plain modules, and equal bits whatever other rows there are; with and without AMX."""
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from lorikeet.shard.model.fusion.cpu_parts import FusedMlp, FusedNorm, fuse
+from lorikeet.shard.model.kernels import cpu as kernels
+from lorikeet.shard.model.kernels.packing import BlockedMatrix, StreamedMatrix, pack
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs AVX512-BF16 and a C compiler")
+
+
+@pytest.fixture(autouse=True, params=["as the processor can", "in vectors"])
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """Where there is AMX the two differ."""
+    loaded = kernels._load() if request.param == "as the processor can" else kernels._load("WITHOUT_TILES")
+    monkeypatch.setattr(kernels, "_load", lambda: loaded)
+    yield loaded
+
+
+class PlainMlp(nn.Module):
+    """A gated MLP as transformers writes it."""
+
+    def __init__(self, width: int, hidden: int, act: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+        self.act_fn = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("num_out", [16, 64, 65, 100, 320])
+@pytest.mark.parametrize("num_in", [2, 64, 130])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_product_is_the_float32_product_rounded_once(num_out: int, num_in: int, with_bias: bool) -> None:
+    x, weight = random(29, num_in), random(num_out, num_in, seed=1)
+    bias = random(num_out, seed=2) if with_bias else None
+    wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    got = StreamedMatrix(weight, bias)(x[None])[0].double()
+    assert got.shape == wanted.shape
+    assert ((got - wanted).abs() <= 2**-8 * wanted.abs() + 1e-3).all()
+
+
+def test_bits_do_not_depend_on_other_rows() -> None:
+    matrix, x = StreamedMatrix(random(200, 96), None), random(100, 96, seed=1)
+    together = matrix(x)
+    for first in (0, 7, 50):
+        for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 26, 50):
+            assert torch.equal(matrix(x[first : first + count]), together[first : first + count])
+
+
+def test_rows_may_lie_apart() -> None:
+    matrix, wide = StreamedMatrix(random(70, 32), None), random(9, 64, seed=1)
+    assert torch.equal(matrix(wide[:, :32]), matrix(wide[:, :32].contiguous()))
+    assert torch.equal(matrix(wide.T[:32].T), matrix(wide[:, :32].contiguous()))
+
+
+def test_the_layout_follows_type_and_shape() -> None:
+    assert isinstance(pack(random(8, 6), None), StreamedMatrix)
+    assert isinstance(pack(random(8, 5), None), BlockedMatrix)
+    assert isinstance(pack(random(8, 6).float(), None), BlockedMatrix)
+
+
+@torch.inference_mode()
+def test_a_norm_is_replaced_by_its_equal() -> None:
+    norm = LlamaRMSNorm(96, eps=1e-5).bfloat16()
+    norm.weight.copy_(random(96, seed=3))
+    twin, x = fuse(norm, set()), random(3, 40, 96, seed=1)
+    assert isinstance(twin, FusedNorm)
+    difference = (twin(x).float() - norm(x).float()).abs()
+    assert (difference <= 2**-7 * norm(x).float().abs() + 1e-6).all()
+    assert torch.equal(twin(x[:, 5:7]), twin(x)[:, 5:7])
+
+
+@torch.inference_mode()
+def test_a_gated_mlp_is_replaced_by_its_equal() -> None:
+    mlp = PlainMlp(64, 200, nn.SiLU()).bfloat16()
+    twin, x = fuse(mlp, set()), random(250, 64, seed=1)
+    assert isinstance(twin, FusedMlp)
+    wanted = mlp(x).float()
+    assert (twin(x).float() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+    for count in (1, 2, 6, 7, 97):
+        assert torch.equal(twin(x[100 : 100 + count]), twin(x)[100 : 100 + count])
+
+
+@torch.inference_mode()
+def test_what_computes_something_else_is_left_alone() -> None:
+    class Shifted(LlamaRMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + x
+
+    assert fuse(PlainMlp(64, 128, nn.GELU()).bfloat16(), set()) is None
+    assert fuse(Shifted(64).bfloat16(), set()) is None
+    mlp = PlainMlp(64, 128, nn.SiLU()).bfloat16()
+    assert fuse(mlp, {id(mlp.up_proj.weight)}) is None
+    assert fuse(nn.LayerNorm(64).bfloat16(), set()) is None

@@ -1,0 +1,28 @@
+"""oneDNN's products have equal bits for any number of rows from two on, and what is started later may use AMX."""
+
+import os
+
+import pytest
+import torch
+
+from lorikeet.shard.model.kernels import packing
+
+ROWS = (2, 3, 8, 17, 33, 64, 200)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(4096, 512), (64, 2048), (8, 512)], ids=str)
+def test_bits_do_not_depend_on_other_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if not packing.can_pack(dtype):
+        pytest.skip("this processor has no such products")
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, shape[1], generator=generator).to(dtype) for rows in (shape[0], 333))
+    blocked, shared = packing.BlockedMatrix(weight, None), packing.SharedMatrix(weight, None)
+    for matrix in (blocked, shared):
+        together = matrix(x)
+        for count in ROWS:
+            assert torch.equal(matrix(x[:count].contiguous()), together[:count]), count
+
+
+def test_the_environment_is_as_it_was() -> None:
+    assert "AVX512_CORE_BF16" not in os.environ.get("ONEDNN_MAX_CPU_ISA", "")

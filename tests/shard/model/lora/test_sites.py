@@ -1,0 +1,158 @@
+"""The adapters' part of a product: compiled code against its specification, for every mix of adapters in a step."""
+
+import pytest
+import torch
+
+from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.model.lora import sites as lora
+from lorikeet.shard.model.lora.sites import AdapterSite, Product, SlotWeights, adapt, adapt_embedding, adapt_row
+
+NUM_SLOTS = 12
+SHAPES = [(64, 64), (96, 33), (130, 200), (1024, 256)]
+RANKS = (1, 2, 8, 16, 17, 64, 320)
+
+# slot of each request, -1 for none
+MIXES = {
+    "distinct": [0, 1, 2, 3, 4, 5, 6, 7],
+    "uniform": [3, 1, 3, 0, 2, 1, 0, 2],
+    "zipf": [0, 0, 0, 0, 1, 1, 2, 3],
+    "identical": [5] * 8,
+    "none": [-1] * 8,
+    "some": [-1, 4, -1, -1, 4, 9, -1, 11],
+}
+COUNTS = [1, 1, 40, 3, 1, 17, 16, 2]
+Plain = dict[int, SlotWeights | None]
+
+
+def make_site(
+    num_in: int, num_out: int, dtype: torch.dtype, inputs: StepInputs, seed: int = 0
+) -> tuple[AdapterSite, Plain]:
+    """A site, and what its slots held before it was packed: every rank, DoRA's scale, a bias, a bias alone, nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    site = AdapterSite("module", num_in, num_out, inputs)
+    site.base_bias = torch.randn(num_out, generator=generator)
+    site.allocate(NUM_SLOTS)
+    plain: Plain = {}
+    for slot in range(NUM_SLOTS):
+        rank = RANKS[slot % len(RANKS)]
+        a = (torch.randn(rank, num_in, generator=generator) / num_in**0.5).to(dtype)
+        b = (torch.randn(rank, num_out, generator=generator) / rank**0.5).to(dtype)
+        scale = 1 + 0.1 * torch.randn(num_out, generator=generator) if slot % 3 == 1 else None
+        bias = torch.randn(num_out, generator=generator) if slot % 4 == 2 else None
+        plain[slot] = SlotWeights(a, b, scale, bias)
+    plain[9] = SlotWeights(bias=torch.randn(num_out, generator=generator))
+    plain[11] = None
+    for slot, weights in plain.items():
+        site.put(slot, None if weights is None else weights.packed(is_embedding=False))
+    return site, plain
+
+
+def fill(inputs: StepInputs, slots: list[int], counts: list[int]) -> int:
+    """Describe a step of requests with these slots and numbers of tokens; the number of tokens."""
+    segments = [Segment(0, count, range(8), slot) for slot, count in zip(slots, counts, strict=True)]
+    ids = torch.arange(sum(counts))
+    inputs.fill(segments, ids, ids)
+    return len(ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mix", MIXES)
+def test_equals_the_specification(mix: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    inputs = StepInputs(16, torch.device("cpu"))
+    site, plain = make_site(*shape, dtype, inputs)
+    num_rows = fill(inputs, MIXES[mix], COUNTS)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_rows, shape[0], generator=generator).to(dtype)
+    base = torch.randn(num_rows, shape[1], generator=generator).to(dtype)
+    wanted, got = base.clone(), base.clone()
+    row = 0
+    for slot, count in zip(MIXES[mix], COUNTS, strict=True):
+        for index in range(row, row + count):
+            weights = plain[slot] if slot >= 0 else None
+            if weights is not None:
+                adapt_row(weights, site.base_bias, x[index], wanted[index])
+        row += count
+    adapt(site.rows, Product(site, x, got))
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    untouched = torch.tensor([slot in (-1, 11) for slot, n in zip(MIXES[mix], COUNTS, strict=True) for _ in range(n)])
+    assert torch.equal(got[untouched], base[untouched])
+    changed = ~untouched
+    assert not changed.any() or not torch.equal(got[changed], base[changed])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_row_has_equal_bits_in_any_company(dtype: torch.dtype) -> None:
+    inputs = StepInputs(16, torch.device("cpu"))
+    site, _ = make_site(130, 200, dtype, inputs)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 130, generator=generator).to(dtype)
+    base = torch.randn(40, 200, generator=generator).to(dtype)
+    fill(inputs, [4], [40])
+    together = base.clone()
+    adapt(site.rows, Product(site, x, together))
+    for index in (0, 7, 16, 39):
+        fill(inputs, [2, 4, -1], [5, 1, 1])
+        alone = base[index].repeat(7, 1)
+        adapt(site.rows, Product(site, x[index].repeat(7, 1), alone))
+        assert torch.equal(alone[5], together[index])
+        assert torch.equal(alone[6], base[index])
+
+
+def test_several_products_of_one_step_and_strided_outputs() -> None:
+    inputs = StepInputs(16, torch.device("cpu"))
+    sites = [make_site(64, width, torch.bfloat16, inputs, seed=width)[0] for width in (48, 32, 16)]
+    num_rows = fill(inputs, [0, -1, 3], [3, 2, 18])
+    x = torch.randn(num_rows, 64).bfloat16()
+    joined = torch.randn(num_rows, 96).bfloat16()
+    wanted = []
+    for site, part in zip(sites, joined.split([48, 32, 16], dim=1), strict=True):
+        alone = part.contiguous()
+        adapt(site.rows, Product(site, x, alone))
+        wanted.append(alone)
+    parts = joined.split([48, 32, 16], dim=1)
+    adapt(inputs.adapter_rows, *(Product(site, x, part) for site, part in zip(sites, parts, strict=True)))
+    assert torch.equal(joined, torch.cat(wanted, dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
+    inputs = StepInputs(16, torch.device("cpu"))
+    site = AdapterSite("embedding", 50, 24, inputs)
+    site.allocate(2)
+    a, b = torch.randn(4, 50).to(dtype), torch.randn(4, 24).to(dtype)
+    site.put(1, SlotWeights(a, b).packed(is_embedding=True))
+    fill(inputs, [-1, 1], [3, 20])
+    ids = torch.randint(0, 50, (23,))
+    base = torch.randn(23, 24).to(dtype)
+    got = base.clone()
+    adapt_embedding(site.rows, site, ids, got)
+    assert torch.equal(got[:3], base[:3])
+    wanted = base[3:].float() + a[:, ids[3:]].float().t() @ b.float()
+    torch.testing.assert_close(got[3:].float(), wanted, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_without_a_compiler_the_specification_itself_runs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = StepInputs(16, torch.device("cpu"))
+    site, unpacked = make_site(64, 64, dtype, inputs)
+    num_rows = fill(inputs, MIXES["some"], COUNTS)
+    x, base = torch.randn(num_rows, 64).to(dtype), torch.randn(num_rows, 64).to(dtype)
+    fast, plain = base.clone(), base.clone()
+    adapt(site.rows, Product(site, x, fast))
+    monkeypatch.setattr(lora, "compiled", lambda dtype: None)
+    for slot, weights in unpacked.items():
+        site.put(slot, weights)
+    adapt(site.rows, Product(site, x, plain))
+    torch.testing.assert_close(fast, plain, rtol=2**-7, atol=2**-7)
+
+
+def test_the_rows_of_the_head_are_those_whose_logits_are_wanted() -> None:
+    inputs = StepInputs(16, torch.device("cpu"))
+    segments = [Segment(0, 3, range(1), 1), Segment(0, 2, range(1)), Segment(0, 40, range(3), 7)]
+    inputs.fill(segments, torch.arange(45), torch.tensor([2, 4, *range(5, 45)]))
+    assert inputs.adapter_rows.tasks.tolist() == [[1, 0, 3], [7, 5, 16], [7, 21, 16], [7, 37, 8]]
+    assert inputs.head_adapter_rows.tasks.tolist() == [[1, 0, 1], [7, 2, 16], [7, 18, 16], [7, 34, 8]]
+    inputs.fill([Segment(0, 3, range(1))], torch.arange(3), torch.tensor([2]))
+    assert not len(inputs.adapter_rows) and not len(inputs.head_adapter_rows)

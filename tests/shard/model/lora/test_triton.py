@@ -1,0 +1,17 @@
+"""The kernels for adapters on devices: see lora_triton_cases.py."""
+
+from pathlib import Path
+
+from tests.shard.apart import KernelsApart
+
+
+class TestAdapters(KernelsApart):
+    cases = (Path(__file__).with_name("lora_triton_cases.py"),)
+    sample = (
+        "(specification and 33 and bfloat16) or (any_company and 5 and bfloat16) or largest_rank or heads_from_a_file"
+    )
+    compiles = "tests.shard.model.lora.compile_triton"
+
+    def test_compiles_for_hopper(self) -> None:
+        """In every run of all tests, for all kernels."""
+        super().test_compiles_for_hopper()

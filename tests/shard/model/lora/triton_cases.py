@@ -1,0 +1,363 @@
+"""The kernels for devices against the specification, row by row: run by test_lora_triton.py in a process of its own,
+on CUDA or, with TRITON_INTERPRET=1, on CPU.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks import lora_kernels
+from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.model.adapters.loading import AdapterFiles, Destination
+from lorikeet.shard.model.adapters.tables import DeviceKernels
+from lorikeet.shard.model.adapters.upload import DeviceSlots
+from lorikeet.shard.model.lora.memory import PinnedMemory
+from lorikeet.shard.model.lora.served_file import FORMAT
+from lorikeet.shard.model.lora.sites import AdapterSite, Product, SlotWeights, adapt, adapt_embedding, adapt_row
+from lorikeet.shard.model.medusa.cuda import DeviceHeads
+from lorikeet.shard.model.medusa.heads import HeadsPool
+from tests.shard.padded import Always
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+NUM_SLOTS = 11
+RANKS = (1, 3, 8, 16, 17, 64, 33)
+NONE_OF_IT, BIAS_ALONE, LARGEST = 7, 8, 9
+"""Slots whose adapters have nothing for the module, no factors, and as many as there may be."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+# slot of each request, -1 for none
+MIXES = {
+    "distinct": [0, 1, 2, 3, 4, 5, 6, 7, 8],
+    "uniform": [3, 1, 3, 0, 2, 1, 0, 2, 4],
+    "zipf": [0, 0, 0, -1, 0, 1, 1, 2, 3],
+    "identical": [5] * 9,
+    "none": [-1] * 9,
+    "some": [-1, 4, -1, -1, 4, 8, -1, 7, 2],
+}
+COUNTS = [1, 1, 19, 0, 3, 1, 1, 2, 1]
+
+
+@dataclass
+class Bench:
+    """Sites of one base, some adapters in their slots, and steps."""
+
+    dtype: torch.dtype
+    sites: list[AdapterSite]
+    inputs: StepInputs = field(default_factory=lambda: StepInputs(16, DEVICE))
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    plain: dict[tuple[int, str], SlotWeights] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for site in self.sites:
+            site._inputs = self.inputs
+            site.allocate(NUM_SLOTS)
+        self.inputs.reserve_groups(max_rows=32, max_slots=NUM_SLOTS, max_guesses=8)
+        self.kernels = DeviceKernels(self.sites, NUM_SLOTS, DEVICE)
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(DEVICE, dtype or self.dtype)
+
+    def weights(self, slot: int, site: AdapterSite) -> SlotWeights | None:
+        """Every rank, DoRA's scale, a bias, a bias alone, nothing."""
+        if slot == NONE_OF_IT:
+            return None
+        bias = self.random(site.num_out, dtype=torch.float32) if slot % 4 == 2 or slot == BIAS_ALONE else None
+        if slot == BIAS_ALONE:
+            return SlotWeights(bias=bias)
+        rank = 512 if slot == LARGEST else RANKS[slot % len(RANKS)]
+        a, b = self.random(rank, site.num_in) / site.num_in**0.5, self.random(rank, site.num_out) / rank**0.5
+        scale = 1 + 0.1 * self.random(site.num_out, dtype=torch.float32) if slot % 3 == 1 else None
+        return SlotWeights(a, b, scale, bias)
+
+    def load(self, *slots: int) -> None:
+        """Give slots their adapters, on all sites, as a file's reader would lay them out."""
+        for slot in slots:
+            found = [(site, weights) for site in self.sites if (weights := self.weights(slot, site)) is not None]
+            self.plain |= {(slot, site.name): weights for site, weights in found}
+            self.place(slot, [(site, weights.arranged(site.is_embedding)) for site, weights in found])
+
+    def place(self, slot: int, found: list[tuple[AdapterSite, SlotWeights]]) -> None:
+        tensors = [tensor for _, weights in found for tensor in weights.tensors.values()]
+        sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device=DEVICE)
+        pieces = [piece[: t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+                  for piece, t in zip(memory.split(sizes), tensors, strict=True)]  # fmt: skip
+        moved = iter(pieces)
+        held = [(site, SlotWeights(**{name: next(moved) for name in weights.tensors})) for site, weights in found]
+        entries = np.full((len(held), 5), -1, np.int64)
+        for entry, (_, weights) in zip(entries, held, strict=True):
+            entry[0] = weights.rank
+            for column, name in enumerate(("a", "b", "scale", "bias"), start=1):
+                if name in weights.tensors:
+                    entry[column] = weights.tensors[name].data_ptr() - memory.data_ptr()
+        self.kernels.bind(slot, self.kernels.image([site for site, _ in held], entries), memory)
+        self.memories = [*getattr(self, "memories", []), memory]
+
+    def step(self, slots: list[int], counts: list[int]) -> int:
+        """Describe a step of requests with these slots and numbers of tokens; the number of tokens."""
+        segments = [Segment(0, count, range(8), slot) for slot, count in zip(slots, counts, strict=True)]
+        ids = torch.arange(sum(counts), device=DEVICE)
+        self.inputs.fill(segments, ids, ids)
+        return len(ids)
+
+    def wanted(self, site: AdapterSite, slots: list[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """What the specification makes of y. slots: of each row."""
+        y = y.clone()
+        for row, slot in enumerate(slots):
+            weights = self.plain.get((slot, site.name))
+            if weights is not None:
+                adapt_row(weights, site.base_bias, x[row], y[row])
+        return y
+
+
+def site(name: str, num_in: int, num_out: int) -> AdapterSite:
+    made = AdapterSite(name, num_in, num_out, StepInputs(16, DEVICE))
+    made.base_bias = torch.randn(num_out, generator=torch.Generator().manual_seed(num_out)).to(DEVICE)
+    return made
+
+
+def per_row(slots: list[int], counts: list[int]) -> list[int]:
+    return np.repeat(slots, counts).tolist()
+
+
+@pytest.mark.parametrize(
+    ("shape", "mix", "dtype"),
+    [
+        *(((33, 37), mix, dtype) for mix in MIXES for dtype in (torch.float32, torch.bfloat16)),
+        ((144, 48), "distinct", torch.bfloat16),
+        ((300, 130), "some", torch.float32),
+        ((144, 48), "zipf", torch.float16),
+    ],
+    ids=str,
+)
+def test_equals_the_specification(shape: tuple[int, int], mix: str, dtype: torch.dtype) -> None:
+    bench = Bench(dtype, [site("module", *shape)])
+    slots, [module] = MIXES[mix], bench.sites
+    bench.load(*{slot for slot in slots if slot >= 0})
+    num_rows = bench.step(slots, COUNTS)
+    x, base = bench.random(num_rows, shape[0]), bench.random(num_rows, shape[1])
+    got = base.clone()
+    adapt(module.rows, Product(module, x, got))
+    rows = per_row(slots, COUNTS)
+    torch.testing.assert_close(got, bench.wanted(module, rows, x, base), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    untouched = torch.tensor([slot in (-1, NONE_OF_IT) for slot in rows], device=DEVICE)
+    assert torch.equal(got[untouched], base[untouched])
+    assert not (got[~untouched] == base[~untouched]).all(1).any()
+
+
+@DTYPES
+@pytest.mark.parametrize("slot", [4, 5])
+def test_a_row_has_equal_bits_in_any_company(slot: int, dtype: torch.dtype) -> None:
+    bench = Bench(dtype, [site("module", 300, 40)])
+    [module] = bench.sites
+    bench.load(slot, 3)
+    x, base = bench.random(18, 300), bench.random(18, 40)
+    bench.step([slot], [18])
+    together = base.clone()
+    adapt(module.rows, Product(module, x, together))
+    for index in (7, 17):
+        bench.step([3, slot, -1, slot], [1, 2, 1, 1])
+        rows = [3, 11, index, index, index]
+        alone = base[rows]
+        adapt(module.rows, Product(module, x[rows], alone))
+        assert torch.equal(alone[2], together[index]) and torch.equal(alone[4], together[index])
+        assert torch.equal(alone[3], base[index])
+
+
+def test_the_largest_rank_leaves_the_bits_of_others() -> None:
+    bench = Bench(torch.float32, [site("module", 200, 40)])
+    [module] = bench.sites
+    bench.load(1)
+    bench.step([1, LARGEST], [2, 3])
+    x, base = bench.random(5, 200), bench.random(5, 40)
+    before, after = base.clone(), base.clone()
+    adapt(module.rows, Product(module, x, before))
+    assert torch.equal(before[2:], base[2:])
+    bench.load(LARGEST)
+    adapt(module.rows, Product(module, x, after))
+    assert torch.equal(before[:2], after[:2])
+    wanted = bench.wanted(module, [1, 1] + [LARGEST] * 3, x, base)
+    torch.testing.assert_close(after, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_one_output_take_one_launch_and_give_the_same() -> None:
+    widths = (48, 30, 7)
+    bench = Bench(torch.bfloat16, [site(f"part{width}", 64, width) for width in widths])
+    bench.load(0, 2)
+    num_rows = bench.step([0, -1, 2], [3, 2, 1])
+    rows = bench.inputs.adapter_rows
+    x, joined = bench.random(num_rows, 64), bench.random(num_rows, sum(widths) + 8)
+    parts = joined.split([*widths, 8], dim=1)[:3]
+    wanted = []
+    for module, part in zip(bench.sites, parts, strict=True):
+        alone = part.contiguous()
+        adapt(rows, Product(module, x, alone))
+        wanted.append(alone)
+    rest = joined[:, -8:].clone()
+    assert len(bench.kernels._parts) == 3
+    adapt(rows, *(Product(module, x, part) for module, part in zip(bench.sites, parts, strict=True)))
+    assert len(bench.kernels._parts) == 4, "one launch for all"
+    assert torch.equal(joined[:, :-8], torch.cat(wanted, dim=1)) and torch.equal(joined[:, -8:], rest)
+
+
+def test_products_that_do_not_lie_side_by_side_take_a_launch_each() -> None:
+    bench = Bench(torch.float32, [site("one", 24, 40), site("other", 24, 20)])
+    bench.load(1, 2)
+    num_rows = bench.step([1, 2], [2, 1])
+    xs = [bench.random(num_rows, 24) for _ in bench.sites]
+    ys = [bench.random(num_rows, each.num_out) for each in bench.sites]
+    wanted = [bench.wanted(each, [1, 1, 2], x, y) for each, x, y in zip(bench.sites, xs, ys, strict=True)]
+    adapt(bench.inputs.adapter_rows, *map(Product, bench.sites, xs, ys))
+    for got, expected in zip(ys, wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@DTYPES
+def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
+    embedding = AdapterSite("embedding", 50, 24, StepInputs(16, DEVICE))
+    embedding.is_embedding = True
+    bench = Bench(dtype, [embedding])
+    bench.load(3, 4)
+    num_rows = bench.step([-1, 4, 3], [3, 20, 1])
+    ids = torch.randint(0, 50, (num_rows,), generator=bench.generator).to(DEVICE)
+    base = bench.random(num_rows, 24)
+    got = base.clone()
+    adapt_embedding(embedding.rows, embedding, ids, got)
+    # the specification of a product, with rows that pick a column
+    picks = torch.nn.functional.one_hot(ids, 50).to(dtype)
+    wanted = bench.wanted(embedding, per_row([-1, 4, 3], [3, 20, 1]), picks, base)
+    torch.testing.assert_close(got, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(got[:3], base[:3])
+
+
+def test_the_head_takes_the_rows_whose_logits_are_wanted() -> None:
+    bench = Bench(torch.float32, [site("other", 24, 24)])
+    head = AdapterSite("head", 24, 40, bench.inputs, is_head=True)
+    bench = Bench(torch.float32, [head])
+    head._inputs = bench.inputs
+    bench.load(0, 2)
+    segments = [Segment(0, 3, range(1), 2), Segment(0, 2, range(1)), Segment(0, 20, range(2), 0)]
+    wanted_rows = [2, 4, *range(5, 25)]
+    bench.inputs.fill(segments, torch.arange(25, device=DEVICE), torch.tensor(wanted_rows, device=DEVICE), wanted_rows)
+    x, base = bench.random(22, 24), bench.random(22, 40)
+    got = base.clone()
+    adapt(head.rows, Product(head, x, got))
+    torch.testing.assert_close(got, bench.wanted(head, [2, -1] + [0] * 20, x, base), rtol=1e-4, atol=1e-4)
+
+
+def test_a_slot_means_what_it_was_last_given_and_nothing_once_cleared() -> None:
+    bench = Bench(torch.float32, [site("module", 24, 20)])
+    [module] = bench.sites
+    bench.step([2], [3])
+    x, base = bench.random(3, 24), bench.random(3, 20)
+    for _ in range(2):
+        bench.load(2)
+        got = base.clone()
+        adapt(module.rows, Product(module, x, got))
+        torch.testing.assert_close(got, bench.wanted(module, [2] * 3, x, base), rtol=1e-4, atol=1e-4)
+    bench.kernels.clear(2)
+    adapt(module.rows, Product(module, x, left := base.clone()))
+    assert torch.equal(left, base)
+
+
+def test_tasks_behind_those_that_there_are_do_nothing() -> None:
+    bench = Bench(torch.float32, [site("module", 24, 20)])
+    [module] = bench.sites
+    bench.load(0, 1, 2)
+    bench.inputs.pad(Always(Bounds(num_rows=28, max_kv_len=28, has_adapters=True)))
+    places = []
+    for slots, counts in (([0, 1, 2, -1], [9, 9, 9, 1]), ([1, -1], [2, 26]), ([-1], [28])):  # as a captured graph would
+        num_rows = bench.step(slots, counts)
+        x, base = bench.random(num_rows, 24), bench.random(num_rows, 20)
+        got = base.clone()
+        groups = module.rows.groups
+        assert groups is not None and groups.num_launched == groups.most_tasks(28) == 12
+        places.append([(tensor.data_ptr(), tensor.shape) for tensor in (groups.tasks, groups.row_ids)])
+        adapt(module.rows, Product(module, x, got))
+        wanted = bench.wanted(module, per_row(slots, counts), x, base)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert places[0] == places[1] == places[2]
+
+
+def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> None:
+    """Through everything between a file and a row: host memory, the copy, the table."""
+    dtype = torch.float32
+    bench = Bench(dtype, [site("linear", 24, 20), site("other", 20, 24)])
+    linear = bench.sites[0]
+    weight = bench.random(20, 24)
+    linear.project = lambda x: x @ weight.t()
+    linear.squared_norms = weight.square().sum(1)
+    a, b, magnitude, bias = (bench.random(*shape) for shape in ((3, 24), (20, 3), (20,), (20,)))
+    tensors = {"linear.A": a, "linear.B": b, "linear.magnitude": magnitude, "linear.bias": bias}
+    metadata = {"format": FORMAT, "digest": "d", "modules": json.dumps({"linear": {"kind": "linear", "rank": 3}})}
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, str(tmp_path / "file"), metadata)
+    memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
+    destination = Destination(dtype, memory, bench.kernels)
+    content = AdapterFiles({each.name: each for each in bench.sites}, destination).read(tmp_path / "file")
+    slots = DeviceSlots(bench.kernels, HeadsPool(bench.inputs))
+    slots.put(3, content)
+    while not slots.is_ready(3):
+        pass
+    bench.step([-1, 3], [1, 2])
+    x = bench.random(3, 24)
+    assert linear.base_bias is not None
+    y = x @ weight.t() + linear.base_bias
+    wanted = y.clone()
+    scale = magnitude / (weight + b @ a).norm(dim=1)
+    wanted[1:] = (x[1:] @ (weight + b @ a).t()) * scale + linear.base_bias + bias
+    adapt(linear.rows, Product(linear, x, y))
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+    slots.clear(3)
+    before = y.clone()
+    adapt(linear.rows, Product(linear, x, y))
+    assert torch.equal(y, before)
+
+
+def test_heads_from_a_file_guess_from_their_slot(tmp_path: Path) -> None:
+    dtype = torch.float32
+    bench = Bench(dtype, [site("linear", 24, 20)])
+    output = torch.nn.Linear(24, 40, bias=False).to(DEVICE).requires_grad_(False)
+    network = torch.nn.Module()
+    network.get_output_embeddings = lambda: output  # type: ignore[assignment]
+    pool = HeadsPool(bench.inputs)
+    pool.attach(network, AdapterSite("head", 24, 40, bench.inputs, is_head=True))
+    pool.kernels = DeviceHeads(bench.inputs, NUM_SLOTS)
+    bench.step([-1], [1])
+    output(bench.random(1, 1, 24))
+    parts = {"weight": (24, 24), "bias": (24,), "output": (40, 24)}
+    tensors = {f"heads.{head}.{part}": bench.random(*shape) for head in (0, 1) for part, shape in parts.items()}
+    facts = {"format": FORMAT, "modules": "{}", "heads": json.dumps({"count": 2, "version": 1, "layers": 1})}
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, str(tmp_path / "file"), facts)
+    memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
+    content = AdapterFiles({}, Destination(dtype, memory, bench.kernels), pool).read(tmp_path / "file")
+    slots = DeviceSlots(bench.kernels, pool)
+    slots.put(6, content)
+    while not slots.is_ready(6):
+        pass
+    x = bench.random(1, 2, 24)
+    ids = torch.arange(2, device=DEVICE)
+    bench.inputs.fill([Segment(0, 2, range(8))], ids, ids, [0, 1], [HeadsRow(1, 6, 2), HeadsRow(0, 6, 1)])
+    pool.prepare()
+    wanted = [x[0] @ output.weight.t()]
+    for row, head in ((1, 0), (1, 1), (0, 0)):
+        weight, bias, matrix = (tensors[f"heads.{head}.{part}"] for part in ("weight", "bias", "output"))
+        hidden = x[0, row] + torch.nn.functional.silu(weight @ x[0, row] + bias)
+        wanted.append((matrix @ hidden)[None])
+    torch.testing.assert_close(output(x)[0], torch.cat(wanted), rtol=1e-4, atol=1e-4)
+    slots.clear(6)
+    with pytest.raises(RuntimeError, match="slot 6 has no heads"):
+        pool.prepare()
+
+
+def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lora_kernels.main(["--smoke"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [result["mix"] for result in results] == list(lora_kernels.MIXES)

@@ -1,0 +1,208 @@
+"""Quantised weights: tokens of transformers' own quantised model, equal bits for a row in any company, few bytes.
+
+bitsandbytes' own product of 8-bit weights lets a large activation of one token change all tokens of its batch, so that
+the oracle computes a token at a time.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.exact import NEW_TOKENS, compare, drive, prompts_of
+from lorikeet.proto import quantization
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import load_model
+from lorikeet.shard.model.kv_memory import choose_num_pages
+from lorikeet.shard.model.layers import PackedLinear, quantized_matrices
+from lorikeet.shard.model.quantization.layers import check_company, is_quantized, loading, matrix_of
+from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
+from tests import tiny
+from tests.shard.model import test_invariance
+from tests.shard.model.quantization import packed_checkpoints
+from tests.shard.model.quantization.quantized_cases import (
+    AT_LOAD,
+    FOUR_BITS,
+    HQQ,
+    IN_FILES,
+    LENGTHS,
+    base,
+    needs,
+    ours,
+    theirs,
+    write,
+)
+
+
+def checkpoint(name: str, method: str, folder: Path, **shape: int) -> tuple[Path, str | None]:
+    """A folder to serve under a method, and what to ask for: a checkpoint that is quantised says so itself."""
+    plain = base(name, folder / "plain", **shape)
+    if method not in IN_FILES:
+        return plain, method
+    packed_checkpoints.write(plain, folder / "packed", folder / "twin", method)
+    return folder / "packed", None
+
+
+@pytest.mark.parametrize("method", needs(*AT_LOAD))
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_transformers_own_tokens(name: str, method: str, tmp_path: Path) -> None:
+    folder = base(name, tmp_path)
+    if name == "gpt2" and not method.startswith("bitsandbytes"):
+        with pytest.raises(ValueError, match=f"quantised by {method}: none of its layers is of a kind"):
+            ours(folder, method)
+        return
+    prompts = prompts_of(name, LENGTHS)
+    network = theirs(folder, method)
+    expected = [write(network, prompt) for prompt in prompts]
+    tried = compare(name, expected, drive(ours(folder, method), prompts, step_tokens=64))
+    assert tried.num_distinct >= (4 if method in HQQ else 8)
+    if method != "bitsandbytes":
+        assert tried.exact, tried
+    else:  # rounding to 8 bits makes steps of 1/127 of differences in the last bit
+        assert tried.num_tokens >= 0.9 * NEW_TOKENS * len(prompts), tried
+    plain = drive(ours(folder, None), prompts, 64)
+    assert [text.token_ids for text in plain] != [text.token_ids for text in expected], "nothing was quantised"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", needs("bitsandbytes"))
+def test_8_bits_are_bitsandbytes_own_row_by_row(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    network = theirs(tiny.make("llama", tmp_path), method, dtype)
+    module = network.model.layers[0].mlp.up_proj
+    assert is_quantized(module) and not is_quantized(network.lm_head)
+    x = (
+        torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1.0, 1.0, 4.0]).repeat(3)[:, None]
+    )
+    x = x.to(dtype)
+    large = (x.abs() >= 6).any(1)
+    assert 0 < int(large.sum()) < 9
+    with torch.inference_mode():
+        alone = torch.cat([module(row[None]) for row in x])
+        given = matrix_of(module, dtype)(x)
+        assert torch.equal(given[~large], alone[~large])
+        tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+        assert (given - alone).abs().max() <= tolerance * alone.abs().max()
+        assert not torch.equal(module(x), alone), "their rows depend on each other no more: ours could be theirs"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", needs(*AT_LOAD, *IN_FILES))
+def test_equal_bits_however_a_request_is_run(method: str, dtype: str, tmp_path: Path) -> None:
+    folder, wanted = checkpoint("llama", method, tmp_path, hidden_size=512)
+    test_invariance.check(ours(folder, wanted, dtype))
+
+
+MOST_BYTES = {"bitsandbytes": 1.1, "bitsandbytes-nf4": 0.65, "hqq-4bit": 0.63, "hqq-3bit": 0.56, "hqq-2bit": 0.51,
+              "fp8": 1.1, "gptq": 0.66, "awq": 0.6}  # fmt: skip
+"""Of a weight in float32, scales and all; scales of hqq and of bitsandbytes are half as large in 16 bits."""
+
+
+@pytest.mark.parametrize("method", needs(*MOST_BYTES))
+def test_weights_stay_quantised_in_memory(method: str, tmp_path: Path) -> None:
+    folder, wanted = checkpoint("llama", method, tmp_path, hidden_size=256)
+    model, plain = ours(folder, wanted), ours(tmp_path / "plain", None)
+    matrices = [module.matrix for module in model.network.modules() if isinstance(module, PackedLinear)]
+    quantized = quantized_matrices(model.network)
+    assert len(quantized) == 3 * 7 and len(matrices) == 3 * 7 + 1
+    weights = sum(matrix.in_features * matrix.out_features for matrix in quantized)
+    assert sum(matrix.num_bytes for matrix in quantized) <= MOST_BYTES[method] * weights
+    assert model.info.num_parameters == plain.info.num_parameters
+    assert (model.info.quantization, plain.info.quantization) == (method, "")
+    left = [parameter.numel() for parameter in model.network.parameters()]
+    assert sum(left) + weights <= plain.info.num_parameters, "the weight itself is kept beside"
+    config = ShardConfig("m", str(folder), "unix:/dev/null", cpu_memory=2**24)
+    assert choose_num_pages(config, model) == choose_num_pages(config, plain)
+
+
+@pytest.mark.parametrize("method", needs("bitsandbytes", *FOUR_BITS))
+def test_a_checkpoint_that_is_quantised_already(method: str, tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path / "plain")
+    theirs(folder, method).save_pretrained(tmp_path / "quantised")
+    told = json.loads((tmp_path / "quantised" / "config.json").read_text())
+    assert quantization.of_checkpoint(told) == method
+    prompts = prompts_of("llama", LENGTHS[:2])
+    expected = drive(ours(folder, method), prompts, 64)
+    for wanted in (None, method):
+        given = drive(ours(tmp_path / "quantised", wanted), prompts, 64)
+        assert [text.token_ids for text in given] == [text.token_ids for text in expected]
+    other = next(each for each in AT_LOAD if each != method)
+    with pytest.raises(ValueError, match=f"quantised by {method} already, and {other} was asked for"):
+        ours(tmp_path / "quantised", other)
+
+
+@pytest.mark.parametrize("method", needs("bitsandbytes", *FOUR_BITS))
+def test_a_product_on_a_device_reads_nothing_back(method: str, tmp_path: Path) -> None:
+    """Tensors without data stand in for a device's: any look at a value fails."""
+    module = theirs(tiny.make("llama", tmp_path), method, torch.bfloat16).model.layers[0].mlp.up_proj
+    matrix: Any = matrix_of(module, torch.bfloat16)
+    holders = [matrix, matrix._state] if method in FOUR_BITS else [matrix]
+    for holder in holders:
+        for name, held in list(vars(holder).items()):
+            if isinstance(held, torch.Tensor):
+                setattr(holder, name, held.to("meta"))
+    x = torch.empty(1, 5, 64, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(RuntimeError):
+        bool((x > 1).any())
+    assert matrix(x).shape == (1, 5, 96) and matrix.project(x[0]).shape == (5, 96)
+
+
+@pytest.mark.parametrize("method", needs(*FOUR_BITS))
+def test_the_kernel_that_a_device_has_gives_the_same(method: str, tmp_path: Path) -> None:
+    module = theirs(tiny.make("llama", tmp_path), method).model.layers[0].mlp.up_proj
+    matrix: Any = matrix_of(module, torch.float32)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert (matrix._on_device(x, None) - matrix(x)).abs().max() <= 2e-2 * matrix(x).abs().max()
+
+
+class Seeing(QuantizedMatrix):
+    """Rounds all rows to 8 bits by the largest value of any, as a scale for a whole tensor does."""
+
+    def __init__(self) -> None:
+        self.in_features, self.out_features, self.dtype, self.bias = 64, 96, torch.float32, None
+        self._weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+
+    def dense(self) -> torch.Tensor:
+        return self._weight
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.numel() * 4
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        step = x.abs().max() / 127
+        return super().__call__((x / step).round() * step)
+
+
+def test_rows_that_see_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"depends on the rows beside it .*96 × 64 weights"):
+        check_company([Seeing()], torch.device("cpu"))
+    with pytest.raises(ValueError, match="none of its layers"):
+        check_company([], torch.device("cpu"))
+
+
+def test_awq_on_cuda_is_refused_in_another_format_than_its_kernels() -> None:
+    config = LlamaConfig(quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(ValueError, match="--dtype float16"):
+        loading("awq", config, torch.bfloat16, "cuda:0")
+    assert loading("awq", config, torch.float16, "cuda:0") == {}
+    assert loading("awq", config, torch.float32, "cpu")["config"].quantization_config["backend"] == "torch_awq"
+    assert "backend" not in config.quantization_config
+
+
+@pytest.mark.parametrize("method", needs("bitsandbytes"))
+def test_quantised_weights_are_not_split(method: str, tmp_path: Path) -> None:
+    config = ShardConfig("m", str(base("llama", tmp_path)), "unix:/dev/null", quantize=method)
+    with pytest.raises(ValueError, match="llama: quantised by bitsandbytes it is not split over several devices"):
+        load_model(config, cast(Any, object()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", needs("fp8"))
+def test_fp8_means_what_torchao_makes_of_it(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    module = theirs(base("llama", tmp_path), method, dtype).model.layers[0].mlp.up_proj
+    assert torch.equal(matrix_of(module, dtype).dense(), module.weight.dequantize(dtype))

@@ -1,0 +1,157 @@
+"""A model split over ranks, here threads, against the whole one, for every architecture that has a plan."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lorikeet.shard import attention
+from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.build import assemble
+from lorikeet.shard.model.loader import load_network, read_config
+from lorikeet.shard.model.lora.memory import Arena
+from lorikeet.shard.model.medusa.loading import read_heads
+from lorikeet.shard.model.model import Model
+from lorikeet.shard.model.tensor_parallel.group import Group
+from lorikeet.shard.model.tensor_parallel.partitioning import plan_of
+from lorikeet.shard.model.unsupported import refuse_unservable
+from tests import tiny
+from tests.adapters.medusa import small
+from tests.shard.model.medusa.test_heads import SHAPES, run, write
+from tests.shard.ranks_in_threads import together
+
+SPLIT = (
+    "llama", "llama3_rope", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox",
+    "starcoder2", "granite", "olmo2", "mixtral",
+)  # fmt: skip
+COUNTS = (9, 1, 23)
+NUM_PAGES = 12
+
+
+def config_of(folder: Path) -> ShardConfig:
+    return ShardConfig("tiny", str(folder), "unix:/dev/null", dtype="float32", max_total_tokens=128)
+
+
+def networks(config: ShardConfig, count: int) -> list[nn.Module]:
+    found = []
+    for _ in range(count):
+        checkpoint = read_config(config)
+        refuse_unservable(checkpoint)
+        found.append(load_network(config, checkpoint, torch.float32))
+    return found
+
+
+def assembled(config: ShardConfig, network: Any, group: Group | None = None) -> Model:
+    cpu = torch.device("cpu")
+    backend = attention.create("auto", cpu, torch.float32, None)
+    inputs = StepInputs(backend.page_size, cpu)
+    text_config = network.config.get_text_config()
+    return assemble(network, text_config, backend, torch.float32, inputs, config.max_total_tokens, group)
+
+
+def logits(model: Model) -> torch.Tensor:
+    """Of every token of three requests, then of one more token each."""
+    found = []
+    model.allocate_kv(NUM_PAGES)
+    starts, counts = [0] * len(COUNTS), list(COUNTS)
+    for _ in range(2):
+        segments = [
+            Segment(start, count, range(4 * index, 4 * index + 4))
+            for index, (start, count) in enumerate(zip(starts, counts, strict=True))
+        ]
+        ids = torch.randint(0, tiny.VOCAB, (sum(counts),), generator=torch.Generator().manual_seed(7))
+        model.inputs.fill(segments, ids, torch.arange(len(ids)))
+        found.append(model.forward())
+        starts, counts = [start + count for start, count in zip(starts, counts, strict=True)], [1] * len(COUNTS)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_over_two_it_computes_the_same(name: str, tmp_path: Path) -> None:
+    config = config_of(tiny.make(name, tmp_path))
+    whole, *parts = networks(config, 3)
+    wanted = logits(assembled(config, whole))
+    models = together([partial(assembled, config, part) for part in parts])
+    found = together([lambda _, model=model: logits(model) for model in models])  # type: ignore[misc]
+    for each in found:
+        torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    assert sum(model.page_bytes for model in models) <= 2 * assembled(config, networks(config, 1)[0]).page_bytes
+
+
+@pytest.mark.parametrize("overrides", [{"vocab_size": 321}, {"tie_word_embeddings": True}, {"attention_bias": True}])
+def test_odd_vocabularies_tied_heads_and_biases_are_split_too(overrides: dict[str, Any], tmp_path: Path) -> None:
+    config = config_of(tiny.make("llama", tmp_path, **overrides))
+    whole, *parts = networks(config, 3)
+    for network in (whole, *parts):
+        with torch.no_grad():
+            torch.manual_seed(3)
+            for name, parameter in network.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_()
+    wanted = logits(assembled(config, whole))
+    models = together([partial(assembled, config, part) for part in parts])
+    for each in together([lambda _, model=model: logits(model) for model in models]):  # type: ignore[misc]
+        torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    if "tie_word_embeddings" in overrides:
+        for model in models:
+            head, embedding = model.network.get_submodule("lm_head"), model.network.get_submodule("model.embed_tokens")
+            memory = embedding.weight.untyped_storage().data_ptr()  # type: ignore[union-attr, operator]
+            assert head.matrix.weight.untyped_storage().data_ptr() == memory  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_heads_are_split_as_the_output_head_is(shape: str, tmp_path: Path) -> None:
+    config = config_of(tiny.make("llama", tmp_path / "model"))
+    whole, *parts = networks(config, 3)
+    file = write(tmp_path / "heads.served", small.heads(SHAPES[shape]))
+    wanted_heads = [HeadsRow(0, 0, 2), HeadsRow(2, 0, 1)]
+
+    def guesses(model: Model) -> torch.Tensor:
+        content = read_heads(file, model.heads, Arena(1 << 24), torch.float32, is_for_device=False)
+        assert content is not None and content.packed is not None
+        model.heads.put(0, content.packed)
+        model.allocate_kv(NUM_PAGES)
+        return run(model, [5, 10, 7], wanted_heads)
+
+    one = assembled(config, whole)
+    wanted = guesses(one)
+    models = together([partial(assembled, config, part) for part in parts])
+    for each in together([lambda _, model=model: guesses(model) for model in models]):  # type: ignore[misc]
+        torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_each_rank_holds_its_part_alone(tmp_path: Path) -> None:
+    config = config_of(tiny.make("llama", tmp_path))
+    whole, *parts = networks(config, 3)
+    one = assembled(config, whole)
+    models = together([partial(assembled, config, part) for part in parts])
+    assert [model.page_bytes for model in models] == [one.page_bytes // 2] * 2
+    for name, site in one.adapter_sites.items():
+        for model in models:
+            own = model.adapter_sites[name]
+            assert own.cut is None or own.num_in * own.num_out * 2 == site.num_in * site.num_out
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [
+        ("gpt2", 2, "cannot split gpt2: transformers has no tensor parallel plan for it"),
+        ("llama", 4, "cannot split llama over 4 ranks: its num_key_value_heads are 2"),
+        ("gemma", 2, "cannot split gemma over 2 ranks: its num_key_value_heads are 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(name: str, size: int, reason: str, tmp_path: Path) -> None:
+    config = config_of(tiny.make(name, tmp_path))
+    with pytest.raises(ValueError, match=reason):
+        together([partial(assembled, config, part) for part in networks(config, size)])
+
+
+def test_a_plan_names_the_layers_and_the_output_head(tmp_path: Path) -> None:
+    (network,) = networks(config_of(tiny.make("llama", tmp_path)), 1)
+    plan = plan_of(network)
+    assert plan["model.layers.*.self_attn.q_proj"] == "colwise"
+    assert plan["lm_head"].startswith("colwise")

@@ -1,0 +1,57 @@
+"""How many pages there are: as asked for, as memory gives, and never too few for one request."""
+
+import pytest
+import torch
+
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import load_model
+from lorikeet.shard.model.kv_memory import available_bytes, choose_num_pages, largest_step
+from lorikeet.shard.model.model import Model
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    config = ShardConfig("tiny", str(tiny.make("llama", tmp_path_factory.mktemp("model"))), "unix:unused")
+    return load_model(config)
+
+
+def choose(model: Model, **values: int) -> int:
+    return choose_num_pages(ShardConfig("tiny", "unused", "unix:unused", max_total_tokens=64, **values), model)
+
+
+def test_a_page_is_as_large_as_the_model_says(model: Model) -> None:
+    config = model.network.config
+    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    assert model.page_bytes >= 2 * config.num_hidden_layers * width * model.page_size * torch.float32.itemsize
+
+
+def test_memory_and_caps_decide(model: Model) -> None:
+    assert choose(model, num_pages=7) == 7
+    assert choose(model, cpu_memory=10 * model.page_bytes + 1) == 10
+    assert choose(model, cpu_memory=100 * model.page_bytes, max_batch_total_tokens=5 * model.page_size + 1) == 6
+
+
+def test_no_more_is_taken_than_requests_could_fill(model: Model) -> None:
+    pages_per_request = -(-64 // model.page_size)
+    assert choose(model, max_running=3, max_waiting=1) == 4 * pages_per_request
+
+
+def test_too_little_for_one_request_is_an_error(model: Model) -> None:
+    with pytest.raises(ValueError, match="--max-total-tokens"):
+        choose(model, cpu_memory=model.page_bytes)
+
+
+@pytest.mark.parametrize(("step_tokens", "longest"), [(4096, 300), (100, 300), (600, 300), (7, 7)])
+def test_the_largest_step_has_no_position_that_no_request_has(step_tokens: int, longest: int) -> None:
+    """Tables of positions end there, and a device that reads behind them is lost."""
+    config = ShardConfig("tiny", "unused", "unix:unused", step_tokens=step_tokens, max_total_tokens=longest)
+    segments = largest_step(config, page_size=64)
+    assert sum(segment.num_tokens for segment in segments) == step_tokens
+    for segment in segments:
+        assert 0 < segment.kv_len <= longest
+        assert len(segment.page_ids) * 64 >= segment.kv_len
+
+
+def test_available_memory_is_measured() -> None:
+    assert 0 < available_bytes() < 1 << 50

@@ -1,0 +1,393 @@
+"""Schedules: what they learn, and that they end where the best fixed width is, by exact arithmetic over known costs."""
+
+import random
+
+import pytest
+
+from lorikeet.shard.scheduler.request import Method, Request, Schedule, Source, Speculation
+from lorikeet.shard.scheduler.scheduled_request import Share
+from lorikeet.shard.scheduler.speculation import Guessers, Offer
+from lorikeet.shard.scheduler.speculation import draft_length as pacer
+from lorikeet.shard.scheduler.speculation.acceptance import Chances
+from lorikeet.shard.scheduler.speculation.costs import StepCosts
+from lorikeet.shard.scheduler.speculation.draft_costs import DraftCosts
+from lorikeet.shard.scheduler.speculation.draft_length import Load, Pacer
+from tests.shard.rig import make_request
+
+MOST = 8
+
+
+def make(schedule: Schedule = Schedule.AUTO, number: int = 1) -> Request:
+    method = Speculation(Method.DRAFT, MOST, schedule=schedule)
+    return make_request(number, [1, 2, 3], 10_000, speculation=method, order=number)
+
+
+class World:
+    """Guesses that are right with a given chance each, and steps that cost what is said."""
+
+    def __init__(self, chance: float, slope: float, pass_cost: float, num_requests: int = 1) -> None:
+        self.pacer = Pacer(Guessers(has_draft_model=True))
+        self.requests = [make(number=i) for i in range(num_requests)]
+        self.chance, self._slope, self._pass_cost = chance, slope, pass_cost
+        self._random = random.Random(3)
+        self.slow: dict[int, int] = {}
+        """By number of guesses in a step: how many more such steps take longer by half."""
+        self.widths: list[int] = []
+        """Of all steps, those of all requests together."""
+
+    def cost(self, num_drafts: int, depth: int) -> float:
+        return 1 + self._slope * num_drafts + self._pass_cost * depth
+
+    def run(self, num_steps: int) -> tuple[float, float]:
+        """Tokens and seconds."""
+        tokens = seconds = 0.0
+        for _ in range(num_steps):
+            wanting = [request for request in self.requests if not self.pacer.passes(request, Source.DRAFT)]
+            offers = [Offer(request, Source.DRAFT, MOST, []) for request in wanting]
+            widths = self.pacer.choose(offers, Load(len(self.requests), len(self.requests))) if offers else []
+            shares = [Share(request, 9, 10, samples=True) for request in self.requests]
+            for offer, width in zip(offers, widths, strict=True):
+                share = shares[self.requests.index(offer.request)]
+                share.pace = offer.pace
+                share.draft_ids, share.source = [0] * width, Source.DRAFT if width else Source.TARGET
+            self.widths.append(sum(widths))
+            cost = self.cost(sum(widths), max(widths, default=0))
+            if self.slow.get(sum(widths), 0):
+                self.slow[sum(widths)] -= 1
+                cost += 0.5
+            num_passes = max(widths, default=0)
+            draft_seconds = (self._pass_cost * min(num_passes, 1), self._pass_cost * max(num_passes - 1, 0))
+            self.pacer.observe(shares, cost, draft_seconds)
+            for share in shares:
+                width, right = len(share.draft_ids), 0
+                while right < width and self._random.random() < self.chance:
+                    right += 1
+                if width:
+                    self.pacer.verified(share, right, right < width)
+                tokens += 1 + right
+            seconds += cost
+        return tokens, seconds
+
+    def best_fixed(self) -> float:
+        """Tokens per second of the best width for all, by arithmetic."""
+        count = len(self.requests)
+        gains = [sum(self.chance**j for j in range(1, width + 1)) for width in range(MOST + 1)]
+        return max(count * (1 + gain) / self.cost(count * width, width) for width, gain in enumerate(gains))
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 32])
+@pytest.mark.parametrize("pass_cost", [0.02, 0.3])
+@pytest.mark.parametrize("slope", [0.002, 0.05])
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.9])
+def test_auto_is_as_fast_as_the_best_fixed_width(
+    chance: float, slope: float, pass_cost: float, num_requests: int
+) -> None:
+    world = World(chance, slope, pass_cost, num_requests)
+    tokens, seconds = world.run(300)
+    assert tokens / seconds > 0.88 * world.best_fixed()  # learning included
+    tokens, seconds = world.run(700)
+    assert tokens / seconds > {0.0: 0.99, 0.5: 0.98, 0.9: 0.98}[chance] * world.best_fixed()
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.8, 0.94])
+def test_auto_stays_as_fast_over_many_requests(chance: float) -> None:
+    """One after the other, longer than costs are remembered: to try again what a step without guesses costs is no
+    reason to stay without."""
+    world = World(chance, 0.01, 0.11)
+    world.run(300)
+    tokens = seconds = 0.0
+    for number in range(200):
+        world.requests = [make(number=10 + number)]
+        more = world.run(40)
+        tokens, seconds = tokens + more[0], seconds + more[1]
+    assert tokens / seconds > 0.98 * world.best_fixed()
+
+
+def test_newcomers_are_not_told_what_was_only_a_try() -> None:
+    world = World(0.9, 0.01, 0.11)
+    world.run(300)
+    costs = world.pacer.plain
+    costs._samples = {number: seen for number, seen in costs._samples.items() if number > 4}
+    costs._curve = None
+    for _ in range(pacer.KEPT_STEPS + 2):
+        world.run(1)
+        if world.widths[-1] == 0:
+            break
+    assert world.widths[-1] == 0  # a step without guesses, as if never measured, looks cheap
+    assert not world.pacer.passes(make(number=9), Source.DRAFT)
+
+
+@pytest.mark.parametrize("num_slow", [2, 6])
+def test_steps_that_were_slow_at_first_are_tried_again(num_slow: int) -> None:
+    world = World(0.94, 0.01, 0.11)
+    world.slow = {MOST: num_slow}
+    world.run(2000)
+    assert world.widths[-1000:].count(MOST) > 900
+
+
+def test_auto_finds_the_best_width_behind_a_stair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels take tokens by sixteen, so that one guess more may be worse and two better."""
+
+    class Stairs(World):
+        def cost(self, num_drafts: int, depth: int) -> float:
+            return 0.5 + 0.01 * (-(-(num_drafts + 8) // 16) * 16) + 0.05 * depth
+
+    world = Stairs(0.94, 0.0, 0.05, num_requests=8)
+    world.run(300)
+    monkeypatch.setattr(world.pacer, "_chances", lambda _: Chances(0.94, 0.94))  # else widths differ, and try more
+    world.pacer.plain = StepCosts()
+    for num_drafts in 10 * (0, 24, 32, 40, 48, 64):
+        world.pacer.plain.observe(8 + num_drafts, 0, world.cost(num_drafts, 0))
+    world.requests = [make(number=100 + i) for i in range(8)]
+    world.run(300)  # five guesses give 0.96 of what seven do; on a line from six to eight those look worse
+    tokens, seconds = world.run(1000)
+    assert tokens / seconds > 0.98 * world.best_fixed()
+
+
+def test_auto_comes_back_when_guesses_become_right() -> None:
+    world = World(0.0, 0.01, 0.05)
+    world.run(1000)
+    world.chance = 0.95
+    world.run(700)
+    tokens, seconds = world.run(300)
+    assert tokens / seconds > 0.9 * world.best_fixed()
+
+
+def test_a_new_request_learns_from_others() -> None:
+    world = World(0.0, 0.05, 0.3, num_requests=4)
+    world.run(300)
+    newcomer = make(number=2)
+    assert world.pacer.passes(newcomer, Source.DRAFT)
+    assert not world.pacer.wants(newcomer)
+
+
+def test_a_long_text_has_fewer_guesses_where_attention_is_what_they_cost() -> None:
+    pacer, chance, widths = Pacer(Guessers(has_draft_model=True)), random.Random(7), dict[int, list[int]]()
+    for number in range(60):
+        request = make(number=number)
+        for length in range(10, 510, 10):
+            request.token_ids = [0] * length
+            offer = Offer(request, Source.DRAFT, MOST, [])
+            (width,) = pacer.choose([offer], Load(1, 1, length))
+            share = Share(request, length - 1, length, True, [0] * width, Source.DRAFT, offer.pace)
+            pacer.observe([share], 1 + 0.02 * width + 0.0005 * share.num_attended, (0.0, 0.0))
+            right = next((at for at in range(width) if chance.random() > 0.8), width)
+            pacer.verified(share, right, right < width)
+            widths.setdefault(length, []).append(width)
+    # by arithmetic: 8 and 3
+    assert 7 <= sum(widths[20][-30:]) / 30 <= 8
+    assert 2.5 <= sum(widths[490][-30:]) / 30 <= 4.5
+
+
+def test_what_steps_with_prompts_cost_says_nothing_of_guesses() -> None:
+    """They have few rows for the head, and kernels of their own."""
+    worlds = [World(0.9, 0.2, 0.1) for _ in range(2)]
+    for world in worlds:
+        world.run(300)
+    for _ in range(30):
+        worlds[0].pacer.observe([Share(make(number=7), 0, 1 + MOST, samples=True)], 0.5, (0.0, 0.0))
+    for world in worlds:
+        world.run(300)
+    assert worlds[0].widths == worlds[1].widths
+
+
+def test_decisions_hold_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(0.9, 0.01, 0.1, num_requests=4)
+    world.run(300)
+    best, thought = world.pacer._best, []
+    monkeypatch.setattr(world.pacer, "_best", lambda *args: thought.append(1) or best(*args))
+    world.run(90)
+    assert 90 / (pacer.KEPT_STEPS + 1) - 1 <= len(thought) <= 90 / pacer.KEPT_STEPS + 1
+
+
+def test_nothing_is_tried_beside_prompts() -> None:
+    world = World(0.9, 0.01, 0.1)
+    world.run(300)
+    (request,) = world.requests
+    offers = [Offer(request, Source.DRAFT, MOST, []) for _ in range(40)]
+    assert len({tuple(world.pacer.choose([offer], Load(2, 50))) for offer in offers}) == 1
+
+
+def test_fixed_guesses_of_long_texts_take_their_time() -> None:
+    """Beside them a step takes so long that further guesses are cheap."""
+    chosen: list[int] = []
+    for length in (10, 10_000):
+        pacer = Pacer(Guessers(has_draft_model=True))
+        for step in range(400):
+            num_tokens, num_attended = 2 + step % 20, 10 * (step // 20)
+            pacer.plain.observe(num_tokens, num_attended, 1.0 + 0.5 * num_tokens + 0.01 * num_attended)
+        fixed = make(Schedule.CONSTANT, number=2)
+        fixed.token_ids = [0] * length
+        offers = [Offer(make(number=1), Source.LOOKUP, MOST, [5] * MOST), Offer(fixed, Source.LOOKUP, 2, [5] * 2)]
+        chosen.append(pacer.choose(offers, Load(2, 2))[0])
+    assert chosen[0] < chosen[1] == MOST
+
+
+def test_what_others_guess_counts() -> None:
+    """A step that is full to a stair with fixed guesses has no room below it."""
+    chosen: list[int] = []
+    for num_constant in (0, 7):
+        pacer = Pacer(Guessers(has_draft_model=True))
+        for num_tokens in 10 * (2, 9, 10, 18):
+            pacer.plain.observe(num_tokens, 0, 1.0 if num_tokens < 10 else 9.0)
+        offers = [Offer(make(number=1), Source.LOOKUP, MOST, [5] * MOST)]
+        if num_constant:
+            fixed = make(Schedule.CONSTANT, number=2)
+            offers.append(Offer(fixed, Source.LOOKUP, num_constant, [5] * num_constant))
+        chosen.append(pacer.choose(offers, Load(2, 2))[0])
+    assert chosen == [7, 0]
+
+
+@pytest.mark.parametrize("with_prompts", [False, True])
+def test_steps_with_prompts_go_by_their_own_costs(with_prompts: bool) -> None:
+    pacer = Pacer(Guessers(has_draft_model=True))
+    for num_tokens in 10 * (1, 9, 50, 58):
+        pacer.plain.observe(num_tokens, 0, 1.0 + 10 * (num_tokens in (9, 58)))
+        pacer.with_prompts.observe(num_tokens, 0, 1.0)
+    offer = Offer(make(), Source.LOOKUP, MOST, [5] * MOST)
+    assert pacer.choose([offer], Load(1, 50 if with_prompts else 1)) == [MOST if with_prompts else 0]
+
+
+def test_long_texts_make_the_draft_model_dear_too() -> None:
+    pacer = Pacer(Guessers(has_draft_model=True))
+    for step in range(400):
+        length = 100 * (step % 10)
+        pacer.plain.observe(1 + step % 9, 0, 1.0)
+        pacer.drafting.observe(1, length, (0.05 + length / 20_000, 0.05 + length / 20_000), 2)
+    short, long = make(number=1), make(number=2)
+    short.token_ids, long.token_ids = [0] * 10, [0] * 20_000
+    widths = [pacer.choose([Offer(each, Source.DRAFT, MOST, [])], Load(1, 1))[0] for each in (short, long)]
+    assert widths[0] > 2 and widths[1] == 0
+
+
+def test_further_drafts_cost_what_further_passes_do() -> None:
+    """Where the first pass takes most of the time, one guess is not worth it and many are; were all passes alike, each
+    would look too dear.
+    """
+    pacer = Pacer(Guessers(has_draft_model=True))
+    pacer.plain.observe(1, 0, 1.0)
+    for step in range(40):
+        share = Share(make(), 9, 10, samples=True, draft_ids=[0] * (1 + step % 2), source=Source.DRAFT)
+        pacer.observe([share], 2.0 + 0.01 * (step % 2), (1.0, 0.01 * (step % 2)))
+    assert pacer.choose([Offer(make(), Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
+    assert pacer.drafting.expected(1, 0, 3).tolist() == pytest.approx([0.0, 1.0, 1.01, 1.02])
+
+
+def test_passes_beside_prompts_teach_nothing() -> None:
+    """The first one takes the prompts in."""
+    pacer = Pacer(Guessers(has_draft_model=True))
+    prompt = Share(make(number=2), 0, 9, samples=False)
+    drafted = Share(make(), 9, 10, samples=True, draft_ids=[0], source=Source.DRAFT)
+    pacer.observe([drafted, prompt], 9.0, (8.0, 0.0))
+    assert not pacer.drafting.first.is_known
+    pacer.observe([drafted], 2.0, (1.0, 0.0))
+    assert pacer.drafting.expected(1, 0, 2).tolist() == [0.0, 1.0, 2.0]  # the further ones like the first, as yet
+
+
+def test_heuristic_follows_its_rule() -> None:
+    pacer, request = Pacer(Guessers(has_draft_model=True)), make(Schedule.HEURISTIC)
+    widths = []
+    for right in (0, 0, 99, 99, 0):
+        offer = Offer(request, Source.DRAFT, MOST, [])
+        (width,) = pacer.choose([offer], Load(1, 1))
+        widths.append(width)
+        share = Share(request, 9, 10, samples=True, draft_ids=[0] * width, source=Source.DRAFT, pace=offer.pace)
+        pacer.verified(share, min(right, width), right < width)
+    assert widths == [8, 7, 6, 8, 8]
+
+
+def test_constant_takes_all() -> None:
+    pacer, request = Pacer(Guessers(has_draft_model=True)), make(Schedule.CONSTANT)
+    assert pacer.choose([Offer(request, Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
+    assert not pacer.is_used
+
+
+def test_a_draft_model_that_does_not_pay_leaves_lookup_alone() -> None:
+    """One kind of guesses rests without another."""
+    pacer = Pacer(Guessers(has_draft_model=True))
+    request = make_request(1, [1, 2], 100, speculation=Speculation(Method.AUTO, 4, schedule=Schedule.AUTO))
+    for _ in range(30):
+        offer = Offer(request, Source.DRAFT, 4, [])
+        widths = [] if pacer.passes(request, Source.DRAFT) else pacer.choose([offer], Load(1, 1))
+        share = Share(request, 9, 10, samples=True, draft_ids=[0] * sum(widths), source=Source.DRAFT, pace=offer.pace)
+        pacer.observe([share], 1.0 + 0.2 * share.num_tokens, (0.5, 0.0))
+        if share.draft_ids:
+            pacer.verified(share, 0, was_rejected=True)
+    assert pacer.passes(request, Source.DRAFT)
+    found = Offer(request, Source.LOOKUP, 4, [1, 2, 3, 4], is_long=True)
+    assert pacer.choose([found], Load(1, 1))[0] > 0
+
+
+def test_what_costs_too_much_is_tried_again_under_a_lighter_load() -> None:
+    world = World(0.9, 0.05, 1.0, num_requests=32)
+    world.run(300)
+    assert all(world.pacer.passes(request, Source.DRAFT) for request in world.requests)
+    newcomers = [make(number=100 + i) for i in range(16)]
+    assert sum(world.pacer.passes(newcomer, Source.DRAFT) for newcomer in newcomers) == 15
+    del world.requests[1:]
+    found = Offer(world.requests[0], Source.LOOKUP, 1, [5])
+    world.pacer.choose([found], Load(1, 1))  # a step of one request
+    assert not world.pacer.passes(world.requests[0], Source.DRAFT)
+
+
+def test_newcomers_who_were_told_begin_when_it_pays_for_others() -> None:
+    """A moment in which the machine was slow must not leave a whole generation of requests without guesses."""
+    world = World(0.9, 0.01, 1.0, num_requests=16)
+    world.run(300)
+    world.requests = [make(number=100 + i) for i in range(16)]
+    assert sum(world.pacer.passes(newcomer, Source.DRAFT) for newcomer in world.requests) == 15
+    world._pass_cost, world.pacer.drafting = 0.02, DraftCosts()  # it was but a moment
+    world.run(60)
+    tokens, seconds = world.run(60)
+    assert tokens / seconds > 0.95 * world.best_fixed()
+
+
+def test_who_was_told_begins_when_the_others_have_gone() -> None:
+    world = World(0.9, 0.05, 1.0, num_requests=32)
+    world.run(300)
+    world.requests = [make(number=100 + i) for i in range(15)]
+    assert all(world.pacer.passes(newcomer, Source.DRAFT) for newcomer in world.requests)
+    del world.requests[1:]
+    world.run(3)
+    assert not world.pacer.passes(world.requests[0], Source.DRAFT)
+
+
+def test_who_was_told_and_begins_rests_no_longer_than_others() -> None:
+    """Once it is known better, what it waited so far does not count."""
+    world = World(0.9, 0.05, 1.0, num_requests=32)
+    world.run(300)
+    told = make(number=100)
+    assert all(world.pacer.passes(told, Source.DRAFT) for _ in range(100))
+    world.pacer._dear.clear()
+    assert not world.pacer.passes(told, Source.DRAFT)
+    offer = Offer(told, Source.DRAFT, MOST, [])
+    for _ in range(2):
+        assert world.pacer.choose([offer], Load(32, 32)) == [0]  # of its own accord, and to think it over soon
+    assert [world.pacer.passes(told, Source.DRAFT) for _ in range(2)] == [True, False]
+
+
+def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
+    world = World(0.9, 0.05, 1.0, num_requests=32)
+    world.run(300)
+    prompts = [Share(make(number=200 + i), 0, 9, samples=False) for i in range(32)]
+    world.pacer.observe(prompts, 5.0, (0.0, 0.0))
+    assert world.pacer.passes(make(number=300), Source.DRAFT)
+
+
+def test_what_pays_for_one_request_is_dear_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pacer, requests = Pacer(Guessers(has_draft_model=True)), [make(number=1), make(number=2)]
+    monkeypatch.setattr(pacer, "_best", lambda offers, *_: [4, 0][: len(offers)])
+    for _ in range(8):
+        wanting = [request for request in requests if not pacer.passes(request, Source.DRAFT)]
+        pacer.choose([Offer(request, Source.DRAFT, MOST, []) for request in wanting], Load(2, 2))
+    assert not pacer.passes(make(number=3), Source.DRAFT)
+
+
+def test_what_is_learnt_of_adapters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacer, "MOST_KINDS", 5)
+    world = World(0.9, 0.1, 0.1, num_requests=12)
+    for number, request in enumerate(world.requests):
+        request.adapter_digest = f"adapter {number}"
+    world.run(30)
+    known = world.pacer._groups, world.pacer._waits, world.pacer._dear
+    assert all(len(each) <= 5 for each in known) and known[0]

@@ -1,0 +1,81 @@
+"""What each adapter's prompts get of a step."""
+
+from lorikeet.shard.scheduler.budget import WHILE, Limits
+from lorikeet.shard.scheduler.kv_cache import KvCache
+from lorikeet.shard.scheduler.request import FinishReason, Request
+from lorikeet.shard.scheduler.scheduler import Scheduler
+
+
+def requests_of(adapter: str, count: int, first: int, num_prompt: int = 32) -> list[Request]:
+    return [
+        Request((1, first + i), [i % 61] * num_prompt, num_prompt, max_new_tokens=1000, adapter_digest=adapter)
+        for i in range(count)
+    ]
+
+
+def crowded(*requests: Request) -> Scheduler:
+    scheduler = Scheduler(KvCache(9000, 4, prefix_caching=False), Limits(512, 64, crowd_tokens=16))
+    for request in requests:
+        scheduler.add(request)
+    return scheduler
+
+
+def step(scheduler: Scheduler) -> tuple[dict[str, list[int]], int]:
+    """Prompt tokens of the next step by adapter, and how many requests decode."""
+    prompts: dict[str, list[int]] = {}
+    num_decoding = 0
+    for share in scheduler.schedule():
+        if share.num_tokens > 1:
+            prompts.setdefault(share.request.adapter_digest, []).append(share.num_tokens)
+        else:
+            num_decoding += 1
+        scheduler.commit(share, [7] if share.samples else [])
+    return prompts, num_decoding
+
+
+def test_whoever_floods_takes_turns_with_others_and_a_bounded_part_of_a_step() -> None:
+    scheduler = crowded(*requests_of("flood", 8, 0), *requests_of("a", 1, 100), *requests_of("", 1, 200))
+    assert step(scheduler) == ({"a": [32], "": [32]}, 0)
+    assert step(scheduler) == ({"flood": [16]}, 2)
+    assert step(scheduler) == ({"flood": [16]}, 2)
+    scheduler.add(*requests_of("b", 1, 300))
+    assert step(scheduler) == ({"b": [32]}, 3)
+    scheduler.add(*requests_of("c", 1, 400))
+    assert step(scheduler) == ({"c": [32], "flood": [16]}, 4)
+    for _ in range(20):
+        step(scheduler)
+    assert step(scheduler) == ({}, 12)
+
+
+def test_one_request_more_costs_little() -> None:
+    scheduler = crowded(*requests_of("a", 2, 0, num_prompt=100), *requests_of("b", 3, 100, num_prompt=100))
+    assert [step(scheduler) for _ in range(3)] == [({"a": [100, 100]}, 0), ({"b": [48]}, 2), ({"b": [48]}, 2)]
+
+
+def test_as_many_requests_of_each_adapter_take_what_they_need() -> None:
+    scheduler = crowded(*requests_of("a", 2, 0), *requests_of("b", 2, 100), *requests_of("", 2, 200))
+    assert step(scheduler) == ({"a": [32] * 2, "b": [32] * 2, "": [32] * 2}, 0)
+
+
+def test_an_adapter_alone_has_the_step_but_not_for_a_while_after_others() -> None:
+    other = requests_of("a", 1, 100, num_prompt=2)[0]
+    scheduler = crowded(*requests_of("flood", 5, 0))
+    assert step(scheduler) == ({"flood": [32] * 5}, 0)
+    scheduler.add(other)
+    assert step(scheduler) == ({"a": [2]}, 5)
+    scheduler.finish(other, FinishReason.ABORTED)
+    for request in requests_of("flood", 2, 50):
+        scheduler.add(request)
+    assert step(scheduler) == ({"flood": [16]}, 5)
+    for _ in range(WHILE):
+        step(scheduler)
+    for request in requests_of("flood", 5, 60):
+        scheduler.add(request)
+    assert step(scheduler) == ({"flood": [32] * 5}, 7)
+
+
+def test_prompts_that_are_computed_whole_know_no_turns() -> None:
+    scheduler = Scheduler(KvCache(1000, 4), Limits(512, 64, chunked_prefill=False, crowd_tokens=16))
+    for request in [*requests_of("flood", 4, 0), *requests_of("a", 1, 100)]:
+        scheduler.add(request)
+    assert step(scheduler) == ({"flood": [32] * 4, "a": [32]}, 0)
