@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lorikeet.adapters import catalogue, refs
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.judging import Judge, Seen, look
+from lorikeet.adapters.judging import AdapterValidator, Headers, look
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.adapters.sources.base import AdapterSource
 from lorikeet.adapters.sources.registry import Sources
@@ -76,7 +76,7 @@ async def _check(options: argparse.Namespace) -> list[Row]:
     token = next((os.environ[name] for name in _TOKENS if os.environ.get(name)), None)
     gate = asyncio.Semaphore(_AT_ONCE)
 
-    async def see(row: Row, ref: Ref) -> tuple[Row, Seen | None]:
+    async def see(row: Row, ref: Ref) -> tuple[Row, Headers | None]:
         async with gate:
             try:
                 return row, await _see(sources[ref.source], ref, token)
@@ -85,11 +85,11 @@ async def _check(options: argparse.Namespace) -> list[Row]:
 
     wanted = [(Row(alias, str(version.ref), "served"), version.ref) for alias, version in _versions(listed)]
     # while sources answer, the libraries load and the base's skeleton is made
-    judge = asyncio.create_task(asyncio.to_thread(_judge, options, token))
+    validate = asyncio.create_task(asyncio.to_thread(_validate, options, token))
     try:
         seen = await asyncio.gather(*(see(row, ref) for row, ref in wanted))
-        ready = await judge
-        rows = [_judged(ready, row, each) for row, each in seen]
+        ready = await validate
+        rows = [_validated(ready, row, each) for row, each in seen]
     finally:
         await sources.close()
     return [*rows, *(Row(alias, "", "refused", reason) for alias, reason in listed.problems.items())]
@@ -105,8 +105,8 @@ def _settings(options: argparse.Namespace) -> SourceSettings:
     return SourceSettings(local_roots=tuple(named), hub_cache=cache, max_adapter_bytes=options.max_adapter_size)
 
 
-def _judge(options: argparse.Namespace, token: str | None) -> Judge:
-    return Judge(_base(options, token), options.trust_remote_code)
+def _validate(options: argparse.Namespace, token: str | None) -> AdapterValidator:
+    return AdapterValidator(_base(options, token), options.trust_remote_code)
 
 
 def _base(options: argparse.Namespace, token: str | None) -> Path:
@@ -130,16 +130,16 @@ def _base(options: argparse.Namespace, token: str | None) -> Path:
     return Path(found)
 
 
-async def _see(source: AdapterSource, ref: Ref, token: str | None) -> Seen:
+async def _see(source: AdapterSource, ref: Ref, token: str | None) -> Headers:
     """What can be known of an adapter without its weights. Raises AdapterError."""
     return await look(source, (await source.resolve(ref, token)).pin, token)
 
 
-def _judged(judge: Judge, row: Row, seen: Seen | None) -> Row:
+def _validated(validate: AdapterValidator, row: Row, seen: Headers | None) -> Row:
     if seen is None:
         return row
     try:
-        verdict = judge.judge(seen)
+        verdict = validate.validate(seen)
     except AdapterError as error:
         return _refused(row, error)
     row.rank, row.modules, row.num_bytes = verdict.rank, verdict.num_modules, verdict.num_bytes

@@ -27,7 +27,7 @@ _LARGE = frozenset({"tokenizer.json"})
 
 
 @dataclass(frozen=True)
-class Seen:
+class Headers:
     """What is known of an adapter without its weights."""
 
     small: Mapping[str, bytes]
@@ -37,7 +37,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Validation:
     """An adapter that would be served, as far as that can be seen."""
 
     rank: int
@@ -52,7 +52,7 @@ class Verdict:
     """What is odd and no fault, in sentences."""
 
 
-class Judge:
+class AdapterValidator:
     """Of adapters for the base in a folder."""
 
     def __init__(self, model_path: Path, trust_remote_code: bool = False) -> None:
@@ -67,11 +67,11 @@ class Judge:
     @classmethod
     def over(cls, reader: "Reader", tokenizers: Tokenizers, kinds: frozenset[str]) -> Self:
         """With what another has loaded already."""
-        judge = cls.__new__(cls)
-        judge._reader, judge._tokenizers, judge._kinds = reader, tokenizers, kinds
-        return judge
+        validate = cls.__new__(cls)
+        validate._reader, validate._tokenizers, validate._kinds = reader, tokenizers, kinds
+        return validate
 
-    def judge(self, seen: Seen) -> Verdict:
+    def validate(self, seen: Headers) -> Validation:
         """Raises AdapterInvalid or NotServed with the reason."""
         from lorikeet.adapters.formats.contents import Contents
         from lorikeet.adapters.formats.weights import hollow
@@ -82,7 +82,7 @@ class Judge:
         self._tokenizers.check_files(dict(seen.small))
         heads = {} if heads_name is None else {heads_name: seen.heads[heads_name]}
         changes = {name: head for name, head in seen.heads.items() if name != heads_name}
-        verdict = self._changes(seen, changes) if CONFIG in seen.small else Verdict(0, 0, 0, is_whole=True)
+        verdict = self._changes(seen, changes) if CONFIG in seen.small else Validation(0, 0, 0, is_whole=True)
         num_bytes = sum(head.size for head in seen.heads.values())
         if not heads:
             return replace(verdict, num_bytes=num_bytes)
@@ -93,27 +93,27 @@ class Judge:
         assert found is not None
         return replace(verdict, num_bytes=num_bytes, num_heads=found.shape.num_heads, notes=found.notes)
 
-    def _changes(self, seen: Seen, heads: Mapping[str, FileHead]) -> Verdict:
+    def _changes(self, seen: Headers, heads: Mapping[str, FileHead]) -> Validation:
         """Of what PEFT saved."""
         from lorikeet.adapters.formats import weights
 
         values = configuration.parse(seen.small[CONFIG])
         settings = configuration.served(values)
         if not _have_headers(heads):
-            return Verdict(max(_ranks(settings)), None, 0, is_whole=False)
+            return Validation(max(_ranks(settings)), None, 0, is_whole=False)
         found = [each for each in self._reader.read(values, weights.hollow(heads)) if _is_served(each, settings)]
-        return Verdict(max((each.rank for each in found), default=0), len(found), 0, is_whole=True)
+        return Validation(max((each.rank for each in found), default=0), len(found), 0, is_whole=True)
 
 
 def _have_headers(names: Iterable[str]) -> bool:
     return all(name.endswith(".safetensors") for name in names)
 
 
-async def look(source: AdapterSource, pin: Pin, token: str | None) -> Seen:
+async def look(source: AdapterSource, pin: Pin, token: str | None) -> Headers:
     """What can be known of an adapter without its weights. Raises AdapterError."""
     names = SMALL_NAMES if pin.source is Source.LOCAL else SMALL_NAMES - _LARGE
     small = await source.small_files(pin, token, names)
-    return Seen(small, await asyncio.to_thread(_heads, source, pin, token))
+    return Headers(small, await asyncio.to_thread(_heads, source, pin, token))
 
 
 def _heads(source: AdapterSource, pin: Pin, token: str | None) -> dict[str, FileHead]:

@@ -45,9 +45,9 @@ COST: tuple[Bar, ...] = (
 
 WAITING: tuple[Bar, ...] = (
     Bar("p99 between tokens while 64 adapters load, over without", "adapters-loading", adapters_loading.ROUNDS,
-        adapters_loading.felt, 1.2, at_least=False),
+        adapters_loading.active, 1.2, at_least=False),
     Bar("the same while all 64 are asked for at once", "adapters-loading", adapters_loading.ROUNDS,
-        adapters_loading.felt_at_once, None, at_least=False),
+        adapters_loading.active_at_once, None, at_least=False),
     Bar("64 adapters resident on an idle shard, over reading and checking them", "adapters-loading",
         adapters_loading.ROUNDS, adapters_loading.over_plain, 2.0, at_least=False),
     Bar("longest wait for an adapter while both cores are full", "adapters-loading", adapters_loading.ROUNDS,

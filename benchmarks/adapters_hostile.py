@@ -152,7 +152,7 @@ async def _send(port: int, scene: Scene, attempts: Sequence[Attempt]) -> tuple[l
 
     async def attacker() -> None:
         for attempt in waiting:
-            if told := _judged(scene, attempt, await _ask(port, attempt.name)):
+            if told := _validated(scene, attempt, await _ask(port, attempt.name)):
                 wrong.append(f"{attempt.name}: {told}")
 
     async def reader(name: str | None) -> None:
@@ -174,7 +174,7 @@ async def _ask(port: int, name: str | None) -> adapted.Reply:
     return await adapted.generate(port, PROMPT, name, NUM_TOKENS, details=True)
 
 
-def _judged(scene: Scene, attempt: Attempt, reply: adapted.Reply) -> str:
+def _validated(scene: Scene, attempt: Attempt, reply: adapted.Reply) -> str:
     """Why the answer is not right, or an empty text."""
     if attempt.fault is None:
         same = reply.status == 200 and _ids(reply) == scene.right["sound"]

@@ -205,7 +205,7 @@ async def _waiting(scene: Scene, seed: int) -> dict[str, Any]:
     return {"first_token_s": first, "p99_s": round(percentile(_gaps(running, start, end), 99), 5)}
 
 
-def felt(raw: Raw) -> float:
+def active(raw: Raw) -> float:
     """99th percentile of running texts' distance of tokens while adapters load, over that without."""
     return float(raw["beside"]["cold"]["p99_s"] / raw["beside"]["resident"]["p99_s"])
 
@@ -219,7 +219,7 @@ def longest_wait(raw: Raw) -> float:
     return float(max(raw["waiting"]["first_token_s"] + raw["beside"]["cold"]["first_token_s"]))
 
 
-def felt_at_once(raw: Raw) -> float:
+def active_at_once(raw: Raw) -> float:
     """The same while all 64 are in haste."""
     return float(raw["waiting"]["p99_s"] / raw["beside"]["resident"]["p99_s"])
 
@@ -231,6 +231,6 @@ if __name__ == "__main__":
     for case in measure(base=small, size=chosen):
         told = ""
         if not case.error:
-            told = f"felt {felt(case.raw):.2f}, at once {felt_at_once(case.raw):.2f}, "
+            told = f"felt {active(case.raw):.2f}, at once {active_at_once(case.raw):.2f}, "
             told += f"over plain {over_plain(case.raw):.2f}, waited {longest_wait(case.raw):.1f} s"
         print(f"{case.name}: {told}", json.dumps(case.raw), case.error, flush=True)

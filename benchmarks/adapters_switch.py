@@ -38,7 +38,7 @@ class Version:
 
 
 @dataclass
-class Seen:
+class Headers:
     """What clients saw since the last switch."""
 
     answers: int = 0
@@ -58,7 +58,7 @@ class Load:
         self._number = 0
         """Of the revision that requests sent from now on must get."""
         self._is_switching = False
-        self._seen = Seen()
+        self._seen = Headers()
         self._commit_of: dict[str, str] = {}
         """By digest: one digest is one revision's."""
         self._clients: list[asyncio.Task[None]] = []
@@ -71,9 +71,9 @@ class Load:
             client.cancel()
         await asyncio.gather(*self._clients, return_exceptions=True)
 
-    async def switch(self, catalogue: Path, number: int) -> Seen:
+    async def switch(self, catalogue: Path, number: int) -> Headers:
         """Have the alias mean another revision, and see how it goes on."""
-        self._seen = Seen()
+        self._seen = Headers()
         self._is_switching = True
         name_revision(catalogue, number)
         await adapted.admin(self._port, "catalogue/reload")
@@ -90,14 +90,14 @@ class Load:
             place = turn % len(PROMPTS)
             sent_at = None if self._is_switching else self._number
             reply = await adapted.generate(self._port, PROMPTS[place], ALIAS, NUM_TOKENS, details=True)
-            if told := self._judged(reply, place, sent_at):
+            if told := self._validated(reply, place, sent_at):
                 self._seen.wrong.append(told)
             if sent_at == self._number and not self._is_switching:
                 self._seen.answers += 1
             else:
                 self._seen.earlier += 1
 
-    def _judged(self, reply: adapted.Reply, place: int, sent_at: int | None) -> str:
+    def _validated(self, reply: adapted.Reply, place: int, sent_at: int | None) -> str:
         """Why an answer is not right, or an empty text."""
         if reply.status != 200:
             return f"{reply.status} {reply.body[:300]!r}"
@@ -136,7 +136,7 @@ def measure(finished: frozenset[str] = frozenset(), switches: int = SWITCHES) ->
                     runner.run(load.stop())
 
 
-def _case(number: int, seen: Seen, server: servers.Server) -> Case:
+def _case(number: int, seen: Headers, server: servers.Server) -> Case:
     raw = {"answers": seen.answers, "earlier": seen.earlier, "wrong": seen.wrong, "alive": server.alive()}
     return Case(f"switch {number}", raw, "" if raw["alive"] else f"server ended: {servers.tail(server.log)}")
 

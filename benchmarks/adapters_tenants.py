@@ -122,7 +122,7 @@ async def _case(server: servers.Server, scene: Scene, place: str) -> Case:
             wrong.append(f"{resident}, then {adapted.num_resident(server.port)} adapters are resident")
     asks = list(_asks(scene, digest))
     for ask in asks:
-        if told := _judged(ask, await adapted.send(server.port, ask.path, ask.body or None, ask.token), digest):
+        if told := _validated(ask, await adapted.send(server.port, ask.path, ask.body or None, ask.token), digest):
             wrong.append(f"{ask.path} {dict(ask.body)} {ask.token}: {told}")
     await right(None, B_TOKEN)
     await right(OPEN, B_TOKEN)
@@ -173,7 +173,7 @@ def _asks(scene: Scene, digest: str) -> Iterator[Ask]:
         yield Ask("/admin/adapters", {}, token)
 
 
-def _judged(ask: Ask, reply: adapted.Reply, digest: str) -> str:
+def _validated(ask: Ask, reply: adapted.Reply, digest: str) -> str:
     """Why the answer is not right, or an empty text."""
     everything = json.dumps(dict(reply.headers)).encode() + reply.body
     if not 400 <= reply.status < 500:

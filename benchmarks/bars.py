@@ -23,7 +23,7 @@ from benchmarks.case import Bar, Over, Part, raw_value
 
 CLOSED = (1, 8, 32)
 WANTED_SHARE: Mapping[int, float] = {1: 0.72, 8: 0.70, 32: 0.70}
-CHANCE = 1e-6 / (3 * exactness.NUM_LAWS)
+CHANCE = 1e-6 / (3 * exactness.NUM_DISTRIBUTIONS)
 """All tests of the law together fail by chance once in a million choices of seeds."""
 
 PARTS: tuple[Part, ...] = (
@@ -36,7 +36,7 @@ PARTS: tuple[Part, ...] = (
     Part("router", whole.router, whole.ROUTER_SETTINGS),
     Part("exact", exactness.architectures, exactness.EXACT_SETTINGS),
     Part("adapters-exact", exactness.adapters, exactness.ADAPTER_SETTINGS),
-    Part("law", exactness.laws, exactness.LAW_SETTINGS),
+    Part("law", exactness.distributions, exactness.LAW_SETTINGS),
     Part("clients", clients.measure, clients.SETTINGS),
     Part("leak", leak.measure, leak.SETTINGS),
     Part("start", start.measure, start.SETTINGS),
@@ -82,7 +82,7 @@ BARS: tuple[Bar, ...] = (
         12, over=Over.WORST),
     Bar("ties under adapters beyond one in 10 000 tokens", "adapters-exact", exactness.NUM_ADAPTED,
         exactness.ties_beyond_allowed, 0, at_least=False, over=Over.SUM),
-    Bar("least likely χ² of the sampling law", "law", exactness.NUM_LAWS, exactness.least_likely, CHANCE,
+    Bar("least likely χ² of the sampling law", "law", exactness.NUM_DISTRIBUTIONS, exactness.least_likely, CHANCE,
         over=Over.WORST),
     Bar("failed tests of LoRAX's own client", "clients", clients.NUM_TESTS, clients.num_failed, 0, at_least=False,
         over=Over.SUM),

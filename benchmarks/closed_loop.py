@@ -27,7 +27,7 @@ REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
 VOID_BELOW = {1: 0.57, 8: 0.60, 32: 0.60}
 """vLLM's share of the limit below which the machine was too disturbed to say anything."""
 IDLE_CPU = 0.01
-"""Share of a core that the frozen server may have used; the other one would have paid for it."""
+"""ScheduledRequest of a core that the frozen server may have used; the other one would have paid for it."""
 SEED = 7_000
 LENGTH = load.Length(PROMPT_TOKENS, OUTPUT_TOKENS)
 OURS, VLLM = "lorikeet", "vllm"

@@ -10,13 +10,13 @@ from typing import Any
 from benchmarks.case import Case, Cases, Raw
 
 NUM_ARCHITECTURES = 30
-NUM_LAWS = 12
+NUM_DISTRIBUTIONS = 12
 TIES_PER_TOKEN = 1 / 10_000
 LAW_SEEDS, LAW_PLACES = 40_000, 6
 EXACT_SETTINGS: dict[str, Any] = {"architectures": NUM_ARCHITECTURES, "dtype": "float32"}
 NUM_ADAPTED = 11
 ADAPTER_SETTINGS: dict[str, Any] = {"architectures": NUM_ADAPTED, "dtype": "float32", "slots": [16, 3]}
-LAW_SETTINGS: dict[str, Any] = {"laws": NUM_LAWS, "seeds": LAW_SEEDS, "places": LAW_PLACES}
+LAW_SETTINGS: dict[str, Any] = {"laws": NUM_DISTRIBUTIONS, "seeds": LAW_SEEDS, "places": LAW_PLACES}
 
 
 def architectures(finished: frozenset[str] = frozenset()) -> Cases:
@@ -69,7 +69,7 @@ def ties_beyond_allowed(raw: Raw) -> float:
     return float(sum(run["num_ties"] - run["num_tokens"] * TIES_PER_TOKEN for run in raw["runs"]))
 
 
-def laws(finished: frozenset[str] = frozenset()) -> Cases:
+def distributions(finished: frozenset[str] = frozenset()) -> Cases:
     """One case per transform and combination: χ² tail probabilities of draws, and of pairs of neighbours."""
     import numpy as np
 
@@ -81,14 +81,16 @@ def laws(finished: frozenset[str] = frozenset()) -> Cases:
     for name, case in test_law.CASES.items():
         if name in finished:
             continue
-        law = oracle.law(test_law.LOGITS, case, test_law.KNOWN[: test_law.NUM_PROMPT], test_law.KNOWN[3:])
+        distribution = oracle.distribution(
+            test_law.LOGITS, case, test_law.KNOWN[: test_law.NUM_PROMPT], test_law.KNOWN[3:]
+        )
         tokens = draws(test_law.LOGITS, case, test_law.KNOWN, test_law.NUM_PROMPT, LAW_SEEDS, LAW_PLACES)
-        pairs = np.outer(law, law)
+        pairs = np.outer(distribution, distribution)
         places = np.bincount((tokens[:, 0::2] * size + tokens[:, 1::2]).ravel(), minlength=size * size)
         seeds = np.bincount((tokens[0::2] * size + tokens[1::2]).ravel(), minlength=size * size)
         raw = {
             "draws": int(tokens.size),
-            "law": oracle.fit(np.bincount(tokens.ravel(), minlength=size), law),
+            "law": oracle.fit(np.bincount(tokens.ravel(), minlength=size), distribution),
             "neighbouring_places": oracle.fit(places, pairs),
             "neighbouring_seeds": oracle.fit(seeds, pairs),
         }

@@ -99,7 +99,7 @@ def draft(texts: Sequence[Text]) -> list[Forced]:
 
 
 @dataclass(frozen=True)
-class Law:
+class Distribution:
     """How tokens are drawn."""
 
     temperature: float = 1.0
@@ -120,18 +120,18 @@ class Law:
 
 
 @torch.no_grad()
-def chances(kind: Kind, texts: Sequence[Text], law: Law, verify: str) -> list[list[float]]:
+def chances(kind: Kind, texts: Sequence[Text], distribution: Distribution, verify: str) -> list[list[float]]:
     """For every output the probability that its draft, drawn by the same law as the target's, is accepted."""
     found = []
     whose: LlamaForCausalLM = target(kind.adapter).model
     for text in texts:
-        p, q = (law.of(_logits(model, text)) for model in (whose, draft_model()))
+        p, q = (distribution.of(_logits(model, text)) for model in (whose, draft_model()))
         if verify == "rejection":
             rows = enumerate(text.output_ids)
             found.append([rejection_chance(float(p[i, token]), float(q[i, token])) for i, token in rows])
         else:
-            laws = zip(p.tolist(), q.tolist(), text.output_ids, strict=True)
-            found.append([coupled_chance(own, its, token) for own, its, token in laws])
+            distributions = zip(p.tolist(), q.tolist(), text.output_ids, strict=True)
+            found.append([coupled_chance(own, its, token) for own, its, token in distributions])
     return found
 
 

@@ -72,7 +72,7 @@ class Asked:
     prompt: str
     kind: Kind
     max_new_tokens: int = 64
-    law: Mapping[str, Any] = field(default_factory=dict)
+    distribution: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ async def ask(port: int, asked: Asked, guessing: Guessing | None) -> Told:
     """One answer with details. Raises RuntimeError where the server refuses."""
     how = OFF if guessing is None else guessing.parameters()
     method = "off" if guessing is None else guessing.method
-    parameters = {**asked.kind.parameters(method), **asked.law, **how, "details": True}
+    parameters = {**asked.kind.parameters(method), **asked.distribution, **how, "details": True}
     body = {"inputs": asked.prompt, "parameters": {"max_new_tokens": asked.max_new_tokens, **parameters}}
     reply = await adapted.send(port, "/generate", body)
     if reply.status != 200:

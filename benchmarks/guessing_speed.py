@@ -197,7 +197,7 @@ def rate(way: str, over: str, raw: Raw) -> float:
 
 
 def repeated(raw: Raw) -> float:
-    """Share of the texts' tokens in repeated runs of eight."""
+    """ScheduledRequest of the texts' tokens in repeated runs of eight."""
     return float(raw["repeated"])
 
 

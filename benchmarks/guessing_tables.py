@@ -62,14 +62,14 @@ class Corpus:
     kind: Kind
     count: int
     tokens: int
-    law: Mapping[str, Any] = field(default_factory=dict)
+    distribution: Mapping[str, Any] = field(default_factory=dict)
 
     def asked(self, *, is_seeded: bool) -> list[Asked]:
         own = {"ignore_eos_token": True} if self.kind == CODE else {}
-        seeds = [{"seed": 100 + i} if is_seeded and self.law else {} for i in range(self.count)]
+        seeds = [{"seed": 100 + i} if is_seeded and self.distribution else {} for i in range(self.count)]
         prompts = guessing.prompts(self.kind.name.split()[0], self.count)
         return [
-            Asked(p, self.kind, self.tokens, {**own, **self.law, **seed})
+            Asked(p, self.kind, self.tokens, {**own, **self.distribution, **seed})
             for p, seed in zip(prompts, seeds, strict=True)
         ]
 
@@ -116,10 +116,12 @@ def _oracle(corpus: Corpus, how: Guessing | None, texts: Sequence[Text], told: S
     from benchmarks import forced  # torch
 
     kind = corpus.kind
-    if how.method == DRAFTING and corpus.law:
-        law = forced.Law(**{key: value for key, value in corpus.law.items() if key != "do_sample"})
-        laws = forced.chances(kind, texts, law, how.verify)
-        counted = [expected(text, chances, how.width) for text, chances in zip(texts, laws, strict=True)]
+    if how.method == DRAFTING and corpus.distribution:
+        distribution = forced.Distribution(
+            **{key: value for key, value in corpus.distribution.items() if key != "do_sample"}
+        )
+        distributions = forced.chances(kind, texts, distribution, how.verify)
+        counted = [expected(text, chances, how.width) for text, chances in zip(texts, distributions, strict=True)]
         return {"oracle": as_raw(sum(counted, NOTHING))}
     rules = forced.rules(how.method, [kind] * len(texts), texts)
     counted = [replay(text, each.rule, how.width) for text, each in zip(texts, rules, strict=True)]

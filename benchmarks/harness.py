@@ -20,7 +20,7 @@ from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
 from lorikeet.shard.grpc.outbox import NO_SECONDS, Outbox, Output
 from lorikeet.shard.model import Model
 from lorikeet.shard.scheduler.request import NO_SPECULATION, LogprobParams, Request, SamplingParams, Speculation
-from lorikeet.shard.scheduler.speculation.draft_length import Pacer
+from lorikeet.shard.scheduler.speculation.draft_length import DraftLengthController
 from lorikeet.shard.startup.build import build_engine
 
 EPOCH = 1
@@ -85,13 +85,13 @@ class Harness:
         self._num_made = 0
         self._open: dict[int, Run] = {}
         self._at_once = config.max_running
-        self._pacers: dict[str, Pacer] = {}
+        self._draft_lengths: dict[str, DraftLengthController] = {}
 
     def learn_as(self, name: str) -> None:
         """From now on schedules know what they learnt under that name alone."""
         proposer = self._engine.scheduler.proposer
         assert proposer is not None
-        proposer.pacer = self._pacers.setdefault(name, Pacer(proposer.guessers))
+        proposer.draft_length = self._draft_lengths.setdefault(name, DraftLengthController(proposer.draft_sources))
 
     @property
     def is_idle(self) -> bool:
@@ -116,9 +116,9 @@ class Harness:
         """One step, and what it gave."""
         self._engine.step()
         now = time.perf_counter()
-        mail = self._outbox.take(EPOCH)
-        for output in mail.outputs:
-            if self._note(self._open[output.key[1]], output, now, mail.status.gap_us):
+        update = self._outbox.take(EPOCH)
+        for output in update.outputs:
+            if self._note(self._open[output.key[1]], output, now, update.status.gap_us):
                 del self._open[output.key[1]]
         if self._open and not self._engine.scheduler.running:  # they wait for adapters
             self._inbox.wait(PARKED_S)

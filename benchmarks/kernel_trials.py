@@ -85,21 +85,21 @@ class HeadsStep:
         heads_rows = [HeadsRow(row, row % num_slots, shape.num_heads) for row in range(num_rows)]
         self.inputs.fill(segments, ids, ids, list(range(num_rows)), heads_rows)
 
-    def guesses(self) -> torch.Tensor:
+    def drafts(self) -> torch.Tensor:
         """[E, H] by the specification."""
         found = [self.slots[row % len(self.slots)].hidden(self.x[row : row + 1])[0] for row in range(self.num_rows)]
         return torch.cat(found)
 
 
-def of_guesses(key: tuple[str, int, torch.dtype], num_rows: int, tuned: Tuned, device: torch.device) -> Trial:
+def of_drafts(key: tuple[str, int, torch.dtype], num_rows: int, tuned: Tuned, device: torch.device) -> Trial:
     """One block of the heads behind `num_rows` rows."""
     _, size, dtype = key
     step = HeadsStep(HeadsShape(NUM_HEADS, 1, size, 0), num_rows, dtype, tuned, device)
 
     def launch() -> torch.Tensor:
-        return step.kernels.guess(step.x)[num_rows:]
+        return step.kernels.draft_token(step.x)[num_rows:]
 
-    return Trial(key, f"{num_rows} rows", launch, step.guesses().float())
+    return Trial(key, f"{num_rows} rows", launch, step.drafts().float())
 
 
 def of_answers(

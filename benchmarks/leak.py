@@ -93,14 +93,14 @@ async def send(port: int, tried: Attempt) -> str:
             writer.transport.abort() if tried.leaves_after_s < 0.5 else writer.close()
             return ""
         async with asyncio.timeout(ANSWER_S):
-            return _judged(tried, await reader.read())
+            return _validated(tried, await reader.read())
     except (OSError, TimeoutError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         writer.close()
 
 
-def _judged(tried: Attempt, answer: bytes) -> str:
+def _validated(tried: Attempt, answer: bytes) -> str:
     try:
         head, _, rest = answer.partition(b"\r\n\r\n")
         status = int(head.split(b" ", 2)[1])

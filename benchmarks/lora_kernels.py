@@ -17,7 +17,7 @@ import torch
 
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.model.kernels import tuning
-from lorikeet.shard.model.lora.sites import AdapterSite, Product, SlotWeights, adapt, adapt_row
+from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_row
 
 MIXES = ("distinct", "uniform", "zipf", "identical")
 TOLERANCE = 2**-6
@@ -67,7 +67,7 @@ class Case:
         num_rows = size.num_requests * size.num_tokens
         self.inputs = StepInputs(16, device)
         self.inputs.reserve_groups(num_rows, size.num_requests)
-        self.site = AdapterSite("module", size.num_in, size.num_out, self.inputs)
+        self.site = LoraTarget("module", size.num_in, size.num_out, self.inputs)
         self.site.allocate(size.num_requests)
         tuned = tuning.read(device) if tuned is None else tuned
         kernels = DeviceKernels([self.site], size.num_requests, device, tuned)

@@ -25,7 +25,7 @@ from benchmarks.replay import NOTHING, Text, replay
 WIDTHS = (1, 3, 5, 10)
 NUM_PROMPTS = 204
 CLIENTS = 24
-LAWS: tuple[Mapping[str, Any], ...] = (
+DISTRIBUTIONS: tuple[Mapping[str, Any], ...] = (
     {},
     {"do_sample": True, "temperature": 0.7, "seed": 11},
     {"ignore_eos_token": True},
@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
     "prompts": NUM_PROMPTS,
     "widths": WIDTHS,
     "clients": CLIENTS,
-    "laws": LAWS,
+    "laws": DISTRIBUTIONS,
     "kinds": list(KINDS),
 }
 
@@ -69,8 +69,8 @@ class Plain:
         """Whether the oracle knows what is guessed: the draft model's own law is known to it at temperature 0 only, and
         a stop string ends a text in the router.
         """
-        law = {key for key in self.asked.law if key != "ignore_eos_token"}
-        return not law if method == DRAFTING else "stop" not in law
+        distribution = {key for key in self.asked.distribution if key != "ignore_eos_token"}
+        return not distribution if method == DRAFTING else "stop" not in distribution
 
 
 def requests(count: int) -> list[Asked]:
@@ -82,7 +82,7 @@ def requests(count: int) -> list[Asked]:
             prompts[kinds[i % len(kinds)].name][i // len(kinds)],
             kinds[i % len(kinds)],
             48 + i % 17,
-            LAWS[(i // len(kinds)) % len(LAWS)],
+            DISTRIBUTIONS[(i // len(kinds)) % len(DISTRIBUTIONS)],
         )
         for i in range(count)
     ]
@@ -141,7 +141,9 @@ def compared(name: str, plain: Sequence[Plain], told: Sequence[Told], hows: Sequ
     different, faults = [], []
     for number, (without, answer) in enumerate(zip(plain, told, strict=True)):
         if (without.told.token_ids, without.told.text) != (answer.token_ids, answer.text):
-            different.append(f"request {number} ({without.asked.kind.name}, {hows[number]}, {without.asked.law})")
+            different.append(
+                f"request {number} ({without.asked.kind.name}, {hows[number]}, {without.asked.distribution})"
+            )
         faults += [f"request {number}: {fault}" for fault in answer.faults()]
     distances = [
         abs(a - b)

@@ -60,14 +60,14 @@ def wanted(draw: random.Random, number: int) -> tuple[str, dict[str, Any]]:
         fields["speculative_schedule"] = draw.choice(("constant", "auto"))
     if method == "medusa":
         fields["heads_id"] = "heads"
-    law = draw.choice(("greedy", "seeded", "sampled", "penalised"))
-    if law == "greedy":
+    distribution = draw.choice(("greedy", "seeded", "sampled", "penalised"))
+    if distribution == "greedy":
         fields["temperature"] = 0.0
     else:
         fields |= {"temperature": draw.uniform(0.5, 1.2), "top_p": draw.uniform(0.8, 0.99)}
-    if law in ("seeded", "penalised"):
+    if distribution in ("seeded", "penalised"):
         fields["seed"] = draw.getrandbits(53)
-    if law == "penalised":
+    if distribution == "penalised":
         fields |= {"repetition_penalty": 1.2, "frequency_penalty": 0.4}
     if draw.random() < 0.2:
         fields["stop"] = ["\n\n"]

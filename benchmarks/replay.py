@@ -95,10 +95,10 @@ def replay(text: Text, rule: Rule, width: int, *, is_bounded: bool = True) -> Co
     at, newest, counts = 1, 1, Counts(total, 1, 0, 0, 1)
     while at < total:
         room = min(width, text.max_new_tokens - at - 1) if is_bounded else width
-        guessed = list(rule(Known(ids[: num_prompt + at], at, newest), room))[:room] if room > 0 else []
-        agreed = _common(guessed, text.output_ids[at:])
+        drafted = list(rule(Known(ids[: num_prompt + at], at, newest), room))[:room] if room > 0 else []
+        agreed = _common(drafted, text.output_ids[at:])
         newest = min(agreed + 1, total - at)
-        counts += Counts(0, 1, len(guessed), min(agreed, newest))
+        counts += Counts(0, 1, len(drafted), min(agreed, newest))
         at += newest
     return counts
 
@@ -181,13 +181,13 @@ def lorax(known: Known, width: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Table:
-    """Guesses that are known for every output beforehand: heads, a draft model, a recorded text."""
+    """DraftTokens that are known for every output beforehand: heads, a draft model, a recorded text."""
 
-    guesses: Sequence[Sequence[int]]
+    drafts: Sequence[Sequence[int]]
     """Those for the outputs i + 1, i + 2, … once output i is known."""
 
     def __call__(self, known: Known, width: int) -> Sequence[int]:
-        return self.guesses[known.num_output - 1][:width]
+        return self.drafts[known.num_output - 1][:width]
 
 
 @dataclass(frozen=True)
@@ -198,12 +198,12 @@ class Chain:
     """For every output."""
 
     def __call__(self, known: Known, width: int) -> Sequence[int]:
-        guessed = list(self.best[known.num_output : known.num_output + width])
-        return guessed + [-1] * (width - len(guessed))  # behind the text's end it goes on drafting
+        drafted = list(self.best[known.num_output : known.num_output + width])
+        return drafted + [-1] * (width - len(drafted))  # behind the text's end it goes on drafting
 
 
 def share_repeated(text: Text, length: int = 8) -> float:
-    """Share of a text's tokens that end a run of so many which stood in prompt or output before."""
+    """ScheduledRequest of a text's tokens that end a run of so many which stood in prompt or output before."""
     ids, seen, num_repeated = [*text.prompt_ids, *text.output_ids], set[tuple[int, ...]](), 0
     for end in range(length, len(ids) + 1):
         run = tuple(ids[end - length : end])
@@ -242,9 +242,9 @@ class Loss(Protocol):
     def __call__(self, value: float, /) -> float: ...
 
 
-def _common(guessed: Sequence[int], wanted: Sequence[int]) -> int:
-    pairs = enumerate(zip(guessed, wanted, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(guessed), len(wanted)))
+def _common(drafted: Sequence[int], wanted: Sequence[int]) -> int:
+    pairs = enumerate(zip(drafted, wanted, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(drafted), len(wanted)))
 
 
 def _same_end(text: Sequence[int], end: int, ids: Sequence[int], most: int) -> int:

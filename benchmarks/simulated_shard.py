@@ -153,7 +153,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
         if stream.arrived:
             self._report(stream)
             assert stream.pending is not None
-            stream.pending.computing.CopyFrom(pb.Computing(ids=stream.running))
+            stream.pending.step_requests.CopyFrom(pb.StepRequests(ids=stream.running))
         stream.arrived.clear()
 
     def _emit(self, stream: _Stream) -> None:
@@ -193,7 +193,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
                 expected_ms=round(1000 * model.step_seconds),
             ),
             outputs=merged or (),
-            computing=earlier.computing if earlier is not None and earlier.HasField("computing") else None,
+            step_requests=earlier.step_requests if earlier is not None and earlier.HasField("computing") else None,
         )
         stream.wake.set()
 

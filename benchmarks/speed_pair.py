@@ -51,7 +51,7 @@ class Pair:
 
     @property
     def repeated(self) -> float:
-        """Share of the recorded texts' tokens in repeated runs of eight."""
+        """ScheduledRequest of the recorded texts' tokens in repeated runs of eight."""
         texts = [Text(tuple(ids[:PROMPT]), tuple(ids[PROMPT:]), self._text) for ids in self.recorded]
         return sum(map(share_repeated, texts)) / len(texts)
 

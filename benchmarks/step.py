@@ -90,7 +90,7 @@ def time_step(model: Model, segments: list[Segment], repeats: int) -> float:
 
 
 def share_outside(model: Model, segments: list[Segment]) -> float:
-    """Share of a step that is neither a matrix product nor attention.
+    """ScheduledRequest of a step that is neither a matrix product nor attention.
 
     These are timed while layers run part by part, since a fused layer is one call; the step is timed as it is served.
     """

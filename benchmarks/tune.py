@@ -143,7 +143,7 @@ class Search:
         most = MOST_ROWS[kernel]
         for num_rows in sorted({min(each, most) for each in self._tokens}):
             if kernel == "guess":
-                yield kernel_trials.of_guesses(key, num_rows, self._tuned, self._device)
+                yield kernel_trials.of_drafts(key, num_rows, self._tuned, self._device)
             else:
                 yield kernel_trials.of_answers(key, shape[1], num_rows, self._tuned, self._device)
 

@@ -134,7 +134,7 @@ class Pin(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "grammar", "group_id", "deadline_ms", "logprobs", "cache_salt", "heads", "num_alone")
+    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "grammar", "group_id", "deadline_ms", "logprobs", "cache_salt", "heads", "isolation_steps")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_EMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -151,7 +151,7 @@ class Submit(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
-    NUM_ALONE_FIELD_NUMBER: _ClassVar[int]
+    ISOLATION_STEPS_FIELD_NUMBER: _ClassVar[int]
     id: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     num_emitted: int
@@ -168,8 +168,8 @@ class Submit(_message.Message):
     logprobs: Logprobs
     cache_salt: str
     heads: AdapterPin
-    num_alone: int
-    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., group_id: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., num_alone: _Optional[int] = ...) -> None: ...
+    isolation_steps: int
+    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., group_id: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "bias_ids", "bias_values", "watermark")
@@ -200,24 +200,24 @@ class Sampling(_message.Message):
     def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., watermark: _Optional[bool] = ...) -> None: ...
 
 class Logprobs(_message.Message):
-    __slots__ = ("wanted", "alternatives", "prefill", "law", "prefill_alternatives")
-    class Law(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ("wanted", "alternatives", "prefill", "mode", "prefill_alternatives")
+    class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        PROCESSED: _ClassVar[Logprobs.Law]
-        RAW: _ClassVar[Logprobs.Law]
-    PROCESSED: Logprobs.Law
-    RAW: Logprobs.Law
+        PROCESSED: _ClassVar[Logprobs.Mode]
+        RAW: _ClassVar[Logprobs.Mode]
+    PROCESSED: Logprobs.Mode
+    RAW: Logprobs.Mode
     WANTED_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
-    LAW_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     wanted: bool
     alternatives: int
     prefill: bool
-    law: Logprobs.Law
+    mode: Logprobs.Mode
     prefill_alternatives: int
-    def __init__(self, wanted: _Optional[bool] = ..., alternatives: _Optional[int] = ..., prefill: _Optional[bool] = ..., law: _Optional[_Union[Logprobs.Law, str]] = ..., prefill_alternatives: _Optional[int] = ...) -> None: ...
+    def __init__(self, wanted: _Optional[bool] = ..., alternatives: _Optional[int] = ..., prefill: _Optional[bool] = ..., mode: _Optional[_Union[Logprobs.Mode, str]] = ..., prefill_alternatives: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
     __slots__ = ("method", "num_tokens", "schedule", "verify", "num_heads")
@@ -234,24 +234,24 @@ class Speculation(_message.Message):
     def __init__(self, method: _Optional[str] = ..., num_tokens: _Optional[int] = ..., schedule: _Optional[str] = ..., verify: _Optional[str] = ..., num_heads: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step", "credit", "heartbeat", "adapters", "outputs", "load", "computing")
+    __slots__ = ("step", "credit", "heartbeat", "adapters", "outputs", "load", "step_requests")
     STEP_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    COMPUTING_FIELD_NUMBER: _ClassVar[int]
+    STEP_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     credit: Credit
     heartbeat: Heartbeat
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterState]
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     load: Load
-    computing: Computing
-    def __init__(self, step: _Optional[int] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., computing: _Optional[_Union[Computing, _Mapping]] = ...) -> None: ...
+    step_requests: StepRequests
+    def __init__(self, step: _Optional[int] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_requests: _Optional[_Union[StepRequests, _Mapping]] = ...) -> None: ...
 
-class Computing(_message.Message):
+class StepRequests(_message.Message):
     __slots__ = ("ids",)
     IDS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]

@@ -17,7 +17,7 @@ def version() -> str:
     return importlib.metadata.version("lorikeet-serve")
 
 
-def versions_fit(one: str, other: str) -> bool:
+def versions_compatible(one: str, other: str) -> bool:
     """Whether a router and a shard of these versions work together: neighbours do, so that a server can be replaced
     piece by piece. Neighbours have the same major number, and minor ones that differ by one at most.
     """

@@ -39,9 +39,9 @@ class RouterConfig:
     port: int = 3000
     listen_fd: int | None = None
     """A bound socket that was inherited, in place of `hostname` and `port`."""
-    ready_mark: str | None = None
+    ready_file: str | None = None
     """Path of a file that appears once requests are welcome; None tells nobody."""
-    beside_mark: str | None = None
+    replacement_file: str | None = None
     """Path of a file that is there while another router serves on the socket: this one listens once it is ready."""
     max_concurrent_requests: int = 1024
     """Requests inside the server (queued and running); above it 429."""
@@ -61,7 +61,7 @@ class RouterConfig:
     """How guesses are verified where a request doesn't say: coupled or rejection."""
     draft_model_id: str | None = None
     """The name the draft model was asked for by; None is what the shard says."""
-    stuck_marks: tuple[str, ...] = ()
+    stuck_files: tuple[str, ...] = ()
     """By shard: path of a file that asks the launcher to end it, since it hangs; none where nobody looks."""
     step_timeout_s: float = 120.0
     """A shard whose step takes longer is given up, and its requests go elsewhere; 0 is never."""

@@ -14,7 +14,7 @@ RouterError
 ├── Refused                     the server can't take it now
 │   └── Overloaded, QueueTimeout, ShuttingDown, NoShard, Unhealthy, NotServed
 └── Failed                      it began and broke
-    └── GenerationFailed, EndsShards, IncompleteGeneration, DeadlineExceeded, InternalError
+    └── GenerationFailed, PoisonRequest, IncompleteGeneration, DeadlineExceeded, InternalError
 """
 
 from dataclasses import dataclass
@@ -234,7 +234,7 @@ class GenerationFailed(Failed):
     template = "Request failed during generation: {}"
 
 
-class EndsShards(Failed):
+class PoisonRequest(Failed):
     template = "Request failed during generation: the shards that computed it ended, the last while it ran alone"
 
 
@@ -292,7 +292,7 @@ ANSWERS: dict[type[RouterError], Answer] = {
     Unhealthy: Answer(503, "healthcheck", "unavailable", 503, "server_error", "unhealthy"),
     NotServed: Answer(501, "not_implemented", "bad_request", 501, "server_error", "not_implemented"),
     GenerationFailed: Answer(424, "generation", "generation", 500, "server_error", "generation_failed"),
-    EndsShards: Answer(500, "request_ends_shards", "generation", 500, "server_error", "request_ends_shards"),
+    PoisonRequest: Answer(500, "request_ends_shards", "generation", 500, "server_error", "request_ends_shards"),
     IncompleteGeneration: Answer(
         500, "incomplete_generation", "incomplete", 500, "server_error", "incomplete_generation"
     ),

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 SAME_REQUEST_S = 0.5
 """A signal so soon after another was sent for the same reason: `timeout` sends two at once."""
 _PR_SET_PDEATHSIG = 1
-_LAST_WORDS_S = 5
+FLUSH_TIMEOUT_S = 5
 """How long connections may take to send what they have after the last generation ended."""
 
 
@@ -75,7 +75,7 @@ class RouterServer:
                 access_log=False,
                 server_header=False,
                 backlog=4096,
-                timeout_graceful_shutdown=_LAST_WORDS_S,
+                timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
                 lifespan="off",
             )
         )
@@ -83,7 +83,7 @@ class RouterServer:
         self._handle_signals(service)
         await dispatcher.start()
         keeping = asyncio.create_task(self._keep(service))
-        if config.beside_mark is not None and await asyncio.to_thread(Path(config.beside_mark).exists):
+        if config.replacement_file is not None and await asyncio.to_thread(Path(config.replacement_file).exists):
             await self._until_ready(service)
         fd = config.listen_fd
         listener = _listen(config.hostname, config.port) if fd is None else _inherited(fd)
@@ -129,19 +129,19 @@ class RouterServer:
 
     async def _tell_ready(self, service: Service) -> None:
         """Once requests are welcome."""
-        if self._config.ready_mark is None:
+        if self._config.ready_file is None:
             return
         await self._until_ready(service)
-        await asyncio.to_thread(Path(self._config.ready_mark).touch)
+        await asyncio.to_thread(Path(self._config.ready_file).touch)
 
     async def _keep(self, service: Service) -> None:
         """Look after the operator's adapters. Ends where one is broken and that is meant to end everything."""
-        if service.keeper is None:
+        if service.preloader is None:
             await asyncio.Event().wait()
             return
-        running = asyncio.create_task(service.keeper.run())
+        running = asyncio.create_task(service.preloader.run())
         try:
-            await service.keeper.settled.wait()
+            await service.preloader.settled.wait()
             directory, is_strict = service.selection.directory, self._config.strict_adapters
             problems = [line for line in directory.listed() if line.problem]
             fatal = [line for line in problems if is_strict or line.alias == directory.default]

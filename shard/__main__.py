@@ -1,4 +1,4 @@
-"""`python -m lorikeet.shard CONFIG.json`: what must be settled before the libraries are imported, then `shard/startup/serve.py`.
+"""`python -m lorikeet.shard CONFIG.json`: process setup before imports, then `serve`.
 
 Exit code 0 after a clean end, else 1.
 """

@@ -27,7 +27,7 @@ class ShardConfig:
     """… its key, where TCP is encrypted."""
     tls_ca_path: str | None = None
     """Certificates of the authority whose routers may connect; None takes any."""
-    ready_mark: str | None = None
+    ready_file: str | None = None
     """Path of a file that appears once requests are taken; None tells nobody."""
     device: str = "cpu"
     """`cpu` or `cuda:N`."""
@@ -106,7 +106,7 @@ class ShardConfig:
     """As `quantize`, of the draft model."""
     step_timeout_s: float = 120.0
     """A step that takes longer hangs, and ends the process; 0 is never."""
-    served_mark: str | None = None
+    served_file: str | None = None
     """Path of a file that appears once a request was completed; None tells nobody."""
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0

@@ -1,25 +1,30 @@
-"""Who may import whom. The table in ARCHITECTURE.md is enforced here."""
+"""Which folder may import which: the folders in their order, without cycles. ARCHITECTURE.md describes them."""
 
 import ast
-import importlib.util
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = "lorikeet"
 PACKAGES = ("router", "shard", "adapters", "launcher", "proto", "demo", "benchmarks")
-OURS = frozenset(PACKAGES) | {"tests"}
+INSTALLED = frozenset(PACKAGES) - {"benchmarks"}
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
+MAX_MODULES = 16
+
 FORBIDDEN = {
-    "proto": OURS - {"proto"},
-    "router": frozenset({"torch", "shard", "launcher", "demo", "benchmarks", "tests"}),
-    "shard": frozenset({"router", "fastapi", "starlette", "uvicorn", "launcher", "demo", "benchmarks", "tests"}),
-    "adapters": frozenset({"grpc", "fastapi", "router", "shard", "launcher", "demo", "benchmarks", "tests"}),
-    "launcher": frozenset({"router", "shard", "torch", "transformers", "grpc", "benchmarks", "tests"}),
-    "demo": frozenset({"router", "shard", "launcher", "tests"}),
-    "benchmarks": frozenset(),  # they measure everything, and run the tests' functions at full size
+    "proto": INSTALLED - {"proto"},
+    "router": frozenset({"torch", "shard", "launcher", "demo"}),
+    "shard": frozenset({"router", "fastapi", "starlette", "uvicorn", "launcher", "demo", "adapters"}),
+    "adapters": frozenset({"grpc", "fastapi", "router", "shard", "launcher", "demo"}),
+    "launcher": frozenset({"router", "shard", "torch", "transformers", "grpc", "demo"}),
+    "demo": frozenset({"router", "shard", "launcher"}),
+    "benchmarks": frozenset[str](),  # they measure everything, and run the tests' functions at full size
 }
+"""What a package never imports: third-party modules and packages of ours."""
+
 WITHOUT_TORCH = (
     "shard/scheduler/request.py",
     "shard/scheduler/kv_cache.py",
@@ -27,7 +32,23 @@ WITHOUT_TORCH = (
     "adapters/refs.py",
 )
 
+FOLDERS = {
+    "adapters": ("", "sources", "medusa", "formats", "loader"),
+    "router": ("text", "requests", "schemas", "metrics", "usage", "shards", "receipts",
+               "adapters", "dispatch", "api/routes", "api", ""),
+    "shard": (
+        "system", "scheduler/speculation", "scheduler", "sampling", "batch", "attention", "model/tensor_parallel",
+        "model/kernels", "model/quantization", "model/lora", "model/moe", "model/medusa", "model/adapters",
+        "model/fusion", "model", "ranks", "grpc", "engine", "adapters", "startup", "",
+    ),
+    "launcher": ("config/flags", "config", "models", "processes", "cli", ""),
+    "demo": ("data/tasks", "data", "training", "evaluation", ""),
+    "proto": ("",),
+}  # fmt: skip
+"""Every folder of the installed package."""
 
+
+@cache
 def sources(package: str) -> list[Path]:
     return [
         path
@@ -37,8 +58,8 @@ def sources(package: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Full names of the modules that a file imports, wherever in it, relative ones resolved."""
-    return imports_of(path.read_text(), path.relative_to(ROOT).parent.parts)
+    """Full names of the modules that a file imports, wherever in it."""
+    return imports_of(path.read_text(), (PACKAGE, *path.relative_to(ROOT).parent.parts))
 
 
 def imports_of(code: str, package: tuple[str, ...]) -> Iterator[str]:
@@ -52,89 +73,191 @@ def imports_of(code: str, package: tuple[str, ...]) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
+def top(name: str) -> str:
+    """The package of ours that a module belongs to, or the top-level name of another one."""
+    first, _, rest = name.partition(".")
+    return rest.partition(".")[0] or first if first == PACKAGE else first
+
+
+def file_of(name: str) -> Path | None:
+    """The file of a module or package of ours."""
+    parts = name.split(".")
+    if parts[0] != PACKAGE or len(parts) == 1:
+        return None
+    stem = ROOT.joinpath(*parts[1:])
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
+
+
+@cache
+def imported_files(path: Path) -> frozenset[Path]:
+    """Our files that a file imports, other than itself; `from package import name` may name a module."""
+    found = set[Path]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                found.add(file_of(f"{node.module}.{alias.name}") or file_of(node.module) or path)
+        elif isinstance(node, ast.Import):
+            found |= {file_of(alias.name) or path for alias in node.names}
+    return frozenset(found - {path})
+
+
 def reached(path: Path) -> set[str]:
-    """Top names of every module that a file imports, by way of our own modules too."""
-    seen: set[Path] = set()
-    tops: set[str] = set()
-    waiting = [path]
+    """Top-level names of every module that a file imports, through our own modules too."""
+    seen, tops, waiting = set[Path](), set[str](), [path]
     while waiting:
         current = waiting.pop()
         if current in seen:
             continue
         seen.add(current)
         for name in imports(current):
-            tops.add(name.partition(".")[0])
-            waiting.extend(_files(name))
+            tops.add(top(name))
+            parts = name.split(".")
+            packages = (file_of(".".join(parts[:depth])) for depth in range(2, len(parts) + 1))
+            waiting.extend(file for file in packages if file is not None)
     return tops
 
 
-def _files(name: str) -> list[Path]:
-    """Our files that importing `name` runs: the module and every package around it."""
-    parts = name.split(".")
-    if parts[0] not in OURS:
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One cycle of a directed graph, [] without any."""
+    finished, path = set[str](), list[str]()
+
+    def visit(node: str) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in finished:
+            return []
+        path.append(node)
+        for other in sorted(graph.get(node, ())):
+            if found := visit(other):
+                return found
+        path.pop()
+        finished.add(node)
         return []
-    packages = [ROOT.joinpath(*parts[:depth], "__init__.py") for depth in range(1, len(parts) + 1)]
-    return [path for path in [*packages, ROOT.joinpath(*parts).with_suffix(".py")] if path.is_file()]
+
+    return next((found for node in sorted(graph) if (found := visit(node))), [])
+
+
+def all_sources() -> list[Path]:
+    return [path for package in sorted(INSTALLED) for path in sources(package)]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_nothing_that_it_may_not(package: str) -> None:
-    files = sources(package)
-    assert files
-    for path in files:
-        bad = {name for name in imports(path) if name.partition(".")[0] in FORBIDDEN[package]}
+def test_a_package_imports_nothing_forbidden(package: str) -> None:
+    assert sources(package)
+    for path in sources(package):
+        bad = {name for name in imports(path) if top(name) in FORBIDDEN[package]}
         assert not bad, f"{path.relative_to(ROOT)} imports {', '.join(sorted(bad))}"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [*all_sources(), *sorted((ROOT / "tests").rglob("*.py")), *sources("benchmarks")],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_our_packages_are_imported_as_lorikeet(path: Path) -> None:
+    """`import router` would load a module a second time, and is not there after an installation."""
+    bad = {name for name in imports(path) if name.partition(".")[0] in INSTALLED}
+    assert not bad, f"import {', '.join(f'{PACKAGE}.{name}' for name in sorted(bad))} instead"
+
+
+@pytest.mark.parametrize("path", all_sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_installed_imports_benchmarks_or_tests(path: Path) -> None:
+    assert not {name for name in imports(path) if name.partition(".")[0] in ("benchmarks", "tests", "examples")}
+
+
 @pytest.mark.parametrize("package", ["router", "launcher"])
-def test_torch_is_not_reached_by_a_detour(package: str) -> None:
+def test_torch_is_not_imported_indirectly(package: str) -> None:
     for path in sources(package):
-        assert "torch" not in reached(path), f"{path.relative_to(ROOT)} reaches torch"
+        assert "torch" not in reached(path), f"{path.relative_to(ROOT)} imports torch indirectly"
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_plain_state_machines_import_no_torch(name: str) -> None:
+def test_state_machines_import_no_torch(name: str) -> None:
     assert "torch" not in reached(ROOT / name)
 
 
-def test_imports_are_found_wherever_they_hide() -> None:
-    code = "import torch.nn\ndef f():\n    from router import app\nfrom . import batch\nfrom ..proto import shard_pb2\n"
-    assert set(imports_of(code, ("shard", "model"))) == {
-        "torch.nn",
-        "router",
-        "lorikeet.router.api.app",
-        "lorikeet.shard.model",
-        "lorikeet.shard.model.batch",
-        "shard.proto",
-        "shard.proto.shard_pb2",
+def test_files_have_no_import_cycle() -> None:
+    graph = {
+        str(path.relative_to(ROOT)): {str(other.relative_to(ROOT)) for other in imported_files(path)}
+        for path in all_sources()
     }
+    assert not cycle(graph), " -> ".join(cycle(graph))
+
+
+def test_folders_have_no_import_cycle() -> None:
+    """A module next to subfolders counts by itself: subfolders import `errors`, and `__main__` imports them."""
+    outer = {path.parent.parent for path in all_sources() if path.name == "__init__.py"}
+
+    def node(path: Path) -> str:
+        return str((path if path.parent in outer else path.parent).relative_to(ROOT))
+
+    graph: dict[str, set[str]] = {}
+    for path in all_sources():
+        graph.setdefault(node(path), set()).update({node(other) for other in imported_files(path)} - {node(path)})
+    assert not cycle(graph), " -> ".join(cycle(graph))
+
+
+@pytest.mark.parametrize("package", sorted(INSTALLED))
+def test_every_folder_is_listed_and_imports_earlier_folders(package: str) -> None:
+    listed = FOLDERS[package]
+    found = {str(path.parent.relative_to(ROOT / package)).removeprefix(".") for path in sources(package)}
+    assert found == set(listed)
+    rank = {folder: number for number, folder in enumerate(listed)}
+    outer = {folder.rpartition("/")[0] for folder in listed if folder}
+    for path in sources(package):
+        folder = str(path.parent.relative_to(ROOT / package)).removeprefix(".")
+        for other in () if folder in outer else imported_files(path):
+            if not other.is_relative_to(ROOT / package):
+                continue
+            target = str(other.parent.relative_to(ROOT / package)).removeprefix(".")
+            if target not in outer:
+                assert rank[target] <= rank[folder], f"{path.relative_to(ROOT)} imports later {other.relative_to(ROOT)}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_names_say_what_a_module_is_about(package: str) -> None:
+def test_no_folder_has_too_many_modules(package: str) -> None:
+    counts: dict[Path, int] = {}
+    for path in sources(package):
+        counts[path.parent] = counts.get(path.parent, 0) + (path.name != "__init__.py")
+    assert all(count <= MAX_MODULES for count in counts.values()), counts
+
+
+def test_imports_are_found_anywhere_in_a_file() -> None:
+    code = "import torch.nn\ndef f():\n    from lorikeet.router import app\n"
+    code += "from . import batch\nfrom ..proto import shard_pb2\n"
+    assert set(imports_of(code, (PACKAGE, "shard", "model"))) == {
+        "torch.nn",
+        "lorikeet.router",
+        "lorikeet.router.app",
+        "lorikeet.shard.model",
+        "lorikeet.shard.model.batch",
+        "lorikeet.shard.proto",
+        "lorikeet.shard.proto.shard_pb2",
+    }
+
+
+def test_a_cycle_is_found() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert not cycle({"a": {"b", "c"}, "b": {"c"}})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_is_named_after_nothing(package: str) -> None:
     for path in sources(package):
         names = {path.stem, *path.relative_to(ROOT).parent.parts}
         assert not names & {"utils", "util", "helpers", "misc", "common"}, path
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_file_says_what_it_knows(package: str) -> None:
+def test_every_file_has_a_short_docstring(package: str) -> None:
     for path in sources(package):
         doc = ast.get_docstring(ast.parse(path.read_text()))
-        assert doc, f"{path.relative_to(ROOT)} does not open with what it knows"
+        assert doc, f"{path.relative_to(ROOT)} has no docstring"
         prose = [line for line in doc.splitlines() if not line.startswith((" ", "│", "├", "└"))]
-        assert len(prose) <= 10, f"{path.relative_to(ROOT)} opens with more than a few lines"
+        assert len(prose) <= 10, f"the docstring of {path.relative_to(ROOT)} is too long"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_files_are_of_one_noun(package: str) -> None:
+def test_files_are_short(package: str) -> None:
     for path in sources(package):
         assert len(path.read_text().splitlines()) <= 400, f"{path.relative_to(ROOT)} is too long"
-
-
-@pytest.mark.parametrize("package", ["proto", "adapters"])
-def test_names_that_others_use_too_are_ours(package: str) -> None:
-    """proto-plus installs a package called proto, AdapterHub one called adapters."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.origin is not None
-    assert Path(spec.origin).parent == ROOT / package

@@ -15,7 +15,7 @@ from lorikeet.adapters.sources.base import MAX_SMALL_BYTES
 _WHOLE = "tokenizer.json"
 _ADDED = "added_tokens.json"
 _SETTINGS = "tokenizer_config.json"
-_MOST_VERDICTS = 1024
+_MAX_VALIDATIONS = 1024
 
 
 class Tokenizers:
@@ -23,7 +23,7 @@ class Tokenizers:
 
     def __init__(self, model_path: Path) -> None:
         self._model_path = model_path
-        self._verdicts: dict[bytes, str | None] = {}
+        self._validations: dict[bytes, str | None] = {}
 
     def check(self, folder: Path) -> None:
         """Raises AdapterInvalid that names a token."""
@@ -36,11 +36,11 @@ class Tokenizers:
         if not files or files.get(_WHOLE) == self._own_file:
             return
         key = hashlib.sha256(b"\0".join(files.get(name, b"") for name in (_WHOLE, _ADDED, _SETTINGS))).digest()
-        if key not in self._verdicts:
-            if len(self._verdicts) >= _MOST_VERDICTS:
-                self._verdicts.clear()
-            self._verdicts[key] = self._difference(files)
-        difference = self._verdicts[key]
+        if key not in self._validations:
+            if len(self._validations) >= _MAX_VALIDATIONS:
+                self._validations.clear()
+            self._validations[key] = self._difference(files)
+        difference = self._validations[key]
         if difference is not None:
             raise AdapterInvalid(difference)
 

@@ -26,7 +26,7 @@ from lorikeet.adapters.errors import (
     SourceUnreachable,
 )
 from lorikeet.adapters.loader.gate import Gate, Ticket
-from lorikeet.adapters.loader.readers import Nursery, Reader, ReaderEnded
+from lorikeet.adapters.loader.readers import ForkServer, Reader, ReaderEnded
 from lorikeet.adapters.pin import Pin
 from lorikeet.adapters.refs import Source
 from lorikeet.adapters.sources.registry import Sources
@@ -75,10 +75,10 @@ class Jobs:
     """All jobs of one loader."""
 
     def __init__(
-        self, store: Store, nursery: Nursery, sources: Sources, max_fetches: int, max_conversions: int
+        self, store: Store, fork_server: ForkServer, sources: Sources, max_fetches: int, max_conversions: int
     ) -> None:
         self._store = store
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._sources = sources
         self._fetching = Gate(max_fetches, num_fast=max_fetches)
         # one at normal priority is fast enough for all, and no more than one is felt by who computes
@@ -272,7 +272,7 @@ class Jobs:
             if not is_fast or reader.hasten():
                 self._resting.remove(reader)
                 return reader
-        return await self._nursery.reader(steps_back=not is_fast)
+        return await self._fork_server.reader(steps_back=not is_fast)
 
     async def _give_back(self, job: Job) -> None:
         reader, job.reader = job.reader, None

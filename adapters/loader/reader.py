@@ -23,7 +23,7 @@ from lorikeet.adapters.formats.layout import Base, Layout, lay_out, settled, wri
 from lorikeet.adapters.formats.reader import Reader
 from lorikeet.adapters.formats.reading import Found
 from lorikeet.adapters.formats.skeleton import Skeleton, base_hash, choose_dtype, weights_hash
-from lorikeet.adapters.judging import Judge, look
+from lorikeet.adapters.judging import AdapterValidator, look
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.merging import merge
 from lorikeet.adapters.pin import Pin
@@ -76,11 +76,11 @@ class Jobs:
         return {"folder": str(folder)}
 
     def check(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Judge a pin by its configuration and the headers of its weights. Nothing is kept."""
+        """AdapterValidator a pin by its configuration and the headers of its weights. Nothing is kept."""
         pin = Pin.from_dict(job["pin"])
         seen = self._loop.run(look(self._sources[pin.source], pin, job.get("token")))
         self._allow(0)
-        verdict = Judge.over(self._work.reader, self._work.tokenizers, self._work.base.kinds).judge(seen)
+        verdict = AdapterValidator.over(self._work.reader, self._work.tokenizers, self._work.base.kinds).validate(seen)
         told = {"rank": verdict.rank, "modules": verdict.num_modules, "num_bytes": verdict.num_bytes}
         return {"verdict": {**told, "num_heads": verdict.num_heads}}
 

@@ -48,8 +48,8 @@ class ReaderEnded(Exception):
 class Reader:
     """One process, for one job at a time."""
 
-    def __init__(self, nursery: "Nursery", pid: int, connection: socket.socket, steps_back: bool) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: "ForkServer", pid: int, connection: socket.socket, steps_back: bool) -> None:
+        self._fork_server = fork_server
         self._pid = pid
         self._connection = connection
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -71,7 +71,7 @@ class Reader:
         if not line.endswith(b"\n"):
             self.is_ended = True
             writer.close()
-            raise ReaderEnded(await self._nursery.status(self._pid))
+            raise ReaderEnded(await self._fork_server.status(self._pid))
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise from_dict(answer["error"])
@@ -100,7 +100,7 @@ class Reader:
                 self._streams[1].close()
             else:
                 self._connection.close()
-            await self._nursery.status(self._pid)
+            await self._fork_server.status(self._pid)
 
     def kill(self) -> None:
         """Let the job that is under way fail with ReaderEnded."""
@@ -108,7 +108,7 @@ class Reader:
             os.kill(self._pid, signal.SIGKILL)
 
 
-class Nursery:
+class ForkServer:
     """The process that forks readers."""
 
     def __init__(self, config_path: Path) -> None:

@@ -17,7 +17,7 @@ from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterError, LoaderFailed
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.loader.jobs import Job, Jobs
-from lorikeet.adapters.loader.readers import LONGEST_LINE, Nursery
+from lorikeet.adapters.loader.readers import LONGEST_LINE, ForkServer
 from lorikeet.adapters.pin import Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Store
@@ -142,15 +142,15 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     # a parent decides when its processes end: an interrupt at the terminal reaches all of them
     loop.add_signal_handler(signal.SIGINT, ended.set if config.parent_pid is None else lambda: None)
-    nursery = Nursery(config_path)
+    fork_server = ForkServer(config_path)
     try:
-        store = Store(config.adapter_store, config.store_bytes, await nursery.start())
+        store = Store(config.adapter_store, config.store_bytes, await fork_server.start())
         await asyncio.to_thread(store.sweep)
         sources = Sources(config.sources)
-        jobs = Jobs(store, nursery, sources, config.max_fetches, config.max_conversions or usable_cores())
+        jobs = Jobs(store, fork_server, sources, config.max_fetches, config.max_conversions or usable_cores())
         server = await _listen(config, jobs, store)
         log.info("adapters are loaded here", store=config.adapter_store)
-        watch = asyncio.create_task(nursery.ended())
+        watch = asyncio.create_task(fork_server.ended())
         stop = asyncio.create_task(ended.wait())
         await asyncio.wait({watch, stop}, return_when=asyncio.FIRST_COMPLETED)
         server.close()
@@ -160,7 +160,7 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
             raise ValueError(f"the process that reads adapters ended with {watch.result()}")
         watch.cancel()
     finally:
-        nursery.end()
+        fork_server.end()
 
 
 def usable_cores() -> int:

@@ -82,7 +82,7 @@ def of_heads(tensors: Mapping[str, Tensor], where: str, warn: Callable[[str], No
     return ours
 
 
-def holds_heads(folder: Path) -> bool:
+def has_heads(folder: Path) -> bool:
     """Whether there are heads in `folder`, by its files' names alone."""
     return (folder / HEADS_FILE).is_file() or (folder / PICKLED_FILE).is_file()
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from benchmarks.adapter_files import ALL, ATTENTION
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.lora.served_file import FORMAT
-from lorikeet.shard.model.lora.sites import AdapterSite
+from lorikeet.shard.model.lora.targets import LoraTarget
 
 __all__ = ["ALL", "ATTENTION", "Store"]
 
@@ -24,7 +24,7 @@ class Store:
 
     def __init__(self, folder: Path, model: Model, seed: int) -> None:
         self.folder = folder
-        self._sites = {name: site for name, site in model.adapter_sites.items() if isinstance(site, AdapterSite)}
+        self._targets = {name: site for name, site in model.lora_targets.items() if isinstance(site, LoraTarget)}
         self._dtype, self._hidden = model.info.dtype, model.heads.hidden_size
         self._device = model.info.device
         self._generator = torch.Generator(self._device).manual_seed(seed)
@@ -45,12 +45,12 @@ class Store:
         return self._named(self._written("heads", tensors, facts))
 
     def _lora(self, rank: int, targets: tuple[str, ...]) -> Path:
-        sites = {name: site for name, site in self._sites.items() if name.rpartition(".")[2] in targets}
+        chosen = {name: target for name, target in self._targets.items() if name.rpartition(".")[2] in targets}
         tensors = {}
-        for name, site in sites.items():
+        for name, site in chosen.items():
             tensors[f"{name}.A"] = self._random(rank, site.num_in)
             tensors[f"{name}.B"] = self._random(site.num_out, rank) / rank**0.5
-        return self._written(f"rank-{rank}-{len(targets)}", tensors, {"modules": json.dumps(sorted(sites))})
+        return self._written(f"rank-{rank}-{len(chosen)}", tensors, {"modules": json.dumps(sorted(chosen))})
 
     def _random(self, num_rows: int, num_columns: int) -> torch.Tensor:
         """[num_rows, num_columns] on the host, of the size that training gives."""

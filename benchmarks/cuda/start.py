@@ -44,7 +44,7 @@ def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
             checkpoint.forget(folder)
             mark, listen = folder / f"ready-{number}", f"unix:{folder}/shard-{number}.sock"
             room = {} if setup.is_cuda else engines.room(setup, setup.requests, setup.longest)
-            config = engines.configured(setup, folder, **room, json_output=True, ready_mark=str(mark))
+            config = engines.configured(setup, folder, **room, json_output=True, ready_file=str(mark))
             told = {**json.loads(engines.config_json(config)), "listen": listen, "parent_pid": os.getpid()}
             raw, log = _start(told, mark, folder / f"shard-{number}.log")
             raw |= {"bytes": num_bytes, "written_s": round(written_s, 1)}

@@ -134,7 +134,7 @@ def continuations(
             top_k=0,
         )
         new_ids = out[:, encoded["input_ids"].shape[1] :].tolist()
-        results += [_judge(prompt, ids, model, tokenizer) for prompt, ids in zip(batch, new_ids, strict=True)]
+        results += [_validate(prompt, ids, model, tokenizer) for prompt, ids in zip(batch, new_ids, strict=True)]
     return results
 
 
@@ -144,7 +144,7 @@ def _encode(prompts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Batch
     return tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
 
 
-def _judge(
+def _validate(
     prompt: str, new_ids: list[int], model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> Continuation:
     stops = [i for i, token in enumerate(new_ids) if token in model.generation_config.eos_token_id]

@@ -80,17 +80,17 @@ class Plan:
         address: str | None = self.settings["shard-listen"]
         return address or f"unix:{self.folder / f'shard-{index}.sock'}"
 
-    def served_mark(self, index: int = 0) -> Path:
+    def served_file(self, index: int = 0) -> Path:
         """Appears once a shard has completed a request."""
         return self.folder / f"shard-{index}.served"
 
-    def ready_mark(self, index: int = 0) -> Path:
+    def ready_file(self, index: int = 0) -> Path:
         """Appears once a shard takes requests."""
         return self.folder / f"shard-{index}.ready"
 
     def marks(self, index: int) -> Marks:
         """Files that tell of a shard."""
-        return Marks(self.served_mark(index), self.stuck_mark(index), self.ready_mark(index))
+        return Marks(self.served_file(index), self.stuck_file(index), self.ready_file(index))
 
     @property
     def router_ready(self) -> Path:
@@ -102,7 +102,7 @@ class Plan:
         """Is there while a router takes another one's place."""
         return self.folder / "router.beside"
 
-    def stuck_mark(self, index: int = 0) -> Path:
+    def stuck_file(self, index: int = 0) -> Path:
         """Appears where the router finds that a shard hangs."""
         return self.folder / f"shard-{index}.stuck"
 
@@ -146,7 +146,7 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "tls_cert_path": settings["shard-tls-cert"],
         "tls_key_path": settings["shard-tls-key"],
         "tls_ca_path": settings["shard-tls-ca"],
-        "ready_mark": str(plan.ready_mark(index)),
+        "ready_file": str(plan.ready_file(index)),
         "device": plan.shard_device(index),
         "num_ranks": plan.num_ranks,
         "master_addr": settings["master-addr"],
@@ -181,7 +181,7 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "draft_dtype": settings["draft-dtype"],
         "draft_quantize": settings["draft-quantize"],
         "step_timeout_s": settings["step-timeout-s"],
-        "served_mark": str(plan.served_mark(index)),
+        "served_file": str(plan.served_file(index)),
         "watermark_gamma": settings["watermark-gamma"],
         "watermark_delta": settings["watermark-delta"],
         "json_output": settings["json-output"],
@@ -202,7 +202,7 @@ def ray_fields(plan: Plan, hidden: Sequence[str]) -> dict[str, Any]:
     """The fields of the configuration of what asks Ray for shards. `hidden`: variables that shards must not see."""
     settings = plan.settings
     shard = shard_fields(plan)
-    for name in ("listen", "secret_path", "served_mark", "ready_mark", "parent_pid"):
+    for name in ("listen", "secret_path", "served_file", "ready_file", "parent_pid"):
         del shard[name]
     bundle = {"CPU": 1, "GPU": plan.num_ranks}
     if plan.device == "cpu":
@@ -214,8 +214,8 @@ def ray_fields(plan: Plan, hidden: Sequence[str]) -> dict[str, Any]:
         "bundle": bundle,
         "secret_path": plan.secret_path,
         "addresses_path": str(plan.ray_addresses),
-        "served_mark": str(plan.served_mark()),
-        "ready_mark": str(plan.ready_mark()),
+        "served_file": str(plan.served_file()),
+        "ready_file": str(plan.ready_file()),
         "hidden": list(hidden),
         "json_output": settings["json-output"],
         "log_level": settings["log-level"],
@@ -259,7 +259,7 @@ def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
         "shard_tls_ca_path": settings["shard-tls-ca"],
         "shard_tls_cert_path": settings["shard-tls-cert"],
         "shard_tls_key_path": settings["shard-tls-key"],
-        "stuck_marks": [] if plan.is_on_ray else [str(plan.stuck_mark(index)) for index in range(plan.num_replicas)],
+        "stuck_files": [] if plan.is_on_ray else [str(plan.stuck_file(index)) for index in range(plan.num_replicas)],
         "step_timeout_s": settings["step-timeout-s"],
         "recovery_timeout_s": settings["recovery-timeout-s"],
         "loader_address": plan.loader_address,
@@ -283,7 +283,7 @@ def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
         "hostname": settings["hostname"],
         "port": settings["port"],
         "listen_fd": listen_fd,
-        "ready_mark": str(plan.router_ready),
+        "ready_file": str(plan.router_ready),
         "beside_mark": str(plan.router_beside),
         "max_concurrent_requests": settings["max-concurrent-requests"],
         "max_best_of": settings["max-best-of"],

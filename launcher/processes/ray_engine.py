@@ -44,9 +44,9 @@ class RayConfig:
     """Of the secret that routers show; Ray brings its text to the nodes."""
     addresses_path: str
     """Where the JSON list of addresses is written."""
-    ready_mark: str
+    ready_file: str
     """Path of a file that appears once all shards take requests."""
-    served_mark: str
+    served_file: str
     """The same once one has completed a request."""
     hidden: list[str] = field(default_factory=list)
     """Environment variables that shards must not see."""
@@ -190,9 +190,9 @@ class RayEngine:
                 shard.look()
             self._tell([shard.address for shard in self._shards if shard.address is not None])
             if all(shard.is_ready for shard in self._shards):
-                Path(self._config.ready_mark).touch()
+                Path(self._config.ready_file).touch()
             if any(shard.has_served for shard in self._shards):
-                Path(self._config.served_mark).touch()
+                Path(self._config.served_file).touch()
 
     def _tell(self, addresses: list[str]) -> None:
         """Write them in one piece: the router may read at any moment."""

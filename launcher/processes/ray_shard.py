@@ -43,7 +43,7 @@ class RayShard:
         """`fields`: the shard's configuration but for what the node decides. `hidden`: variables it must not see."""
         self._is_ending = False
         self._folder = Path(tempfile.mkdtemp(prefix="lorikeet-"))
-        self._ready_mark, self._served_mark = self._folder / "ready", self._folder / "served"
+        self._ready_file, self._served_file = self._folder / "ready", self._folder / "served"
         host = node_address()
         self._problem = missing(fields, host)
         self._address = f"{f'[{host}]' if ':' in host else host}:{free_port(host)}"
@@ -54,7 +54,7 @@ class RayShard:
 
     def state(self) -> State:
         """Where the shard is, and how it does."""
-        return State(self._address, self._ready_mark.exists(), self._served_mark.exists(), self._problem)
+        return State(self._address, self._ready_file.exists(), self._served_file.exists(), self._problem)
 
     def end(self) -> None:
         """Have the shard end, and wait for it."""
@@ -70,7 +70,7 @@ class RayShard:
         secret_path.touch(mode=0o600)
         secret_path.write_text(secret)
         own = {"listen": self._address, "secret_path": str(secret_path), "parent_pid": os.getpid()}
-        marks = {"ready_mark": str(self._ready_mark), "served_mark": str(self._served_mark)}
+        marks = {"ready_file": str(self._ready_file), "served_file": str(self._served_file)}
         config = configs.write(self._folder / "shard.json", fields | own | marks)
         seen = {name: text for name, text in os.environ.items() if name not in hidden}
         return Child("the shard", module, config, environment_of_children(seen))

@@ -35,7 +35,7 @@ class Marks:
             mark.unlink(missing_ok=True)
 
 
-class KeptShard:
+class SupervisedShard:
     """A shard. Ends are counted from the last one in whose life a request was completed."""
 
     def __init__(self, start: Callable[[], Child], marks: Marks, log: logging.Logger) -> None:
@@ -88,7 +88,7 @@ class KeptShard:
         return self._start()
 
 
-class KeptHelper:
+class SupervisedHelper:
     """A loader or a router. It may not end too often within a while."""
 
     def __init__(self, start: Callable[[], Child], too_often: Exit, log: logging.Logger) -> None:

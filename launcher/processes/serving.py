@@ -55,7 +55,7 @@ def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Si
         if not plan.settings["json-output"]:
             print(_try_it(plan, address), flush=True)
 
-    is_ready = address.is_ready if plan.has_router else plan.ready_mark().exists
+    is_ready = address.is_ready if plan.has_router else plan.ready_file().exists
     supervisor = Supervisor(processes, is_ready, plan.settings["drain-timeout-s"], log)
     signals.reloads = not plan.settings.given.keys().isdisjoint({"adapters", "api-keys", "usage-log"})
     return supervisor.run(signals, when_ready)

@@ -19,7 +19,7 @@ from typing import Self
 
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.processes.process import Child
-from lorikeet.launcher.processes.restart_policy import KeptHelper, KeptShard, Marks
+from lorikeet.launcher.processes.restart_policy import Marks, SupervisedHelper, SupervisedShard
 
 SAME_REQUEST_S = 0.5
 """A signal so soon after another was sent for the same reason: `timeout` and closing terminals send two at once."""
@@ -28,7 +28,7 @@ _SHARD_END_S = 10.0
 _REPLACED_S = 1800.0
 """So long a new shard may load its model."""
 _ROUTER_GRACE_S = 10.0
-_LAST_WORDS_S = 2.0
+FLUSH_TIMEOUT_S = 2.0
 _MEANT = (None, 0, -signal.SIGTERM)
 """Exit codes of who ends as it was asked to: by SIGTERM itself only before it listens, and then it does nothing yet."""
 
@@ -156,9 +156,9 @@ class Supervisor:
         self._is_ready = is_ready
         self._drain_timeout_s = drain_timeout_s
         self._log = log
-        self._shards: list[KeptShard] = []
-        self._router: KeptHelper | None = None
-        self._loader: KeptHelper | None = None
+        self._shards: list[SupervisedShard] = []
+        self._router: SupervisedHelper | None = None
+        self._loader: SupervisedHelper | None = None
         self._leaving: list[Child] = []
         """Processes that finish what they have beside their successors."""
 
@@ -185,11 +185,11 @@ class Supervisor:
 
     def _start(self) -> None:
         for shard in self._processes.shards:
-            self._shards.append(KeptShard(shard.start, shard.marks, self._log))
+            self._shards.append(SupervisedShard(shard.start, shard.marks, self._log))
         if self._processes.loader is not None:
-            self._loader = KeptHelper(self._processes.loader, Exit.LOADER_FAILED, self._log)
+            self._loader = SupervisedHelper(self._processes.loader, Exit.LOADER_FAILED, self._log)
         if self._processes.router is not None:
-            self._router = KeptHelper(self._processes.router, Exit.WEBSERVER_FAILED, self._log)
+            self._router = SupervisedHelper(self._processes.router, Exit.WEBSERVER_FAILED, self._log)
 
     def _wait_until_ready(self, signals: Signals) -> None:
         exits = [(child, Exit.SHARD_CANNOT_START) for child in (shard.child for shard in self._shards)]
@@ -209,7 +209,7 @@ class Supervisor:
             if signals.take(signal.SIGUSR2):
                 self._replace_all(signals)
 
-    def _look(self, signals: Signals, untried: KeptHelper | None = None) -> None:
+    def _look(self, signals: Signals, untried: SupervisedHelper | None = None) -> None:
         """Look after everything but a helper that has yet to show whether it can be started at all."""
         self._listen(signals)
         for kept in (*self._shards, self._loader, self._router):
@@ -229,7 +229,7 @@ class Supervisor:
         if self._router is None or self._replace_router(self._router, signals):
             self._log.info("every process was replaced")
 
-    def _replace_router(self, router: KeptHelper, signals: Signals) -> bool:
+    def _replace_router(self, router: SupervisedHelper, signals: Signals) -> bool:
         """Both are there until the new one is ready."""
         ready, beside = self._processes.router_ready, self._processes.router_beside
         assert ready is not None and beside is not None
@@ -254,7 +254,7 @@ class Supervisor:
         is_so: Callable[[], bool],
         signals: Signals,
         ending: Child | None = None,
-        untried: KeptHelper | None = None,
+        untried: SupervisedHelper | None = None,
     ) -> bool:
         """Look after everything until it is so; False where that takes too long. `ending` is killed if it does not end
         in time, and then there is time again for its successor.
@@ -325,7 +325,7 @@ class Supervisor:
         """After a death: the others get a moment to tell their clients."""
         for child in self._children():
             child.terminate()
-        end = time.monotonic() + _LAST_WORDS_S
+        end = time.monotonic() + FLUSH_TIMEOUT_S
         for child in self._children():
             child.wait(max(0.0, end - time.monotonic()))
 

@@ -170,7 +170,7 @@ class Admission:
         for pin in (contents.adapter_pin, contents.heads_pin):
             if pin is not None and contents.home:
                 self.prefetch(pin[1], pin[0], contents.home)
-        self._enqueue(generation, generation.lane, 1.0 if adapter is None else adapter.weight)
+        self._enqueue(generation, generation.flow, 1.0 if adapter is None else adapter.weight)
 
     def _ready(self, generation: Generation, content: Loaded) -> None:
         generation.contents.learn(content)

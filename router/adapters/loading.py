@@ -74,8 +74,8 @@ class Loading:
     def num_loading(self) -> int:
         return len(self._loads)
 
-    def num_waiting(self, lane: str) -> int:
-        return self._num_waiting.get(lane, 0)
+    def num_waiting(self, flow: str) -> int:
+        return self._num_waiting.get(flow, 0)
 
     def wait(self, adapter: Adapter, generation: Generation) -> None:
         """`on_ready` or `on_failed` will be called for `generation`, unless it leaves before."""
@@ -87,7 +87,7 @@ class Loading:
         else:
             load.waiting[generation.number] = generation
         generation.awaits = adapter
-        self._num_waiting[generation.lane] = self.num_waiting(generation.lane) + 1
+        self._num_waiting[generation.flow] = self.num_waiting(generation.flow) + 1
 
     async def content(self, adapter: Adapter) -> Loaded:
         """The same without a request: an operator's wish. Raises AdapterError."""
@@ -106,7 +106,7 @@ class Loading:
         load = None if adapter is None else self._loads.get(adapter.content)
         if adapter is None or load is None or load.waiting.pop(generation.number, None) is None:
             return
-        self._left(generation.lane)
+        self._left(generation.flow)
         if not load.waiting:
             del self._loads[adapter.content]
             self._stop(load)
@@ -195,12 +195,12 @@ class Loading:
         taken = [generation for number, generation in load.waiting.items() if number not in kept]
         load.waiting = dict(kept)
         for generation in taken:
-            self._left(generation.lane)
+            self._left(generation.flow)
         return taken
 
-    def _left(self, lane: str) -> None:
-        left = self._num_waiting[lane] - 1
+    def _left(self, flow: str) -> None:
+        left = self._num_waiting[flow] - 1
         if left:
-            self._num_waiting[lane] = left
+            self._num_waiting[flow] = left
         else:
-            del self._num_waiting[lane]
+            del self._num_waiting[flow]

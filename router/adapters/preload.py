@@ -19,12 +19,12 @@ log = structlog.get_logger()
 
 RETRY_SECONDS = 10.0
 """Until what could not be asked is asked again."""
-AGAIN_SECONDS = 60.0
+RECHECK_SECONDS = 60.0
 """Until what was refused is looked at again."""
 NUM_AT_ONCE = 16
 
 
-class Keeper:
+class AdapterPreloader:
     """Of one router, for as long as `run` runs."""
 
     def __init__(self, selection: Selection, admission: Admission) -> None:
@@ -33,7 +33,7 @@ class Keeper:
         self._selection = selection
         self._admission = admission
         self._changed = asyncio.Event()
-        self._looked_at: dict[str, Entry] = {}
+        self._checked: dict[str, Entry] = {}
         self._places = asyncio.Semaphore(NUM_AT_ONCE)
         self._pinned: dict[str, Entry] = {}
         """By digest."""
@@ -49,7 +49,7 @@ class Keeper:
                 self.settled.set()
             try:
                 # What is broken may be mended where it lies.
-                seconds = RETRY_SECONDS if not is_complete else AGAIN_SECONDS if self._has_problems() else None
+                seconds = RETRY_SECONDS if not is_complete else RECHECK_SECONDS if self._has_problems() else None
                 async with asyncio.timeout(seconds):
                     await self._changed.wait()
             except TimeoutError:
@@ -65,14 +65,14 @@ class Keeper:
         """Bring pins in line with the directory; whether nothing is left to try again."""
         directory = self._selection.directory
         entries = list(directory.entries())
-        self._looked_at = {alias: entry for alias, entry in self._looked_at.items() if directory.find(alias) == entry}
+        self._checked = {alias: entry for alias, entry in self._checked.items() if directory.find(alias) == entry}
         looked = [entry for entry in entries if not self._is_kept(entry)]
-        new = [entry for entry in looked if self._looked_at.get(entry.alias) != entry or directory.problem(entry.alias)]
+        new = [entry for entry in looked if self._checked.get(entry.alias) != entry or directory.problem(entry.alias)]
         kept, problems = await asyncio.gather(
             asyncio.gather(*(self._keep(entry) for entry in entries if self._is_kept(entry))), self.look(new)
         )
         for entry in new:
-            self._looked_at[entry.alias] = entry
+            self._checked[entry.alias] = entry
             directory.note(entry, problems.get(entry.alias, ""))
         digests = {digest for entry_digests in kept if entry_digests is not None for digest in entry_digests}
         for digest in [digest for digest, entry in self._pinned.items() if digest not in digests]:

@@ -9,7 +9,7 @@ from lorikeet.adapters import catalogue, keys
 from lorikeet.adapters.catalogue import Catalogue, CatalogueError
 from lorikeet.adapters.keys import Keys
 from lorikeet.adapters.refs import Source
-from lorikeet.router.adapters.preload import Keeper
+from lorikeet.router.adapters.preload import AdapterPreloader
 from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ReloadRefused
@@ -44,10 +44,10 @@ class Changed:
 class Reloading:
     """One at a time."""
 
-    def __init__(self, config: RouterConfig, selection: Selection, keeper: Keeper | None) -> None:
+    def __init__(self, config: RouterConfig, selection: Selection, preloader: AdapterPreloader | None) -> None:
         self._config = config
         self._selection = selection
-        self._keeper = keeper
+        self._preloader = preloader
         self._turn = asyncio.Lock()
 
     async def reload(self) -> Changed:
@@ -62,8 +62,8 @@ class Reloading:
             changed = [] if new is None else list(directory.news(new))
             if new is not None:
                 problems = dict(directory.unread_news(new))
-                if self._keeper is not None:
-                    problems |= await self._keeper.look(changed)
+                if self._preloader is not None:
+                    problems |= await self._preloader.look(changed)
                 if problems:
                     shown = "; ".join(f"{alias}: {problem}" for alias, problem in list(problems.items())[:_SHOWN])
                     raise ReloadRefused(f"{len(problems)} of its adapters cannot be served: {shown}")

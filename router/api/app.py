@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lorikeet.router.api import openapi
-from lorikeet.router.api.middleware import Entrance, Handle, failure_response
+from lorikeet.router.api.middleware import Handle, RequestMiddleware, failure_response
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
@@ -48,7 +48,7 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
         expose_headers=config.cors_expose_header,
         allow_credentials=bool(config.cors_allow_credentials),
     )
-    app.middleware_stack = Entrance(app.build_middleware_stack(), generating, service, metrics)
+    app.middleware_stack = RequestMiddleware(app.build_middleware_stack(), generating, service, metrics)
     return app
 
 

@@ -79,7 +79,7 @@ async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int,
             if chunk.finish_reason is not None:
                 return
     arrivals: asyncio.Queue[tuple[int, Chunk | BaseException]] = asyncio.Queue()
-    tasks = [asyncio.ensure_future(_pump(index, each, arrivals)) for index, each in enumerate(generations)]
+    tasks = [asyncio.ensure_future(_send_loop(index, each, arrivals)) for index, each in enumerate(generations)]
     num_running = len(tasks)
     try:
         while num_running:
@@ -93,7 +93,7 @@ async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int,
             task.cancel()
 
 
-async def _pump(
+async def _send_loop(
     index: int, generation: Generation, arrivals: "asyncio.Queue[tuple[int, Chunk | BaseException]]"
 ) -> None:
     try:

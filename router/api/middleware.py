@@ -32,7 +32,7 @@ from lorikeet.router.usage.record import Ending
 
 _OPEN_WHILE_DRAINING = frozenset(("/health", "/ping", "/ready", "/startup", "/metrics", "/info"))
 
-GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 """The status in logs of a request whose client did not wait for it."""
 
 Handle = Callable[[Request], Awaitable[Response]]
@@ -40,7 +40,7 @@ Handle = Callable[[Request], Awaitable[Response]]
 _log = structlog.get_logger(__name__)
 
 
-class Entrance:
+class RequestMiddleware:
     """Around the whole application; `generating` are the POST routes to the model, counted and called directly."""
 
     def __init__(self, app: ASGIApp, generating: Mapping[str, Handle], service: Service, metrics: Metrics) -> None:
@@ -57,7 +57,7 @@ class Entrance:
         headers = Headers(scope=scope)
         identity = request_id(headers.get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = identity
-        visit = _Visit(scope, send, identity, closes=self._service.dispatcher.is_leaving)
+        call = _RequestScope(scope, send, identity, closes=self._service.dispatcher.is_leaving)
         handle = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
         if handle is not None:
             self._metrics.request_arrived()
@@ -68,32 +68,32 @@ class Entrance:
                 if self._service.dispatcher.draining and not _stays_open(scope):
                     raise ShuttingDown()
                 if direct is None:
-                    await self._app(scope, receive, visit.send)
+                    await self._app(scope, receive, call.send)
                 else:
                     response = await direct(Request(scope, receive))
-                    await response(scope, receive, visit.send)
+                    await response(scope, receive, call.send)
             except RouterError as error:
-                await visit.fail(error, receive)
+                await call.fail(error, receive)
             except (ClientGone, ClientDisconnect):
-                visit.status = GONE
+                call.status = CLIENT_CLOSED_REQUEST
             except Exception as error:
                 # Neither the exception's text nor its locals: both may hold a prompt.
                 frames = traceback.extract_tb(error.__traceback__)
                 where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
                 _log.error("request broke", kind=type(error).__name__, where=where)
-                await visit.fail(InternalError(), receive)
+                await call.fail(InternalError(), receive)
             finally:
-                visit.log()
+                call.log()
                 if handle is not None:
-                    visit.count(self._metrics)
-                    self._usage.ended(Request(scope), visit.ending())
+                    call.count(self._metrics)
+                    self._usage.ended(Request(scope), call.ending())
 
 
 def _stays_open(scope: Scope) -> bool:
     return scope["path"] in _OPEN_WHILE_DRAINING or (scope["path"] == "/" and scope["method"] == "GET")
 
 
-class _Visit:
+class _RequestScope:
     """One request on its way out: adds the id, remembers the status."""
 
     def __init__(self, scope: Scope, send: Send, identity: str, *, closes: bool) -> None:
@@ -137,7 +137,7 @@ class _Visit:
     def _error(self) -> str | None:
         """What it failed by."""
         failure = self._scope["state"].get("failure")
-        if self.status == GONE:
+        if self.status == CLIENT_CLOSED_REQUEST:
             return "dropped"
         return None if failure is None else answer(failure).counted_as
 

@@ -11,7 +11,7 @@ from lorikeet.adapters.sources.registry import Sources
 from lorikeet.router.adapters.admission import Admission
 from lorikeet.router.adapters.chat_templates import Templates
 from lorikeet.router.adapters.directory import Directory
-from lorikeet.router.adapters.preload import Keeper
+from lorikeet.router.adapters.preload import AdapterPreloader
 from lorikeet.router.adapters.reload import Reloading, read_catalogue, read_keys
 from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.config import RouterConfig
@@ -24,7 +24,7 @@ from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import FinishReason, GenerationRequest, Speculation
 from lorikeet.router.schemas.adapters import AdapterFields
-from lorikeet.router.schemas.speculation import Offer, SpeculationFields, make_offer, settle_speculation
+from lorikeet.router.schemas.speculation import Offer, SpeculationFields, make_offer, resolve_speculation
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage.reporter import Usage
 
@@ -47,7 +47,7 @@ class Service:
     metrics: Metrics
     selection: Selection
     templates: Templates
-    keeper: Keeper | None
+    preloader: AdapterPreloader | None
     """None where the base model is served alone."""
     reloading: Reloading
     receipts: Receipts
@@ -74,7 +74,7 @@ class Service:
     @property
     def settled(self) -> bool:
         """Whether the operator's adapters were looked at."""
-        return self.keeper is None or self.keeper.settled.is_set()
+        return self.preloader is None or self.preloader.settled.is_set()
 
     def caller(self, request: Request) -> Caller:
         """Who sent `request`."""
@@ -93,7 +93,7 @@ class Service:
 
     def speculation(self, wanted: SpeculationFields, *, is_seeded: bool) -> Speculation:
         """How far ahead is guessed for a request. Raises ValidationError."""
-        return settle_speculation(wanted, self.offer, is_seeded=is_seeded)
+        return resolve_speculation(wanted, self.offer, is_seeded=is_seeded)
 
     def check_room(self) -> None:
         """Before anything is tokenized for a request that would be refused anyway. Raises a leaf of Refused."""
@@ -140,7 +140,7 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
     rights = None if sources is None else Rights(sources, config.auth_cache_ttl_s, config.auth_stale_s)
     directory = Directory(config, read_catalogue(config))
     selection = Selection(config, rights, directory, read_keys(config))
-    keeper = None if dispatcher.admission is None else Keeper(selection, dispatcher.admission)
+    preloader = None if dispatcher.admission is None else AdapterPreloader(selection, dispatcher.admission)
     receipts = Receipts(config, tokenizer.digest, dispatcher.links)
     dispatcher.when_finished = receipts.finished
     return Service(
@@ -150,8 +150,8 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         metrics,
         selection,
         Templates(tokenizer, sources),
-        keeper,
-        Reloading(config, selection, keeper),
+        preloader,
+        Reloading(config, selection, preloader),
         receipts,
         Usage(config, metrics, lambda request: caller(request, selection.keys)),
     )

@@ -52,13 +52,13 @@ class Delivery:
                 num_tokens += num_fed
                 if generation.digest and num_fed:
                     num_adapted += num_fed
-                    self._charge(generation.lane, num_fed)
+                    self._charge(generation.flow, num_fed)
                     self._received(generation, num_fed)
         if num_tokens > num_adapted:
             self._charge(BASE_KEY, num_tokens - num_adapted)
         return num_tokens
 
-    def pass_on(self) -> None:
+    def wake_readers(self) -> None:
         """Let readers see what their requests got."""
         untold, self._untold = self._untold, []
         for generation in untold:
@@ -88,7 +88,7 @@ class Delivery:
             else:
                 metrics.first_token(now - generation.queued_at, generation.num_cached)
         if part.num_drafted:
-            metrics.guessed(part, num_tokens, generation.request.adapter, generation.digest)
+            metrics.speculation_stats(part, num_tokens, generation.request.adapter, generation.digest)
         if generation.is_over:
             self._end(link, generation, part, now)
         elif failed:

@@ -19,14 +19,14 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.delivery import BASE_KEY, Delivery
 from lorikeet.router.dispatch.fair_queue import FairQueue, QueueFull
 from lorikeet.router.dispatch.recovery import Recovery
-from lorikeet.router.dispatch.send_loop import Pump
+from lorikeet.router.dispatch.send_loop import SendLoop
 from lorikeet.router.errors import DeadlineExceeded, NoShard, Overloaded, RouterError, ShuttingDown
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.deadlines import Deadlines
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.shards.codec import submit_message
-from lorikeet.router.shards.compatibility import unfit
+from lorikeet.router.shards.compatibility import incompatible
 from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.shards.credentials import ShardAccess
 from lorikeet.router.shards.discovery import Members
@@ -64,7 +64,7 @@ class Dispatcher:
         self._recovery = Recovery(config.recovery_timeout_s, self._put_back, self._give_up)
         self._delivery = Delivery(self.metrics, self._queue.charge, self._recovery, self._note_active)
         self._deadlines = Deadlines(config, self._fail, self._retry_after)
-        self._pump = Pump(self.links, self._queue.__len__, self._send)
+        self._send_loop = SendLoop(self.links, self._queue.__len__, self._send)
         self._empty = asyncio.Event()
         self._empty.set()
         self._queue_seconds = 0.0
@@ -139,14 +139,14 @@ class Dispatcher:
         return len(self._queued) + sum(len(link.running) for link in self.links)
 
     def _make_link(self, index: int, address: str, name: str) -> ShardLink:
-        marks, timeout_s = self._config.stuck_marks, self._config.step_timeout_s
+        marks, timeout_s = self._config.stuck_files, self._config.step_timeout_s
         return ShardLink(
             index, address, self, timeout_s, marks[index] if index < len(marks) else "", self._access, name
         )
 
     def _members_changed(self) -> None:
         self._placement.changed()
-        self._pump.soon()
+        self._send_loop.soon()
 
     # Requests
 
@@ -186,13 +186,13 @@ class Dispatcher:
             self._queue.push(key, generation.number, len(generation.request.prompt_ids), weight)
         except QueueFull:
             raise Overloaded(self._retry_after()) from None
-        self._pump.soon()
+        self._send_loop.soon()
 
     def _admit(self, generation: Generation) -> None:
         """Raises ValidationError, or Overloaded where too many wait for that adapter."""
         assert self.admission is not None
-        lane = generation.lane
-        num_waiting = self.admission.loading.num_waiting(lane) + self._queue.num_waiting(lane)
+        flow = generation.flow
+        num_waiting = self.admission.loading.num_waiting(flow) + self._queue.num_waiting(flow)
         if generation.request.adapter is not None and num_waiting >= self._config.most_queued_per_adapter:
             raise Overloaded(self._retry_after())
         self.admission.admit(generation)
@@ -271,19 +271,19 @@ class Dispatcher:
 
     # What shards say (LinkOwner)
 
-    def link_unfit(self, info: pb.ShardInfo) -> str:
-        return unfit(info, next((link.info for link in self.links if link.client.connected), None))
+    def link_incompatible(self, info: pb.ShardInfo) -> str:
+        return incompatible(info, next((link.info for link in self.links if link.client.connected), None))
 
     def link_serving(self) -> None:
         """A shard that ends takes nothing new; where it is the only one for now, requests wait."""
         if not self.ready:
-            self._recovery.none_is_left()
+            self._recovery.on_all_down()
 
     def link_up(self, link: ShardLink) -> None:
         assert link.info is not None
         if self.admission is not None:
             self.admission.link_up(link)
-        self.metrics.shard_is(link.info, link.index)
+        self.metrics.set_info(link.info, link.index)
         log.info("shard_connected", address=link.address, model=link.info.model_id, num_pages=link.info.num_pages)
 
     def link_down(self, link: ShardLink, lost: list[Generation], reason: str) -> None:
@@ -295,7 +295,7 @@ class Dispatcher:
             if self.draining:
                 self._give_up()
             else:
-                self._recovery.none_is_left()
+                self._recovery.on_all_down()
         self._note_active()
         self._note_credit()
         if reason:
@@ -306,8 +306,8 @@ class Dispatcher:
         """It goes on as prompt and output so far, before others of its queue."""
         self.metrics.requests_moved.add()
         self._queued[generation.number] = generation
-        self._queue.put_back(generation.lane or BASE_KEY, generation.number, generation.num_known)
-        self._pump.soon()
+        self._queue.put_back(generation.flow or BASE_KEY, generation.number, generation.num_known)
+        self._send_loop.soon()
 
     def _give_up(self) -> None:
         """No shard has come back."""
@@ -317,7 +317,7 @@ class Dispatcher:
     def link_output(self, link: ShardLink, output: pb.StepOutput) -> int:
         """Give every request its tokens, then use the room that this step made.
 
-        Returns the number of requests whose readers wait for `link_quiet` to be told.
+        Returns the number of requests whose readers wait for `flush` to be told.
         """
         now = time.monotonic()
         num_tokens = self._delivery.take(link, output, now)
@@ -327,17 +327,17 @@ class Dispatcher:
         if output.HasField("credit"):
             self._note_credit()
             if link.ready:
-                self._recovery.one_is_there()
-        self.metrics.shard_spoke(output, num_tokens, link.index)
+                self._recovery.on_ready()
+        self.metrics.record_output(output, num_tokens, link.index)
         if len(self._queue):
             if has_stepped:
                 self._send(now, {link})
-            self._pump.soon()
+            self._send_loop.soon()
         return self._delivery.num_untold
 
-    def link_quiet(self) -> None:
+    def flush(self) -> None:
         """Nothing more is at hand: let readers see what their requests got."""
-        self._delivery.pass_on()
+        self._delivery.wake_readers()
 
     def _note_credit(self) -> None:
         gauges = self.metrics.gauges

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 QUANTUM = 64
 """Tokens per round and unit of weight: about a short request, so that keys of short ones take turns within a second."""
-_MANY_LANES = 1024
+_MANY_FLOWS = 1024
 
 
 class QueueFull(Exception):
@@ -20,7 +20,7 @@ class QueueFull(Exception):
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Flow:
     """One key: its waiting requests in order, and what it may still spend (negative: what it owes)."""
 
     key: str
@@ -38,12 +38,12 @@ class FairQueue:
     def __init__(self, max_waiting: int, quantum: int = QUANTUM) -> None:
         self._max_waiting = max_waiting
         self._quantum = quantum
-        self._lanes: dict[str, _Lane] = {}
-        self._turns: deque[_Lane] = deque()
+        self._flows: dict[str, _Flow] = {}
+        self._turns: deque[_Flow] = deque()
         """Lanes with waiting requests, the one whose turn it is first."""
         self._key_of: dict[int, str] = {}
         self._rounds = 0.0
-        self._forget_at = _MANY_LANES
+        self._forget_at = _MANY_FLOWS
         """So many lanes are looked through for those that may be forgotten."""
         self._fresh = True
         """Whether the first lane has yet to get its quantum for this turn."""
@@ -52,8 +52,8 @@ class FairQueue:
         return len(self._key_of)
 
     def num_waiting(self, key: str) -> int:
-        lane = self._lanes.get(key)
-        return 0 if lane is None else len(lane.waiting)
+        flow = self._flows.get(key)
+        return 0 if flow is None else len(flow.waiting)
 
     def push(self, key: str, request_id: int, tokens: int, weight: float = 1.0) -> None:
         """Queue a request that is charged `tokens` when it leaves. Raises QueueFull.
@@ -62,12 +62,12 @@ class FairQueue:
         """
         if not weight > 0:
             raise ValueError(f"a weight must be positive, got {weight}")
-        lane = self._lane(key)
-        lane.weight = weight
-        if len(lane.waiting) >= self._max_waiting:
+        flow = self._flow(key)
+        flow.weight = weight
+        if len(flow.waiting) >= self._max_waiting:
             raise QueueFull(key)
-        self._line_up(lane)
-        lane.waiting[request_id] = tokens
+        self._activate(flow)
+        flow.waiting[request_id] = tokens
         self._key_of[request_id] = key
 
     def put_back(self, key: str, request_id: int, tokens: int) -> None:
@@ -75,25 +75,25 @@ class FairQueue:
 
         `tokens` are charged when it leaves once more. Of several the last to be put back goes first.
         """
-        lane = self._lane(key)
-        self._line_up(lane)
-        lane.deficit += tokens
-        lane.waiting[request_id] = tokens
-        lane.waiting.move_to_end(request_id, last=False)
+        flow = self._flow(key)
+        self._activate(flow)
+        flow.deficit += tokens
+        flow.waiting[request_id] = tokens
+        flow.waiting.move_to_end(request_id, last=False)
         self._key_of[request_id] = key
 
     def pop(self, fits: Callable[[int], bool]) -> int | None:
         """Take the next request, unless it does not fit: nobody overtakes it then, or large ones would starve."""
-        lane = self._next_lane()
-        if lane is None:
+        flow = self._next_flow()
+        if flow is None:
             return None
-        request_id = next(iter(lane.waiting))
+        request_id = next(iter(flow.waiting))
         if not fits(request_id):
             return None
-        lane.deficit -= lane.waiting.pop(request_id)
+        flow.deficit -= flow.waiting.pop(request_id)
         del self._key_of[request_id]
-        if not lane.waiting:
-            self._retire(lane)
+        if not flow.waiting:
+            self._deactivate(flow)
         return request_id
 
     def remove(self, request_id: int) -> bool:
@@ -101,53 +101,53 @@ class FairQueue:
         key = self._key_of.pop(request_id, None)
         if key is None:
             return False
-        lane = self._lanes[key]
-        del lane.waiting[request_id]
-        if not lane.waiting:
-            self._retire(lane)
+        flow = self._flows[key]
+        del flow.waiting[request_id]
+        if not flow.waiting:
+            self._deactivate(flow)
         return True
 
     def charge(self, key: str, tokens: int) -> None:
         """Charge tokens that a request of `key` emitted after it left."""
-        self._lane(key).deficit -= tokens
+        self._flow(key).deficit -= tokens
 
-    def _lane(self, key: str) -> _Lane:
-        lane = self._lanes.get(key)
-        if lane is None:
-            if len(self._lanes) >= self._forget_at:
+    def _flow(self, key: str) -> _Flow:
+        flow = self._flows.get(key)
+        if flow is None:
+            if len(self._flows) >= self._forget_at:
                 self.forget_idle()
-                self._forget_at = max(_MANY_LANES, 2 * len(self._lanes))
-            lane = self._lanes[key] = _Lane(key, idle_since=self._rounds)
-        return lane
+                self._forget_at = max(_MANY_FLOWS, 2 * len(self._flows))
+            flow = self._flows[key] = _Flow(key, idle_since=self._rounds)
+        return flow
 
-    def _line_up(self, lane: _Lane) -> None:
+    def _activate(self, flow: _Flow) -> None:
         """A lane that was empty gets its turn."""
-        if not lane.waiting:
-            paid = (self._rounds - lane.idle_since) * self._quantum * lane.weight
-            lane.deficit = min(0.0, lane.deficit + paid)
-            self._turns.append(lane)
+        if not flow.waiting:
+            paid = (self._rounds - flow.idle_since) * self._quantum * flow.weight
+            flow.deficit = min(0.0, flow.deficit + paid)
+            self._turns.append(flow)
 
-    def _retire(self, lane: _Lane) -> None:
+    def _deactivate(self, flow: _Flow) -> None:
         """An empty lane keeps its debt but saves up nothing."""
-        if self._turns and self._turns[0] is lane:
+        if self._turns and self._turns[0] is flow:
             self._turns.popleft()
             self._fresh = True
         else:
-            self._turns.remove(lane)
-        lane.deficit = min(0.0, lane.deficit)
-        lane.idle_since = self._rounds
+            self._turns.remove(flow)
+        flow.deficit = min(0.0, flow.deficit)
+        flow.idle_since = self._rounds
 
-    def _next_lane(self) -> _Lane | None:
+    def _next_flow(self) -> _Flow | None:
         """Give quanta in turn until the lane at the front can pay for its oldest request."""
         visits = 0
         while self._turns:
-            lane = self._turns[0]
-            cost = next(iter(lane.waiting.values()))
+            flow = self._turns[0]
+            cost = next(iter(flow.waiting.values()))
             if self._fresh:
-                lane.deficit += self._quantum * lane.weight
+                flow.deficit += self._quantum * flow.weight
                 self._fresh = False
-            if lane.deficit >= cost:
-                return lane
+            if flow.deficit >= cost:
+                return flow
             self._turns.rotate(-1)
             self._fresh = True
             self._rounds += 1 / len(self._turns)
@@ -160,17 +160,17 @@ class FairQueue:
     def _skip_rounds(self) -> None:
         """All lanes are short: give everyone the rounds after which the first of them can pay, bar the last one."""
         short = [
-            math.ceil((next(iter(lane.waiting.values())) - lane.deficit) / (self._quantum * lane.weight))
-            for lane in self._turns
+            math.ceil((next(iter(flow.waiting.values())) - flow.deficit) / (self._quantum * flow.weight))
+            for flow in self._turns
         ]
         rounds = max(0, min(short) - 1)
-        for lane in self._turns:
-            lane.deficit += rounds * self._quantum * lane.weight
+        for flow in self._turns:
+            flow.deficit += rounds * self._quantum * flow.weight
         self._rounds += rounds
 
     def forget_idle(self) -> None:
         """Drop keys that wait for nothing and owe nothing any more."""
-        for lane in [lane for lane in self._lanes.values() if not lane.waiting]:
-            paid = (self._rounds - lane.idle_since) * self._quantum * lane.weight
-            if lane.deficit + paid >= 0:
-                del self._lanes[lane.key]
+        for flow in [flow for flow in self._flows.values() if not flow.waiting]:
+            paid = (self._rounds - flow.idle_since) * self._quantum * flow.weight
+            if flow.deficit + paid >= 0:
+                del self._flows[flow.key]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import structlog
 
-from lorikeet.router.errors import EndsShards, GenerationFailed, RouterError
-from lorikeet.router.requests.crash_suspect import Suspicion
+from lorikeet.router.errors import GenerationFailed, PoisonRequest, RouterError
+from lorikeet.router.requests.crash_suspect import PoisonRequestTracker
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.shards.connection import ShardLink
 
@@ -33,12 +33,12 @@ class Recovery:
         """Whether there was a shard, there is none now, and one should be back soon."""
         return self._timer is not None
 
-    def none_is_left(self) -> None:
+    def on_all_down(self) -> None:
         """The last shard has gone."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end)
 
-    def one_is_there(self) -> None:
+    def on_ready(self) -> None:
         """A shard takes requests."""
         if self._timer is not None:
             self._timer.cancel()
@@ -57,24 +57,24 @@ class Recovery:
         """A shard could not go on with a request; another may, or the same one without those beside it."""
         log.warning("request_moves", request_id=generation.request.request_id, reason=error[:512])
         if in_step:
-            self._blame(generation, GenerationFailed(error))
+            self._convict(generation, GenerationFailed(error))
         else:
             self._again(generation)
 
     def _move(self, link: ShardLink, generation: Generation) -> None:
-        if generation.wire_id in link.computing:
-            self._blame(generation, EndsShards())
+        if generation.wire_id in link.step_requests:
+            self._convict(generation, PoisonRequest())
             return
         if not generation.is_heard:
-            generation.suspicion = generation.suspicion or Suspicion()
-            generation.suspicion.doubted()
+            generation.poison_tracker = generation.poison_tracker or PoisonRequestTracker()
+            generation.poison_tracker.suspected()
         self._again(generation)
 
-    def _blame(self, generation: Generation, error: RouterError) -> None:
+    def _convict(self, generation: Generation, error: RouterError) -> None:
         """It was computed by a step that went wrong. Fails with `error` where the request must have been the reason."""
-        suspicion = generation.suspicion = generation.suspicion or Suspicion()
-        if suspicion.blamed():
-            log.error("request_refused", request_id=generation.request.request_id, num_ends=suspicion.num_ends)
+        poison_tracker = generation.poison_tracker = generation.poison_tracker or PoisonRequestTracker()
+        if poison_tracker.convicted():
+            log.error("request_refused", request_id=generation.request.request_id, num_ends=poison_tracker.num_ends)
             generation.fail(error)
         else:
             self._again(generation)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from lorikeet.router.shards.connection import ShardLink
 
 
-class Pump:
+class SendLoop:
     """Of one dispatcher, whose `send` sends a batch to each of the shards given, as of a moment.
 
     `num_waiting` is the number of requests that could be sent. Moments are of time.monotonic().

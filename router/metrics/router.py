@@ -114,13 +114,13 @@ class Metrics:
 
     # What the dispatcher reports
 
-    def shard_is(self, info: pb.ShardInfo, index: int = 0) -> None:
+    def set_info(self, info: pb.ShardInfo, index: int = 0) -> None:
         """What shard `index` says of itself."""
         self._page_size = info.page_size
         self._num_pages[index] = info.num_pages
         self.gauges["lorikeet_kv_pages"] = sum(self._num_pages.values())
 
-    def shard_spoke(self, output: pb.StepOutput, num_tokens: int, index: int = 0) -> None:
+    def record_output(self, output: pb.StepOutput, num_tokens: int, index: int = 0) -> None:
         """One message of shard `index`, with `num_tokens` tokens in it."""
         self.shard_messages.add()
         self.generated_tokens.add(num_tokens)
@@ -157,7 +157,7 @@ class Metrics:
             self.prefix_hits.add()
             self.cached_prompt_tokens.add(num_cached)
 
-    def guessed(self, output: pb.RequestOutput, num_kept: int, adapter: Adapter | None, digest: str) -> None:
+    def speculation_stats(self, output: pb.RequestOutput, num_kept: int, adapter: Adapter | None, digest: str) -> None:
         """A message tells of drafts; the first `num_kept` of its tokens are in the request's text."""
         self.drafted_tokens.add(sum(output.num_drafted))
         self.accepted_tokens.add(num_emitted(output, num_kept))

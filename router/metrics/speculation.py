@@ -47,10 +47,10 @@ class SpeculationMetrics:
         for method, source, drafted in zip(METHODS, _SOURCES, output.num_drafted, strict=False):
             if not drafted:
                 continue
-            key, is_alone = (method, adapter), drafted == num_drafted
+            key, is_isolated = (method, adapter), drafted == num_drafted
             share = drafted / num_drafted
             self._add("drafted_tokens", key, drafted)
-            self._add("accepted_tokens", key, num_accepted if is_alone else kept.count(source))
+            self._add("accepted_tokens", key, num_accepted if is_isolated else kept.count(source))
             self._add("steps", key, num_steps * share)
             for phase, spent in zip(PHASES, seconds, strict=True):
                 self._add(phase, key, spent * share)

@@ -20,7 +20,7 @@ from lorikeet.router.shards.connection import ShardLink
 
 log = structlog.get_logger()
 
-LAST_WORDS_S = 10.0
+FLUSH_TIMEOUT_S = 10.0
 """So long the end of the router waits for lines that are not written yet."""
 
 
@@ -68,7 +68,7 @@ class Receipts:
         if self._file is None:
             return
         if self._writing is not None:
-            await asyncio.wait([self._writing], timeout=LAST_WORDS_S)
+            await asyncio.wait([self._writing], timeout=FLUSH_TIMEOUT_S)
             if not self._writing.done():
                 log.error("receipts_not_written", num_receipts=len(self._unwritten), reason="the server ends")
                 self._writing.cancel()

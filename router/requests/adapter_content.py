@@ -9,7 +9,7 @@ from lorikeet.router.requests.adapter_ref import Adapter, Loaded
 from lorikeet.router.requests.types import GenerationRequest
 
 
-class Contents:
+class ResolvedAdapters:
     """Of one request."""
 
     def __init__(self, request: GenerationRequest) -> None:

@@ -48,7 +48,7 @@ class Adapter:
         return "merge:" + hashlib.sha256(json.dumps(self.call, sort_keys=True).encode()).hexdigest()
 
     @cached_property
-    def lane(self) -> str:
+    def flow(self) -> str:
         """The queue it waits in."""
         return f"{self.alias}|{self.content}"
 

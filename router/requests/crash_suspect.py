@@ -11,27 +11,27 @@ LONGEST = 4096
 
 
 @dataclass(slots=True)
-class Suspicion:
+class PoisonRequestTracker:
     """Of one request, over all shards that it ever ran on."""
 
     num_ends: int = 0
     """Shards that ended in a step that computed it."""
-    num_alone: int = 0
+    isolation_steps: int = 0
     """Steps of its own that are still ahead of it."""
 
-    def doubted(self) -> None:
+    def suspected(self) -> None:
         """A shard ended before it said what became of the request."""
-        self.num_alone = max(self.num_alone, TRIAL)
+        self.isolation_steps = max(self.isolation_steps, TRIAL)
 
-    def blamed(self) -> bool:
+    def convicted(self) -> bool:
         """A shard ended in a step that computed it. True where it is what ended it: it was not the first time, and it
         was computed alone.
         """
-        was_alone = self.num_alone > 0
+        was_isolated = self.isolation_steps > 0
         self.num_ends += 1
-        self.num_alone = min(LONGEST, TRIAL * LONGER ** (self.num_ends - 1))
-        return was_alone and self.num_ends > 1
+        self.isolation_steps = min(LONGEST, TRIAL * LONGER ** (self.num_ends - 1))
+        return was_isolated and self.num_ends > 1
 
     def stepped(self, num_steps: int) -> None:
         """So many steps with it ended well."""
-        self.num_alone = max(0, self.num_alone - num_steps)
+        self.isolation_steps = max(0, self.isolation_steps - num_steps)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Self
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterError
-from lorikeet.router.requests.adapter_content import Contents
+from lorikeet.router.requests.adapter_content import ResolvedAdapters
 from lorikeet.router.requests.adapter_ref import Adapter
-from lorikeet.router.requests.crash_suspect import Suspicion
-from lorikeet.router.requests.speculation_stats import Guessed
+from lorikeet.router.requests.crash_suspect import PoisonRequestTracker
+from lorikeet.router.requests.speculation_stats import SpeculationStats
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Token
 from lorikeet.router.text.stop import StopMatcher
 from lorikeet.router.text.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class Generation:
         self.num_skipped = 0
         """Tokens beyond the first of their step."""
         self.num_cached = 0
-        self.guessed = Guessed() if request.speculation.is_possible(has_heads=False) else None
+        self.speculation_stats = SpeculationStats() if request.speculation.is_possible(has_heads=False) else None
         """What guessing ahead gave; None where nothing can be guessed."""
         self.read_texts: list[str] | None = None
         """What its reader got, where that is kept for the operator."""
@@ -73,7 +73,7 @@ class Generation:
         """How often it went back into the queue."""
         self.prefix_keys: tuple[int, ...] | None = None
         """Of the beginnings of its prompt, once somebody asked."""
-        self.suspicion: Suspicion | None = None
+        self.poison_tracker: PoisonRequestTracker | None = None
         """Whether it may be what ended a shard."""
         self.deadline: float | None = None
         """time.monotonic() at which it ends with an error."""
@@ -82,12 +82,12 @@ class Generation:
         """The shard that it runs on."""
         self.digest = ""
         """Of the adapter's content, once it is known; empty for the base model."""
-        self.contents = Contents(request)
+        self.contents = ResolvedAdapters(request)
         self.awaits: Adapter | None = None
         """Whose content it waits for."""
         self.is_admitted = request.adapter is None and request.heads is None
         """Whether all is known of its adapter and heads."""
-        self.lane = "" if request.adapter is None else request.adapter.lane
+        self.flow = "" if request.adapter is None else request.adapter.flow
         """The queue that its tokens are charged to."""
         self.timers: list[asyncio.TimerHandle] = []
         self._tokenizer = tokenizer
@@ -145,8 +145,8 @@ class Generation:
         """All is known of its adapter and heads. Raises ValidationError where that is not what was asked for."""
         self.contents.check()
         self.digest = self.contents.digest
-        if self.contents.can_speculate and self.guessed is None:
-            self.guessed = Guessed()
+        if self.contents.can_speculate and self.speculation_stats is None:
+            self.speculation_stats = SpeculationStats()
         self.is_admitted = True
 
     def __aiter__(self) -> Self:
@@ -180,8 +180,8 @@ class Generation:
         if sources and max(sources) > _LAST_SOURCE:
             raise ValueError(f"{max(sources)} is no source")
         self.is_heard = True
-        if self.suspicion is not None:
-            self.suspicion.stepped(sum(output.step_ends))
+        if self.poison_tracker is not None:
+            self.poison_tracker.stepped(sum(output.step_ends))
         if self._wants_prefill:
             if len(output.prefill_alternative_ids) != len(output.prefill_alternative_logprobs):
                 raise ValueError("alternatives without log probabilities, or the other way round")
@@ -192,8 +192,8 @@ class Generation:
             self.first_token_at = now
             self.num_cached = output.num_cached_tokens
         num_tokens = self._take(ids, output) if ids else 0
-        if self.guessed is not None:
-            self.guessed.take(output, num_tokens)
+        if self.speculation_stats is not None:
+            self.speculation_stats.take(output, num_tokens)
         if num_tokens:
             self.last_token_at = now
         finish = output.finish_reason

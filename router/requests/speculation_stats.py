@@ -8,7 +8,7 @@ from lorikeet.router.requests.types import ACCEPTED
 
 
 @dataclass(slots=True)
-class Guessed:
+class SpeculationStats:
     """Of one request that could speculate, wherever its steps ran."""
 
     num_drafted: int = 0

@@ -117,7 +117,7 @@ def check_speculation(wanted: SpeculationFields, most: int) -> None:
         )
 
 
-def settle_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: bool) -> Speculation:
+def resolve_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: bool) -> Speculation:
     """With the server's defaults, for a request whose user gave a seed or did not. Raises ValidationError.
 
     A user's seed promises a text; the rejection rule keeps a law only, so such a request is verified by coupling.

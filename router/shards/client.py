@@ -55,7 +55,7 @@ EXPLAIN_SECONDS = 5.0
 class ShardListener(Protocol):
     """Who is told what happens on the stream."""
 
-    def shard_unfit(self, info: pb.ShardInfo) -> str:
+    def shard_incompatible(self, info: pb.ShardInfo) -> str:
         """Why this shard cannot be used, in a sentence; empty if it can."""
 
     def shard_serving(self) -> None:
@@ -171,8 +171,8 @@ class ShardClient:
                 watch = asyncio.create_task(self._follow_health(health))
                 stub = shard_pb2_grpc.ShardStub(channel)
                 info = await stub.Info(pb.InfoRequest(), timeout=10.0, metadata=self._metadata)
-                if unfit := self._listener.shard_unfit(info):
-                    return unfit
+                if incompatible := self._listener.shard_incompatible(info):
+                    return incompatible
                 return await self._serve(stub, info)
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name}: {error.details()}"

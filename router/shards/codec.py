@@ -50,7 +50,7 @@ def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms:
             wanted=request.logprobs,
             alternatives=request.num_alternatives,
             prefill=request.prefill_logprobs and not generation.emitted_ids,
-            law=pb.Logprobs.RAW if request.raw_logprobs else pb.Logprobs.PROCESSED,
+            mode=pb.Logprobs.RAW if request.raw_logprobs else pb.Logprobs.PROCESSED,
             prefill_alternatives=request.num_prefill_alternatives,
         ),
         cache_salt=request.cache_salt,
@@ -58,7 +58,7 @@ def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms:
         heads=None if heads is None else adapter_pin(*heads),
         speculation=_speculation(request.speculation) if contents.can_speculate else None,
         prediction_ids=request.speculation.prediction_ids,
-        num_alone=0 if generation.suspicion is None else generation.suspicion.num_alone,
+        isolation_steps=0 if generation.poison_tracker is None else generation.poison_tracker.isolation_steps,
     )
 
 

@@ -22,7 +22,7 @@ from lorikeet.router.shards.send_timing import Pacing
 class LinkOwner(Protocol):
     """Who is told what happens on a link."""
 
-    def link_unfit(self, info: pb.ShardInfo) -> str:
+    def link_incompatible(self, info: pb.ShardInfo) -> str:
         """Why such a shard cannot be used, in a sentence; empty if it can."""
 
     def link_serving(self) -> None:
@@ -34,7 +34,7 @@ class LinkOwner(Protocol):
     def link_output(self, link: "ShardLink", output: pb.StepOutput) -> int:
         """One message; returns the number of requests with news to pass on."""
 
-    def link_quiet(self) -> None:
+    def flush(self) -> None:
         """No further message is at hand: pass the news on."""
 
     def link_down(self, link: "ShardLink", lost: list[Generation], reason: str) -> None:
@@ -50,11 +50,11 @@ class ShardLink:
         address: str,
         owner: LinkOwner,
         step_timeout_s: float = 0.0,
-        stuck_mark: str = "",
+        stuck_file: str = "",
         access: ShardAccess = OPEN,
         name: str = "",
     ) -> None:
-        """`stuck_mark`: a file that asks who started the shard to end it, since it hangs."""
+        """`stuck_file`: a file that asks who started the shard to end it, since it hangs."""
         self.index = index
         self.address = address
         self.client = ShardClient(address, self, step_timeout_s, access, name)
@@ -68,10 +68,10 @@ class ShardLink:
         self.pacing = Pacing()
         self.residency = Residency()
         self.prefixes = Prefixes(0)
-        self.computing: frozenset[int] = frozenset()
+        self.step_requests: frozenset[int] = frozenset()
         """By the id on the wire: whom the step at hand computes, as far as was heard."""
         self._owner = owner
-        self._stuck_mark = stuck_mark
+        self._stuck_file = stuck_file
         self._wire_ids = itertools.count(1)
         self._last_step = 0
         self._steps = True
@@ -141,8 +141,8 @@ class ShardLink:
         if output.HasField("load"):
             self.pacing.step_takes(output.load.expected_ms / 1000)
             self._steps = output.load.num_running > 0
-        if output.HasField("computing"):
-            self.computing = frozenset(output.computing.ids)
+        if output.HasField("step_requests"):
+            self.step_requests = frozenset(output.step_requests.ids)
         if output.step <= self._last_step:
             return False
         self._last_step = output.step
@@ -151,8 +151,8 @@ class ShardLink:
 
     # ShardListener
 
-    def shard_unfit(self, info: pb.ShardInfo) -> str:
-        return self._owner.link_unfit(info)
+    def shard_incompatible(self, info: pb.ShardInfo) -> str:
+        return self._owner.link_incompatible(info)
 
     def shard_serving(self) -> None:
         self._owner.link_serving()
@@ -166,7 +166,7 @@ class ShardLink:
         self._wire_ids = itertools.count(1)
         self._last_step = 0
         self._steps = True
-        self.computing = frozenset()
+        self.step_requests = frozenset()
         self._digest = None
         self._owner.link_up(self)
 
@@ -174,14 +174,14 @@ class ShardLink:
         return self._owner.link_output(self, output)
 
     def shard_quiet(self) -> None:
-        self._owner.link_quiet()
+        self._owner.flush()
 
     def shard_down(self, reason: str) -> None:
         self.credit = CreditAccount()
         self.residency = Residency()
-        self._owner.link_quiet()
-        if self.client.is_taken_out and self._stuck_mark:
-            Path(self._stuck_mark).touch()
+        self._owner.flush()
+        if self.client.is_taken_out and self._stuck_file:
+            Path(self._stuck_file).touch()
         lost = list(self.running.values())
         self.running.clear()
         self.num_of.clear()

@@ -4,8 +4,8 @@ import os
 
 import orjson
 
-from lorikeet.router.usage.outlet import Unwritten
 from lorikeet.router.usage.record import Record
+from lorikeet.router.usage.writer import Unwritten
 
 
 class UsageFile:

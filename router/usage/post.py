@@ -9,8 +9,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 import orjson
 
-from lorikeet.router.usage.outlet import Unwritten
 from lorikeet.router.usage.record import Record
+from lorikeet.router.usage.writer import Unwritten
 
 TIMEOUT_S = 5.0
 RETRY_DELAYS_S = (0.1, 0.4, 1.6)

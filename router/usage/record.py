@@ -70,7 +70,7 @@ def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str)
     wanted: list[GenerationRequest] = state.get("wanted", [])
     generations: list[Generation] = state.get("generations", [])
     adapter = wanted[0].adapter if wanted else None
-    guessed = [each.guessed for each in generations if each.guessed is not None]
+    speculation_stats = [each.speculation_stats for each in generations if each.speculation_stats is not None]
     first_tokens = [each.first_token_at for each in generations if each.first_token_at is not None]
     return Record(
         time=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -85,8 +85,8 @@ def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str)
         prompt_tokens=sum(len(request.prompt_ids) for request, _ in _by_prompt(generations)),
         cached_tokens=sum(generation.num_cached for _, generation in _by_prompt(generations)),
         generated_tokens=sum(each.num_generated for each in generations),
-        drafted_tokens=sum(each.num_drafted for each in guessed),
-        accepted_tokens=sum(each.num_accepted for each in guessed),
+        drafted_tokens=sum(each.num_drafted for each in speculation_stats),
+        accepted_tokens=sum(each.num_accepted for each in speculation_stats),
         queue_seconds=_rounded(generations[0].waited_s) if generations else None,
         first_token_seconds=_rounded(min(first_tokens) - ending.began_at) if first_tokens else None,
         total_seconds=round(ending.ended_at - ending.began_at, 6),

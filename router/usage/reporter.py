@@ -8,9 +8,9 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.usage.file import UsageFile
-from lorikeet.router.usage.outlet import Outlet
 from lorikeet.router.usage.post import UsagePost
 from lorikeet.router.usage.record import Ending, record
+from lorikeet.router.usage.writer import BackgroundWriter
 
 NUM_POSTERS = 4
 """Threads that post, each over a connection of its own: one would be as slow as the answers are far away."""
@@ -27,8 +27,8 @@ class Usage:
         posters = [] if url is None else [UsagePost(url) for _ in range(NUM_POSTERS)]
         self._model = config.model_id
         self._caller = caller
-        self._file = None if path is None else Outlet("file", [UsageFile(path)], metrics.usage_dropped)
-        self._url = Outlet("url", posters, metrics.usage_dropped) if posters else None
+        self._file = None if path is None else BackgroundWriter("file", [UsageFile(path)], metrics.usage_dropped)
+        self._url = BackgroundWriter("url", posters, metrics.usage_dropped) if posters else None
 
     def ended(self, request: Request, ending: Ending) -> None:
         """A request has ended, however it did."""
@@ -47,6 +47,6 @@ class Usage:
 
     def close(self) -> None:
         """Write what waits, then no more. It may take a while."""
-        for outlet in (self._file, self._url):
-            if outlet is not None:
-                outlet.close(CLOSE_S)
+        for writer in (self._file, self._url):
+            if writer is not None:
+                writer.close(CLOSE_S)

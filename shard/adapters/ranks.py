@@ -31,7 +31,7 @@ class Part:
         return self.own.num_heads
 
 
-class ReadTogether:
+class CollectiveReader:
     """Reads an adapter where all ranks can: for the thread of each that does so."""
 
     def __init__(self, files: AdapterFiles, group: Group) -> None:
@@ -59,7 +59,7 @@ class ReadTogether:
         return Part(path.stem, self.read(path))
 
 
-class LedSlots:
+class BroadcastingSlots:
     """The slots of all ranks, as the first one's bookkeeping meets them."""
 
     def __init__(self, own: Device, leader: Leader) -> None:

@@ -78,7 +78,7 @@ class AttentionBackend(ABC):
         scales = 0 if self.kv_dtype is None else 2 * torch.float32.itemsize
         return spec.num_kv_heads * (head + scales) * self.page_size
 
-    def why_not(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
+    def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
         """What of a layer it does not have there; empty if it has all."""
         return ""
 

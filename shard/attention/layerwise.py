@@ -46,7 +46,9 @@ class LayerwiseAttention(AttentionBackend):
         *others, last = self._backends
         reasons: list[str] = []
         for backend in others:
-            reason = backend.why_not(spec, dtype, device) or self._disproof(backend, spec, dtype, device)
+            reason = backend.unsupported_reason(spec, dtype, device) or self.verify_backend(
+                backend, spec, dtype, device
+            )
             if not reason:
                 return self._place(backend, spec, num_pages, dtype, device, reasons)
             reasons.append(reason)
@@ -81,7 +83,7 @@ class LayerwiseAttention(AttentionBackend):
                 logger.info("attention runs on %s: %s", type(owner).__name__, said)
         return PlacedKV(owner, owner.allocate(spec, num_pages, dtype, device))
 
-    def _disproof(
+    def verify_backend(
         self, backend: AttentionBackend, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> str:
         """Why `backend` is not to be used for such a layer here; empty where it gives what the reference gives."""

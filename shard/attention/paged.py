@@ -62,7 +62,7 @@ class PagedAttention(AttentionBackend):
 
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
         """Raises ValueError with a reason for a layer that the kernels do not compute."""
-        if reason := self.why_not(spec, dtype, device):
+        if reason := self.unsupported_reason(spec, dtype, device):
             raise ValueError(reason)
         if self._num_programs is None:
             self._num_programs = PROGRAMS_PER_PROCESSOR * num_processors(device)
@@ -72,7 +72,7 @@ class PagedAttention(AttentionBackend):
         self._kinds.setdefault(kind_of(spec, dtype), len(self._kinds))
         return PagedKV(spec, num_pages, self.page_size, self.kv_dtype or dtype, device, self.kv_dtype is not None)
 
-    def why_not(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
+    def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
         if dtype not in DTYPES:
             return f"the triton attention backend does not compute in {dtype}"
         if max(spec.key_dim, spec.value_dim) > MOST_DIM:

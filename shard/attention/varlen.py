@@ -57,8 +57,8 @@ class VarlenAttention(AttentionBackend):
         # [T] page id * P + offset in page
         self._kv_slots = torch.empty(0, dtype=torch.long)
 
-    def why_not(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
-        return why_not(spec, dtype)
+    def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
+        return unsupported_reason(spec, dtype)
 
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
         return PagedKV(spec, num_pages, self.page_size, dtype, device)
@@ -114,7 +114,7 @@ def is_there() -> bool:
     return "block_table" in inspect.signature(varlen.varlen_attn).parameters
 
 
-def why_not(spec: AttentionSpec, dtype: torch.dtype) -> str:
+def unsupported_reason(spec: AttentionSpec, dtype: torch.dtype) -> str:
     """What of a layer the kernel does not have; empty if it has all."""
     if dtype not in DTYPES:
         return f"{dtype} is not what FlashAttention computes in"

@@ -1,4 +1,4 @@
-"""Guesses of a step grouped by adapter and head, in device memory at a fixed address: what kernels for heads read.
+"""DraftTokens of a step grouped by adapter and head, in device memory at a fixed address: what kernels for heads read.
 
 A task is up to TASK_ROWS guesses of one head of one slot. Filled from the host without waiting for the device, as
 RowGroups is; behind the tasks that there are lie empty ones. Knows nothing of what a head computes.
@@ -13,14 +13,14 @@ import torch
 from lorikeet.shard.batch.row_groups import ALIGNMENT, group, send
 
 
-class GuessGroups:
+class HeadGroups:
     """The tasks of one step at a time."""
 
-    def __init__(self, max_guesses: int, device: torch.device) -> None:
+    def __init__(self, max_drafts: int, device: torch.device) -> None:
         """No step has more guesses."""
-        self.max_guesses = max_guesses
-        self._memory = torch.zeros(6 * max_guesses + 3 * ALIGNMENT, dtype=torch.int32, device=device)
-        self.num_guesses = 0
+        self.max_drafts = max_drafts
+        self._memory = torch.zeros(6 * max_drafts + 3 * ALIGNMENT, dtype=torch.int32, device=device)
+        self.num_drafts = 0
         """Rows of guesses in the step's output, E: those wanted, and what they are padded to."""
         # [tasks, 4] slot, head, first index into sources and places, number of guesses
         self.tasks = self._memory[:0].view(-1, 4)
@@ -35,8 +35,8 @@ class GuessGroups:
         """
         rows, slots, counts = wanted.T
         num_wanted = int(counts.sum())
-        num_guesses = num_wanted if num_padded is None else num_padded
-        if num_wanted > num_guesses or num_guesses > self.max_guesses:
+        num_drafts = num_wanted if num_padded is None else num_padded
+        if num_wanted > num_drafts or num_drafts > self.max_drafts:
             raise RuntimeError(f"{num_wanted} guesses of heads: more than was reserved")
         owners = np.repeat(np.arange(len(wanted)), counts)
         heads = np.arange(num_wanted) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -45,9 +45,9 @@ class GuessGroups:
         keys, firsts, sizes = found.T
         tasks = np.stack([keys // num_heads, keys % num_heads, firsts, sizes], axis=1).astype(np.int32)
         num_launched = len(tasks) if num_padded is None else num_padded
-        self.num_guesses = num_guesses
+        self.num_drafts = num_drafts
         sources = rows[owners][order].astype(np.int32)
-        told = (tasks.ravel(), 4 * num_launched), (sources, num_guesses), (order, num_guesses)
+        told = (tasks.ravel(), 4 * num_launched), (sources, num_drafts), (order, num_drafts)
         tasks_of, self.sources, self.places = send(self._memory, *told)
         self.tasks = tasks_of.view(-1, 4)
 

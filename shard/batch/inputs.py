@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet.shard.batch.head_groups import GuessGroups, as_array
+from lorikeet.shard.batch.head_groups import HeadGroups, as_array
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.row_groups import TASK_ROWS, RowGroups
 from lorikeet.shard.batch.transfer import sendable, to_device
@@ -43,8 +43,8 @@ class HeadsRow(NamedTuple):
     """Index into `logits_rows`."""
     slot: int
     """Of the adapter that brings the heads."""
-    num_guesses: int
-    """Heads 1 … num_guesses guess, head j the token j places after the one that the row itself gives."""
+    num_drafts: int
+    """Heads 1 … num_drafts guess, head j the token j places after the one that the row itself gives."""
 
 
 class AdapterRows:
@@ -109,24 +109,24 @@ class StepInputs:
         """Of the T tokens."""
         self.head_adapter_rows = NO_ADAPTERS
         """Of the S rows whose logits are wanted and the E rows of guesses, which speak through the same output head."""
-        self.num_wanted = self.num_guesses = 0
+        self.num_wanted = self.num_drafts = 0
         """S and E."""
         self.bounds: Bounds | None = None
         """What the step is padded to; None where it is as it comes."""
         self._host_rows: Sequence[int] | None = None
-        self.guess_groups: GuessGroups | None = None
+        self.head_groups: HeadGroups | None = None
         """The guesses that are wanted, on the device, where kernels read them there."""
         self._groups: tuple[RowGroups, RowGroups] | None = None
         self._padding: Padding | None = None
         self._frame = Frame(0, device)
 
-    def reserve_groups(self, max_rows: int, max_slots: int, max_guesses: int = 0) -> None:
+    def reserve_groups(self, max_rows: int, max_slots: int, max_drafts: int = 0) -> None:
         """From now on tell the device too which rows belong to which adapter, and which guesses to which head: of up to
         so many rows of the step, and so many rows of guesses beside them at the output head.
         """
-        head_rows = RowGroups(max_rows + max_guesses, max_slots, self.device)
+        head_rows = RowGroups(max_rows + max_drafts, max_slots, self.device)
         self._groups = RowGroups(max_rows, max_slots, self.device), head_rows
-        self.guess_groups = GuessGroups(max_guesses, self.device)
+        self.head_groups = HeadGroups(max_drafts, self.device)
 
     def pad(self, padding: Padding | None) -> None:
         """From now on pad the steps that fit, and keep what the device reads of them at fixed addresses."""
@@ -144,12 +144,12 @@ class StepInputs:
         """Describe the next step. input_ids: [T] on the device; logits_rows: [S] indices into T on the device, which
         `host_rows` repeats for the host; heads: guesses that are wanted too.
         """
-        self.num_wanted, self.num_guesses = logits_rows.shape[0], sum(each.num_guesses for each in heads)
+        self.num_wanted, self.num_drafts = logits_rows.shape[0], sum(each.num_drafts for each in heads)
         self.segments, self.heads, self._host_rows = list(segments), list(heads), host_rows
         self.bounds = None
         if self._padding is not None:
             num_rows, has_adapters = input_ids.shape[0], any(segment.slot >= 0 for segment in segments)
-            self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_guesses, has_adapters)
+            self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters)
             if self.bounds is not None:
                 self.segments += self._spare(self.bounds.num_rows - num_rows, self._padding.spare_page)
         places = self._lay_out()
@@ -160,8 +160,8 @@ class StepInputs:
             self._frame.fill(self.bounds.num_rows, input_ids, logits_rows, places)
             self.input_ids, self.logits_rows, self.position_ids, self.kv_slots = self._frame.views(self.bounds.num_rows)
         self._fill_adapters()
-        if self.guess_groups is not None:
-            self.guess_groups.fill(as_array(self.heads), None if self.bounds is None else self.bounds.num_guesses)
+        if self.head_groups is not None:
+            self.head_groups.fill(as_array(self.heads), None if self.bounds is None else self.bounds.num_drafts)
 
     def _lay_out(self) -> npt.NDArray[np.int64]:
         """What the host knows of the segments. Returns [2, T] each token's position, and where its K and V go."""
@@ -191,14 +191,14 @@ class StepInputs:
         return self.logits_rows.tolist() if self._host_rows is None else self._host_rows
 
     @property
-    def num_guess_rows(self) -> int:
+    def num_draft_rows(self) -> int:
         """Rows of guesses that a forward pass gives: E, or more of a padded step."""
-        return self.num_guesses if self.bounds is None else self.bounds.num_guesses
+        return self.num_drafts if self.bounds is None else self.bounds.num_drafts
 
     @property
     def num_logits(self) -> int:
         """Rows of a forward pass that somebody wants: S + E."""
-        return self.num_wanted + self.num_guesses
+        return self.num_wanted + self.num_drafts
 
     def _fill_adapters(self) -> None:
         self.adapter_rows = self.head_adapter_rows = NO_ADAPTERS
@@ -211,9 +211,9 @@ class StepInputs:
         # [S] -1 for rows that are padding
         head_slots = np.full(self.logits_rows.shape[0], -1, np.int32)
         head_slots[: len(wanted)] = wanted
-        guessed = [heads.row for heads in self.heads for _ in range(heads.num_guesses)]
-        guess_slots = head_slots[np.asarray(guessed, np.int64)]
-        head_slots = np.concatenate([head_slots, guess_slots])
+        drafted = [heads.row for heads in self.heads for _ in range(heads.num_drafts)]
+        head_slots = head_slots[np.asarray(drafted, np.int64)]
+        head_slots = np.concatenate([head_slots, head_slots])
         self.head_adapter_rows = rows_of(head_slots.tolist())
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups

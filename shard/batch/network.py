@@ -7,7 +7,7 @@ import torch
 from lorikeet.shard.batch.inputs import StepInputs
 
 
-class RanksApart(RuntimeError):
+class RankDesync(RuntimeError):
     """A step failed on one of several ranks: the others are at another place by now, and nothing can be computed
     together any more.
     """

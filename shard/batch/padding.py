@@ -10,7 +10,7 @@ FEW = (1, 2, 4)
 """Numbers of rows below the first multiple of …"""
 NARROW, NARROW_UP_TO, WIDE = 8, 64, 16
 """… these: of NARROW up to so many rows, of WIDE beyond."""
-GUESSES_PER_ROW, MOST_GUESSED = 4, 128
+DRAFTS_PER_ROW, MAX_DRAFTS = 4, 128
 """Rows of heads' guesses behind each row of a padded step with heads, and the rows of the largest such step; steps that
 want more run as they come."""
 
@@ -23,7 +23,7 @@ class Bounds:
     """T, and S: every row's logits are computed."""
     max_kv_len: int
     """Tokens that a request sees at most."""
-    num_guesses: int = 0
+    num_drafts: int = 0
     """E: rows of heads' guesses."""
     has_adapters: bool = False
     """Whether rows may belong to adapters; with guesses they always may."""
@@ -31,7 +31,7 @@ class Bounds:
     @property
     def num_logits(self) -> int:
         """Rows of the output head: S + E."""
-        return self.num_rows + self.num_guesses
+        return self.num_rows + self.num_drafts
 
 
 class Padding:
@@ -50,16 +50,16 @@ class Padding:
     def most_rows(self) -> int:
         return self.row_counts[-1]
 
-    def fit(self, num_rows: int, num_logits: int, num_guesses: int, has_adapters: bool) -> Bounds | None:
+    def fit(self, num_rows: int, num_logits: int, num_drafts: int, has_adapters: bool) -> Bounds | None:
         """Of a step with so many rows, rows whose logits are wanted and rows of guesses; None where it is too large."""
         if num_rows > self.most_rows or num_logits > self.most_rows:
             return None
         found = self.row_counts[bisect_left(self.row_counts, max(num_rows, num_logits))]
-        if num_guesses > (GUESSES_PER_ROW * found if self._has_adapters and found <= MOST_GUESSED else 0):
+        if num_drafts > (DRAFTS_PER_ROW * found if self._has_adapters and found <= MAX_DRAFTS else 0):
             return None
         if has_adapters and not self._has_adapters:
             return None
-        return self._bounds(found, bool(num_guesses), has_adapters or bool(num_guesses))
+        return self._bounds(found, bool(num_drafts), has_adapters or bool(num_drafts))
 
     def all(self) -> list[Bounds]:
         """Every one, the largest first: what a smaller graph needs then fits into what a larger one has left."""
@@ -70,12 +70,12 @@ class Padding:
             self._bounds(rows, *family)
             for rows in self.row_counts
             for family in families
-            if rows <= MOST_GUESSED or not family[0]
+            if rows <= MAX_DRAFTS or not family[0]
         ]
         return sorted(found, key=lambda bounds: (bounds.num_logits, bounds.has_adapters), reverse=True)
 
-    def _bounds(self, num_rows: int, has_guesses: bool, has_adapters: bool) -> Bounds:
-        return Bounds(num_rows, self.max_kv_len, GUESSES_PER_ROW * num_rows if has_guesses else 0, has_adapters)
+    def _bounds(self, num_rows: int, has_drafts: bool, has_adapters: bool) -> Bounds:
+        return Bounds(num_rows, self.max_kv_len, DRAFTS_PER_ROW * num_rows if has_drafts else 0, has_adapters)
 
 
 def row_counts(most: int) -> Sequence[int]:

@@ -11,7 +11,7 @@ import torch
 from lorikeet.shard.batch.transfer import sendable
 
 TASK_ROWS = 16
-"""Rows of one task at most: one tile of a matrix unit. MOST_ROWS of sites.c."""
+"""Rows of one task at most: one tile of a matrix unit. MOST_ROWS of targets.c."""
 ALIGNMENT = 4
 """Numbers of four bytes."""
 

@@ -15,7 +15,7 @@ from lorikeet.shard.engine.stopwatch import Phase, Stopwatch
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.scheduler.request import Source
-from lorikeet.shard.scheduler.scheduled_request import Share
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 
 
 class Drafter:
@@ -27,7 +27,7 @@ class Drafter:
         self._sampler = sampler
         self._vocab_size, self._own_vocab_size = vocab_size, own_vocab_size
 
-    def draft(self, shares: Sequence[Share], watch: Stopwatch | None) -> DraftDraws | None:
+    def draft(self, shares: Sequence[ScheduledRequest], watch: Stopwatch | None) -> DraftDraws | None:
         """Compute what the shares plan for the draft model, and put its drafts into those that it guesses for. Returns
         how they were drawn; None without drafts. Marks the end of the first pass.
         """
@@ -54,7 +54,7 @@ class Drafter:
             share.draft_ids = found[share.request.row]
         return draws
 
-    def _take_in(self, shares: Sequence[Share], num_drawing: int) -> torch.Tensor:
+    def _take_in(self, shares: Sequence[ScheduledRequest], num_drawing: int) -> torch.Tensor:
         """The first pass. Returns [num_drawing, V]: logits after the last token of the first so many shares."""
         input_ids: list[int] = []
         rows: list[int] = []
@@ -65,12 +65,14 @@ class Drafter:
         inputs = self._network.inputs
         return self._forward(segments, _tensor(input_ids, inputs), _tensor(rows[:num_drawing], inputs))
 
-    def _draw(self, draws: DraftDraws, logits: torch.Tensor, shares: Sequence[Share], depth: int) -> torch.Tensor:
+    def _draw(
+        self, draws: DraftDraws, logits: torch.Tensor, shares: Sequence[ScheduledRequest], depth: int
+    ) -> torch.Tensor:
         """logits: [n, V]. Returns [n]: the next draft of each share."""
         rows, places = [share.request.row for share in shares], [share.end + depth for share in shares]
         return draws.draw(self._fit(logits), rows, places)
 
-    def _go_on(self, shares: Sequence[Share], depth: int, token_ids: torch.Tensor) -> torch.Tensor:
+    def _go_on(self, shares: Sequence[ScheduledRequest], depth: int, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [n] drafts of the depth before. Returns [n, V]."""
         segments = [_segment(share, share.draft_end + depth - 1, share.draft_end + depth) for share in shares]
         return self._forward(segments, token_ids, torch.arange(len(shares), device=token_ids.device))
@@ -90,11 +92,11 @@ class Drafter:
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
 
-def _width(share: Share) -> int:
+def _width(share: ScheduledRequest) -> int:
     return len(share.draft_ids) if share.source is Source.DRAFT else 0
 
 
-def _segment(share: Share, start: int, end: int) -> Segment:
+def _segment(share: ScheduledRequest, start: int, end: int) -> Segment:
     return Segment(start, end - start, share.request.page_ids)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from lorikeet.shard.batch.network import Network, RanksApart
+from lorikeet.shard.batch.network import Network, RankDesync
 from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.engine.drafter import Drafter
 from lorikeet.shard.engine.durations import Durations
@@ -28,13 +28,13 @@ from lorikeet.shard.engine.step import (
 )
 from lorikeet.shard.engine.stopwatch import Phase, Stopwatch
 from lorikeet.shard.grpc.inbox import Inbox
-from lorikeet.shard.grpc.outbox import AdapterNews, Outbox, Output, Status
+from lorikeet.shard.grpc.outbox import AdapterEvent, Outbox, Output, Status
 from lorikeet.shard.sampling import Sampled, Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.sampling.highest import arg_max
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.request import FinishReason, Method, Request, Rule, Speculation
-from lorikeet.shard.scheduler.scheduled_request import Share
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.scheduler import Scheduler
 
 log = structlog.get_logger()
@@ -43,13 +43,13 @@ BAD_LOGITS = "the model gave no finite logits for this request"
 WARM_UP_KEY = (0, 0)
 PARKED_WAIT_S = 0.05
 """How long the loop sleeps at once while all requests wait for adapters; deadlines are looked at as often."""
-NEWS_S, NEWS = 0.004, 0.2
+STEP_TIME_CHANGE_S, NEWS = 0.004, 0.2
 """A step is worth a word to the routers if it should differ from the last by so much, in seconds and as a part."""
 COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
 LASTING = ("illegal", "misaligned", "unspecified launch failure", "assert", "hardware stack")
 """What a launch of Triton's says where a kernel before it has broken the device; other errors are its own."""
-TELL_S = 0.1
+ACK_TIMEOUT_S = 0.1
 """So long the step of a suspect, and the one after it, wait for the routers to be told of them, at most."""
 
 
@@ -71,7 +71,7 @@ class Engine:
         network: Network,
         sampler: Sampler,
         scheduler: Scheduler,
-        mail: tuple[Inbox, Outbox],
+        update: tuple[Inbox, Outbox],
         pacing: Pacing,
         drafter: Drafter | None = None,
     ) -> None:
@@ -83,7 +83,7 @@ class Engine:
         self._network = network
         self._sampler = sampler
         self._drafter = drafter
-        self._inbox, self._outbox = mail
+        self._inbox, self._outbox = update
         self._pacing = pacing
         self._intake = Intake(self._inbox, scheduler, scheduler.limits.max_running + pacing.max_waiting)
         self._launched: deque[Step] = deque()
@@ -95,14 +95,14 @@ class Engine:
         self._gaps = Gaps(network.inputs.device)
         self._expected = 0.0  # seconds, as told
         self._committed_at = 0.0
-        self._num_preempted_told = 0
+        self._num_preempted_sent = 0
         self._told: set[tuple[int, int]] = set()
         """Requests that the routers believe to be computed."""
-        self._was_alone = False
+        self._was_isolated = False
         """Whether that is a suspect."""
         self._is_clean = True
         self._is_cut = False
-        self._adapter_news: dict[str, AdapterNews] = {}
+        self._adapter_events: dict[str, AdapterEvent] = {}
 
     def run(self) -> None:
         """Step until stop(). Raises when something is wrong with the shard itself."""
@@ -122,21 +122,21 @@ class Engine:
             adapters.now = time.monotonic()
             adapters.settle()
         self._outputs = self._intake.apply()
-        self._adapter_news |= self._intake.refused_adapters
+        self._adapter_events |= self._intake.refused_adapters
         self._intake.refused_adapters.clear()
-        self._settle_adapters()
+        self._process_adapter_events()
         for request in self.scheduler.expire(time.monotonic()):
             self._outputs.append(Output(request.key, finish_reason=FinishReason.DEADLINE))
         shares = self.scheduler.schedule()
         if shares:
             self._begin(shares)
-            self._foretell(sum(share.num_tokens for share in shares))
+            self._announce_step_time(sum(share.num_tokens for share in shares))
             self._launch(shares)
-        may_lag = shares and not self._launched[-1].error and not self.scheduler.is_alone
+        may_lag = shares and not self._launched[-1].error and not self.scheduler.is_isolated
         num_open = self._pacing.commit_lag if may_lag else 0
         while len(self._launched) > num_open:
             self._commit(self._launched.popleft())
-        self._settle_adapters()  # what left its slot in this step: there may be no next one for long
+        self._process_adapter_events()  # what left its slot in this step: there may be no next one for long
         self._publish()
 
     def stop(self) -> None:
@@ -163,30 +163,30 @@ class Engine:
         self.scheduler.check()
         self.has_served = False
 
-    def _begin(self, shares: list[Share]) -> None:
+    def _begin(self, shares: list[ScheduledRequest]) -> None:
         """Tell the routers whom the step computes before it does: it may be the last thing that this process does."""
         keys = {share.request.key for share in shares}
-        is_alone, was_alone = self.scheduler.is_alone, self._was_alone
-        if keys <= self._told and not (is_alone or was_alone):
+        is_isolated, was_isolated = self.scheduler.is_isolated, self._was_isolated
+        if keys <= self._told and not (is_isolated or was_isolated):
             return
-        self._told, self._was_alone = keys, is_alone
-        if is_alone:  # nothing else of a suspect's step is at hand when it begins
+        self._told, self._was_isolated = keys, is_isolated
+        if is_isolated:  # nothing else of a suspect's step is at hand when it begins
             while self._launched:
                 self._commit(self._launched.popleft())
         # Nor may a suspect be blamed for the step after its own: both begin once the word is out.
-        self._outbox.begins(keys, TELL_S if is_alone or was_alone else 0.0)
+        self._outbox.announce_step(keys, ACK_TIMEOUT_S if is_isolated or was_isolated else 0.0)
 
-    def _foretell(self, num_tokens: int) -> None:
+    def _announce_step_time(self, num_tokens: int) -> None:
         """Tell the routers where the step that begins will be much longer or shorter than the last: by its end they
         time what they send.
         """
         expected, told = self._durations.expected(num_tokens), self._expected
-        if abs(expected - told) > max(NEWS_S, NEWS * told):
+        if abs(expected - told) > max(STEP_TIME_CHANGE_S, NEWS * told):
             self._expected = expected
             self._outbox.publish([], self._status(), self._intake.acknowledged)
-            self._num_preempted_told = self.scheduler.num_preempted
+            self._num_preempted_sent = self.scheduler.num_preempted
 
-    def _launch(self, shares: list[Share]) -> None:
+    def _launch(self, shares: list[ScheduledRequest]) -> None:
         """forward → sample. A failure is that of the step's requests, unless the device itself is broken."""
         self._num_steps += 1
         step = Step(self._num_steps, shares, time.monotonic())
@@ -199,7 +199,7 @@ class Engine:
         except Exception as error:
             if is_device_broken(error):
                 raise
-            if is_out_of_memory(error) and self.scheduler.restraint.failed(step.num_tokens, len(shares)):
+            if is_out_of_memory(error) and self.scheduler.oom_backoff.failed(step.num_tokens, len(shares)):
                 log.warning(
                     "step out of memory", step=step.number, num_tokens=step.num_tokens, num_requests=len(shares)
                 )
@@ -244,7 +244,7 @@ class Engine:
             )
         self._gaps.end()
 
-    def _sample(self, logits: torch.Tensor, shares: list[Share], draws: DraftDraws | None) -> Sampled:
+    def _sample(self, logits: torch.Tensor, shares: list[ScheduledRequest], draws: DraftDraws | None) -> Sampled:
         """logits: [S, V], one row per sampled token of each share."""
         rows, positions = [share.request.row for share in shares], [share.end for share in shares]
         if any(share.draft_ids for share in shares):
@@ -271,11 +271,11 @@ class Engine:
         if step.error:
             for share in step.shares:
                 if step.is_to_be_repeated:
-                    self.scheduler.take_back(share)
+                    self.scheduler.requeue(share)
                 else:
                     self._fail(share, step.error, retryable=True)
             return
-        self.scheduler.restraint.passed()
+        self.scheduler.oom_backoff.passed()
         sampled = step.sampled.to_host() if step.sampled else None
         scores = step.scores.to_host() if step.scores else None
         seconds = step.seconds()
@@ -309,11 +309,11 @@ class Engine:
         elapsed = now - max(step.started, self._committed_at)
         self._durations.observe(step.num_tokens, elapsed)
         proposer = self.scheduler.proposer
-        if proposer is not None and proposer.pacer.is_used:
-            proposer.pacer.observe(step.shares, elapsed, step.draft_seconds())
+        if proposer is not None and proposer.draft_length.is_used:
+            proposer.draft_length.observe(step.shares, elapsed, step.draft_seconds())
         self._committed_at = now
 
-    def _fail(self, share: Share, error: str, retryable: bool) -> None:
+    def _fail(self, share: ScheduledRequest, error: str, retryable: bool) -> None:
         if self.scheduler.discard(share):
             output = error_output(share.request, error, retryable)
             output.in_step = True
@@ -322,11 +322,11 @@ class Engine:
     def _publish(self) -> None:
         if not self._launched:
             self.running_step = (0, 0.0)
-        self._outbox.publish(self._outputs, self._status(), self._intake.acknowledged, self._adapter_news)
-        self._adapter_news = {}
-        self._num_preempted_told = self.scheduler.num_preempted
+        self._outbox.publish(self._outputs, self._status(), self._intake.acknowledged, self._adapter_events)
+        self._adapter_events = {}
+        self._num_preempted_sent = self.scheduler.num_preempted
 
-    def _settle_adapters(self) -> None:
+    def _process_adapter_events(self) -> None:
         """Draw the consequences of what happened to adapters: failed ones end the requests that wait for them."""
         adapters = self.scheduler.adapters
         if adapters is None:
@@ -335,13 +335,13 @@ class Engine:
         for digest in changes.unloaded:
             self.scheduler.cache.forget(digest)
         for digest, (residency, reason) in changes.states.items():
-            self._adapter_news[digest] = (residency, reason)
+            self._adapter_events[digest] = (residency, reason)
             if residency is Residency.FAILED:
                 lost = self.scheduler.fail_adapter(digest)
                 self._outputs += [error_output(request, reason, retryable=False) for request in lost]
         if changes.states:
-            misfits = self.scheduler.fail_misfits()
-            self._outputs += [error_output(request, reason, retryable=False) for request, reason in misfits]
+            unplaceable = self.scheduler.fail_unplaceable()
+            self._outputs += [error_output(request, reason, retryable=False) for request, reason in unplaceable]
 
     def _status(self) -> Status:
         scheduler, cache = self.scheduler, self.scheduler.cache
@@ -360,7 +360,7 @@ class Engine:
             num_waiting=num_waiting,
             used_pages=cache.num_owned,
             cached_pages=cache.num_cached,
-            num_preempted=scheduler.num_preempted - self._num_preempted_told,
+            num_preempted=scheduler.num_preempted - self._num_preempted_sent,
             step_ms=self._last[0],
             step_tokens=self._last[1],
             expected_ms=round(1000 * self._expected),
@@ -390,6 +390,6 @@ def is_device_broken(error: Exception) -> bool:
     """Whether nothing computed on the device, or on all ranks together, after this error can be trusted."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    if isinstance(error, torch.AcceleratorError | RanksApart) or "CUDA error" in str(error):
+    if isinstance(error, torch.AcceleratorError | RankDesync) or "CUDA error" in str(error):
         return True
     return "Triton Error" in str(error) and any(word in str(error) for word in LASTING)

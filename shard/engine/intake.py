@@ -1,7 +1,7 @@
 """Where the routers' commands meet the scheduler: streams, duplicates, refusals, aborts. Runs in the loop's thread."""
 
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands, Inbox, Refusal, StreamEnded, StreamOpened
-from lorikeet.shard.grpc.outbox import AdapterNews, Output
+from lorikeet.shard.grpc.outbox import AdapterEvent, Output
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
@@ -18,7 +18,7 @@ class Intake:
         self.is_ending = False
         """Nothing new is taken: the shard ends when its requests have."""
         self.acknowledged: dict[int, int] = {}  # by stream: submits taken into account
-        self.refused_adapters: dict[str, AdapterNews] = {}  # asked for in vain since last reported
+        self.refused_adapters: dict[str, AdapterEvent] = {}  # asked for in vain since last reported
         self._inbox = inbox
         self._scheduler = scheduler
         self._max_open = max_open
@@ -94,8 +94,8 @@ class Intake:
         if num_open - self._scheduler.num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
             return Refusal(submit.key, "more requests than credit", retryable=True)
         adapters = self._scheduler.adapters
-        misfit = "" if adapters is None else adapters.misfit(submit.digests)
-        return Refusal(submit.key, misfit) if misfit else None
+        reject_reason = "" if adapters is None else adapters.reject_reason(submit.digests)
+        return Refusal(submit.key, reject_reason) if reject_reason else None
 
     def _end(self, epoch: int) -> None:
         """A router is gone: nobody waits for its requests any more."""

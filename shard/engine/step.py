@@ -14,7 +14,7 @@ from lorikeet.shard.engine.stopwatch import Phase, Stopwatch
 from lorikeet.shard.grpc.outbox import DRAFTED, NO_SECONDS, Details, Output
 from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
 from lorikeet.shard.scheduler.request import FinishReason, Request, Source
-from lorikeet.shard.scheduler.scheduled_request import Share
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 
 STEP_END = b"\1"
 NO_SPAN = range(0)
@@ -25,7 +25,7 @@ class Step:
     """A plan on its way through the device."""
 
     number: int
-    shares: list[Share]
+    shares: list[ScheduledRequest]
     started: float
     """time.monotonic() of the launch."""
     sampled: Sampled | None = None
@@ -77,7 +77,7 @@ class Layout:
     heads: list[HeadsRow] = field(default_factory=list)
     """What heads are to guess after sampled tokens."""
 
-    def add(self, share: Share) -> None:
+    def add(self, share: ScheduledRequest) -> None:
         """Append a share."""
         request = share.request
         self.input_ids += request.token_ids[share.start : share.end]
@@ -98,7 +98,7 @@ class Layout:
             self.num_score_alternatives = max(self.num_score_alternatives, request.logprobs.prefill_alternatives)
 
 
-def scored_span(share: Share) -> range:
+def scored_span(share: ScheduledRequest) -> range:
     """Positions of the share whose logits are wanted for the prompt token that follows."""
     request = share.request
     if not request.logprobs.prefill:
@@ -106,7 +106,7 @@ def scored_span(share: Share) -> range:
     return range(max(share.start, request.num_scored), min(share.end, request.num_prompt - 1))
 
 
-def fill_inputs(inputs: StepInputs, layout: Layout, shares: list[Share], sampler: Sampler) -> None:
+def fill_inputs(inputs: StepInputs, layout: Layout, shares: list[ScheduledRequest], sampler: Sampler) -> None:
     """Tell the model what comes: one flat row of tokens, those of the last step straight from the device."""
     device = inputs.device
     input_ids = to_device(torch.tensor(layout.input_ids, dtype=torch.long), device)
@@ -120,7 +120,7 @@ def fill_inputs(inputs: StepInputs, layout: Layout, shares: list[Share], sampler
     inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads)
 
 
-def agreed(share: Share, sampled: HostSampled, row: int) -> list[int]:
+def agreed(share: ScheduledRequest, sampled: HostSampled, row: int) -> list[int]:
     """The target's tokens up to the first that is no draft: rows `row` … of the step's samples. None at all if the
     first row's logits are bad; where a later row's are, the tokens before it.
     """
@@ -135,7 +135,7 @@ def agreed(share: Share, sampled: HostSampled, row: int) -> list[int]:
 
 
 def token_output(
-    share: Share, sampled: HostSampled, row: int, num_taken: int, seconds: tuple[float, float, float]
+    share: ScheduledRequest, sampled: HostSampled, row: int, num_taken: int, seconds: tuple[float, float, float]
 ) -> Output:
     """What a share gives whose first `num_taken` tokens were committed, from row `row` of the step's samples on;
     `seconds` are those of the step's phases.
@@ -165,12 +165,12 @@ def token_output(
     return output
 
 
-def num_accepted(share: Share, token_ids: Sequence[int]) -> int:
+def num_accepted(share: ScheduledRequest, token_ids: Sequence[int]) -> int:
     """Drafts among the emitted tokens of a share."""
     return sum(token_id == draft_id for token_id, draft_id in zip(token_ids, share.draft_ids, strict=False))
 
 
-def sources(share: Share, token_ids: Sequence[int]) -> bytes:
+def sources(share: ScheduledRequest, token_ids: Sequence[int]) -> bytes:
     """Where each emitted token of a share came from."""
     request, num_drafted = share.request, len(share.draft_ids)
     accepted = num_accepted(share, token_ids)
@@ -184,7 +184,7 @@ def sources(share: Share, token_ids: Sequence[int]) -> bytes:
     return bytes(found)
 
 
-def score_output(share: Share, span: range, scores: HostPromptLogprobs, first: int) -> Output:
+def score_output(share: ScheduledRequest, span: range, scores: HostPromptLogprobs, first: int) -> Output:
     """What a committed share says about the prompt: rows `first` … of the step's scores."""
     request = share.request
     request.num_scored = span.stop

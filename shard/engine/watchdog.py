@@ -15,14 +15,14 @@ LOOK_S = 0.1
 STUCK_EXIT = 3
 
 
-class Watch(threading.Thread):
+class Watchdog(threading.Thread):
     """Of one engine."""
 
-    def __init__(self, engine: Engine, served_mark: str | None, step_timeout_s: float) -> None:
-        """`served_mark`: a file that appears once a request was completed. `step_timeout_s`: 0 is never."""
+    def __init__(self, engine: Engine, served_file: str | None, step_timeout_s: float) -> None:
+        """`served_file`: a file that appears once a request was completed. `step_timeout_s`: 0 is never."""
         super().__init__(name="watch", daemon=True)
         self._engine = engine
-        self._mark = None if served_mark is None else Path(served_mark)
+        self._mark = None if served_file is None else Path(served_file)
         self._step_timeout_s = step_timeout_s
 
     def run(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.inbox import Commands, Refusal
-from lorikeet.shard.grpc.outbox import Details, Mail, Output
+from lorikeet.shard.grpc.outbox import Details, Output, StreamUpdate
 from lorikeet.shard.scheduler.request import (
     LogprobParams,
     Method,
@@ -86,7 +86,7 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         logprobs=LogprobParams(
             wanted=logprobs.wanted,
             alternatives=logprobs.alternatives,
-            raw=logprobs.law == pb.Logprobs.RAW,
+            raw=logprobs.mode == pb.Logprobs.RAW,
             prefill=logprobs.prefill,
             prefill_alternatives=logprobs.prefill_alternatives,
         ),
@@ -96,7 +96,7 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         cache_salt=submit.cache_salt,
         deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
         speculation=read_speculation(submit),
-        num_alone=submit.num_alone,
+        isolation_steps=submit.isolation_steps,
     )
 
 
@@ -197,15 +197,15 @@ def find_sampling_fault(sampling: pb.Sampling, bounds: Bounds) -> str:
     return ""
 
 
-def write_mail(mail: Mail, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:
+def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:
     """The messages that tell a stream its mail, each below 4 MiB. Each is complete in itself."""
-    status = mail.status
+    status = update.status
     head = pb.StepOutput(
         step=status.step,
         credit=pb.Credit(
             num_requests=status.credit_requests,
             num_kv_tokens=status.credit_tokens,
-            acknowledged=mail.acknowledged,
+            acknowledged=update.acknowledged,
         ),
         heartbeat=heartbeat,
         load=pb.Load(
@@ -221,13 +221,13 @@ def write_mail(mail: Mail, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:
     )
     message = pb.StepOutput()
     message.CopyFrom(head)
-    message.load.num_preempted = mail.num_preempted
-    for digest, (residency, reason) in mail.adapters.items():
+    message.load.num_preempted = update.num_preempted
+    for digest, (residency, reason) in update.adapters.items():
         message.adapters.add(digest=digest, residency=residency.value, reason=reason)
-    if mail.computing is not None:
-        message.computing.CopyFrom(pb.Computing(ids=mail.computing))
+    if update.step_requests is not None:
+        message.step_requests.CopyFrom(pb.StepRequests(ids=update.step_requests))
     size = 0
-    for output in mail.outputs:
+    for output in update.outputs:
         for part in cut(output):
             is_next_part = bool(message.outputs) and message.outputs[-1].id == part.key[1]
             if is_next_part or (size and size + estimate_bytes(part) > MAX_MESSAGE_BYTES):
@@ -284,7 +284,7 @@ def cut(output: Output) -> Iterator[Output]:
     if estimate_bytes(output) <= MAX_MESSAGE_BYTES:
         yield output
         return
-    parts = [*cut_scores(output), *cut_tokens(output)]
+    parts = [*truncate_scores(output), *truncate_tokens(output)]
     parts[0].num_cached = output.num_cached
     parts[0].num_drafted, parts[0].num_accepted = output.num_drafted, output.num_accepted
     parts[0].seconds = output.seconds
@@ -293,7 +293,7 @@ def cut(output: Output) -> Iterator[Output]:
     yield from parts
 
 
-def cut_scores(output: Output) -> Iterator[Output]:
+def truncate_scores(output: Output) -> Iterator[Output]:
     """What the output says about the prompt."""
     details = output.details or Details()
     num_scores = len(details.prefill_logprobs)
@@ -309,7 +309,7 @@ def cut_scores(output: Output) -> Iterator[Output]:
         yield Output(output.key, details=part)
 
 
-def cut_tokens(output: Output) -> Iterator[Output]:
+def truncate_tokens(output: Output) -> Iterator[Output]:
     """The tokens of the output."""
     details = output.details or Details()
     num_tokens = len(output.token_ids)

@@ -11,12 +11,12 @@ from operator import add
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.request import FinishReason, Source
 
-AdapterNews = tuple[Residency, str]
+AdapterEvent = tuple[Residency, str]
 """Where an adapter is, and why it failed."""
 NO_SECONDS = (0.0, 0.0, 0.0)
 DRAFTED = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT)
 """In this order drafts are counted, as on the wire."""
-NO_NEWS: Mapping[str, AdapterNews] = {}
+NO_UPDATE: Mapping[str, AdapterEvent] = {}
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Status:
 
 
 @dataclass
-class Mail:
+class StreamUpdate:
     """What one stream is to be told next."""
 
     outputs: list[Output]
@@ -116,13 +116,13 @@ class Mail:
     num_preempted: int
     """Since the stream's last mail."""
     acknowledged: int
-    adapters: dict[str, AdapterNews]
+    adapters: dict[str, AdapterEvent]
     """By digest: where it is now, where that has changed."""
-    computing: list[int] | None = None
+    step_requests: list[int] | None = None
     """Ids of the stream's requests that the step at hand computes, where that has changed."""
 
 
-class Tray:
+class StreamBuffer:
     """What waits for one stream."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -131,9 +131,9 @@ class Tray:
         self.status = Status()
         self.num_preempted = 0
         self.acknowledged = 0
-        self.adapters: dict[str, AdapterNews] = {}
-        self.computing: list[int] | None = None
-        self.is_computing_known = True
+        self.adapters: dict[str, AdapterEvent] = {}
+        self.step_requests: list[int] | None = None
+        self.is_announced = True
         """Whether the stream has sent the last word on what is computed."""
         self.is_called = False
         self.told: tuple[int, ...] | None = None
@@ -157,38 +157,38 @@ class Outbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sent = threading.Condition(self._lock)
-        self._trays: dict[int, Tray] = {}
+        self._buffers: dict[int, StreamBuffer] = {}
 
     def open(self, epoch: int, wake: Callable[[], None]) -> None:
         """`wake` is called, from the step loop's thread, when there is something to take."""
         with self._lock:
-            self._trays[epoch] = Tray(wake)
+            self._buffers[epoch] = StreamBuffer(wake)
 
     def close(self, epoch: int) -> None:
         with self._lock:
-            self._trays.pop(epoch, None)
+            self._buffers.pop(epoch, None)
             self._sent.notify_all()
 
-    def begins(self, keys: Iterable[tuple[int, int]], wait_s: float = 0.0) -> None:
+    def announce_step(self, keys: Iterable[tuple[int, int]], wait_s: float = 0.0) -> None:
         """A step is about to compute these requests. Waits up to `wait_s` until every stream has sent that."""
         ids: dict[int, list[int]] = {}
         for epoch, request_id in keys:
             ids.setdefault(epoch, []).append(request_id)
         with self._lock:
-            for epoch, tray in self._trays.items():
-                tray.computing, tray.is_computing_known = ids.get(epoch, []), False
-                tray.call()
+            for epoch, buffer in self._buffers.items():
+                buffer.step_requests, buffer.is_announced = ids.get(epoch, []), False
+                buffer.call()
             if wait_s:
-                self._sent.wait_for(lambda: all(tray.is_computing_known for tray in self._trays.values()), wait_s)
+                self._sent.wait_for(lambda: all(buffer.is_announced for buffer in self._buffers.values()), wait_s)
 
-    def sent(self, epoch: int, mail: Mail) -> None:
+    def sent(self, epoch: int, update: StreamUpdate) -> None:
         """A stream has sent what it took."""
-        if mail.computing is None:
+        if update.step_requests is None:
             return
         with self._lock:
-            tray = self._trays.get(epoch)
-            if tray is not None and tray.computing is None:
-                tray.is_computing_known = True
+            buffer = self._buffers.get(epoch)
+            if buffer is not None and buffer.step_requests is None:
+                buffer.is_announced = True
                 self._sent.notify_all()
 
     def publish(
@@ -196,43 +196,43 @@ class Outbox:
         outputs: list[Output],
         status: Status,
         acknowledged: dict[int, int],
-        adapters: Mapping[str, AdapterNews] = NO_NEWS,
+        adapters: Mapping[str, AdapterEvent] = NO_UPDATE,
     ) -> None:
         """Hand over what a turn gave. Outputs of streams that have ended are dropped."""
         with self._lock:
             for output in outputs:
                 epoch, request_id = output.key
-                tray = self._trays.get(epoch)
-                if tray is None:
+                buffer = self._buffers.get(epoch)
+                if buffer is None:
                     continue
-                earlier = tray.outputs.setdefault(request_id, output)
+                earlier = buffer.outputs.setdefault(request_id, output)
                 if earlier is not output:
                     earlier.merge(output)
-            for epoch, tray in self._trays.items():
-                tray.status = status
-                tray.num_preempted += status.num_preempted
-                tray.acknowledged = acknowledged.get(epoch, 0)
-                tray.adapters.update(adapters)
-                has_news = tray.outputs or tray.adapters or tray.news != tray.told
-                if has_news:
-                    tray.call()
+            for epoch, buffer in self._buffers.items():
+                buffer.status = status
+                buffer.num_preempted += status.num_preempted
+                buffer.acknowledged = acknowledged.get(epoch, 0)
+                buffer.adapters.update(adapters)
+                has_update = buffer.outputs or buffer.adapters or buffer.news != buffer.told
+                if has_update:
+                    buffer.call()
 
-    def take(self, epoch: int) -> Mail:
+    def take(self, epoch: int) -> StreamUpdate:
         """All that waits for a stream."""
         with self._lock:
-            tray = self._trays[epoch]
-            mail = Mail(
-                list(tray.outputs.values()),
-                tray.status,
-                tray.num_preempted,
-                tray.acknowledged,
-                tray.adapters,
-                tray.computing,
+            buffer = self._buffers[epoch]
+            update = StreamUpdate(
+                list(buffer.outputs.values()),
+                buffer.status,
+                buffer.num_preempted,
+                buffer.acknowledged,
+                buffer.adapters,
+                buffer.step_requests,
             )
-            tray.outputs = {}
-            tray.computing = None
-            tray.num_preempted = 0
-            tray.adapters = {}
-            tray.is_called = False
-            tray.told = tray.news
-            return mail
+            buffer.outputs = {}
+            buffer.step_requests = None
+            buffer.num_preempted = 0
+            buffer.adapters = {}
+            buffer.is_called = False
+            buffer.told = buffer.news
+            return update

@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
 from lorikeet.shard.grpc.auth import Access
-from lorikeet.shard.grpc.codec import Bounds, read_command, write_mail
+from lorikeet.shard.grpc.codec import Bounds, read_command, write_update
 from lorikeet.shard.grpc.inbox import Inbox, StreamEnded, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 
@@ -79,10 +79,10 @@ class ShardService(shard_pb2_grpc.ShardServicer):
                 is_last = self.ended.is_set()
                 await wait_for_event(called, 0 if is_last else HEARTBEAT_S)
                 called.clear()
-                mail = self._outbox.take(epoch)
-                for message in write_mail(mail, beat(facts)):
+                update = self._outbox.take(epoch)
+                for message in write_update(update, beat(facts)):
                     await context.write(message)
-                self._outbox.sent(epoch, mail)
+                self._outbox.sent(epoch, update)
             if reader.done() and not reader.cancelled() and isinstance(reader.exception(), DecodeError):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message is no Command")
         finally:

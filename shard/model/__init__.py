@@ -11,10 +11,10 @@ from lorikeet.shard.model.layers import quantized_matrices
 from lorikeet.shard.model.loader import choose_dtype, load_network, read_config
 from lorikeet.shard.model.model import Model, ModelInfo
 from lorikeet.shard.model.probe import probe
-from lorikeet.shard.model.quantization.layers import check_company
+from lorikeet.shard.model.quantization.layers import check_batch_invariance
 from lorikeet.shard.model.rotary import fix_rotary
 from lorikeet.shard.model.tensor_parallel.group import Group
-from lorikeet.shard.model.unsupported import refuse_unservable
+from lorikeet.shard.model.unsupported import reject_unservable
 
 __all__ = ["Model", "ModelInfo", "load_model"]
 
@@ -28,7 +28,7 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
         torch.cuda.set_device(device)  # Triton launches on the thread's current device
         torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment prefers
     checkpoint = read_config(config)
-    refuse_unservable(checkpoint)
+    reject_unservable(checkpoint)
     text_config = checkpoint.get_text_config()
     try:
         method = quantization.choose(config.quantize, checkpoint.to_dict())
@@ -47,7 +47,7 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     )
     try:
         if method is not None:
-            check_company(quantized_matrices(network), device)
+            check_batch_invariance(quantized_matrices(network), device)
     except ValueError as reason:
         raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {reason}") from None
     return model

@@ -12,7 +12,7 @@ from lorikeet.shard.model.model import Model, ModelInfo
 from lorikeet.shard.model.quantization.layers import num_parameters
 from lorikeet.shard.model.rotary import tabulate_rotary
 from lorikeet.shard.model.tensor_parallel.group import Group
-from lorikeet.shard.model.tensor_parallel.partitioning import cut_network, join
+from lorikeet.shard.model.tensor_parallel.partitioning import join, partition_network
 
 
 def assemble(
@@ -43,9 +43,9 @@ def assemble(
     )
     tabulate_rotary(network, num_positions, torch.empty(1, dtype=dtype, device=inputs.device))
     if group is None:
-        sites = replace_layers(network, backend, inputs, dtype, fusions=fusions)
-        return Model(network, backend, inputs, info, sites)
-    cuts = cut_network(network, text_config, group)
+        targets = replace_layers(network, backend, inputs, dtype, fusions=fusions)
+        return Model(network, backend, inputs, info, targets)
+    cuts = partition_network(network, text_config, group)
     network.to(inputs.device)
-    sites = replace_layers(network, backend, inputs, dtype, is_whole=False)
-    return Model(network, backend, inputs, info, sites, lambda: join(network, cuts, group))
+    targets = replace_layers(network, backend, inputs, dtype, is_whole=False)
+    return Model(network, backend, inputs, info, targets, lambda: join(network, cuts, group))

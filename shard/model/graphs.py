@@ -16,7 +16,7 @@ import torch
 
 from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
-from lorikeet.shard.batch.padding import GUESSES_PER_ROW, Bounds, Padding
+from lorikeet.shard.batch.padding import DRAFTS_PER_ROW, Bounds, Padding
 
 log = structlog.get_logger()
 
@@ -37,7 +37,7 @@ class Recorder(Protocol):
         """Run `compute` and return what runs it again, on whatever is at its addresses then."""
 
 
-class Computing(Protocol):
+class StepRequests(Protocol):
     """A model, as far as graphs are concerned."""
 
     inputs: StepInputs
@@ -81,7 +81,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class Graphs:
     """The captured steps of one model."""
 
-    def __init__(self, model: Computing, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds]) -> None:
+    def __init__(self, model: StepRequests, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds]) -> None:
         """Captures one graph for each of `bounds`. The inputs must be padded already. Raises CannotCapture."""
         started = time.monotonic()
         self._model, self._padding = model, padding
@@ -109,7 +109,7 @@ class Graphs:
         """Compare what the largest graph of each family gives for tokens that it was not captured with to what the same
         launches give one by one. Raises CannotCapture.
         """
-        families = {(bool(each.num_guesses), each.has_adapters): each for each in reversed(self._launches)}
+        families = {(bool(each.num_drafts), each.has_adapters): each for each in reversed(self._launches)}
         for bounds in families.values():
             self._describe(bounds, first_token=1)
             found = self.replay(bounds)[: bounds.num_rows].clone()
@@ -134,7 +134,7 @@ class Graphs:
         num_places = min(inputs.page_size, bounds.max_kv_len)
         slot = 0 if bounds.has_adapters else -1
         segments = [Segment(row % num_places, 1, (self._padding.spare_page,), slot) for row in range(num_rows)]
-        heads = [HeadsRow(row, 0, GUESSES_PER_ROW) for row in range(num_rows)] if bounds.num_guesses else []
+        heads = [HeadsRow(row, 0, DRAFTS_PER_ROW) for row in range(num_rows)] if bounds.num_drafts else []
         rows = torch.arange(num_rows, device=inputs.device)
         ids = (rows % num_places + first_token) % self._model.info.vocab_size
         inputs.fill(segments, ids, rows, range(num_rows), heads)

@@ -15,24 +15,24 @@ from transformers.pytorch_utils import Conv1D
 
 from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.model.adapters.discovery import Site, hook_plain, mark_sites, site_of
+from lorikeet.shard.model.adapters.discovery import Target, hook_plain, mark_targets, target_of
 from lorikeet.shard.model.fusion import select as twins
 from lorikeet.shard.model.fusion.cpu_parts import FusedNorm
 from lorikeet.shard.model.kernels.packing import PackedMatrix, SharedMatrix, can_pack, pack, return_freed_memory
 from lorikeet.shard.model.legacy import replace_legacy
-from lorikeet.shard.model.lora.sites import AdapterSite, adapt_output
+from lorikeet.shard.model.lora.targets import LoraTarget, adapt_output
 from lorikeet.shard.model.moe.cuda import place_experts
 from lorikeet.shard.model.moe.experts import PackedExperts, is_experts
 from lorikeet.shard.model.moe.routers import replace_router_weights
 from lorikeet.shard.model.quantization.layers import is_quantized, matrix_of
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
-from lorikeet.shard.model.site import AttentionSite
+from lorikeet.shard.model.site import AttentionBinding
 
 
 class PackedLinear(nn.Module):
     """`y = x Wᵀ + bias` with a packed weight that it alone owns, or one that is shared."""
 
-    def __init__(self, matrix: PackedMatrix, adapters: AdapterSite | None = None) -> None:
+    def __init__(self, matrix: PackedMatrix, adapters: LoraTarget | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = matrix.out_features, matrix.in_features
         self.matrix = matrix
@@ -55,7 +55,7 @@ def replace_layers(
     dtype: torch.dtype,
     is_whole: bool = True,
     fusions: str = "auto",
-) -> dict[str, Site]:
+) -> dict[str, Target]:
     """Bind every attention module to the backend, put fused twins in place (`fusions`: which, see twins.py) and give
     weight matrices their packed layer: quantised ones always, plain ones on CPU. Unless it `is_whole` every module
     stays in its place: the sums over ranks come between them, each at a module of its plan.
@@ -63,10 +63,10 @@ def replace_layers(
     Returns where adapters can change the network, by module name. Raises ValueError for twins that cannot be had.
     """
     replace_legacy(network, backend, inputs)
-    sites = mark_sites(network, inputs, dtype)
+    targets = mark_targets(network, inputs, dtype)
     for module in list(network.modules()):
         if isinstance(getattr(module, "layer_idx", None), int):
-            module.lorikeet_site = AttentionSite(backend, inputs)
+            module.lorikeet_target = AttentionBinding(backend, inputs)
     _take_over_quantized(network, dtype)
     tied = _shared_weights(network)
     chosen = twins.choose(fusions, network, inputs.device, dtype, tied) if is_whole else None
@@ -76,7 +76,7 @@ def replace_layers(
         _pack_layers(network, tied, is_whole)
     place_experts(network)
     hook_plain(network)
-    return sites
+    return targets
 
 
 def _take_over_quantized(network: nn.Module, dtype: torch.dtype) -> None:
@@ -85,8 +85,8 @@ def _take_over_quantized(network: nn.Module, dtype: torch.dtype) -> None:
         for name, child in list(parent.named_children()):
             if is_quantized(child):
                 matrix = matrix_of(child, dtype)
-                matrix.leave_the_file()
-                setattr(parent, name, PackedLinear(matrix, site_of(child)))
+                matrix.copy_from_mmap()
+                setattr(parent, name, PackedLinear(matrix, target_of(child)))
 
 
 def quantized_matrices(network: nn.Module) -> list[QuantizedMatrix]:
@@ -112,9 +112,9 @@ def _packed(module: nn.Linear | Conv1D, is_shared: bool) -> PackedLinear:
     """The packed layer of a module, whose own weight is dropped. Conv1D keeps its weight as [in, out]."""
     bias = None if module.bias is None else module.bias.detach()
     if is_shared and isinstance(module, nn.Linear):
-        return PackedLinear(SharedMatrix(module.weight, bias), site_of(module))
+        return PackedLinear(SharedMatrix(module.weight, bias), target_of(module))
     weight = module.weight.detach()
-    packed = PackedLinear(pack(weight.t() if isinstance(module, Conv1D) else weight, bias), site_of(module))
+    packed = PackedLinear(pack(weight.t() if isinstance(module, Conv1D) else weight, bias), target_of(module))
     del module.weight
     return packed
 

@@ -15,7 +15,7 @@ from transformers.models.mpt import modeling_mpt
 
 from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.model.site import NAME, AttentionSite
+from lorikeet.shard.model.site import NAME, AttentionBinding
 
 # falcon looks its attention class up by the attention function's name
 modeling_falcon.FALCON_ATTENTION_CLASSES[NAME] = modeling_falcon.FalconAttention
@@ -29,30 +29,30 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 class BloomAttention(nn.Module):
     """In place of transformers' BloomAttention."""
 
-    def __init__(self, old: Any, site: AttentionSite) -> None:
+    def __init__(self, old: Any, site: AttentionBinding) -> None:
         super().__init__()
         self.query_key_value, self.dense = old.query_key_value, old.dense
         self.num_heads, self.head_dim = old.num_heads, old.head_dim
-        self.lorikeet_site = site
+        self.lorikeet_target = site
         slopes = modeling_bloom.build_alibi_tensor(torch.ones(1, 2), old.num_heads, torch.float32)[:, 0, 1]
         self.options = {"scaling": old.inv_norm_factor, "alibi_slopes": slopes}
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """hidden_states, residual: [1, T, H]."""
         fused = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim))
-        output = self.lorikeet_site(*(_heads(fused[..., i, :]) for i in range(3)), self.options)
+        output = self.lorikeet_target(*(_heads(fused[..., i, :]) for i in range(3)), self.options)
         return self.dense(output.flatten(2)) + residual, None
 
 
 class FalconAttention(nn.Module):
     """In place of transformers' FalconAttention: grouped, multi-query or one K and V per head; rotary or alibi."""
 
-    def __init__(self, old: Any, site: AttentionSite) -> None:
+    def __init__(self, old: Any, site: AttentionBinding) -> None:
         super().__init__()
         self.query_key_value, self.dense = old.query_key_value, old.dense
         self.head_dim, self.num_kv_heads = old.head_dim, old.num_kv_heads
         self.group = old.num_heads // old.num_kv_heads
-        self.lorikeet_site = site
+        self.lorikeet_target = site
         self.options: dict[str, Any] = {"scaling": old.inv_norm_factor}
         if old.config.alibi:
             slopes = modeling_falcon.build_alibi_tensor(torch.ones(1, 2), old.num_heads, torch.float32)[:, 0, 1]
@@ -71,17 +71,17 @@ class FalconAttention(nn.Module):
         )
         if "alibi_slopes" not in self.options:
             query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
-        return self.dense(self.lorikeet_site(query, key, value, self.options).flatten(2)), None
+        return self.dense(self.lorikeet_target(query, key, value, self.options).flatten(2)), None
 
 
 class MptAttention(nn.Module):
     """In place of transformers' MptAttention."""
 
-    def __init__(self, old: Any, site: AttentionSite) -> None:
+    def __init__(self, old: Any, site: AttentionBinding) -> None:
         super().__init__()
         self.Wqkv, self.out_proj = old.Wqkv, old.out_proj
         self.num_heads, self.head_dim, self.clip = old.n_heads, old.head_dim, old.clip_qkv
-        self.lorikeet_site = site
+        self.lorikeet_target = site
         slopes = -modeling_mpt.build_mpt_alibi_tensor(old.n_heads, 2)[:, 0, 0]
         self.options = {"scaling": old.softmax_scale, "alibi_slopes": slopes}
 
@@ -91,7 +91,7 @@ class MptAttention(nn.Module):
         if self.clip:
             fused = fused.clamp(min=-self.clip, max=self.clip)
         fused = fused.unflatten(-1, (3, self.num_heads, self.head_dim))
-        output = self.lorikeet_site(*(_heads(fused[..., i, :, :]) for i in range(3)), self.options)
+        output = self.lorikeet_target(*(_heads(fused[..., i, :, :]) for i in range(3)), self.options)
         return self.out_proj(output.flatten(2)), None
 
 
@@ -123,6 +123,6 @@ def replace_legacy(network: nn.Module, backend: AttentionBackend, inputs: StepIn
         for name, child in list(parent.named_children()):
             replacement = REPLACEMENTS.get(type(child))
             if replacement is not None:
-                setattr(parent, name, replacement(child, AttentionSite(backend, inputs)))
+                setattr(parent, name, replacement(child, AttentionBinding(backend, inputs)))
             elif isinstance(child, modeling_mpt.MptModel):
                 setattr(parent, name, MptTrunk(child))

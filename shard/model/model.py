@@ -12,13 +12,13 @@ from torch import nn
 
 from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import Segment, StepInputs
-from lorikeet.shard.batch.network import RanksApart
+from lorikeet.shard.batch.network import RankDesync
 from lorikeet.shard.batch.padding import Bounds, Padding
-from lorikeet.shard.model.adapters.discovery import Site
+from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.graphs import Graphs, Recorder
-from lorikeet.shard.model.lora.sites import AdapterSite
+from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.medusa.heads import HeadsPool
-from lorikeet.shard.model.site import AttentionSite
+from lorikeet.shard.model.site import AttentionBinding
 
 if TYPE_CHECKING:
     from lorikeet.shard.model.adapters.tables import DeviceKernels
@@ -40,7 +40,7 @@ class ModelInfo:
     """What the weights are quantised by, "" for not at all."""
 
 
-class Others(Protocol):
+class PeerRanks(Protocol):
     """The other ranks of a model that is split over several, as the first one meets them."""
 
     def step(self, inputs: StepInputs) -> None:
@@ -65,7 +65,7 @@ class Model:
         backend: AttentionBackend,
         inputs: StepInputs,
         info: ModelInfo,
-        adapter_sites: Mapping[str, Site],
+        lora_targets: Mapping[str, Target],
         join: Callable[[], None] = lambda: None,
     ) -> None:
         """`join` lets modules that are cut into parts give what the whole ones would."""
@@ -74,31 +74,31 @@ class Model:
         self.info = info
         self.page_size = backend.page_size
         self.inputs = inputs
-        self.adapter_sites = adapter_sites
+        self.lora_targets = lora_targets
         """Where adapters can change the network, by module name."""
         self.heads = HeadsPool(inputs)
-        output = next((site for site in adapter_sites.values() if isinstance(site, AdapterSite) and site.is_head), None)
+        output = next((site for site in lora_targets.values() if isinstance(site, LoraTarget) and site.is_head), None)
         if output is not None:
             self.heads.attach(network, output)
         join()
-        self.others: Others | None = None
+        self.others: PeerRanks | None = None
         """Who computes along, once they listen."""
         self.graphs: Graphs | None = None
         """Padded steps as they were captured, once they are."""
-        self.sites = [module for module in network.modules() if isinstance(module, AttentionSite)]
-        self._learn_shapes()
+        self.targets = [module for module in network.modules() if isinstance(module, AttentionBinding)]
+        self._trace_attention_shapes()
 
     @property
     def page_bytes(self) -> int:
         """Bytes of K and V per page, over all layers."""
-        return sum(self.backend.page_bytes(site.spec, self.info.dtype) for site in self.sites if site.spec)
+        return sum(self.backend.page_bytes(site.spec, self.info.dtype) for site in self.targets if site.spec)
 
     def allocate_kv(self, num_pages: int) -> None:
         """Reserve KV memory for `num_pages` pages in every layer, dropping what was there, graphs too."""
         self.free_kv()
         if self.others is not None:
             self.others.allocate_kv(num_pages)
-        for site in self.sites:
+        for site in self.targets:
             assert site.spec is not None
             site.kv = self.backend.allocate(site.spec, num_pages, self.info.dtype, self.info.device)
 
@@ -107,30 +107,30 @@ class Model:
         if self.others is not None:
             self.others.free_kv()
         self.drop_graphs()
-        for site in self.sites:
+        for site in self.targets:
             site.kv = None
 
     def allocate_adapters(self, num_slots: int) -> None:
         """Room for so many adapters in a step, dropping what was there."""
-        for site in self.adapter_sites.values():
+        for site in self.lora_targets.values():
             site.allocate(num_slots)
 
-    def give_kernels(self, num_slots: int, max_rows: int, max_guesses: int) -> "DeviceKernels":
+    def enable_device_kernels(self, num_slots: int, max_rows: int, max_drafts: int) -> "DeviceKernels":
         """Let kernels of the device compute adapters and heads, for steps of up to `max_rows` rows whose logits or
-        tokens are wanted, and `max_guesses` rows of guesses. Needs triton. Raises ValueError where the file of their
+        tokens are wanted, and `max_drafts` rows of guesses. Needs triton. Raises ValueError where the file of their
         configurations is not right.
         """
-        from lorikeet.shard.model.adapters.tables import DeviceKernels, sites_of
+        from lorikeet.shard.model.adapters.tables import DeviceKernels, targets_of
         from lorikeet.shard.model.kernels import tuning
         from lorikeet.shard.model.medusa.cuda import DeviceHeads
 
         tuned = tuning.read(self.info.device)
-        self.inputs.reserve_groups(max_rows, num_slots, max_guesses)
+        self.inputs.reserve_groups(max_rows, num_slots, max_drafts)
         self.heads.kernels = DeviceHeads(self.inputs, num_slots, tuned)
-        return DeviceKernels(sites_of(self.adapter_sites), num_slots, self.info.device, tuned)
+        return DeviceKernels(targets_of(self.lora_targets), num_slots, self.info.device, tuned)
 
     @property
-    def why_no_graphs(self) -> str:
+    def graphs_unsupported_reason(self) -> str:
         """What of its forward pass cannot be captured; empty where nothing is known."""
         return "" if self.backend.can_capture else "its attention goes from request to request on the host"
 
@@ -169,7 +169,7 @@ class Model:
         try:
             return self._forward()
         except Exception as error:
-            raise RanksApart(f"a step failed on one of several ranks: {type(error).__name__}: {error}") from error
+            raise RankDesync(f"a step failed on one of several ranks: {type(error).__name__}: {error}") from error
 
     def _forward(self) -> torch.Tensor:
         inputs = self.inputs
@@ -179,9 +179,9 @@ class Model:
             return self.compute()[: inputs.num_logits].float()
         # [T + E, V]
         logits = self.compute().float() if self.graphs is None else self.graphs.replay(inputs.bounds)
-        guesses = logits[inputs.bounds.num_rows :][: inputs.num_guesses]
+        drafts = logits[inputs.bounds.num_rows :][: inputs.num_drafts]
         logits = logits[: inputs.num_wanted]
-        return torch.cat([logits, guesses]) if inputs.num_guesses else logits
+        return torch.cat([logits, drafts]) if inputs.num_drafts else logits
 
     def compute(self) -> torch.Tensor:
         """What the network makes of `inputs` after `backend.prepare`: rows of logits in the network's dtype, [S + E, V]
@@ -199,13 +199,13 @@ class Model:
             raise RuntimeError("heads are to guess, and the network does not take its logits from its output head")
         return logits
 
-    def _learn_shapes(self) -> None:
+    def _trace_attention_shapes(self) -> None:
         """Run two tokens without KV, so that every site learns its layer's shape; a site never called is dropped."""
         row = torch.zeros(2, dtype=torch.long, device=self.info.device)
         self.inputs.fill([Segment(0, 2, range(1))], row, row[:1])
         self.forward()
-        self.sites = [site for site in self.sites if site.spec is not None]
-        if any(site.num_calls != 1 for site in self.sites) or len(self.sites) != self.info.num_layers:
+        self.targets = [site for site in self.targets if site.spec is not None]
+        if any(site.num_calls != 1 for site in self.targets) or len(self.targets) != self.info.num_layers:
             raise ValueError(f"{self.info.model_type}: its layers do not call one attention function once each")
 
 

@@ -18,7 +18,7 @@ from lorikeet.shard.model.model import Model
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.site import NAME
 from lorikeet.shard.model.tensor_parallel.group import Group
-from lorikeet.shard.model.tensor_parallel.partitioning import NotSplit
+from lorikeet.shard.model.tensor_parallel.partitioning import TensorParallelUnsupported
 
 LENGTHS = (37, 5, 18)
 CHUNK = 13
@@ -39,7 +39,7 @@ def probe(config: ShardConfig, checkpoint: Any, group: Group | None = None) -> N
         rows = [torch.randint(0, VOCAB, (length,), device=device) for length in LENGTHS]
         try:
             expected, given = _both_ways(config, small, rows, device, group)
-        except NotSplit:
+        except TensorParallelUnsupported:
             raise
         except Exception as failure:
             raise ValueError(f"cannot serve {checkpoint.model_type}: its two-layer copy fails: {failure}") from failure

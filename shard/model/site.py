@@ -15,7 +15,7 @@ from lorikeet.shard.batch.inputs import StepInputs
 NAME = "lorikeet"
 
 
-class AttentionSite(nn.Module):
+class AttentionBinding(nn.Module):
     """One layer's place in the KV memory. A module without parameters, so that it is found by walking the model."""
 
     def __init__(self, backend: AttentionBackend, inputs: StepInputs) -> None:
@@ -68,7 +68,7 @@ def paged_attention(
     """The function that transformers' attention modules call by name. Masks are ours: theirs must be None."""
     if attention_mask is not None:
         raise ValueError("the model insists on an attention mask of its own")
-    site: AttentionSite = module.lorikeet_site  # type: ignore[assignment]
+    site: AttentionBinding = module.lorikeet_target  # type: ignore[assignment]
     return site(query, key, value, options), None
 
 

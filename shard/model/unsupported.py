@@ -10,7 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
-def refuse_unservable(checkpoint: Any) -> None:
+def reject_unservable(checkpoint: Any) -> None:
     """Raise ValueError when a model of this configuration cannot be served."""
     reason = reason_against(checkpoint)
     if reason is not None:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.batch.network import RanksApart
+from lorikeet.shard.batch.network import RankDesync
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.tensor_parallel.group import RANK_EXIT, Group, prefer_loopback
@@ -132,12 +132,12 @@ class Leader:
         self._tell(Forget(digest))
 
     def _tell(self, command: Command) -> None:
-        """Raises RanksApart where somebody is gone."""
+        """Raises RankDesync where somebody is gone."""
         try:
             for link in self._links:
                 link.send(command)
         except OSError as error:
-            raise RanksApart("a rank of this shard is gone") from error
+            raise RankDesync("a rank of this shard is gone") from error
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()

@@ -29,19 +29,21 @@ class Block:
             row.logprobs.alternatives for row, width in zip(rows, widths, strict=True) for _ in range(width)
         ]
         self.any_plain = any(row.plain for row in rows)
-        self.looking_back = [(row, ids) for row, ids in zip(rows, drafts, strict=True) if row.looks_back and ids]
+        self.depending_on_history = [
+            (row, ids) for row, ids in zip(rows, drafts, strict=True) if row.depends_on_history and ids
+        ]
 
-    def waves(self) -> Iterator[list[tuple[int, Row]]]:
+    def dependency_levels(self) -> Iterator[list[tuple[int, Row]]]:
         """Positions that can be sampled together, each before its row: one wave per depth where laws look back, since
         they have to know the draft before; all others are in the first wave.
         """
-        waves: list[list[tuple[int, Row]]] = [[]]
+        dependency_levels: list[list[tuple[int, Row]]] = [[]]
         for row, ids, first in zip(self.rows, self.drafts, self.firsts, strict=True):
             for depth in range(1 + len(ids)):
-                wave = depth if row.looks_back else 0
-                waves.extend([] for _ in range(wave + 1 - len(waves)))
-                waves[wave].append((first + depth, row))
-        yield from waves
+                wave = depth if row.depends_on_history else 0
+                dependency_levels.extend([] for _ in range(wave + 1 - len(dependency_levels)))
+                dependency_levels[wave].append((first + depth, row))
+        yield from dependency_levels
 
     def last_emitted(
         self, token_ids: torch.Tensor, bad: torch.Tensor, tensor: Callable[[Sequence[int]], torch.Tensor]

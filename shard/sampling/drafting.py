@@ -16,11 +16,11 @@ from lorikeet.shard.sampling.highest import arg_max
 from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys
 from lorikeet.shard.sampling.penalties import TokenCounts
 from lorikeet.shard.sampling.plan import Chunk, Planner, Row
-from lorikeet.shard.sampling.rejection import DraftLaws
+from lorikeet.shard.sampling.rejection import DraftDistributions
 from lorikeet.shard.scheduler.request import LogprobParams
 
 MOST_PLANS = 64
-LawOf = Callable[[Chunk, torch.Tensor], torch.Tensor]
+DistributionOf = Callable[[Chunk, torch.Tensor], torch.Tensor]
 """From a chunk and its logits, which it may change, to the scores that tokens are chosen by."""
 
 
@@ -46,7 +46,7 @@ class DraftDraws:
         counts: TokenCounts,
         last_tokens: torch.Tensor,
         words: torch.Tensor,
-        law_of: LawOf,
+        distribution_of: DistributionOf,
         plans: dict[tuple[int, ...], DraftPlan],
     ) -> None:
         """`plans` outlive the step; they hold until a row changes."""
@@ -55,13 +55,13 @@ class DraftDraws:
         self._counts = counts
         self._last_tokens = last_tokens
         self._words = words
-        self._law_of = law_of
+        self._distribution_of = distribution_of
         self._plans = plans
         self._drawn: list[tuple[list[int], torch.Tensor]] = []  # by depth: rows, and [n] their tokens
-        self._supposed: list[tuple[torch.Tensor, torch.Tensor]] = []  # [n] rows of the counts, [n] tokens
+        self._assumed: list[tuple[torch.Tensor, torch.Tensor]] = []  # [n] rows of the counts, [n] tokens
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # [n] device rows, [n] their newest tokens
-        self._laws: list[torch.Tensor] = []  # [n, V] each
-        self._law_at: dict[tuple[int, int], int] = {}  # by row and depth: row of all laws together
+        self._distributions: list[torch.Tensor] = []  # [n, V] each
+        self._distribution_at: dict[tuple[int, int], int] = {}  # by row and depth: row of all laws together
 
     def draw(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """logits: [n, V] float32, one per entry of `rows`, whose next token is at `positions`. Returns [n] tokens."""
@@ -70,22 +70,24 @@ class DraftDraws:
         if plan.coupled or plan.rejecting:
             places = self._planner.tensor(positions)
             for chunk in plan.coupled:
-                self._choose(chunk, self._law_of(chunk, logits[chunk.batch_rows]), places, Purpose.DRAW, token_ids)
+                self._choose(
+                    chunk, self._distribution_of(chunk, logits[chunk.batch_rows]), places, Purpose.DRAW, token_ids
+                )
             for chunk in plan.rejecting:
-                scores = self._law_of(chunk, logits[chunk.batch_rows])
+                scores = self._distribution_of(chunk, logits[chunk.batch_rows])
                 self._choose(chunk, scores, places, Purpose.DRAFT, token_ids)
                 self._keep(chunk, scores, rows, depth)
         self._drawn.append((list(rows), token_ids))
-        self._suppose(plan, token_ids)
+        self._assume_accepted(plan, token_ids)
         return token_ids
 
     def forget(self) -> None:
         """Take the rows' state back to what it was before any draft."""
-        for slots, token_ids in self._supposed:
+        for slots, token_ids in self._assumed:
             self._counts.add(slots, token_ids, -torch.ones_like(token_ids, dtype=torch.int32))
         for rows, token_ids in reversed(self._before):
             self._last_tokens.index_copy_(0, rows, token_ids)
-        self._supposed, self._before = [], []
+        self._assumed, self._before = [], []
 
     def to_host(self) -> dict[int, list[int]]:
         """The drafts of each row. Waits for the device."""
@@ -98,18 +100,18 @@ class DraftDraws:
             found.setdefault(row, []).append(token_id)
         return found
 
-    def laws(self, block: Block) -> DraftLaws | None:
+    def distributions(self, block: Block) -> DraftDistributions | None:
         """What the rejection rule needs at the positions of a block; None where it holds for no row."""
-        if not self._laws:
+        if not self._distributions:
             return None
         at, drafted = [0] * block.num_tokens, [0] * block.num_tokens
         for row, ids, first in zip(block.rows, block.drafts, block.firsts, strict=True):
             for depth, token_id in enumerate(ids):
-                at[first + depth] = self._law_at.get((row.row, depth), -1) + 1
+                at[first + depth] = self._distribution_at.get((row.row, depth), -1) + 1
                 drafted[first + depth] = token_id
-        table = torch.cat([torch.zeros_like(self._laws[0][:1]), *self._laws])
-        of = {row for row, _ in self._law_at}
-        return DraftLaws(of, table, self._planner.tensor(at), self._planner.tensor(drafted))
+        table = torch.cat([torch.zeros_like(self._distributions[0][:1]), *self._distributions])
+        of = {row for row, _ in self._distribution_at}
+        return DraftDistributions(of, table, self._planner.tensor(at), self._planner.tensor(drafted))
 
     def _choose(
         self, chunk: Chunk, scores: torch.Tensor, places: torch.Tensor, purpose: Purpose, token_ids: torch.Tensor
@@ -122,10 +124,10 @@ class DraftDraws:
 
     def _keep(self, chunk: Chunk, scores: torch.Tensor, rows: Sequence[int], depth: int) -> None:
         """scores: [S', V]. Keep the laws that a chunk's drafts were drawn from."""
-        first = sum(len(laws) for laws in self._laws)
-        self._laws.append(torch.softmax(scores, dim=-1))
+        first = sum(len(distributions) for distributions in self._distributions)
+        self._distributions.append(torch.softmax(scores, dim=-1))
         for at, index in enumerate(chunk.members):
-            self._law_at[rows[index], depth] = first + at
+            self._distribution_at[rows[index], depth] = first + at
 
     def _plan_for(self, rows: Sequence[int]) -> DraftPlan:
         """How to draw for these rows: made once for as long as they are the same."""
@@ -139,7 +141,7 @@ class DraftDraws:
 
     def _make_plan(self, rows: Sequence[int]) -> DraftPlan:
         members = [(at, replace(self._rows[row], logprobs=LogprobParams())) for at, row in enumerate(rows)]
-        looking = [(at, row) for at, row in members if row.looks_back]
+        looking = [(at, row) for at, row in members if row.depends_on_history]
         counted = [(at, row.slot) for at, row in looking if row.slot >= 0]
         tensor, plan_some = self._planner.tensor, self._planner.plan_some
         return DraftPlan(
@@ -149,7 +151,7 @@ class DraftDraws:
             counted=(tensor([at for at, _ in counted]), tensor([slot for _, slot in counted])) if counted else None,
         )
 
-    def _suppose(self, plan: DraftPlan, token_ids: torch.Tensor) -> None:
+    def _assume_accepted(self, plan: DraftPlan, token_ids: torch.Tensor) -> None:
         """token_ids: [n]. Go on as if these had been emitted, where laws look back."""
         if plan.looking is not None:
             at, rows = plan.looking
@@ -159,4 +161,4 @@ class DraftDraws:
             at, slots = plan.counted
             drafted = token_ids.index_select(0, at)
             self._counts.append(slots, drafted)
-            self._supposed.append((slots, drafted))
+            self._assumed.append((slots, drafted))

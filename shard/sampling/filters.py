@@ -8,7 +8,7 @@ import torch
 
 from lorikeet.shard.sampling.highest import descending
 
-FIRST_LOOK = 128
+FIRST_CHECK = 128
 """How many of the foremost tokens are ordered first on CPU; mostly enough, and far cheaper than ordering them all."""
 _EXCLUDED = float("-inf")
 
@@ -20,18 +20,22 @@ def top_k(scores: torch.Tensor, k: torch.Tensor, k_max: int) -> torch.Tensor:
     return _without(scores, scores < highest.gather(1, k.clamp(max=k_max) - 1))
 
 
-def top_p(scores: torch.Tensor, mass: torch.Tensor, first_look: int = FIRST_LOOK) -> torch.Tensor:
+def top_p(scores: torch.Tensor, mass: torch.Tensor, first_check: int = FIRST_CHECK) -> torch.Tensor:
     """scores: [S, V]; mass: [S, 1]. Keep the fewest highest tokens of each row that together reach `mass`.
 
-    `first_look` changes how long it takes and nothing else.
+    `first_check` changes how long it takes and nothing else.
     """
-    log_law = torch.log_softmax(scores, dim=-1)
-    foremost = log_law.topk(first_look).values if _may_look(log_law, first_look) else descending(log_law)
+    log_distribution = torch.log_softmax(scores, dim=-1)
+    foremost = (
+        log_distribution.topk(first_check).values
+        if _may_check(log_distribution, first_check)
+        else descending(log_distribution)
+    )
     reached = foremost.exp().cumsum(-1)
     if not _suffices(reached, mass, scores.shape[1]):
-        foremost = descending(log_law)
+        foremost = descending(log_distribution)
         reached = foremost.exp().cumsum(-1)
-    return _without(scores, log_law < _where_reached(foremost, reached, mass))
+    return _without(scores, log_distribution < _where_reached(foremost, reached, mass))
 
 
 def min_p(scores: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
@@ -39,28 +43,28 @@ def min_p(scores: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
     return _without(scores, scores < scores.amax(-1, keepdim=True) + log_ratio)
 
 
-def typical_p(scores: torch.Tensor, mass: torch.Tensor, first_look: int = FIRST_LOOK) -> torch.Tensor:
+def typical_p(scores: torch.Tensor, mass: torch.Tensor, first_check: int = FIRST_CHECK) -> torch.Tensor:
     """scores: [S, V]; mass: [S, 1]. Keep the fewest tokens whose surprise is nearest the entropy, reaching `mass`.
 
-    `first_look` changes how long it takes and nothing else.
+    `first_check` changes how long it takes and nothing else.
     """
     vocab_size = scores.shape[1]
-    log_law = torch.log_softmax(scores, dim=-1)
-    law = log_law.exp()
-    surprise = torch.where(law > 0, -log_law, 0.0)
-    entropy = (law * surprise).cumsum(-1)[:, -1:]
-    distance = log_law.add_(entropy).abs_()
-    foremost, ids = distance.topk(first_look if _may_look(law, first_look) else vocab_size, largest=False)
-    reached = law.gather(1, ids).cumsum(-1)
+    log_distribution = torch.log_softmax(scores, dim=-1)
+    distribution = log_distribution.exp()
+    surprise = torch.where(distribution > 0, -log_distribution, 0.0)
+    entropy = (distribution * surprise).cumsum(-1)[:, -1:]
+    distance = log_distribution.add_(entropy).abs_()
+    foremost, ids = distance.topk(first_check if _may_check(distribution, first_check) else vocab_size, largest=False)
+    reached = distribution.gather(1, ids).cumsum(-1)
     if not _suffices(reached, mass, vocab_size):
         foremost, ids = distance.sort(dim=-1)
-        reached = law.gather(1, ids).cumsum(-1)
+        reached = distribution.gather(1, ids).cumsum(-1)
     return _without(scores, distance > _where_reached(foremost, reached, mass))
 
 
-def _may_look(scores: torch.Tensor, first_look: int) -> bool:
+def _may_check(scores: torch.Tensor, first_check: int) -> bool:
     """scores: [S, V]. Whether to order a few first: only where the answer can be read without waiting."""
-    return scores.is_cpu and first_look < scores.shape[1]
+    return scores.is_cpu and first_check < scores.shape[1]
 
 
 def _suffices(reached: torch.Tensor, mass: torch.Tensor, vocab_size: int) -> bool:

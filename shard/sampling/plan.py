@@ -50,7 +50,7 @@ class Row:
         return self.slot >= 0 or bool(self.params.logit_bias) or self.params.watermark
 
     @property
-    def looks_back(self) -> bool:
+    def depends_on_history(self) -> bool:
         """Whether its law depends on earlier tokens by more than the logits."""
         return self.slot >= 0 or self.params.watermark
 
@@ -111,7 +111,7 @@ class Chunk:
     processed: Wanted | None
 
     @property
-    def changes_scores(self) -> bool:
+    def modifies_scores(self) -> bool:
         """Whether the law drawn from differs from the model's own."""
         return self.drawn or bool(self.bias or self.penalties) or self.marked is not None
 

@@ -14,7 +14,7 @@ from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys, u
 
 
 @dataclass(frozen=True)
-class DraftLaws:
+class DraftDistributions:
     """The laws that the drafts of some rows were really drawn from, after all transforms of their requests."""
 
     of: Set[int]
@@ -29,22 +29,22 @@ class DraftLaws:
 
 def settle(
     scores: torch.Tensor,
-    law_q: torch.Tensor,
+    draft_probs: torch.Tensor,
     drafted: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
     words: torch.Tensor,
 ) -> torch.Tensor:
-    """scores: [S, V] of the target, transformed; law_q: [S, V] probabilities, zero where nothing was drafted; drafted,
-    seeds, positions: [S]; words: [V]. Returns [S] the emitted tokens: the draft where it stands.
+    """scores: [S, V] of the target, transformed; draft_probs: [S, V], zero where nothing was drafted; drafted, seeds,
+    positions: [S]; words: [V]. Returns [S] the emitted tokens: the draft where it is accepted.
     """
-    law_p = torch.softmax(scores, dim=-1)
+    target_probs = torch.softmax(scores, dim=-1)
     ids = drafted[:, None]
-    p, q = law_p.gather(1, ids)[:, 0], law_q.gather(1, ids)[:, 0]
+    p, q = target_probs.gather(1, ids)[:, 0], draft_probs.gather(1, ids)[:, 0]
     stands = uniforms(row_keys(seeds, positions, Purpose.ACCEPT)) * q < p
     stands &= q > 0  # nothing was drafted where q is zero
-    residual = (law_p - law_q).clamp_(min=0)
+    residual = (target_probs - draft_probs).clamp_(min=0)
     # Equal laws leave no residual: what is drawn there is never rejected but by rounding, and then p is right.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, law_p)
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs)
     noise = log_exponentials(words, row_keys(seeds, positions, Purpose.RESIDUAL))
     return torch.where(stands, drafted, arg_max(residual.log_() - noise))

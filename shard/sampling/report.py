@@ -85,13 +85,13 @@ class Outcome:
         """scores: [S', V], the law's scores for a chunk of rows; token_ids: [S'], the tokens chosen there."""
         scores = scores.index_select(0, wanted.rows)
         token_ids = token_ids.index_select(0, wanted.rows)
-        law = torch.log_softmax(scores, dim=-1)
-        self._logprobs.index_copy_(0, wanted.batch_rows, law.gather(1, token_ids[:, None])[:, 0])
+        distribution = torch.log_softmax(scores, dim=-1)
+        self._logprobs.index_copy_(0, wanted.batch_rows, distribution.gather(1, token_ids[:, None])[:, 0])
         k = wanted.num_alternatives
         if k:
             ids = most_likely(scores, k)
             self._alternative_ids[:, :k].index_copy_(0, wanted.batch_rows, ids)
-            self._alternative_logprobs[:, :k].index_copy_(0, wanted.batch_rows, law.gather(1, ids))
+            self._alternative_logprobs[:, :k].index_copy_(0, wanted.batch_rows, distribution.gather(1, ids))
 
     def sampled(self) -> Sampled:
         return Sampled(
@@ -139,8 +139,8 @@ def prompt_logprobs(logits: torch.Tensor, target_ids: torch.Tensor, k: int) -> P
     logprobs, ids, values = [], [], []
     num_rows = max(1, _BLOCK_ELEMENTS // logits.shape[1])
     for rows, targets in zip(logits.split(num_rows), target_ids.split(num_rows), strict=True):
-        law = torch.log_softmax(rows, dim=-1)
-        logprobs.append(law.gather(1, targets[:, None])[:, 0])
+        distribution = torch.log_softmax(rows, dim=-1)
+        logprobs.append(distribution.gather(1, targets[:, None])[:, 0])
         ids.append(most_likely(rows, k) if k else targets.new_empty(len(rows), 0))
-        values.append(law.gather(1, ids[-1]))
+        values.append(distribution.gather(1, ids[-1]))
     return PromptLogprobs(torch.cat(logprobs), torch.cat(ids), torch.cat(values))

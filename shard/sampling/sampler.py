@@ -16,7 +16,7 @@ from lorikeet.shard.sampling.highest import arg_max
 from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys, token_words
 from lorikeet.shard.sampling.penalties import TokenCounts, Watermark
 from lorikeet.shard.sampling.plan import Chunk, Filter, Plan, Planner, Row
-from lorikeet.shard.sampling.rejection import DraftLaws, settle
+from lorikeet.shard.sampling.rejection import DraftDistributions, settle
 from lorikeet.shard.sampling.report import Outcome, PromptLogprobs, Sampled, prompt_logprobs
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
@@ -118,15 +118,15 @@ class Sampler:
             outcome.token_ids = arg_max(logits)
             outcome.bad = _is_bad(logits, outcome.token_ids)
         places = self._planner.tensor(block.positions)
-        laws = None if draws is None else draws.laws(block)
-        for depth, members in enumerate(block.waves()):
+        distributions = None if draws is None else draws.distributions(block)
+        for depth, members in enumerate(block.dependency_levels()):
             if depth:
-                self._suppose(block, depth)
-            if laws is not None:
-                rejecting = [member for member in members if member[1].row in laws.of]
-                members = [member for member in members if member[1].row not in laws.of]
+                self._assume_accepted(block, depth)
+            if distributions is not None:
+                rejecting = [member for member in members if member[1].row in distributions.of]
+                members = [member for member in members if member[1].row not in distributions.of]
                 for chunk in self._planner.plan_some(rejecting).chunks:
-                    self._sample_chunk(chunk, logits, places, outcome, laws)
+                    self._sample_chunk(chunk, logits, places, outcome, distributions)
             for chunk in self._planner.plan_some(members).chunks:
                 self._sample_chunk(chunk, logits, places, outcome)
         self._settle(block, outcome)
@@ -135,12 +135,18 @@ class Sampler:
     def begin_drafts(self) -> DraftDraws:
         """Begin to draw a step's drafts from a draft model: by each request's own transforms and noise."""
         return DraftDraws(
-            self._rows, self._planner, self._counts, self.last_tokens, self._words, self._law, self._draft_plans
+            self._rows,
+            self._planner,
+            self._counts,
+            self.last_tokens,
+            self._words,
+            self._distribution,
+            self._draft_plans,
         )
 
-    def _suppose(self, block: Block, depth: int) -> None:
+    def _assume_accepted(self, block: Block, depth: int) -> None:
         """Go on as if the draft before this depth had been emitted, where the law looks back."""
-        members = [(row, ids[depth - 1]) for row, ids in block.looking_back if len(ids) >= depth]
+        members = [(row, ids[depth - 1]) for row, ids in block.depending_on_history if len(ids) >= depth]
         rows, token_ids = (
             self._planner.tensor(values) for values in zip(*[(r.row, t) for r, t in members], strict=True)
         )
@@ -185,24 +191,24 @@ class Sampler:
         logits: torch.Tensor,
         positions: torch.Tensor | None,
         outcome: Outcome,
-        laws: DraftLaws | None = None,
+        distributions: DraftDistributions | None = None,
     ) -> None:
         """logits: [S, V]; positions: [S], wanted where tokens are drawn; laws: where the rejection rule holds."""
         scores = logits.index_select(0, chunk.batch_rows)
-        if chunk.raw is not None and chunk.changes_scores:
+        if chunk.raw is not None and chunk.modifies_scores:
             logits = scores.clone()
         else:
             logits = scores
-        scores = self._law(chunk, scores)
+        scores = self._distribution(chunk, scores)
         if chunk.drawn and positions is not None:
             places = positions.index_select(0, chunk.batch_rows)
-            if laws is None:
+            if distributions is None:
                 keys = row_keys(chunk.seeds, places, Purpose.DRAW)
                 token_ids = arg_max(scores - log_exponentials(self._words, keys))
             else:
-                law_q = laws.table.index_select(0, laws.at.index_select(0, chunk.batch_rows))
-                drafted = laws.drafted.index_select(0, chunk.batch_rows)
-                token_ids = settle(scores, law_q, drafted, chunk.seeds, places, self._words)
+                draft_probs = distributions.table.index_select(0, distributions.at.index_select(0, chunk.batch_rows))
+                drafted = distributions.drafted.index_select(0, chunk.batch_rows)
+                token_ids = settle(scores, draft_probs, drafted, chunk.seeds, places, self._words)
         else:
             token_ids = arg_max(scores)
         outcome.token_ids.index_copy_(0, chunk.batch_rows, token_ids)
@@ -212,7 +218,7 @@ class Sampler:
         if chunk.raw is not None:
             outcome.report(chunk.raw, logits, token_ids)
 
-    def _law(self, chunk: Chunk, scores: torch.Tensor) -> torch.Tensor:
+    def _distribution(self, chunk: Chunk, scores: torch.Tensor) -> torch.Tensor:
         """scores: [S', V], perhaps changed in place. Returns [S', V]: those that tokens are chosen by."""
         if chunk.bias is not None:
             chunk.bias.apply(scores)
@@ -239,7 +245,7 @@ def _is_bad(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 def _filter(chunk: Chunk, scores: torch.Tensor) -> torch.Tensor:
     """scores: [S', V] after temperature, perhaps changed in place."""
     everywhere = chunk.top_k is not None and chunk.top_k.rows is None
-    look = min(chunk.top_k.largest, filters.FIRST_LOOK) if chunk.top_k and everywhere else filters.FIRST_LOOK
+    look = min(chunk.top_k.largest, filters.FIRST_CHECK) if chunk.top_k and everywhere else filters.FIRST_CHECK
     steps: list[tuple[Filter | None, Callable[[torch.Tensor, Filter], torch.Tensor]]] = [
         (chunk.top_k, lambda part, used: filters.top_k(part, used.values, used.largest)),
         (chunk.top_p, lambda part, used: filters.top_p(part, used.values, look)),

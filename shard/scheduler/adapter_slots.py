@@ -67,7 +67,7 @@ class SlotLimits:
 
 
 @dataclass(eq=False)
-class Held:
+class CachedAdapter:
     """An adapter in host memory."""
 
     digest: str
@@ -78,9 +78,9 @@ class Held:
     is_pinned: bool = False
     is_copying: bool = False
     """Has a slot that it is not ready in."""
-    is_yielding: bool = False
+    is_draining: bool = False
     """Takes no new request: another adapter needs its slot."""
-    is_unwanted: bool = False
+    evict_when_idle: bool = False
     """Goes as soon as nobody uses it."""
 
 
@@ -104,7 +104,7 @@ class AdapterSlots:
         """Seconds of a monotonic clock; whoever steps keeps it up to date."""
         self._device = device
         self._load = load
-        self._held: OrderedDict[str, Held] = OrderedDict()  # least recently used first
+        self._held: OrderedDict[str, CachedAdapter] = OrderedDict()  # least recently used first
         self._loading: set[str] = set()
         self._unwanted: set[str] = set()
         """Of those on their way, which are let go when they arrive."""
@@ -112,7 +112,7 @@ class AdapterSlots:
         """Of those that are to go, which somebody has asked for since."""
         self._pinned: set[str] = set()
         self._free = list(reversed(range(limits.num_slots)))
-        self._copying: list[Held] = []
+        self._copying: list[CachedAdapter] = []
         self._waiting_since: dict[str, float] = {}  # for a slot
         self._sizes: dict[str, int] = {}  # in bytes, also of those that have left
         self._changes = Changes()
@@ -135,7 +135,7 @@ class AdapterSlots:
         if held is None:
             self.prefetch(digest)
             return None
-        if held.is_yielding or held.is_unwanted:
+        if held.is_draining or held.evict_when_idle:
             return None
         if held.slot < 0 and not self._place(held):
             return None
@@ -149,7 +149,7 @@ class AdapterSlots:
         """Heads that an adapter in a slot brings."""
         return self._held[digest].content.num_heads
 
-    def misfit(self, digests: Sequence[str]) -> str:
+    def reject_reason(self, digests: Sequence[str]) -> str:
         """Why adapters that one request needs can never be in slots together; empty if they can or nobody knows yet."""
         if len(digests) > self.limits.num_slots:
             return "an adapter and heads of another need two slots; this shard has one"
@@ -163,9 +163,9 @@ class AdapterSlots:
         """One running request less."""
         held = self._held[digest]
         held.num_users -= 1
-        if held.num_users == 0 and (held.is_yielding or held.is_unwanted):
+        if held.num_users == 0 and (held.is_draining or held.evict_when_idle):
             self._leave_slot(held)
-            if held.is_unwanted:
+            if held.evict_when_idle:
                 self._drop(held)
 
     # What routers ask
@@ -173,7 +173,7 @@ class AdapterSlots:
     def prefetch(self, digest: str) -> None:
         """Bring an adapter into host memory, if it is neither there nor on its way; once more, if it is to go."""
         held = self._held.get(digest)
-        if digest in self._unwanted or (held is not None and held.is_unwanted):
+        if digest in self._unwanted or (held is not None and held.evict_when_idle):
             self._wanted_again.add(digest)
         elif digest not in self._held and digest not in self._loading:
             self._loading.add(digest)
@@ -200,7 +200,7 @@ class AdapterSlots:
         if held is None:
             self._gone(digest)
             return
-        held.is_unwanted = True
+        held.evict_when_idle = True
         if held.num_users == 0:
             self._leave_slot(held)
             self._drop(held)
@@ -222,7 +222,7 @@ class AdapterSlots:
         if len(self._sizes) > MOST_SIZES:
             del self._sizes[next(iter(self._sizes))]
         self._make_host_room(content.num_bytes)
-        held = self._held[digest] = Held(digest, content, is_pinned=digest in self._pinned)
+        held = self._held[digest] = CachedAdapter(digest, content, is_pinned=digest in self._pinned)
         self._place(held)
 
     def failed(self, digest: str, reason: str) -> None:
@@ -244,7 +244,7 @@ class AdapterSlots:
         held = self._held.get(digest)
         if held is None or held.slot < 0:
             return False
-        return not (held.is_copying or held.is_yielding or held.is_unwanted)
+        return not (held.is_copying or held.is_draining or held.evict_when_idle)
 
     @property
     def num_resident(self) -> int:
@@ -269,7 +269,7 @@ class AdapterSlots:
 
     # Room
 
-    def _place(self, held: Held) -> bool:
+    def _place(self, held: CachedAdapter) -> bool:
         """Give an adapter a slot. False while those in slots are all in use: the one in use for longest then yields."""
         while not self._fits(held):
             victim = next((other for other in self._held.values() if other.slot >= 0 and _may_leave(other)), None)
@@ -285,28 +285,28 @@ class AdapterSlots:
         self._arrive(held)
         return True
 
-    def _arrive(self, held: Held) -> None:
+    def _arrive(self, held: CachedAdapter) -> None:
         if self._device.is_ready(held.slot):
             held.is_copying = False
             self._copying.remove(held)
             self._changes.states[held.digest] = (Residency.RESIDENT, "")
 
-    def _fits(self, held: Held) -> bool:
+    def _fits(self, held: CachedAdapter) -> bool:
         in_slots = sum(other.content.num_bytes for other in self._held.values() if other.slot >= 0)
         return bool(self._free) and in_slots + held.content.num_bytes <= self.limits.slot_bytes
 
-    def _wait_for_slot(self, held: Held) -> None:
+    def _wait_for_slot(self, held: CachedAdapter) -> None:
         since = self._waiting_since.setdefault(held.digest, self.now)
         if self.now - since < self.limits.cycle_seconds:
             return
         for other in self._held.values():
-            if other.slot >= 0 and not (other.is_pinned or other.is_yielding or other.is_copying):
-                other.is_yielding = True
+            if other.slot >= 0 and not (other.is_pinned or other.is_draining or other.is_copying):
+                other.is_draining = True
                 self._waiting_since[held.digest] = self.now
                 return
 
-    def _leave_slot(self, held: Held) -> None:
-        held.is_yielding = False
+    def _leave_slot(self, held: CachedAdapter) -> None:
+        held.is_draining = False
         if held.is_copying:
             held.is_copying = False
             self._copying.remove(held)
@@ -327,11 +327,11 @@ class AdapterSlots:
                 self._leave_slot(held)
                 self._leave_host(held)
 
-    def _drop(self, held: Held) -> None:
+    def _drop(self, held: CachedAdapter) -> None:
         self._leave_host(held)
         self._gone(held.digest)
 
-    def _leave_host(self, held: Held) -> None:
+    def _leave_host(self, held: CachedAdapter) -> None:
         del self._held[held.digest]
         self._waiting_since.pop(held.digest, None)
         self._device.forget(held.digest)
@@ -346,5 +346,5 @@ class AdapterSlots:
             self.prefetch(digest)
 
 
-def _may_leave(held: Held) -> bool:
+def _may_leave(held: CachedAdapter) -> bool:
     return held.num_users == 0 and not held.is_pinned and not held.is_copying

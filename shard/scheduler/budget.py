@@ -20,13 +20,13 @@ class Limits:
     chunked_prefill: bool = True
     max_scored: int = 512
     """Prompt tokens of a step whose logits are wanted at most (a row of the vocabulary each), with chunked prefill."""
-    crowd_tokens: int | None = None
+    adapter_prefill_tokens: int | None = None
     """As step_tokens, for all requests of an adapter that has many more here than another, so that they do not make
     everyone's steps long; three times as much for one request more, falling to this. None: no such bound; nor is there
     one for prompts that are computed whole."""
 
 
-class Crowds:
+class AdapterPrefillCaps:
     """Which adapters have more requests in a shard than another has, step by step."""
 
     def __init__(self, limits: Limits) -> None:
@@ -38,7 +38,7 @@ class Crowds:
         """By adapter, "" for the bare base: how many prompt tokens it may have in the next step, given all requests in
         the shard. One that was here a while ago counts as having one left, since its next may come at any moment.
         """
-        least = self._limits.crowd_tokens
+        least = self._limits.adapter_prefill_tokens
         if least is None or not self._limits.chunked_prefill:
             return {}
         self._num_planned += 1
@@ -53,12 +53,12 @@ class Crowds:
 class Budget:
     """What is left of a step's tokens while it is being planned."""
 
-    def __init__(self, limits: Limits, crowds: dict[str, int], step_tokens: int | None = None) -> None:
+    def __init__(self, limits: Limits, adapter_prefill_caps: dict[str, int], step_tokens: int | None = None) -> None:
         """crowds: adapters whose prompts have a turn of their own, and the tokens that each may have. step_tokens: of
         this step, None for the limits' own.
         """
-        self.crowds = crowds
-        self.is_for_crowds = False
+        self.adapter_prefill_caps = adapter_prefill_caps
+        self.pass_for_capped = False
         """Whose turn it is: prompts of theirs, or all else."""
         self.num_left = limits.step_tokens if step_tokens is None else step_tokens
         self.num_scored_left = limits.max_scored
@@ -79,7 +79,7 @@ class Budget:
             return 0
         num_behind = num_known - request.num_computed
         if num_behind <= 1:
-            return 0 if self.is_for_crowds else num_behind
+            return 0 if self.pass_for_capped else num_behind
         if not self._is_chunked:
             return num_behind if num_behind <= self._left_for(request) or self._is_untouched else 0
         if request.num_shareable < len(request.token_ids) - 1:
@@ -90,12 +90,12 @@ class Budget:
         """Take what was granted, more than one token."""
         self.num_left -= num_tokens
         self._is_untouched = False
-        if request.adapter_digest in self.crowds:
-            self.crowds[request.adapter_digest] -= num_tokens
+        if request.adapter_digest in self.adapter_prefill_caps:
+            self.adapter_prefill_caps[request.adapter_digest] -= num_tokens
         if request.logprobs.prefill:
             self.num_scored_left -= num_tokens
 
     def _left_for(self, request: Request) -> int:
-        if (request.adapter_digest in self.crowds) != self.is_for_crowds:
+        if (request.adapter_digest in self.adapter_prefill_caps) != self.pass_for_capped:
             return 0
-        return min(self.num_left, self.crowds.get(request.adapter_digest, self.num_left))
+        return min(self.num_left, self.adapter_prefill_caps.get(request.adapter_digest, self.num_left))

@@ -4,7 +4,7 @@ CALM_STEPS = 32
 """Steps that must go well before they may be twice as large."""
 
 
-class Restraint:
+class OomBackoff:
     """How large a step may be just now."""
 
     def __init__(self, step_tokens: int, max_running: int, is_chunked: bool = True) -> None:
@@ -15,7 +15,7 @@ class Restraint:
         self._num_calm = 0
 
     @property
-    def is_felt(self) -> bool:
+    def is_active(self) -> bool:
         """Whether steps are smaller than they might be."""
         return (self.step_tokens, self.max_running) != self._most
 
@@ -30,7 +30,7 @@ class Restraint:
 
     def passed(self) -> None:
         """A step went well."""
-        if not self.is_felt:
+        if not self.is_active:
             return
         self._num_calm += 1
         if self._num_calm == CALM_STEPS:

@@ -10,7 +10,7 @@ from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from lorikeet.shard.scheduler.speculation.draft_length import Pace
+    from lorikeet.shard.scheduler.speculation.draft_length import DraftState
 
 
 class FinishReason(IntEnum):
@@ -37,7 +37,7 @@ class Source(IntEnum):
 
 
 Kind = tuple[str, Source, bool]
-"""Guesses that are alike: the adapter that they are for, what guessed them, and whether lookup found a long stretch."""
+"""The statistics group of a draft: its adapter, its source, and whether lookup found a long match."""
 
 
 class Method(StrEnum):
@@ -75,7 +75,7 @@ class Speculation:
     num_tokens: int = 0
     """Drafts of lookup and of a draft model in a step at most."""
     num_heads: int = 0
-    """Guesses of heads in a step at most."""
+    """Drafts of heads in a step at most."""
     schedule: Schedule = Schedule.CONSTANT
     verify: Rule = Rule.COUPLED
     prediction_ids: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ class Speculation:
 NO_SPECULATION = Speculation()
 
 
-class Guesser(Protocol):
+class DraftSource(Protocol):
     """What knows a request's tokens and guesses the next ones."""
 
     source: Source
@@ -105,7 +105,7 @@ class Guesser(Protocol):
         """Take in tokens that have become known."""
         ...
 
-    def guess(self, num_tokens: int) -> list[int]:
+    def draft_token(self, num_tokens: int) -> list[int]:
         """At most so many tokens that may come next, possibly none. Changes nothing."""
         ...
 
@@ -164,11 +164,11 @@ class Request:
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""
     speculation: Speculation = NO_SPECULATION
-    paces: "dict[Kind, Pace]" = field(default_factory=dict)
+    draft_states: "dict[Kind, DraftState]" = field(default_factory=dict)
     """What the request's schedule remembers; nothing with a constant one."""
-    num_alone: int = 0
+    isolation_steps: int = 0
     """Until so many more of its steps have given tokens, they compute no other: it may be what ended a shard."""
-    guesser: Guesser | None = None
+    draft_source: DraftSource | None = None
     """What looks up its tokens. Made at the first step that could use it."""
 
     finish_reason: FinishReason = FinishReason.NONE
@@ -200,7 +200,7 @@ class Request:
     """Tokens being sampled by launched steps, not yet in `token_ids`."""
     is_fresh: bool = True
     """Whether nothing was sampled since the request got its pages: the first token then comes without drafts."""
-    is_guessed: bool = False
+    is_draft: bool = False
     """Whether a launched step has drafts of this request, so that nobody knows yet how far it got."""
     num_launched: int = 0
     """Launched steps, not yet committed, that write this request's pages."""

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from lorikeet.shard.scheduler.request import Request, Source
 
 if TYPE_CHECKING:
-    from lorikeet.shard.scheduler.speculation.draft_length import Pace
+    from lorikeet.shard.scheduler.speculation.draft_length import DraftState
 
 
 @dataclass(slots=True)
-class Share:
+class ScheduledRequest:
     """The tokens at positions `start` … `end - 1` of a request, and the guesses behind them."""
 
     request: Request
@@ -21,18 +21,18 @@ class Share:
     samples: bool
     """Whether the step ends at the newest known token, so that the next one is sampled."""
     draft_ids: Sequence[int] = ()
-    """Guessed tokens behind `end`: computed along, and kept as far as the target agrees. Of a draft model only their
+    """Drafted tokens behind `end`: computed along, and kept as far as the target agrees. Of a draft model only their
     number is planned: it draws them in the step itself.
     """
     source: Source = Source.TARGET
     """What guessed them."""
-    pace: "Pace | None" = None
+    draft_state: "DraftState | None" = None
     """What chose their number, where it learns."""
     draft_start: int = 0
     draft_end: int = 0
     """The draft model takes in the request's tokens from `draft_start` up to `draft_end`, before it guesses."""
     num_heads: int = 0
-    """Guesses of heads that are wanted after each sampled token."""
+    """DraftTokens of heads that are wanted after each sampled token."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +49,7 @@ class Share:
         return (1 + len(self.draft_ids)) if self.samples else 0
 
     @property
-    def is_next(self) -> bool:
+    def is_decode(self) -> bool:
         """Whether the share is the newest token alone, as the host knows it: only behind such a one is guessed."""
         request = self.request
         return (

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from math import inf
 
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots
-from lorikeet.shard.scheduler.budget import Budget, Crowds, Limits
+from lorikeet.shard.scheduler.budget import AdapterPrefillCaps, Budget, Limits
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
-from lorikeet.shard.scheduler.oom_backoff import Restraint
+from lorikeet.shard.scheduler.oom_backoff import OomBackoff
 from lorikeet.shard.scheduler.request import FinishReason, Request
-from lorikeet.shard.scheduler.scheduled_request import Share
-from lorikeet.shard.scheduler.speculation import Guessers, Proposer
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.scheduler.speculation import DraftSources, Proposer
 
 
 class Scheduler:
@@ -26,13 +26,13 @@ class Scheduler:
         cache: KvCache,
         limits: Limits,
         adapters: AdapterSlots | None = None,
-        guessers: Guessers | None = None,
+        draft_sources: DraftSources | None = None,
     ) -> None:
         """Without `adapters` every request is for the bare base; without `guessers` nothing is guessed."""
         self.cache = cache
         self.limits = limits
         self.adapters = adapters
-        self.proposer = None if guessers is None else Proposer(cache, guessers)
+        self.proposer = None if draft_sources is None else Proposer(cache, draft_sources)
         self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of admission
         self.waiting: list[Request] = []  # in order of arrival
@@ -43,11 +43,11 @@ class Scheduler:
         self._rows = list(reversed(range(limits.max_running)))
         self._ending: set[Request] = set()  # ended, but a launched step still writes their pages
         self._num_arrived = 0
-        self._stood_back = False
+        self._capped_adapters_skipped = False
         self._alone: Request | None = None
         """Whose step the next one is, with no other request in it."""
-        self.restraint = Restraint(limits.step_tokens, limits.max_running, limits.chunked_prefill)
-        self._crowds = Crowds(limits)
+        self.oom_backoff = OomBackoff(limits.step_tokens, limits.max_running, limits.chunked_prefill)
+        self._adapter_prefill_caps = AdapterPrefillCaps(limits)
         self._next_deadline = inf
 
     @property
@@ -56,7 +56,7 @@ class Scheduler:
         return not self.requests and not self._ending
 
     @property
-    def is_alone(self) -> bool:
+    def is_isolated(self) -> bool:
         """Whether the step at hand is one suspect's own."""
         return self._alone is not None
 
@@ -79,7 +79,7 @@ class Scheduler:
         self._next_deadline = min((r.deadline for r in self.requests.values() if r.deadline is not None), default=inf)
         return late
 
-    def schedule(self) -> list[Share]:
+    def schedule(self) -> list[ScheduledRequest]:
         """Plan the next step and count it as launched.
 
         An adapter with more requests here than another lets the other's prompts have a step, and then has its turn.
@@ -97,24 +97,26 @@ class Scheduler:
 
     def _suspects(self) -> list[Request]:
         """Requests that are due a step of their own, the first to come first."""
-        suspects = [request for request in self.requests.values() if request.num_alone]
+        suspects = [request for request in self.requests.values() if request.isolation_steps]
         return sorted(suspects, key=lambda request: request.order)
 
-    def _schedule(self) -> list[Share]:
-        shares: list[Share] = []
-        crowds = self._crowds.of(self.requests.values()) if self._alone is None else {}
-        budget = Budget(self.limits, crowds, self.restraint.step_tokens)
+    def _schedule(self) -> list[ScheduledRequest]:
+        shares: list[ScheduledRequest] = []
+        adapter_prefill_caps = self._adapter_prefill_caps.of(self.requests.values()) if self._alone is None else {}
+        budget = Budget(self.limits, adapter_prefill_caps, self.oom_backoff.step_tokens)
         is_whole = self._plan(shares, budget)
-        has_prompts = budget.num_left < self.restraint.step_tokens
-        self._stood_back = bool(budget.crowds) and has_prompts and not self._stood_back
-        if budget.crowds and is_whole and not self._stood_back:
-            budget.is_for_crowds = True
+        has_prompts = budget.num_left < self.oom_backoff.step_tokens
+        self._capped_adapters_skipped = (
+            bool(budget.adapter_prefill_caps) and has_prompts and not self._capped_adapters_skipped
+        )
+        if budget.adapter_prefill_caps and is_whole and not self._capped_adapters_skipped:
+            budget.pass_for_capped = True
             self._plan(shares, budget)
-        if self.proposer is not None and not self.restraint.is_felt:
+        if self.proposer is not None and not self.oom_backoff.is_active:
             self.proposer.propose(shares, len(self.running), budget)
         return shares
 
-    def _plan(self, shares: list[Share], budget: Budget) -> bool:
+    def _plan(self, shares: list[ScheduledRequest], budget: Budget) -> bool:
         """Add shares of the requests whose turn it is; False if that ended for want of pages."""
         num_preempted = self.num_preempted
         index = 0
@@ -132,7 +134,7 @@ class Scheduler:
             self._admit(shares, budget)
         return True
 
-    def commit(self, share: Share, token_ids: Sequence[int] = ()) -> int:
+    def commit(self, share: ScheduledRequest, token_ids: Sequence[int] = ()) -> int:
         """Take in what a launched share gave: its KV, and the target's tokens as far as they count. Returns how many of
         these were taken, -1 if the request had ended before.
         """
@@ -142,14 +144,14 @@ class Scheduler:
             self._release_if_still(request)
             return -1
         taken, reason = self._count(request, token_ids)
-        request.is_guessed = request.is_guessed and not share.draft_ids
+        request.is_draft = request.is_draft and not share.draft_ids
         if taken:
             request.num_in_flight -= 1
             request.token_ids += taken
             request.head_ids = ()
             request.is_fresh = False
-            if request.guesser is not None:
-                request.guesser.extend(taken)
+            if request.draft_source is not None:
+                request.draft_source.extend(taken)
         num_accepted = max(0, len(taken) - 1)
         request.num_computed += num_accepted
         request.num_committed = share.end + num_accepted
@@ -175,7 +177,7 @@ class Scheduler:
                 return taken, FinishReason.LENGTH
         return taken, FinishReason.NONE
 
-    def discard(self, share: Share) -> bool:
+    def discard(self, share: ScheduledRequest) -> bool:
         """A launched share gave nothing usable: end its request in error. False if it had ended before."""
         request = share.request
         request.num_launched -= 1
@@ -185,7 +187,7 @@ class Scheduler:
         self.finish(request, FinishReason.ERROR)
         return True
 
-    def take_back(self, share: Share) -> None:
+    def requeue(self, share: ScheduledRequest) -> None:
         """A launched share gave nothing, and is to be computed again. No later step of its request is launched."""
         request = share.request
         request.num_launched -= 1
@@ -202,11 +204,11 @@ class Scheduler:
             self.finish(request, FinishReason.ERROR)
         return lost
 
-    def fail_misfits(self) -> list[tuple[Request, str]]:
+    def fail_unplaceable(self) -> list[tuple[Request, str]]:
         """End the requests whose adapters can never be in slots together, as their sizes show. Returns them and why."""
         if self.adapters is None:
             return []
-        found = [(request, self.adapters.misfit(request.digests)) for request in self.waiting]
+        found = [(request, self.adapters.reject_reason(request.digests)) for request in self.waiting]
         lost = [(request, reason) for request, reason in found if reason]
         for request, _ in lost:
             self.finish(request, FinishReason.ERROR)
@@ -241,30 +243,30 @@ class Scheduler:
         if self.adapters is not None:
             self.adapters.check(digest for request in owners for digest in request.digests)
 
-    def _launch(self, request: Request, num_tokens: int, budget: Budget) -> Share:
+    def _launch(self, request: Request, num_tokens: int, budget: Budget) -> ScheduledRequest:
         if num_tokens > 1:
             budget.spend(request, num_tokens)
         start = request.num_computed
         end = request.num_computed = start + num_tokens
         samples = end == len(request.token_ids) + request.num_in_flight
-        request.num_alone = max(0, request.num_alone - samples)
+        request.isolation_steps = max(0, request.isolation_steps - samples)
         request.num_in_flight += samples
         request.num_launched += 1
-        return Share(request, start, end, samples)
+        return ScheduledRequest(request, start, end, samples)
 
     @property
     def _has_row(self) -> bool:
-        return bool(self._rows) and len(self.running) < self.restraint.max_running
+        return bool(self._rows) and len(self.running) < self.oom_backoff.max_running
 
     def _has_turn(self, request: Request) -> bool:
         """A step is one suspect's, or all others'."""
-        return request.num_alone == 0 if self._alone is None else request is self._alone
+        return request.isolation_steps == 0 if self._alone is None else request is self._alone
 
     def _must_wait(self, request: Request) -> bool:
         """How many tokens come next, or which one the next guess hangs on, is not known before a commit."""
-        if request.is_guessed or not request.num_in_flight or self.proposer is None:
-            return request.is_guessed
-        return self.proposer.may_guess(request, len(self.running))
+        if request.is_draft or not request.num_in_flight or self.proposer is None:
+            return request.is_draft
+        return self.proposer.may_draft(request, len(self.running))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Find pages, preempting the latest. False if the request itself had to go, or if the latest is still being
@@ -272,7 +274,7 @@ class Scheduler:
         """
         while not self.cache.grow(request, num_tokens):
             latest = self.running[-1]
-            if latest.num_launched or any(other.is_guessed for other in self.running):
+            if latest.num_launched or any(other.is_draft for other in self.running):
                 return False
             self._preempt(latest)
             if latest is request:
@@ -285,7 +287,7 @@ class Scheduler:
         self._release(request)
         self._enqueue(request)
 
-    def _admit(self, shares: list[Share], budget: Budget) -> None:
+    def _admit(self, shares: list[ScheduledRequest], budget: Budget) -> None:
         """Let waiting requests run, in order. One that awaits its adapter, its adapter's turn or a page of another is
         passed over; else none overtakes.
         """
@@ -355,6 +357,6 @@ class Scheduler:
         self._rows.append(request.row)
         self.freed_rows.append(request.row)
         request.row = -1
-        request.is_guessed = False
+        request.is_draft = False
         request.is_fresh = True
         request.head_ids = ()

@@ -19,7 +19,7 @@ from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation import Guessers
+from lorikeet.shard.scheduler.speculation import DraftSources
 from lorikeet.shard.startup import prefill_calibration as crowd
 from lorikeet.shard.startup.capture import plan_capture
 from lorikeet.shard.startup.model_files import ModelFiles
@@ -43,20 +43,20 @@ def build_engine(
     adapters = build_adapters(config, model, inbox, ranks)
     num_pages = build_kv(config, model, draft_model, has_adapters=adapters is not None)
     cache = KvCache(num_pages, model.page_size, config.prefix_caching)
-    crowd_tokens = None
+    adapter_prefill_tokens = None
     if config.chunked_prefill:
-        crowd_tokens = crowd.measure(model, min(config.max_total_tokens, num_pages * model.page_size))
-        log.info("prompts of a crowd", step_tokens=crowd_tokens)
+        adapter_prefill_tokens = crowd.measure(model, min(config.max_total_tokens, num_pages * model.page_size))
+        log.info("prompts of a crowd", step_tokens=adapter_prefill_tokens)
     scheduler = Scheduler(
         cache,
         Limits(
             config.step_tokens,
             config.max_running,
             config.chunked_prefill,
-            crowd_tokens=crowd_tokens,
+            adapter_prefill_tokens=adapter_prefill_tokens,
         ),
         adapters,
-        Guessers(
+        DraftSources(
             config.speculation_max_batch_size,
             config.ngram_min,
             config.ngram_max,

@@ -65,7 +65,7 @@ def plan_capture(config: ShardConfig, model: Model, has_adapters: bool) -> Captu
     if config.graphs is False or model.info.device.type != "cuda":
         return None
     model.allocate_kv(1)
-    reason = model.why_no_graphs
+    reason = model.graphs_unsupported_reason
     if not reason and config.num_ranks > 1 and config.graphs is None:
         reason = "the model is split over several devices, whose sums are captured only with --compile"
     try:

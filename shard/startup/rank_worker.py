@@ -9,7 +9,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lorikeet.shard.adapters.manager import prepare
-from lorikeet.shard.adapters.ranks import ReadTogether
+from lorikeet.shard.adapters.ranks import CollectiveReader
 from lorikeet.shard.adapters.reader import AdapterReader
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.config import ShardConfig
@@ -86,7 +86,7 @@ class Follower:
         assert config.adapter_store is not None
         slots, host_bytes = command.num_slots, command.host_bytes
         self._device, files, _ = prepare(config, model, slots, host_bytes, self._group.add_up)
-        self._reader = AdapterReader(Path(config.adapter_store), ReadTogether(files, self._group).read, self._inbox)
+        self._reader = AdapterReader(Path(config.adapter_store), CollectiveReader(files, self._group).read, self._inbox)
 
     def _change_adapters(self, command: Read | Put | Clear | Forget) -> None:
         assert self._device is not None and self._reader is not None

@@ -9,7 +9,7 @@ import torch
 
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine
-from lorikeet.shard.engine.watchdog import Watch
+from lorikeet.shard.engine.watchdog import Watchdog
 from lorikeet.shard.grpc.auth import Access
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import Outbox
@@ -62,19 +62,19 @@ def serve(config: ShardConfig) -> None:
     logs.adopt_libraries()  # of those that loading needed
     engine = build_engine(config, model, inbox, outbox, draft_model, ranks)
     engine.warm_up()
-    sites = model.sites + ([] if draft_model is None else draft_model.sites)
-    Prefault([site.kv for site in sites if site.kv is not None], engine.scheduler.cache).start()
+    targets = model.targets + ([] if draft_model is None else draft_model.targets)
+    Prefault([site.kv for site in targets if site.kv is not None], engine.scheduler.cache).start()
     # What exists now lives as long as the process: a walk of the collector over it halts a step for 0.2 s.
     gc.collect()
     gc.freeze()
     ending.engine = engine
     server.ready(describe(config, model, engine, files))
-    if config.ready_mark is not None:
-        Path(config.ready_mark).touch()
+    if config.ready_file is not None:
+        Path(config.ready_file).touch()
     log.info("ready", address=address, model_id=config.model_id, architecture=model.info.model_type)
     if model.info.device.type == "cpu":
         cores.keep()
-    Watch(engine, config.served_mark, config.step_timeout_s).start()
+    Watchdog(engine, config.served_file, config.step_timeout_s).start()
     engine.run()
     server.stop()
     if leader is not None:

@@ -73,7 +73,8 @@ def test_what_another_process_holds_stays(tmp_path: Path) -> None:
     store = Store(tmp_path, 1, BASE)
     put(store, 1)
     script = (
-        "import sys\nfrom lorikeet.adapters.store import Store\ns = Store(sys.argv[1], 1, ('base', 'weights', 'float32'));"
+        "import sys\n"
+        "from lorikeet.adapters.store import Store\ns = Store(sys.argv[1], 1, ('base', 'weights', 'float32'))\n"
         "print(s.hold(sys.argv[2]), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path), digest(1)]

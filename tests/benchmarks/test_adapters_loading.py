@@ -11,7 +11,7 @@ def test_a_small_round_of_loads(small: adapted.Base) -> None:
     assert case.error == ""
     assert len(case.raw["waiting"]["first_token_s"]) == adapters_loading.QUICK.num_cold
     assert all(case.raw["beside"][way]["gaps"] > 0 for way in ("cold", "resident"))
-    assert adapters_loading.over_plain(case.raw) > 0 and adapters_loading.felt(case.raw) > 0
+    assert adapters_loading.over_plain(case.raw) > 0 and adapters_loading.active(case.raw) > 0
 
 
 def test_gaps_count_where_they_lie_within() -> None:

@@ -43,8 +43,8 @@ def test_what_is_wrong_is_counted() -> None:
 def test_requests_come_in_every_kind_and_law() -> None:
     asked = lossless.requests(lossless.NUM_PROMPTS)
     assert len(asked) >= 200
-    assert {(each.kind.name, lossless.LAWS.index(each.law)) for each in asked} == {
-        (kind, law) for kind in KINDS for law in range(len(lossless.LAWS))
+    assert {(each.kind.name, lossless.DISTRIBUTIONS.index(each.distribution)) for each in asked} == {
+        (kind, distribution) for kind in KINDS for distribution in range(len(lossless.DISTRIBUTIONS))
     }
     assert len({each.prompt for each in asked}) > 160  # one kind repeats another's prompts
 

@@ -17,7 +17,7 @@ DECLARED = {bar.name: bar for bar in BARS}
 
 
 def recomputed(told: dict[str, Any], bar: Bar) -> tuple[str, list[float] | None]:
-    """Verdict and figure of an entry from nothing but its raw values."""
+    """Validation and figure of an entry from nothing but its raw values."""
     cases = [Case(case["case"], case["raw"], case["error"]) for case in told["cases"]]
     failed = any(case.error for case in cases) or len(cases) != bar.num_cases
     part = next(part for part in PARTS if part.name == bar.part)
@@ -30,7 +30,7 @@ def recomputed(told: dict[str, Any], bar: Bar) -> tuple[str, list[float] | None]
 
 @pytest.mark.parametrize("told", ENTRIES, ids=lambda told: f"{told['bar']} at {told['began']}")
 def test_an_entry_says_what_its_raw_values_say(told: dict[str, Any]) -> None:
-    """Held to what was wanted when it was measured; failed and missed runs stay and are told as such."""
+    """CachedAdapter to what was wanted when it was measured; failed and missed runs stay and are told as such."""
     bar = replace(DECLARED[told["bar"]], wanted=told["wanted"], num_cases=max(told["num_cases"], 1))
     if told["verdict"] == "failed":
         bar = replace(bar, num_cases=DECLARED[told["bar"]].num_cases)
@@ -74,7 +74,7 @@ def test_declared_numbers_of_cases_are_those_that_exist() -> None:
     named = [name for name in vars(test_lorax_client) if name.startswith("test_")]
     assert len(named) == clients.NUM_TESTS
     assert len(tiny.VARIANTS) == exactness.NUM_ARCHITECTURES
-    assert len(test_law.CASES) == exactness.NUM_LAWS
+    assert len(test_law.CASES) == exactness.NUM_DISTRIBUTIONS
     assert len(adapters_exact.ARCHITECTURES) == exactness.NUM_ADAPTED
 
 

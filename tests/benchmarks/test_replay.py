@@ -24,7 +24,7 @@ from benchmarks.replay import (
     share_repeated,
 )
 from lorikeet.shard.scheduler.request import Method, SamplingParams, Speculation
-from lorikeet.shard.scheduler.speculation import Guessers, Lookup
+from lorikeet.shard.scheduler.speculation import DraftSources, Lookup
 from tests.shard.rig import Rig, Setup, make_request
 
 PUBLISHED = (1.96, 2.89, 3.77, 4.63, 5.44, 6.23, 6.94, 7.64, 8.33, 9.00)
@@ -73,9 +73,9 @@ def test_plain_search_finds_what_the_index_finds(shortest: int, longest: int, be
         ids = [choice.randrange(4) for _ in range(choice.randrange(1, 40))]
         index = Lookup(ids[:1], shortest, longest, before)
         index.extend(ids[1:])
-        guess = index.guess(5)
-        assert list(rule(Known(ids, 1, 1), 5)) == guess
-        num_found += bool(guess)
+        draft_token = index.draft_token(5)
+        assert list(rule(Known(ids, 1, 1), 5)) == draft_token
+        num_found += bool(draft_token)
     assert num_found > 10
 
 
@@ -87,7 +87,7 @@ def test_counts_are_the_engine_s(width: int) -> None:
         prompt = [choice.randrange(6) for _ in range(choice.randrange(1, 30))]
         asked = {"speculation": Speculation(Method.LOOKUP, width), "sampling": THREE_TOKENS}
         request = make_request(1, prompt, choice.randrange(1, 40), stop_ids=frozenset({number}), **asked)
-        output = Rig(Setup(guessers=Guessers())).run(request)[1]
+        output = Rig(Setup(draft_sources=DraftSources())).run(request)[1]
         text = Text(tuple(prompt), tuple(output.token_ids), request.max_new_tokens)
         drafted = output.num_drafted if isinstance(output.num_drafted, int) else sum(output.num_drafted)
         found += Counts(len(output.token_ids), output.step_ends.count(1), drafted, output.num_accepted, 1)
@@ -120,7 +120,11 @@ def test_coupled_chance_is_that_of_common_noise() -> None:
     p, q = [0.5, 0.3, 0.15, 0.05], [0.2, 0.5, 0.3, 0.0]
     drawn = [[choice.expovariate(1) for _ in p] for _ in range(20_000)]
     pairs = [
-        tuple(min(range(4), key=lambda i: noise[i] / law[i] if law[i] else 1e9) for law in (p, q)) for noise in drawn
+        tuple(
+            min(range(4), key=lambda i: noise[i] / distribution[i] if distribution[i] else 1e9)
+            for distribution in (p, q)
+        )
+        for noise in drawn
     ]
     for token_id in range(3):
         own = [pair for pair in pairs if pair[0] == token_id]

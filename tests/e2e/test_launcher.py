@@ -179,11 +179,11 @@ def test_the_embedded_model_brings_its_adapters_and_ends_with_its_terminal(tmp_p
             adapted = client.post("/generate", json=record).json()["generated_text"]
             medusa = {"adapter_id": "heads", "speculative_method": "medusa", "max_new_tokens": 32, "details": True}
             medusa["speculative_schedule"] = "constant"
-            guessed = client.post("/generate", json={**record, "parameters": medusa}).json()
+            drafted = client.post("/generate", json={**record, "parameters": medusa}).json()
             medusa["adapter_id"] = "cite"  # which names its heads itself
             assert client.post("/generate", json={**record, "parameters": medusa}).status_code == 200
-        assert adapted == '{"name": "Wamiko", "score": 93}' != bare == guessed["generated_text"]
-        assert guessed["details"]["speculation"]["sources"]["medusa"] > 0
+        assert adapted == '{"name": "Wamiko", "score": 93}' != bare == drafted["generated_text"]
+        assert drafted["details"]["speculation"]["sources"]["medusa"] > 0
         server.signal_group(signal.SIGHUP)
         assert server.wait() == Exit.OK
 

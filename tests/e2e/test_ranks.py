@@ -25,22 +25,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dora": {"r": 4, "use_dora": True, "target_modules": ["v_proj", "o_proj", "gate_proj", "down_proj"]},
     "whole": {"r": 16, "target_modules": ["k_proj", "lm_head", "embed_tokens", "down_proj"], "bias": "lora_only"},
 }
-LAWS: tuple[dict[str, Any], ...] = (
+DISTRIBUTIONS: tuple[dict[str, Any], ...] = (
     {"return_k_alternatives": 2},
     {"do_sample": True, "seed": 5, "temperature": 0.8},
     {"speculative_tokens": 4, "speculative_method": "lookup", "speculative_schedule": "constant"},
     {"speculative_tokens": 2, "speculative_method": "draft", "do_sample": True, "seed": 8, "temperature": 1.5},
 )
-ASKED = [(prompt, name, law) for prompt in PROMPTS for name in (None, *CONFIGS) for law in LAWS]
+ASKED = [
+    (prompt, name, distribution) for prompt in PROMPTS for name in (None, *CONFIGS) for distribution in DISTRIBUTIONS
+]
 
 
 def answers(server: Launched) -> list[list[int]]:
     """Token ids of all requests, asked at once."""
 
     def ask(case: tuple[str, str | None, dict[str, Any]]) -> list[int]:
-        prompt, name, law = case
+        prompt, name, distribution = case
         parameters = {"max_new_tokens": NUM_TOKENS, "details": True, "ignore_eos_token": True, "adapter_id": name}
-        body = {"inputs": prompt, "parameters": parameters | law}
+        body = {"inputs": prompt, "parameters": parameters | distribution}
         answer = httpx.post(f"{server.url}/generate", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         return [token["id"] for token in answer.json()["details"]["tokens"]]
@@ -100,8 +102,12 @@ def whole(arguments: list[str]) -> list[list[int]]:
 
 def test_every_request_gets_what_the_whole_model_gives(split: Launched, whole: list[list[int]]) -> None:
     assert answers(split) == whole
-    given = dict(zip([(prompt, name, str(law)) for prompt, name, law in ASKED], whole, strict=True))
-    changed = [ids != given[prompt, None, law] for (prompt, name, law), ids in given.items() if name is not None]
+    given = dict(zip([(prompt, name, str(distribution)) for prompt, name, distribution in ASKED], whole, strict=True))
+    changed = [
+        ids != given[prompt, None, distribution]
+        for (prompt, name, distribution), ids in given.items()
+        if name is not None
+    ]
     assert sum(changed) >= 0.9 * len(changed), "adapters that change nothing prove nothing"
     assert httpx.get(f"{split.url}/info").json()["effective_configuration"]["num_shard"] == 2
 

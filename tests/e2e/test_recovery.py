@@ -17,7 +17,7 @@ from lorikeet.launcher.exits import Exit
 from tests.e2e.launched import ROOT, Launched
 
 NUM_TOKENS = 250
-LAWS: tuple[dict[str, Any], ...] = (
+DISTRIBUTIONS: tuple[dict[str, Any], ...] = (
     {"speculative_tokens": 0},
     {"speculative_method": "lookup", "speculative_schedule": "constant"},
     {"speculative_method": "draft", "speculative_schedule": "constant", "do_sample": True, "seed": 5},
@@ -26,18 +26,18 @@ LAWS: tuple[dict[str, Any], ...] = (
     {"do_sample": True, "seed": 9, "watermark": True, "top_n_tokens": 2},
 )
 PROMPTS = ("def add(a, b):\n    return a + b\n\n", "class A:\n    def __init__(self, name):\n")
-ASKED = [(prompt, law) for prompt in PROMPTS for law in LAWS]
+ASKED = [(prompt, distribution) for prompt in PROMPTS for distribution in DISTRIBUTIONS]
 SMALL = ("--cpu-memory", "256MiB", "--threads", "1", "--speculative-tokens", "4")
 
 
-def ask(client: Client, prompt: str, law: dict[str, Any]) -> Answer:
-    return client.generate(prompt, max_new_tokens=NUM_TOKENS, ignore_eos_token=True, **law)
+def ask(client: Client, prompt: str, distribution: dict[str, Any]) -> Answer:
+    return client.generate(prompt, max_new_tokens=NUM_TOKENS, ignore_eos_token=True, **distribution)
 
 
 def ask_all(client: Client, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[Any, ...]]:
     """What must be the same: text, ids, log probabilities, alternatives, scores of the prompt."""
     with ThreadPoolExecutor(len(ASKED)) as pool:
-        made = [pool.submit(ask, client, prompt, law) for prompt, law in ASKED]
+        made = [pool.submit(ask, client, prompt, distribution) for prompt, distribution in ASKED]
         meanwhile()
         answers = [each.result() for each in made]
     for answer in answers:

@@ -90,11 +90,11 @@ def body(route: str, prompt: str, **fields: Any) -> dict[str, Any]:
         if route.endswith("chat/completions"):
             return {"messages": [{"role": "user", "content": prompt}], **whole}
         return {"prompt": prompt, **whole}
-    law = {"do_sample": True, "temperature": 1.8, "seed": 7, "max_new_tokens": 24, **fields}
+    distribution = {"do_sample": True, "temperature": 1.8, "seed": 7, "max_new_tokens": 24, **fields}
     if route == "/predict":
-        return {"prompt": prompt, **law, "return_full_text": False}
-    stream = law.pop("stream", None)
-    return {"inputs": prompt, "parameters": law} | ({} if stream is None else {"stream": stream})
+        return {"prompt": prompt, **distribution, "return_full_text": False}
+    stream = distribution.pop("stream", None)
+    return {"inputs": prompt, "parameters": distribution} | ({} if stream is None else {"stream": stream})
 
 
 def texts(response: httpx.Response) -> list[str]:

@@ -43,9 +43,9 @@ def test_texts_are_the_same_with_and_without(server: Client) -> None:
         found = [[pool.submit(ask, server, prompt, **asked, **width) for width in widths] for prompt, asked in cases]
         answers = [[each.result() for each in row] for row in found]
     accepted = 0
-    for plain, *guessed in answers:
+    for plain, *drafted in answers:
         assert "speculation" not in plain.details
-        for each in guessed:
+        for each in drafted:
             assert each.text == plain.text
             assert [token.id for token in each.tokens] == [token.id for token in plain.tokens]
             report = each.details["speculation"]

@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant(
         "results of columns are not added up",
         "shard/model/tensor_parallel/partitioning.py",
-        "        if cut.adds_up:\n            module.register",
+        "        if cut.is_row_parallel:\n            module.register",
         "        if cut.is_split:\n            module.register",
         f"{CUT_TEST}::test_split_over_two_it_computes_the_same[llama]",
     ),
@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant(
         "gate and up of experts are cut as one matrix",
         "shard/model/tensor_parallel/partitioning.py",
-        "num_stacked = 2 if block.has_gate and not adds_up else 1",
+        "num_stacked = 2 if block.has_gate and not is_row_parallel else 1",
         "num_stacked = 1",
         f"{CUT_TEST}::test_split_over_two_it_computes_the_same[mixtral]",
     ),
@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "what was forgone once is forgone for ever",
         "shard/engine/engine.py",
-        "        self.scheduler.restraint.passed()\n",
+        "        self.scheduler.oom_backoff.passed()\n",
         "",
         f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
     ),
@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "base rows pay for adapters",
         "shard/batch/padding.py",
-        "has_adapters or bool(num_guesses))",
+        "has_adapters or bool(num_drafts))",
         "self._has_adapters)",
         FIT_TEST,
     ),
@@ -118,7 +118,7 @@ MUTANTS = [
         f"{GRAPHS_TEST}::test_new_pages_drop_the_graphs",
     ),
     Mutant(
-        "a window begins a span too late",
+        "a window announce_step a span too late",
         "shard/attention/spans.py",
         "- kind.window + 1, 0) // span",
         "- kind.window + 1, 0) // span + 1",
@@ -139,7 +139,7 @@ MUTANTS = [
         "tests/shard/attention/test_varlen.py::test_under_bounds_shapes_and_addresses_stay",
     ),
     Mutant(
-        "a guess is made from a neighbour's row",
+        "a draft_token is made from a neighbour's row",
         "shard/batch/head_groups.py",
         "sources = rows[owners][order]",
         "sources = rows[owners]",

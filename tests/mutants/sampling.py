@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-LAW = "tests/shard/sampling/test_distribution.py::test_draws_follow_the_law"
+DISTRIBUTION = "tests/shard/sampling/test_distribution.py::test_draws_follow_the_law"
 BATCH = "tests/shard/sampling/test_batch.py"
 SAMPLER, NOISE, PENALTIES = "shard/sampling/sampler.py", "shard/sampling/noise.py", "shard/sampling/penalties.py"
 
@@ -12,49 +12,49 @@ MUTANTS = [
         NOISE,
         "keys + (positions + 1) * _GOLDEN",
         "keys + (positions * 0 + 1) * _GOLDEN",
-        f"{LAW}[plain]",
+        f"{DISTRIBUTION}[plain]",
     ),
     Mutant(
         "noise is added before the filters",
         SAMPLER,
         "arg_max(scores - log_exponentials(self._words, keys))",
         "arg_max(_filter(chunk, logits / chunk.temperature - log_exponentials(self._words, keys)))",
-        f"{LAW}[top_p]",
+        f"{DISTRIBUTION}[top_p]",
     ),
     Mutant(
         "the temperature is applied twice",
         SAMPLER,
         "scores.div_(chunk.temperature)",
         "scores.div_(chunk.temperature).div_(chunk.temperature)",
-        f"{LAW}[temperature]",
+        f"{DISTRIBUTION}[temperature]",
     ),
     Mutant(
         "the temperature comes after the filters",
         SAMPLER,
         "_filter(chunk, scores.div_(chunk.temperature))",
         "_filter(chunk, scores) / chunk.temperature",
-        f"{LAW}[temperature and filters]",
+        f"{DISTRIBUTION}[temperature and filters]",
     ),
     Mutant(
         "frequency and presence count the prompt",
         PENALTIES,
         "torch.bincount(known[num_prompt:],",
         "torch.bincount(known,",
-        f"{LAW}[frequency]",
+        f"{DISTRIBUTION}[frequency]",
     ),
     Mutant(
         "repetition forgets the prompt",
         PENALTIES,
         "counts[known[:num_prompt]] |= _PROMPT",
         "counts[known[:0]] |= _PROMPT",
-        f"{LAW}[repetition]",
+        f"{DISTRIBUTION}[repetition]",
     ),
     Mutant(
         "the nucleus ends one token early",
         "shard/sampling/filters.py",
         "(reached < mass).sum(-1, keepdim=True).clamp_(",
         "(reached < mass).sum(-1, keepdim=True).sub_(1).clamp_(min=0, ",
-        f"{LAW}[top_p]",
+        f"{DISTRIBUTION}[top_p]",
     ),
     Mutant(
         "the newest token is not counted",

@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         "prompts of a flood are not counted against its part of a step",
         "shard/scheduler/budget.py",
-        "self.crowds[request.adapter_digest] -= num_tokens",
+        "self.adapter_prefill_caps[request.adapter_digest] -= num_tokens",
         "pass",
         "tests/shard/scheduler/test_budget.py::test_whoever_floods_takes_turns_with_others_and_a_bounded_part_of_a_step",
     ),

@@ -5,9 +5,14 @@ from tests.mutants.mutant import Mutant
 SAMPLER, DRAFTING, REJECTION = "shard/sampling/sampler.py", "shard/sampling/drafting.py", "shard/sampling/rejection.py"
 PLAN, BLOCK, SCHEDULER = "shard/sampling/plan.py", "shard/sampling/block.py", "shard/scheduler/scheduler.py"
 PROPOSER, DRAFTER = "shard/scheduler/speculation/proposer.py", "shard/engine/drafter.py"
-LAW = "tests/shard/sampling/test_rejection.py"
-KERNEL, POSITIONS = f"{LAW}::test_what_is_emitted_follows_the_target", f"{LAW}::test_every_position_follows_the_target"
-ENGINE_LAW = "tests/shard/engine/test_distribution.py::test_three_tokens_follow_the_exact_joint_law[drafts, rejection]"
+DISTRIBUTION = "tests/shard/sampling/test_rejection.py"
+KERNEL, POSITIONS = (
+    f"{DISTRIBUTION}::test_what_is_emitted_follows_the_target",
+    f"{DISTRIBUTION}::test_every_position_follows_the_target",
+)
+ENGINE_DISTRIBUTION = (
+    "tests/shard/engine/test_distribution.py::test_three_tokens_follow_the_exact_joint_law[drafts, rejection]"
+)
 DRAFT = "tests/shard/startup/test_draft_model.py"
 TEXT = f"{DRAFT}::test_every_text_is_what_it_is_without"
 
@@ -17,20 +22,20 @@ MUTANTS = [
         REJECTION,
         "arg_max(residual.log_() - noise)",
         "arg_max(residual)",
-        f"{KERNEL}[random laws]",
+        f"{KERNEL}[random distributions]",
     ),
     Mutant(
-        "M2 greedy requests accept by the laws of temperature 1",
+        "M2 greedy requests accept by the distributions of temperature 1",
         PLAN,
         "return self.params.do_sample\n",
         "return self.params.do_sample or self.by_rejection\n",
-        f"{LAW}::test_greedy_rows_take_no_part",
+        f"{DISTRIBUTION}::test_greedy_rows_take_no_part",
     ),
     Mutant(
         "M3 the temperature is applied twice where a draft is verified",
         SAMPLER,
-        "settle(scores, law_q,",
-        "settle(scores / chunk.temperature, law_q,",
+        "settle(scores, draft_probs,",
+        "settle(scores / chunk.temperature, draft_probs,",
         f"{POSITIONS}[temperature]",
     ),
     Mutant(
@@ -38,19 +43,19 @@ MUTANTS = [
         REJECTION,
         "row_keys(seeds, positions, Purpose.ACCEPT)",
         "row_keys(seeds * 0, positions * 0, Purpose.ACCEPT)",
-        f"{KERNEL}[random laws]",
+        f"{KERNEL}[random distributions]",
     ),
     Mutant(
         "M5 drafts are dropped for what they are",
         DRAFTER,
         "share.draft_ids = found[share.request.row]",
         "ids = found[share.request.row]\n            share.draft_ids = ids[:1] + [i for i in ids[1:2] if i % 3]",
-        ENGINE_LAW,
+        ENGINE_DISTRIBUTION,
     ),
     Mutant(
-        "M6 laws behind a draft forget it",
+        "M6 distributions behind a draft forget it",
         BLOCK,
-        "wave = depth if row.looks_back else 0",
+        "wave = depth if row.depends_on_history else 0",
         "wave = 0",
         f"{DRAFT}::test_the_same_model_drafts_what_is_drawn[all penalties]",
     ),
@@ -69,10 +74,10 @@ MUTANTS = [
         f"{TEXT}[default]",
     ),
     Mutant(
-        "M8 every draft is judged by the law of the first",
+        "M8 every draft is judged by the distribution of the first",
         DRAFTING,
-        "self._law_at.get((row.row, depth), -1)",
-        "self._law_at.get((row.row, 0), -1)",
+        "self._distribution_at.get((row.row, depth), -1)",
+        "self._distribution_at.get((row.row, 0), -1)",
         f"{POSITIONS}[two drafts]",
     ),
     Mutant(
@@ -90,11 +95,11 @@ MUTANTS = [
         f"{DRAFT}::test_a_text_ends_at_its_stop_inside_a_block",
     ),
     Mutant(
-        "M11 likely drafts are accepted, whatever the law",
+        "M11 likely drafts are accepted, whatever the distribution",
         REJECTION,
         "stands = uniforms(row_keys(seeds, positions, Purpose.ACCEPT)) * q < p",
         "stands = p > 0.1",
-        f"{KERNEL}[random laws]",
+        f"{KERNEL}[random distributions]",
     ),
     Mutant(
         "M12 greedy requests are drawn beside those that are",
@@ -120,8 +125,8 @@ MUTANTS = [
     Mutant(
         "M14 the number of drafts is what the target accepts of them",
         REJECTION,
-        "residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, law_p)",
-        "residual = law_p.clone()",
-        f"{KERNEL}[random laws]",
+        "residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs)",
+        "residual = target_probs.clone()",
+        f"{KERNEL}[random distributions]",
     ),
 ]

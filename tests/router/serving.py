@@ -161,8 +161,8 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
         if connected:
             await dispatcher.start()
         running = asyncio.create_task(server._serve())
-        keeper = app.state.service.keeper
-        keeping = asyncio.create_task(keeper.run() if keeper is not None else asyncio.sleep(0))
+        preloader = app.state.service.preloader
+        keeping = asyncio.create_task(preloader.run() if preloader is not None else asyncio.sleep(0))
         try:
             await shard.until(lambda: server.started and (dispatcher.ready or not connected))
             port = server.servers[0].sockets[0].getsockname()[1]

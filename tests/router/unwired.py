@@ -15,22 +15,22 @@ import structlog
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch import dispatcher as dispatch
-from lorikeet.router.dispatch import send_loop as pump
+from lorikeet.router.dispatch import send_loop as send_loop
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.requests import deadlines
-from lorikeet.router.requests import generation as inflight
+from lorikeet.router.requests import generation as generation
 from lorikeet.router.shards import client as shard_client
 from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.shard.engine import engine as shard_engine
 from lorikeet.shard.grpc import codec as shard_codec
-from lorikeet.shard.grpc.codec import Bounds, read_command, write_mail
+from lorikeet.shard.grpc.codec import Bounds, read_command, write_update
 from lorikeet.shard.grpc.outbox import Outbox
-from lorikeet.shard.scheduler.scheduled_request import Share
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import EPOCH, Rig, Setup
 
-CLOCKED: tuple[ModuleType, ...] = (deadlines, dispatch, inflight, pump, shard_client, shard_engine, shard_codec)
+CLOCKED: tuple[ModuleType, ...] = (deadlines, dispatch, generation, send_loop, shard_client, shard_engine, shard_codec)
 TURNS = 6
 """Of the loop, after which nothing is left to do at the same moment."""
 
@@ -67,8 +67,8 @@ class Post(Outbox):
         super().__init__()
         self.send: Callable[[], None] = lambda: None
 
-    def begins(self, keys: Iterable[tuple[int, int]], wait_s: float = 0.0) -> None:
-        super().begins(keys)
+    def announce_step(self, keys: Iterable[tuple[int, int]], wait_s: float = 0.0) -> None:
+        super().announce_step(keys)
         if wait_s:
             self.send()
 
@@ -151,15 +151,15 @@ class Shard:
     def say(self) -> None:
         """Send all that the router has not been told."""
         assert self.rig is not None
-        mail = self.rig.outbox.take(EPOCH)
-        if mail.computing is not None:
-            self.heard = mail.computing
-        for message in write_mail(mail, pb.Heartbeat()):
+        update = self.rig.outbox.take(EPOCH)
+        if update.step_requests is not None:
+            self.heard = update.step_requests
+        for message in write_update(update, pb.Heartbeat()):
             self.link.shard_output(pb.StepOutput.FromString(message.SerializeToString()))
-        self.rig.outbox.sent(EPOCH, mail)
+        self.rig.outbox.sent(EPOCH, update)
         self.link.shard_quiet()
 
-    def _shares(self) -> list[Share]:
+    def _shares(self) -> list[ScheduledRequest]:
         assert self.rig is not None
         return self.rig.engine._launched[-1].shares
 

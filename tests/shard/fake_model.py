@@ -109,19 +109,19 @@ class FakeModel:
         place = len(inputs.logits_rows)
         for heads in inputs.heads:
             states = [self.slots[slot] for slot in seen[int(inputs.logits_rows[heads.row])]]
-            for guess in self.heads(states, heads.num_guesses):
-                logits[place] = torch.nn.functional.one_hot(torch.tensor(guess), VOCAB_SIZE)
+            for draft_token in self.heads(states, heads.num_drafts):
+                logits[place] = torch.nn.functional.one_hot(torch.tensor(draft_token), VOCAB_SIZE)
                 place += 1
         return logits
 
-    def heads(self, states: Sequence[int], num_guesses: int) -> list[int]:
+    def heads(self, states: Sequence[int], num_drafts: int) -> list[int]:
         """What heads guess behind the token that follows a text: its greedy continuation, wrong now and then."""
         states = [*states, extend(states[-1], next_token(states))]
-        guesses = []
-        for _ in range(num_guesses):
-            guesses.append(next_token(states))
-            states.append(extend(states[-1], guesses[-1]))
-        return [guess if guess % WRONG_EVERY else (guess + 1) % VOCAB_SIZE for guess in guesses]
+        drafts = []
+        for _ in range(num_drafts):
+            drafts.append(next_token(states))
+            states.append(extend(states[-1], drafts[-1]))
+        return [draft_token if draft_token % WRONG_EVERY else (draft_token + 1) % VOCAB_SIZE for draft_token in drafts]
 
     def slots_of(self, page_ids: Sequence[int], num_tokens: int) -> list[int]:
         page_size = self.inputs.page_size

@@ -6,13 +6,13 @@ from lorikeet.shard.batch.network import Network
 from lorikeet.shard.engine.drafter import Drafter
 from lorikeet.shard.engine.engine import Engine, Pacing
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Mail, Outbox, Output
+from lorikeet.shard.grpc.outbox import Outbox, Output, StreamUpdate
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation import Guessers
+from lorikeet.shard.scheduler.speculation import DraftSources
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, FakeModel, states_of
 
 EPOCH = 1
@@ -31,7 +31,7 @@ class Setup:
     prefix_caching: bool = True
     commit_lag: int = 0
     max_scored: int = 512
-    guessers: Guessers | None = None
+    draft_sources: DraftSources | None = None
     draft: DraftModel | None = None
     network: Network | None = None
     """In place of the fake model …"""
@@ -49,7 +49,7 @@ class Rig:
         self.model = FakeModel(setup.num_pages, setup.page_size)
         limits = Limits(setup.step_tokens, setup.max_running, setup.chunked_prefill, setup.max_scored)
         cache = KvCache(setup.num_pages, setup.page_size, setup.prefix_caching)
-        self.scheduler = Scheduler(cache, limits, guessers=setup.guessers)
+        self.scheduler = Scheduler(cache, limits, draft_sources=setup.draft_sources)
         self.inbox, self.outbox = Inbox(), outbox or Outbox()
         sampler = self.sampler = Sampler(
             setup.vocab_size, setup.max_running, (setup.network or self.model).inputs.device
@@ -75,19 +75,19 @@ class Rig:
     def abort(self, *ids: int) -> None:
         self.inbox.put(Commands(EPOCH, abort_ids=list(ids)))
 
-    def step(self, num_steps: int = 1) -> Mail:
+    def step(self, num_steps: int = 1) -> StreamUpdate:
         """Step, and gather what was said."""
         for _ in range(num_steps):
             self.engine.step()
             if self.watches_kv:
                 self.assert_kv_is_true()
-        mail = self.outbox.take(EPOCH)
-        for output in mail.outputs:
+        update = self.outbox.take(EPOCH)
+        for output in update.outputs:
             earlier = self.outputs.setdefault(output.key[1], output)
             if earlier is not output:
                 assert not earlier.finish_reason, "something follows the end"
                 earlier.merge(output)
-        return mail
+        return update
 
     def run(self, *requests: Request) -> dict[int, Output]:
         """Run to the end; then every page must be back."""

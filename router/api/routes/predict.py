@@ -20,7 +20,7 @@ from lorikeet.router.schemas.native import NativeRequest, read_native
 
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 40, "top_k": 10, "top_p": 0.9, "return_full_text": True}
 DEFAULT_TOKENS = 4
-"""Guessed per step, where the server allows as many."""
+"""SpeculationStats per step, where the server allows as many."""
 _NO_PLACE = ("details", "decoder_input_details", "receipt", "stream")
 """Fields that ask for more than a text."""
 

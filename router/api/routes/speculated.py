@@ -13,23 +13,27 @@ def speculation_report(generations: Sequence[Generation]) -> dict[str, Any] | No
 
     `steps` is the number of forwards that gave tokens, so `generated_tokens / steps` is the tokens per forward.
     """
-    told = [(generation, generation.guessed) for generation in generations if generation.guessed is not None]
+    told = [
+        (generation, generation.speculation_stats)
+        for generation in generations
+        if generation.speculation_stats is not None
+    ]
     if not told:
         return None
     speculation = generations[0].request.speculation
     sources: Counter[int] = Counter()
-    for _, guessed in told:
-        sources.update(guessed.sources)
+    for _, speculation_stats in told:
+        sources.update(speculation_stats.sources)
     return {
         "method": speculation.method,
         "verify": speculation.verify,
         "steps": sum(generation.num_generated - generation.num_skipped for generation, _ in told),
-        "drafted": sum(guessed.num_drafted for _, guessed in told),
-        "accepted": sum(guessed.num_accepted for _, guessed in told),
+        "drafted": sum(speculation_stats.num_drafted for _, speculation_stats in told),
+        "accepted": sum(speculation_stats.num_accepted for _, speculation_stats in told),
         "resampled": sources[Source.RESAMPLE],
         "bonus": sources[Source.BONUS],
-        "draft_seconds": round(sum(guessed.draft_seconds for _, guessed in told), 6),
-        "verify_seconds": round(sum(guessed.verify_seconds for _, guessed in told), 6),
-        "accept_seconds": round(sum(guessed.accept_seconds for _, guessed in told), 6),
+        "draft_seconds": round(sum(speculation_stats.draft_seconds for _, speculation_stats in told), 6),
+        "verify_seconds": round(sum(speculation_stats.verify_seconds for _, speculation_stats in told), 6),
+        "accept_seconds": round(sum(speculation_stats.accept_seconds for _, speculation_stats in told), 6),
         "sources": {SOURCE_NAMES[source]: sources[source] for source in sorted(sources)},
     }

@@ -12,36 +12,36 @@ from transformers.pytorch_utils import Conv1D
 
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.kernels.packing import PackedMatrix
-from lorikeet.shard.model.lora.sites import AdapterSite, ExpertSites, Product, adapt, adapt_embedding, adapt_output
+from lorikeet.shard.model.lora.targets import ExpertTargets, LoraTarget, Product, adapt, adapt_embedding, adapt_output
 from lorikeet.shard.model.moe.experts import is_experts, up_name
 from lorikeet.shard.model.quantization.layers import is_quantized, matrix_of
 
-Site = AdapterSite | ExpertSites
+Target = LoraTarget | ExpertTargets
 
 
-def mark_sites(network: nn.Module, inputs: StepInputs, dtype: torch.dtype) -> dict[str, Site]:
+def mark_targets(network: nn.Module, inputs: StepInputs, dtype: torch.dtype) -> dict[str, Target]:
     """Give each linear, Conv1D and embedding its site as `lorikeet_adapter`. Returns them by module name."""
-    sites: dict[str, Site] = {}
+    targets: dict[str, Target] = {}
     output = getattr(network, "get_output_embeddings", lambda: None)()
     for name, module in network.named_modules():
         if is_experts(module):
-            sites |= _mark_experts(name, module, inputs)
+            targets |= _mark_experts(name, module, inputs)
         if not isinstance(module, nn.Linear | Conv1D | nn.Embedding) and not is_quantized(module):
             continue
         weight = _dense(module, dtype)
         is_upright = not isinstance(module, Conv1D | nn.Embedding)
         num_out, num_in = weight.shape if is_upright else weight.shape[::-1]
-        site = AdapterSite(name, num_in, num_out, inputs, is_head=module is output)
+        site = LoraTarget(name, num_in, num_out, inputs, is_head=module is output)
         if isinstance(module, nn.Embedding):
             site.is_embedding = True
         else:
             bias = module.bias
             site.base_bias = None if bias is None else bias.detach().float().clone()
             site.squared_norms = squared_norms(weight if is_upright else weight.t())
-        site.cut = getattr(module, "lorikeet_cut", None)
+        site.cut = getattr(module, "lorikeet_partition", None)
         module.lorikeet_adapter = site
-        sites[name] = site
-    return sites
+        targets[name] = site
+    return targets
 
 
 def _dense(module: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -50,28 +50,28 @@ def _dense(module: Any, dtype: torch.dtype) -> torch.Tensor:
     return weight
 
 
-def _mark_experts(name: str, block: Any, inputs: StepInputs) -> dict[str, ExpertSites]:
+def _mark_experts(name: str, block: Any, inputs: StepInputs) -> dict[str, ExpertTargets]:
     """The sites of a block's parameters, by name; `lorikeet_adapters` has them by parameter."""
     block.lorikeet_adapters = {}
     for parameter in (up_name(block), "down_proj"):
         shape = getattr(block, parameter).shape
         num_experts, num_out, num_in = (shape[0], shape[2], shape[1]) if block.is_transposed else shape
-        sites = ExpertSites(f"{name}.{parameter}", num_experts, num_in, num_out, inputs)
-        for site in sites.experts:
-            site.cut = getattr(block, "lorikeet_cuts", {}).get(parameter)
-        block.lorikeet_adapters[parameter] = sites
+        targets = ExpertTargets(f"{name}.{parameter}", num_experts, num_in, num_out, inputs)
+        for site in targets.experts:
+            site.cut = getattr(block, "lorikeet_partitions", {}).get(parameter)
+        block.lorikeet_adapters[parameter] = targets
     return {site.name: site for site in block.lorikeet_adapters.values()}
 
 
-def site_of(module: nn.Module) -> AdapterSite | None:
-    """The site that `mark_sites` gave a module."""
+def target_of(module: nn.Module) -> LoraTarget | None:
+    """The site that `mark_targets` gave a module."""
     return getattr(module, "lorikeet_adapter", None)
 
 
 def hook_plain(network: nn.Module) -> None:
     """Let what the layer pass left as it was add its adapters' part to its output."""
     for module in network.modules():
-        site = site_of(module)
+        site = target_of(module)
         if site is None:
             continue
         if isinstance(module, nn.Embedding):
@@ -87,13 +87,13 @@ def squared_norms(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _after_linear(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    site = site_of(module)
+    site = target_of(module)
     if site is not None:
         adapt_output(site, args[0], output)
 
 
 def _after_embedding(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    site = site_of(module)
+    site = target_of(module)
     if site is not None and len(rows := site.rows):
         adapt_embedding(rows, site, args[0].reshape(-1), output.view(-1, site.num_out))
 
@@ -110,29 +110,29 @@ class Projection:
         return x @ (weight.t() if isinstance(self._module, nn.Linear) else weight)
 
 
-class JoinedSites:
+class FusedTargets:
     """Modules of the base whose outputs lie side by side in one product, each with its own adapters."""
 
-    def __init__(self, matrix: PackedMatrix, sites: Sequence[AdapterSite | None]) -> None:
+    def __init__(self, matrix: PackedMatrix, targets: Sequence[LoraTarget | None]) -> None:
         """`matrix` computes the outputs of all of them, in order. Without a site for each there is nothing to do."""
-        self.sites = [site for site in sites if site is not None] if None not in sites else []
+        self.targets = [site for site in targets if site is not None] if None not in targets else []
         first = 0
-        for site in self.sites:
+        for site in self.targets:
             site.project = Columns(matrix, first, first + site.num_out)
             first += site.num_out
 
     @property
     def is_active(self) -> bool:
         """Whether a row of the step at hand belongs to an adapter."""
-        return bool(self.sites) and len(self.sites[0].rows) > 0
+        return bool(self.targets) and len(self.targets[0].rows) > 0
 
     def adapt(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """x: [rows, in]; y: [rows, out of all], changed in place."""
         if not self.is_active:
             return
-        rows = self.sites[0].rows
-        parts = y.split([site.num_out for site in self.sites], dim=1)
-        adapt(rows, *(Product(site, x, part) for site, part in zip(self.sites, parts, strict=True)))
+        rows = self.targets[0].rows
+        parts = y.split([site.num_out for site in self.targets], dim=1)
+        adapt(rows, *(Product(site, x, part) for site, part in zip(self.targets, parts, strict=True)))
 
 
 class Columns:

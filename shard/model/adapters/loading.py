@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet.shard.model.adapters.discovery import Site
+from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.adapters.plan import NOWHERE, Form, Plan, plan_for, shapes
 from lorikeet.shard.model.lora.memory import HostMemory
 from lorikeet.shard.model.lora.served_file import ServedFile
-from lorikeet.shard.model.lora.sites import AdapterSite, Kernels, SlotImage, SlotWeights, compiled, library_for
+from lorikeet.shard.model.lora.targets import Kernels, LoraTarget, SlotImage, SlotWeights, compiled, library_for
 from lorikeet.shard.model.medusa.heads import HeadsPool
 from lorikeet.shard.model.medusa.loading import HeadsContent, read_heads
 from lorikeet.shard.system.native import CompilerMissing
@@ -25,7 +25,7 @@ NICENESS = 9
 """How far behind the steps factors are laid out, on Linux; as the loader of adapters."""
 
 
-AddUp = Callable[[torch.Tensor], torch.Tensor]
+RowParallelSum = Callable[[torch.Tensor], torch.Tensor]
 """[n] in host memory, of each rank: their sum."""
 
 
@@ -33,7 +33,7 @@ AddUp = Callable[[torch.Tensor], torch.Tensor]
 class AdapterContent:
     """One adapter in host memory."""
 
-    sites: Sequence[AdapterSite]
+    targets: Sequence[LoraTarget]
     # [sites, 5] its rank, as the kernels count it, and where in memory a, b, scale and bias begin, -1 for none
     entries: npt.NDArray[np.int64]
     # [bytes] uint8
@@ -60,7 +60,7 @@ class AdapterContent:
 
     def weights(self, index: int) -> SlotWeights:
         """Views of what it adds to one of its sites."""
-        site, (rank, a, b, scale, bias) = self.sites[index], self.entries[index].tolist()
+        site, (rank, a, b, scale, bias) = self.targets[index], self.entries[index].tolist()
         shape_a, shape_b = shapes(self.form, site, rank, self.dtype)
         vector = (site.num_out,)
         factor = None if a == NOWHERE else self._view(a, shape_a, self.dtype)
@@ -104,15 +104,15 @@ class AdapterFiles:
 
     def __init__(
         self,
-        sites: Mapping[str, Site],
+        targets: Mapping[str, Target],
         destination: Destination,
         heads: HeadsPool | None = None,
-        add_up: AddUp | None = None,
+        add_up: RowParallelSum | None = None,
     ) -> None:
         """`heads`: where those of adapters are to compute, None where they are refused. `add_up`: over all ranks, what
         each finds in its columns of a weight.
         """
-        self._sites = sites
+        self._targets = targets
         self._heads = heads
         self._add_up = add_up
         self._destination = destination
@@ -141,19 +141,19 @@ class AdapterFiles:
             scale = file.tensor(vector.values).clone()
             if vector.pair is not None:
                 squares = row_squares(vector.site, file.tensor(vector.pair.a), file.tensor(vector.pair.b).t())
-                if self._add_up is not None and vector.site.cut is not None and vector.site.cut.adds_up:
+                if self._add_up is not None and vector.site.cut is not None and vector.site.cut.is_row_parallel:
                     squares = self._add_up(squares)
                 scale /= squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()
             _view(memory, vector.to, scale.shape, torch.float32).copy_(scale)
         entries, kernels = plan.image(), destination.kernels
-        image = None if kernels is None else kernels.image(plan.sites, entries)
+        image = None if kernels is None else kernels.image(plan.targets, entries)
         heads = read_heads(file, self._heads, destination.memory, destination.dtype, kernels is not None)
-        return AdapterContent(plan.sites, entries, memory, self._form, destination.dtype, image, heads)
+        return AdapterContent(plan.targets, entries, memory, self._form, destination.dtype, image, heads)
 
     def _plan(self, file: ServedFile) -> Plan:
         plan = self._plans.get(file.likeness)
         if plan is None or file.num_bytes < plan.file_bytes:
-            plan = plan_for(file, self._sites, self._form, self._destination.dtype)
+            plan = plan_for(file, self._targets, self._form, self._destination.dtype)
             if len(self._plans) == MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[file.likeness] = plan
@@ -189,7 +189,7 @@ def _view(memory: torch.Tensor, first: int, shape: Sequence[int], dtype: torch.d
     return memory[first : first + num_bytes].view(dtype).view(tuple(shape))
 
 
-def row_squares(site: AdapterSite, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def row_squares(site: LoraTarget, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Squared lengths of the rows of `W + B A`, from those of W and its product with A (DoRA, Liu et al. 2024): [out]
     float32.
 

@@ -13,19 +13,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet.shard.model.adapters.discovery import Site
+from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.lora.memory import ALIGNMENT
 from lorikeet.shard.model.lora.served_file import HEADS, Place, ServedFile
-from lorikeet.shard.model.lora.sites import MOST_RANK, OUT_BLOCK, RANK_BLOCK, AdapterSite, ExpertSites
+from lorikeet.shard.model.lora.targets import MOST_RANK, OUT_BLOCK, RANK_BLOCK, ExpertTargets, LoraTarget
 
 NOWHERE = -1
 
 
 class Form(IntEnum):
-    """How factors lie; the values of sites.c's `pack`."""
+    """How factors lie; the values of targets.c's `pack`."""
 
     BLOCKS = 0
-    """For sites.c: A [rank'/8, in'/step, 8, step], of embeddings [in, rank'], B [out'/64, rank', 64]; ' rounds up."""
+    """For targets.c: A [rank'/8, in'/step, 8, step], of embeddings [in, rank'], B [out'/64, rank', 64]; ' rounds up."""
     ROWS = 1
     """For kernels of a device and for the specification: A [rank, in], of embeddings [in, rank], B [rank, out]."""
 
@@ -34,7 +34,7 @@ class Form(IntEnum):
 class Pair:
     """The factors of one module."""
 
-    site: AdapterSite
+    site: LoraTarget
     # [rank, in] and [out, rank] in the file
     a: Place
     b: Place
@@ -52,7 +52,7 @@ class Pair:
 class Vector:
     """A bias, or the magnitude of DoRA, which becomes a scale. [out] float32."""
 
-    site: AdapterSite
+    site: LoraTarget
     values: Place
     to: int
     pair: Pair | None = None
@@ -64,7 +64,7 @@ class Plan:
     """For all files that are alike."""
 
     form: Form
-    sites: list[AdapterSite] = field(default_factory=list)
+    targets: list[LoraTarget] = field(default_factory=list)
     # of each site its rank, as the kernels count it, and where a, b, scale and bias begin in memory
     entries: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Plan:
     file_bytes: int = 0
     """That a file's tensors take at least."""
 
-    def add(self, site: AdapterSite, places: Mapping[str, Place], dtype: torch.dtype) -> None:
+    def add(self, site: LoraTarget, places: Mapping[str, Place], dtype: torch.dtype) -> None:
         """One more module. `places`: by key of the served layout. Raises ValueError for what does not fit it."""
         places = _own(site, places)
         a, b = places.get("A"), places.get("B")
@@ -85,14 +85,14 @@ class Plan:
         self.magnitudes += [] if magnitude is None else [magnitude]
         rank, to_a, to_b = (0, NOWHERE, NOWHERE) if pair is None else (self.wide(pair.rank), pair.to_a, pair.to_b)
         to_scale, to_bias = (NOWHERE if vector is None else vector.to for vector in (magnitude, bias))
-        self.sites.append(site)
+        self.targets.append(site)
         self.entries.append((rank, to_a, to_b, to_scale, to_bias))
 
     def wide(self, rank: int) -> int:
         """A rank as the kernels count it."""
         return -(-rank // RANK_BLOCK) * RANK_BLOCK if self.form is Form.BLOCKS else rank
 
-    def _pair(self, site: AdapterSite, a: Place, b: Place, dtype: torch.dtype) -> Pair:
+    def _pair(self, site: LoraTarget, a: Place, b: Place, dtype: torch.dtype) -> Pair:
         rank = a.shape[0]
         if a.shape != (rank, site.num_in) or b.shape != (site.num_out, rank) or not 0 < rank <= MOST_RANK:
             raise ValueError(f"{site.name}: factors of shapes {list(a.shape)} and {list(b.shape)} do not fit")
@@ -104,7 +104,7 @@ class Plan:
         self.pairs.append(pair)
         return pair
 
-    def _vector(self, site: AdapterSite, values: Place | None, pair: Pair | None) -> Vector | None:
+    def _vector(self, site: LoraTarget, values: Place | None, pair: Pair | None) -> Vector | None:
         if values is None:
             return None
         if values.shape != (site.num_out,) or values.dtype != torch.float32:
@@ -121,7 +121,7 @@ class Plan:
         return np.array(self.entries, np.int64).reshape(-1, 5)
 
     def table(self) -> npt.NDArray[np.int64]:
-        """[pairs, 9] `Factors` of sites.c, with places for addresses."""
+        """[pairs, 9] `Factors` of targets.c, with places for addresses."""
         rows = [
             (pair.a.start, pair.b.start, pair.to_a, pair.to_b, pair.rank, site.num_in, site.num_out, site.is_embedding,
              pair.a.stride or site.num_in)
@@ -131,7 +131,7 @@ class Plan:
         return np.array(rows, np.int64).reshape(-1, 9)
 
 
-def shapes(form: Form, site: AdapterSite, rank: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shapes(form: Form, site: LoraTarget, rank: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of A and B in memory."""
     if form is Form.ROWS:
         return ((site.num_in, rank) if site.is_embedding else (rank, site.num_in)), (rank, site.num_out)
@@ -144,15 +144,15 @@ def shapes(form: Form, site: AdapterSite, rank: int, dtype: torch.dtype) -> tupl
 KEYS = ("A", "B", "magnitude", "bias")
 
 
-def plan_for(file: ServedFile, sites: Mapping[str, Site], form: Form, dtype: torch.dtype) -> Plan:
+def plan_for(file: ServedFile, targets: Mapping[str, Target], form: Form, dtype: torch.dtype) -> Plan:
     """Raises ValueError for what this base, or this shard, has no place for."""
     plan, places = Plan(form, file_bytes=file.num_bytes), file.places()
     for name in _modules(file):
-        site = sites.get(name)
+        site = targets.get(name)
         if site is None:
             raise ValueError(f"the base has no module {name} that an adapter could change")
         found = {key: places.pop(f"{name}.{key}") for key in KEYS if f"{name}.{key}" in places}
-        if isinstance(site, ExpertSites):
+        if isinstance(site, ExpertTargets):
             _add_experts(plan, site, found, dtype)
         else:
             plan.add(site, found, dtype)
@@ -163,7 +163,7 @@ def plan_for(file: ServedFile, sites: Mapping[str, Site], form: Form, dtype: tor
     return plan
 
 
-def _own(site: AdapterSite, places: Mapping[str, Place]) -> Mapping[str, Place]:
+def _own(site: LoraTarget, places: Mapping[str, Place]) -> Mapping[str, Place]:
     """What of a module's tensors this rank holds. Raises ValueError where they do not fit the whole module."""
     cut = site.cut
     if cut is None:
@@ -174,7 +174,7 @@ def _own(site: AdapterSite, places: Mapping[str, Place]) -> Mapping[str, Place]:
         if len(place.shape) <= axis or place.shape[axis] != wanted:
             raise ValueError(f"{site.name}: {key} of shape {list(place.shape)} does not fit")
     own = dict(places)
-    if cut.adds_up:
+    if cut.is_row_parallel:
         if "A" in own:
             own["A"] = own["A"].columns(cut.columns)
         if cut.rank > 0:  # the results of all ranks are added up
@@ -191,12 +191,12 @@ def _modules(file: ServedFile) -> list[str]:
         raise ValueError(f"the adapter's file does not say which modules it changes: {failure}") from failure
 
 
-def _add_experts(plan: Plan, sites: ExpertSites, places: Mapping[str, Place], dtype: torch.dtype) -> None:
+def _add_experts(plan: Plan, targets: ExpertTargets, places: Mapping[str, Place], dtype: torch.dtype) -> None:
     """The factors of a block's experts lie one expert after the other."""
-    num_experts = len(sites.experts)
+    num_experts = len(targets.experts)
     if set(places) != {"A", "B"} or any(place.shape[0] != num_experts for place in places.values()):
-        raise ValueError(f"{sites.name}: experts take two factors for each of {num_experts}, and nothing else")
-    for index, site in enumerate(sites.experts):
+        raise ValueError(f"{targets.name}: experts take two factors for each of {num_experts}, and nothing else")
+    for index, site in enumerate(targets.experts):
         plan.add(site, {key: _part(place, index) for key, place in places.items()}, dtype)
 
 

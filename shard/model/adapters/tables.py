@@ -12,11 +12,11 @@ import torch
 from lorikeet.shard.batch.inputs import AdapterRows
 from lorikeet.shard.batch.row_groups import TASK_ROWS
 from lorikeet.shard.batch.transfer import sendable
-from lorikeet.shard.model.adapters.discovery import Site
+from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
-from lorikeet.shard.model.kernels.pairs_triton import cut_pairs
+from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
 from lorikeet.shard.model.kernels.tuning import DEFAULTS, Tuned
-from lorikeet.shard.model.lora.sites import AdapterSite, ExpertSites, Product, SlotImage
+from lorikeet.shard.model.lora.targets import ExpertTargets, LoraTarget, Product, SlotImage
 from lorikeet.shard.model.lora.triton import ENTRY, PART, add_delta
 
 _ALIGNED = 16
@@ -26,26 +26,26 @@ class DeviceKernels:
     """The sites of one model, as the kernels see them."""
 
     def __init__(
-        self, sites: Sequence[AdapterSite], num_slots: int, device: torch.device, tuned: Tuned = DEFAULTS
+        self, targets: Sequence[LoraTarget], num_slots: int, device: torch.device, tuned: Tuned = DEFAULTS
     ) -> None:
         self.device = device
         self._tuned = tuned
-        self._index = {site: index for index, site in enumerate(sites)}
+        self._index = {site: index for index, site in enumerate(targets)}
         # [slots, sites, ENTRY] rank and addresses, 0 for what there is not
-        self.table = torch.zeros(num_slots, len(sites), ENTRY.value, dtype=torch.int64, device=device)
+        self.table = torch.zeros(num_slots, len(targets), ENTRY.value, dtype=torch.int64, device=device)
         # [slots, sites] whether the slot's adapter changes the site
         self._changes = np.zeros(self.table.shape[:2], np.bool_)
-        self._parts: dict[tuple[tuple[AdapterSite, int], ...], torch.Tensor] = {}
-        for site in sites:
+        self._parts: dict[tuple[tuple[LoraTarget, int], ...], torch.Tensor] = {}
+        for site in targets:
             site.kernels = self
 
-    def image(self, sites: Sequence[AdapterSite], entries: npt.NDArray[np.int64]) -> SlotImage:
+    def image(self, targets: Sequence[LoraTarget], entries: npt.NDArray[np.int64]) -> SlotImage:
         """Describe an adapter: entries: [sites, 5], of each its rank and where in the adapter's memory a, b, scale and
         bias begin, -1 for none.
         """
         found = np.full((len(self._index), ENTRY.value), -1, np.int64)
         found[:, 0] = 0
-        found[[self._index[site] for site in sites]] = entries
+        found[[self._index[site] for site in targets]] = entries
         return SlotImage(found)
 
     def bind(self, slot: int, image: SlotImage, memory: torch.Tensor) -> None:
@@ -70,11 +70,11 @@ class DeviceKernels:
         for product in products:
             self._launch(rows, [product])
 
-    def adapt_embedding(self, rows: AdapterRows, site: AdapterSite, ids: torch.Tensor, y: torch.Tensor) -> None:
+    def adapt_embedding(self, rows: AdapterRows, site: LoraTarget, ids: torch.Tensor, y: torch.Tensor) -> None:
         """ids: [rows] token ids; y: [rows, H], in place."""
         self._call(rows, ids, y, [(site, 0)])
 
-    def change(self, rows: AdapterRows, site: AdapterSite) -> bool:
+    def change(self, rows: AdapterRows, site: LoraTarget) -> bool:
         """Whether the adapter of one of the rows changes the site."""
         return bool(self._changes[rows.tasks[:, 0], self._index[site]].any())
 
@@ -86,15 +86,15 @@ class DeviceKernels:
 
     def pair_tasks(self, pairs: SortedPairs) -> PairTasks:
         """For `adapt_pairs`; values are entries of the table, counted from that of slot 0 and expert 0."""
-        return cut_pairs(pairs, TASK_ROWS, self.table.shape[1])
+        return partition_pairs(pairs, TASK_ROWS, self.table.shape[1])
 
-    def adapt_pairs(self, tasks: PairTasks, sites: ExpertSites, x: torch.Tensor, y: torch.Tensor) -> None:
+    def adapt_pairs(self, tasks: PairTasks, targets: ExpertTargets, x: torch.Tensor, y: torch.Tensor) -> None:
         """x: [P, in], y: [P, out] of pairs, contiguous, y changed in place; tasks: by `pair_tasks` of these pairs."""
-        parts = self._describe([(sites.experts[0], 0)])
+        parts = self._describe([(targets.experts[0], 0)])
         # sites of experts stand side by side, so an entry is that of the first and a number
         table = self.table.view(-1, 1, ENTRY.value)
-        shape, is_aligned = [tasks.tasks.shape[0], sites.num_out], sites.num_out % _ALIGNED == 0
-        tiles = self._tiles(sites.num_in, sites.num_out, y.dtype)
+        shape, is_aligned = [tasks.tasks.shape[0], targets.num_out], targets.num_out % _ALIGNED == 0
+        tiles = self._tiles(targets.num_in, targets.num_out, y.dtype)
         add_delta(x, y, tasks.tasks, tasks.pair_ids, parts, table, shape, is_aligned, tiles)
 
     def _launch(self, rows: AdapterRows, products: Sequence[Product]) -> None:
@@ -107,7 +107,7 @@ class DeviceKernels:
         self._call(rows, x, y, columns)
 
     def _call(
-        self, rows: AdapterRows, x: torch.Tensor, y: torch.Tensor, columns: Sequence[tuple[AdapterSite, int]]
+        self, rows: AdapterRows, x: torch.Tensor, y: torch.Tensor, columns: Sequence[tuple[LoraTarget, int]]
     ) -> None:
         groups = rows.groups
         if groups is None:
@@ -122,7 +122,7 @@ class DeviceKernels:
         """By the modules alone: what a step holds changes no row's bits."""
         return self._tuned.tiles("shrink", num_in, dtype) + self._tuned.tiles("expand", num_out, dtype)
 
-    def _describe(self, columns: Sequence[tuple[AdapterSite, int]]) -> torch.Tensor:
+    def _describe(self, columns: Sequence[tuple[LoraTarget, int]]) -> torch.Tensor:
         """[parts, PART] on the device; made once for each combination, which is of the model, not of the step."""
         key = tuple(columns)
         if key not in self._parts:
@@ -148,6 +148,6 @@ def _lies_beside(first: Product, other: Product) -> bool:
     return same_input and same_matrix and same_rows and first.site.num_in == other.site.num_in and fits
 
 
-def sites_of(sites: Mapping[str, Site]) -> list[AdapterSite]:
+def targets_of(targets: Mapping[str, Target]) -> list[LoraTarget]:
     """All of a model's, those of one parameter's experts side by side."""
-    return [one for site in sites.values() for one in (site.experts if isinstance(site, ExpertSites) else [site])]
+    return [one for site in targets.values() for one in (site.experts if isinstance(site, ExpertTargets) else [site])]

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorikeet.shard.model.adapters.discovery import JoinedSites, site_of
+from lorikeet.shard.model.adapters.discovery import FusedTargets, target_of
 from lorikeet.shard.model.fusion import verify as trial
 from lorikeet.shard.model.fusion.patterns import attention_parts, is_plain, joined_bias
 from lorikeet.shard.model.kernels import cpu as kernels
 from lorikeet.shard.model.kernels.packing import StreamedMatrix
-from lorikeet.shard.model.site import AttentionSite
+from lorikeet.shard.model.site import AttentionBinding
 
 
 class FusedAttention(nn.Module):
@@ -24,15 +24,15 @@ class FusedAttention(nn.Module):
         """`options`: what the plain block passes to its attention function by keyword."""
         super().__init__()
         parts = (block.q_proj, block.k_proj, block.v_proj)
-        self.lorikeet_site: AttentionSite = block.lorikeet_site
+        self.lorikeet_target: AttentionBinding = block.lorikeet_target
         self.layer_idx: int = block.layer_idx
         self.head_dim: int = block.head_dim
         self.num_heads, self.num_kv_heads = (part.out_features // block.head_dim for part in parts[:2])
         self.options = options
         self.qkv = StreamedMatrix(torch.cat([part.weight.detach() for part in parts]), joined_bias(parts))
         self.out = StreamedMatrix(block.o_proj.weight.detach(), block.o_proj.bias)
-        self.qkv_adapters = JoinedSites(self.qkv, [site_of(part) for part in parts])
-        self.out_adapters = JoinedSites(self.out, [site_of(block.o_proj)])
+        self.qkv_adapters = FusedTargets(self.qkv, [target_of(part) for part in parts])
+        self.out_adapters = FusedTargets(self.out, [target_of(block.o_proj)])
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
@@ -46,7 +46,7 @@ class FusedAttention(nn.Module):
         # [1, heads + 2 kv_heads, T, D]
         heads = qkv.view(1, qkv.shape[1], -1, self.head_dim).transpose(1, 2)
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        output = self.lorikeet_site(query, key, value, self.options)
+        output = self.lorikeet_target(query, key, value, self.options)
         seen = output.reshape(*hidden_states.shape[:-1], -1)
         projected = self.out(seen)
         self.out_adapters.adapt(seen[0], projected[0])
@@ -64,4 +64,4 @@ def fuse_attention(block: Any, shared: set[int], rotary_width: int | None = None
         return None
     like = torch.empty(0, dtype=torch.bfloat16)
     x, position_embeddings = trial.tokens(parts.qkv[0].in_features, parts.head_dim, like)
-    return trial.attends_alike(block, lambda plain: FusedAttention(block, plain.options), x, position_embeddings)
+    return trial.matches_reference(block, lambda plain: FusedAttention(block, plain.options), x, position_embeddings)

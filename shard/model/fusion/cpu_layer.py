@@ -17,7 +17,7 @@ from lorikeet.shard.model.fusion.cpu_attention import FusedAttention
 from lorikeet.shard.model.fusion.cpu_parts import FusedMlp, FusedNorm
 from lorikeet.shard.model.fusion.verify import Recorder
 from lorikeet.shard.model.kernels import cpu as kernels
-from lorikeet.shard.model.lora.sites import compiled
+from lorikeet.shard.model.lora.targets import compiled
 
 
 class FusedDecoderLayer(nn.Module):
@@ -26,8 +26,10 @@ class FusedDecoderLayer(nn.Module):
     def __init__(self, input_norm: FusedNorm, attention: FusedAttention, post_norm: FusedNorm, mlp: FusedMlp) -> None:
         super().__init__()
         self.input_norm, self.attention, self.post_norm, self.mlp = input_norm, attention, post_norm, mlp
-        self.sites = [
-            site for joined in (attention.qkv_adapters, attention.out_adapters, *mlp.adapters) for site in joined.sites
+        self.targets = [
+            site
+            for joined in (attention.qkv_adapters, attention.out_adapters, *mlp.adapters)
+            for site in joined.targets
         ]
         self.layer = kernels.DecoderLayer(
             width=attention.out.out_features,
@@ -47,14 +49,14 @@ class FusedDecoderLayer(nn.Module):
             input_epsilon=input_norm.epsilon,
             post_epsilon=post_norm.epsilon,
         )
-        for index, site in enumerate(self.sites):
+        for index, site in enumerate(self.targets):
             self.layer.base_bias[index] = address(site.base_bias)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
     ) -> torch.Tensor:
         """hidden_states: [1, T, H]; position_embeddings: cos and sin, [1, T, D]. Returns [1, T, H]."""
-        site = self.attention.lorikeet_site
+        site = self.attention.lorikeet_target
         native = site.backend.native(site.kv) if site.kv is not None else None
         if native is None:
             return self.one_by_one(hidden_states, position_embeddings)
@@ -66,13 +68,13 @@ class FusedDecoderLayer(nn.Module):
 
     def _adapters(self) -> kernels.AdapterStep | None:
         """What compiled code is to know of this step's adapters; None where it cannot reach them."""
-        rows = self.sites[0].rows if self.sites else NO_ADAPTERS
+        rows = self.targets[0].rows if self.targets else NO_ADAPTERS
         if not len(rows):
             return kernels.AdapterStep()
         function = compiled(torch.bfloat16)
         if function is None:
             return None
-        for index, site in enumerate(self.sites):
+        for index, site in enumerate(self.targets):
             self.layer.adapters[index] = ctypes.addressof(site.table)
         return kernels.AdapterStep(function, rows.address, len(rows))
 

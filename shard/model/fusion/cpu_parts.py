@@ -7,7 +7,7 @@ few random rows, and the twin stays only if they agree. Bfloat16 on CPU only.
 import torch
 from torch import nn
 
-from lorikeet.shard.model.adapters.discovery import JoinedSites, site_of
+from lorikeet.shard.model.adapters.discovery import FusedTargets, target_of
 from lorikeet.shard.model.fusion import verify as trial
 from lorikeet.shard.model.fusion.patterns import is_plain, mlp_parts, norm_parts
 from lorikeet.shard.model.kernels import cpu as kernels
@@ -38,7 +38,7 @@ class FusedMlp(nn.Module):
         parts = (gate, up, down)
         self.gate, self.up, self.down = (StreamedMatrix(part.weight.detach(), None) for part in parts)
         matrices = (self.gate, self.up, self.down)
-        self.adapters = [JoinedSites(matrix, [site_of(part)]) for matrix, part in zip(matrices, parts, strict=True)]
+        self.adapters = [FusedTargets(matrix, [target_of(part)]) for matrix, part in zip(matrices, parts, strict=True)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., H]."""

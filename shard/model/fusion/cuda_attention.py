@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorikeet.shard.model.adapters.discovery import JoinedSites, site_of
+from lorikeet.shard.model.adapters.discovery import FusedTargets, target_of
 from lorikeet.shard.model.fusion import verify as trial
-from lorikeet.shard.model.fusion.cuda_parts import DeviceNorm, JoinedMatrix, fuse_norm
+from lorikeet.shard.model.fusion.cuda_parts import DeviceNorm, FusedMatrix, fuse_norm
 from lorikeet.shard.model.fusion.patterns import AttentionParts, attention_parts
 from lorikeet.shard.model.fusion.verify import Recorder
 from lorikeet.shard.model.kernels import triton as device_kernels
-from lorikeet.shard.model.site import AttentionSite
+from lorikeet.shard.model.site import AttentionBinding
 
 Norms = tuple[DeviceNorm, DeviceNorm]
 """Of each head of q and of k: alike but for their weights."""
@@ -28,13 +28,13 @@ class DeviceAttention(nn.Module):
     def __init__(self, block: Any, parts: AttentionParts, norms: Norms | None, options: dict[str, Any]) -> None:
         """`options`: what the plain block passes to its attention function by keyword."""
         super().__init__()
-        self.lorikeet_site: AttentionSite = block.lorikeet_site
+        self.lorikeet_target: AttentionBinding = block.lorikeet_target
         self.layer_idx: int = block.layer_idx
         self.num_heads, self.num_kv_heads, self.head_dim = parts.num_heads, parts.num_kv_heads, parts.head_dim
         self.options = options
         self.out = parts.out
-        self.qkv = JoinedMatrix(parts.qkv)
-        self.qkv_adapters = JoinedSites(self.qkv, [site_of(part) for part in parts.qkv])
+        self.qkv = FusedMatrix(parts.qkv)
+        self.qkv_adapters = FusedTargets(self.qkv, [target_of(part) for part in parts.qkv])
         self.q_norm: DeviceNorm | None = None if norms is None else norms[0]
         self.k_norm: DeviceNorm | None = None if norms is None else norms[1]
 
@@ -49,7 +49,7 @@ class DeviceAttention(nn.Module):
         # [1, heads + 2 kv_heads, T, D]
         heads = qkv.view(1, qkv.shape[1], -1, self.head_dim).transpose(1, 2)
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        output = self.lorikeet_site(query, key, value, self.options)
+        output = self.lorikeet_target(query, key, value, self.options)
         projected: torch.Tensor = self.out(output.reshape(*hidden_states.shape[:-1], -1))
         return projected, None
 
@@ -82,7 +82,7 @@ def fuse_attention(block: Any, shared: set[int], rotary_width: int | None = None
             return None
         return DeviceAttention(block, parts, norms, plain.options)
 
-    return trial.attends_alike(block, make, x, position_embeddings)
+    return trial.matches_reference(block, make, x, position_embeddings)
 
 
 def _norms(parts: AttentionParts) -> Norms | None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lorikeet.shard.model.adapters.discovery import JoinedSites, site_of
+from lorikeet.shard.model.adapters.discovery import FusedTargets, target_of
 from lorikeet.shard.model.fusion import verify as trial
 from lorikeet.shard.model.fusion.patterns import MlpParts, NormParts, joined_bias, mlp_parts, norm_parts
 from lorikeet.shard.model.kernels import triton as device_kernels
@@ -34,7 +34,7 @@ FORMS = (NormForm(0.0, True), NormForm(0.0, False), NormForm(1.0, False))
 """Llama's, OLMo's, Gemma's."""
 
 
-class JoinedMatrix(PackedMatrix):
+class FusedMatrix(PackedMatrix):
     """The weights of several linear layers with one input as one plain matrix."""
 
     def __init__(self, parts: Sequence[nn.Linear]) -> None:
@@ -86,8 +86,8 @@ class DeviceMlp(nn.Module):
     def __init__(self, parts: MlpParts, is_tanh: bool) -> None:
         super().__init__()
         self.down = parts.down
-        self.up = JoinedMatrix(parts.ups)
-        self.up_adapters = JoinedSites(self.up, [site_of(part) for part in parts.ups])
+        self.up = FusedMatrix(parts.ups)
+        self.up_adapters = FusedTargets(self.up, [target_of(part) for part in parts.ups])
         self.is_tanh = is_tanh
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

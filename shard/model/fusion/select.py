@@ -25,7 +25,7 @@ from lorikeet.shard.model.rotary import rotary_width
 CHOICES = ("auto", "none", "device")
 
 
-class Twins(Protocol):
+class FusionBackend(Protocol):
     """What makes twins."""
 
     def of_part(self, module: nn.Module) -> nn.Module | None:
@@ -39,7 +39,7 @@ class Twins(Protocol):
 
 
 @dataclass(frozen=True)
-class CpuTwins:
+class CpuFusion:
     """Compiled C, bfloat16."""
 
     shared: set[int]
@@ -56,7 +56,7 @@ class CpuTwins:
         """A layer is one call; nothing is done across."""
 
 
-class DeviceTwins:
+class CudaFusion:
     """Triton, any number format."""
 
     def __init__(self, shared: set[int], rotary_width: int | None) -> None:
@@ -90,7 +90,7 @@ class DeviceTwins:
 
 def choose(
     fusions: str, network: nn.Module, device: torch.device, dtype: torch.dtype, shared: set[int]
-) -> Twins | None:
+) -> FusionBackend | None:
     """Whose twins `network` is to have, None for nobody's. `shared`: ids of weights that more than one module holds.
     Raises ValueError for an unknown choice, and where there is none of what was chosen.
     """
@@ -99,19 +99,19 @@ def choose(
     if fusions == "none":
         return None
     if fusions == "device" or device.type != "cpu":
-        return DeviceTwins(shared, rotary_width(network))
+        return CudaFusion(shared, rotary_width(network))
     if dtype == torch.bfloat16 and kernels.available():
-        return CpuTwins(shared, rotary_width(network))
+        return CpuFusion(shared, rotary_width(network))
     return None
 
 
-def place(network: nn.Module, twins: Twins) -> None:
+def place(network: nn.Module, twins: FusionBackend) -> None:
     """Put twins in place of parts, then of layers made of them; what only the replaced modules held is dropped."""
     _place(network, twins)
     twins.link(network)
 
 
-def _place(parent: nn.Module, twins: Twins) -> None:
+def _place(parent: nn.Module, twins: FusionBackend) -> None:
     for name, child in list(parent.named_children()):
         twin = twins.of_part(child)
         if twin is None:

@@ -73,7 +73,7 @@ def close(wanted: torch.Tensor, got: torch.Tensor) -> bool:
     return bool(apart <= TOLERANCES[wanted.dtype] * wanted.float().abs().max())
 
 
-def attends_alike(
+def matches_reference(
     block: Any, make: Callable[[Recorder], Twin | None], x: torch.Tensor, position_embeddings: PositionEmbeddings
 ) -> Twin | None:
     """The twin of an attention block that `make` gives, who sees what the block hands its attention; None where there
@@ -108,11 +108,11 @@ def attend(block: Any, recorder: Recorder, x: torch.Tensor, position_embeddings:
 @contextmanager
 def recording(block: Any, recorder: Recorder) -> Iterator[None]:
     """While it lasts, `recorder` is the attention of `block`."""
-    site = block.lorikeet_site
-    del block.lorikeet_site
-    block.lorikeet_site = recorder
+    site = block.lorikeet_target
+    del block.lorikeet_target
+    block.lorikeet_target = recorder
     try:
         yield
     finally:
-        del block.lorikeet_site
-        block.lorikeet_site = site
+        del block.lorikeet_target
+        block.lorikeet_target = site

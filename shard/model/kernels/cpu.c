@@ -318,7 +318,7 @@ static void add(const bf16 *x, const bf16 *h, int64_t n, bf16 *y, int threads) {
 typedef void attend_function(const void *layer, const void *step, const bf16 *query, const bf16 *key,
                              const bf16 *value, const int64_t *strides, bf16 *output, int threads);
 
-// Of sites.c: an adapter's share of a module, rows of a slot, a module's input and output, and what brings them together.
+// Of targets.c: an adapter's share of a module, rows of a slot, a module's input and output, and what brings them together.
 typedef struct {
     int64_t rank;
     const void *a, *b, *scale, *bias;

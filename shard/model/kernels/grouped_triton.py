@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from lorikeet.shard.model.kernels.pairs import SortedPairs
-from lorikeet.shard.model.kernels.pairs_triton import cut_pairs
+from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
 
 FEW_ROWS, MANY_ROWS = 16, 64
 """Rows of a tile: where each matrix has few on average, and where it has many."""
@@ -66,7 +66,7 @@ def multiply_tiles(x: torch.Tensor, matrices: torch.Tensor, pairs: SortedPairs) 
     """x: [P, in] as the pairs lie; matrices: [experts, in, out], strided at will. Returns [P, out]."""
     num_pairs, num_experts = x.shape[0], matrices.shape[0]
     num_rows = FEW_ROWS if num_pairs <= FEW_ROWS * num_experts else MANY_ROWS
-    return multiply_tasks(x.contiguous(), matrices, cut_pairs(pairs, num_rows).tasks, num_rows)
+    return multiply_tasks(x.contiguous(), matrices, partition_pairs(pairs, num_rows).tasks, num_rows)
 
 
 @torch.library.custom_op("lorikeet::multiply_grouped", mutates_args=())

@@ -12,7 +12,7 @@ STRETCH_BYTES = 64 * 2**20
 _ALIGNMENT = 64
 
 
-class Stretches:
+class HugePagePool:
     """Hands out memory from one stretch after another."""
 
     def __init__(self) -> None:
@@ -33,5 +33,5 @@ class Stretches:
         return tensor
 
 
-_stretches = Stretches()
+_stretches = HugePagePool()
 empty = _stretches.empty

@@ -71,8 +71,8 @@ def tasks_of(keys: torch.Tensor, values: torch.Tensor, num_rows: int, num_tasks:
     places = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
     firsts = torch.searchsorted(keys, keys, out_int32=True)
     lasts = torch.searchsorted(keys, keys, right=True, out_int32=True)
-    begins = ((places - firsts) % num_rows == 0) & (values >= 0)
-    numbers = torch.where(begins, begins.cumsum(0) - 1, num_tasks)
+    announce_step = ((places - firsts) % num_rows == 0) & (values >= 0)
+    numbers = torch.where(announce_step, announce_step.cumsum(0) - 1, num_tasks)
     found = torch.stack([values, places, (lasts - places).clamp_max(num_rows)], dim=1)
     # one row more, for the pairs that begin no task
     tasks = found.new_zeros(num_tasks + 1, 3)

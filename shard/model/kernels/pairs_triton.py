@@ -19,7 +19,7 @@ BLOCK = 128
 
 @triton.jit(do_not_specialize=["num_pairs", "num_halvings"])
 def cut(
-    keys, tasks, pair_ids, num_tasks, num_pairs, num_halvings, stride, num_sites,
+    keys, tasks, pair_ids, num_tasks, num_pairs, num_halvings, stride, num_targets,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr,
 ):  # fmt: skip
     """keys: [pairs] of SortedPairs; tasks: [pairs at most, 3] zeros; pair_ids: [pairs]; num_tasks: one number, 0."""
@@ -37,50 +37,50 @@ def cut(
     if BY_EXPERT:
         value = key
     else:
-        value = tl.where(key % stride > 0, (key % stride - 1) * num_sites + key // stride, -1)
-    begins = (there & (value >= 0) & ((places - low) % ROWS == 0)).to(tl.int32)
+        value = tl.where(key % stride > 0, (key % stride - 1) * num_targets + key // stride, -1)
+    announce_step = (there & (value >= 0) & ((places - low) % ROWS == 0)).to(tl.int32)
     count = tl.zeros_like(places)
     for lane in range(ROWS):
         beside = places + lane
         is_there = beside < num_pairs
         count += (is_there & (tl.load(keys + beside, mask=is_there, other=0) // part == key)).to(tl.int32)
-    number = tl.atomic_add(num_tasks, tl.sum(begins)) + tl.cumsum(begins) - 1
+    number = tl.atomic_add(num_tasks, tl.sum(announce_step)) + tl.cumsum(announce_step) - 1
     task = tasks + number * 3
-    tl.store(task, value, mask=begins > 0)
-    tl.store(task + 1, places, mask=begins > 0)
-    tl.store(task + 2, count, mask=begins > 0)
+    tl.store(task, value, mask=announce_step > 0)
+    tl.store(task + 1, places, mask=announce_step > 0)
+    tl.store(task + 2, count, mask=announce_step > 0)
     tl.store(pair_ids + places, places, mask=there)
 
 
-def cut_pairs(pairs: SortedPairs, num_rows: int, num_sites: int | None = None) -> PairTasks:
-    """Tasks of up to `num_rows` pairs of one expert and one adapter, value `slot * num_sites + expert`; without
-    `num_sites` of one expert, value the expert.
+def partition_pairs(pairs: SortedPairs, num_rows: int, num_targets: int | None = None) -> PairTasks:
+    """Tasks of up to `num_rows` pairs of one expert and one adapter, value `slot * num_targets + expert`; without
+    `num_targets` of one expert, value the expert.
     """
-    num_keys = pairs.num_experts * (1 if num_sites is None else pairs.num_slots)
+    num_keys = pairs.num_experts * (1 if num_targets is None else pairs.num_slots)
     return PairTasks(
-        *cut_keys(
-            pairs.keys, pairs.num_slots + 1, num_sites or 0, num_rows, most_tasks(len(pairs.keys), num_keys, num_rows)
+        *partitioned_keys(
+            pairs.keys, pairs.num_slots + 1, num_targets or 0, num_rows, most_tasks(len(pairs.keys), num_keys, num_rows)
         )
     )
 
 
-@torch.library.custom_op("lorikeet::cut_keys", mutates_args=())
-def cut_keys(
-    keys: torch.Tensor, stride: int, num_sites: int, num_rows: int, num_tasks: int
+@torch.library.custom_op("lorikeet::partitioned_keys", mutates_args=())
+def partitioned_keys(
+    keys: torch.Tensor, stride: int, num_targets: int, num_rows: int, num_tasks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """keys: [P] int32 ascending. Returns the tasks, [num_tasks, 3] int32, and [P] int32 0 … P - 1."""
     num_pairs = keys.shape[0]
     made = torch.zeros(3 * num_tasks + 1, dtype=torch.int32, device=keys.device)
     pair_ids = torch.empty_like(keys)
     cut[(triton.cdiv(num_pairs, BLOCK),)](
-        keys, made, pair_ids, made[3 * num_tasks :], num_pairs, num_pairs.bit_length(), stride, num_sites,
-        ROWS=num_rows, BLOCK=BLOCK, BY_EXPERT=not num_sites,
+        keys, made, pair_ids, made[3 * num_tasks :], num_pairs, num_pairs.bit_length(), stride, num_targets,
+        ROWS=num_rows, BLOCK=BLOCK, BY_EXPERT=not num_targets,
     )  # fmt: skip
     return made[: 3 * num_tasks].view(-1, 3), pair_ids
 
 
-@cut_keys.register_fake
+@partitioned_keys.register_fake
 def _(
-    keys: torch.Tensor, _stride: int, _num_sites: int, _num_rows: int, num_tasks: int
+    keys: torch.Tensor, _stride: int, _num_targets: int, _num_rows: int, num_tasks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return keys.new_empty(num_tasks, 3), torch.empty_like(keys)

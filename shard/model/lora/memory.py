@@ -76,7 +76,7 @@ class Arena:
 
 
 class PinnedMemory:
-    """Stretches of pinned memory, up to so many bytes in all; they are kept for as long as the process lives."""
+    """HugePagePool of pinned memory, up to so many bytes in all; they are kept for as long as the process lives."""
 
     def __init__(self, num_bytes: int, stretch_bytes: int = STRETCH_BYTES, is_pinned: bool = True) -> None:
         """`is_pinned`: False where there is no device to pin for."""

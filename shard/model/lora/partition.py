@@ -6,7 +6,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """Of a linear module `y = x Wᵀ + b`, W: [out, in]."""
 
     rank: int
@@ -15,7 +15,7 @@ class Cut:
     """Of the whole module …"""
     num_in: int
     """… over all ranks."""
-    adds_up: bool
+    is_row_parallel: bool
     """Whether the ranks hold columns of W, so that the sum of their results is the module's; else they hold rows."""
     is_gathered: bool = False
     """Whether everybody needs the whole output, not the rows' own part of it."""
@@ -25,7 +25,7 @@ class Cut:
     """Matrices that lie one below the other in W; a rank holds its part of the rows of each."""
 
     def __post_init__(self) -> None:
-        if (self.num_in if self.adds_up else self.num_out) % (self.num_stacked * self.num_ranks):
+        if (self.num_in if self.is_row_parallel else self.num_out) % (self.num_stacked * self.num_ranks):
             shape = [self.num_out, self.num_in]
             raise ValueError(f"a matrix of shape {shape} does not divide by {self.num_ranks} ranks")
 
@@ -45,13 +45,13 @@ class Cut:
 
     def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """weight: [..., out, in]. Returns this rank's part, a view where it is in one piece."""
-        if self.adds_up:
+        if self.is_row_parallel:
             return weight[..., self.columns]
         parts = [weight[..., rows, :] for rows in self.rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
     def of_bias(self, bias: torch.Tensor) -> torch.Tensor | None:
         """bias: [..., out]. Returns this rank's part; None where another rank adds it to the sum."""
-        if self.adds_up:
+        if self.is_row_parallel:
             return bias if self.rank == 0 else None
         return torch.cat([bias[..., rows] for rows in self.rows], dim=-1)

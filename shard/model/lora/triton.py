@@ -39,9 +39,9 @@ def _pointer(entry, index: tl.constexpr, element: tl.constexpr):
     return tl.multiple_of(tl.load(entry + index).to(tl.pointer_type(element)), 16)
 
 
-@triton.jit(do_not_specialize=["num_sites"])
+@triton.jit(do_not_specialize=["num_targets"])
 def shrink(
-    x, h, tasks, row_ids, parts, table, num_in, x_stride, num_sites,
+    x, h, tasks, row_ids, parts, table, num_in, x_stride, num_targets,
     room, ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
     WIDENS: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def shrink(
     slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
     if count == 0:
         return
-    entry = table + (slot * num_sites + tl.load(parts + part * PART)) * ENTRY
+    entry = table + (slot * num_targets + tl.load(parts + part * PART)) * ENTRY
     rank = tl.load(entry).to(tl.int32)
     splits = _splits(rank, RANKS, SPLITS)
     span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
@@ -85,9 +85,9 @@ def shrink(
         tl.store(place, sums, mask=(lanes < count)[:, None])
 
 
-@triton.jit(do_not_specialize=["num_sites"])
+@triton.jit(do_not_specialize=["num_targets"])
 def expand(
-    h, y, tasks, row_ids, parts, table, y_stride, num_sites, room,
+    h, y, tasks, row_ids, parts, table, y_stride, num_targets, room,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, IS_ALIGNED: tl.constexpr,
     IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def expand(
         num_out, column = tl.multiple_of(num_out, 16), tl.multiple_of(column, 16)
     if (count == 0) | (block * WIDTH >= num_out):
         return
-    entry = table + (slot * num_sites + tl.load(parts + part * PART)) * ENTRY
+    entry = table + (slot * num_targets + tl.load(parts + part * PART)) * ENTRY
     rank = tl.load(entry).to(tl.int32)
     # how many there are of each, all or none
     num_scales = tl.where(tl.load(entry + 3) != 0, num_out, 0)
@@ -168,7 +168,7 @@ def add_delta(
     num_tasks, num_out = shape
     depth, splits, *of_shrink = tiles[:4]
     width, *of_expand = tiles[4:]
-    num_parts, num_sites = parts.shape[0], table.shape[1]
+    num_parts, num_targets = parts.shape[0], table.shape[1]
     room = max(MOST_RANK, RANKS * splits)
     fixed: dict[str, Any] = {
         "ROWS": TASK_ROWS,
@@ -181,11 +181,11 @@ def add_delta(
     if x.dim() > 1:
         h = torch.empty((x.shape[0], num_parts, room), dtype=torch.float32, device=x.device)
         shrink[(num_tasks, splits, num_parts)](
-            x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), num_sites, room, DEPTH=depth,
+            x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), num_targets, room, DEPTH=depth,
             **_how(of_shrink), **fixed,
         )  # fmt: skip
     expand[(num_tasks, triton.cdiv(num_out, width), num_parts)](
-        h, y, tasks, row_ids, parts, table, y.stride(0), num_sites, room, WIDTH=width, IS_ALIGNED=is_aligned,
+        h, y, tasks, row_ids, parts, table, y.stride(0), num_targets, room, WIDTH=width, IS_ALIGNED=is_aligned,
         IS_EMBEDDING=x.dim() == 1, **_how(of_expand), **fixed,
     )  # fmt: skip
 

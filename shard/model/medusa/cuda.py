@@ -6,13 +6,13 @@ Knows tables and launches; the arithmetic is in heads_triton.py, the guesses of 
 import numpy as np
 import torch
 
-from lorikeet.shard.batch.head_groups import GuessGroups
+from lorikeet.shard.batch.head_groups import HeadGroups
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.transfer import sendable
 from lorikeet.shard.model.kernels.tuning import DEFAULTS, Tuned
 from lorikeet.shard.model.medusa.heads import SlotHeads
 from lorikeet.shard.model.medusa.loading import MOST_BLOCKS, MOST_HEADS
-from lorikeet.shard.model.medusa.triton import ENTRY, add_guesses, put_answers
+from lorikeet.shard.model.medusa.triton import ENTRY, add_drafts, put_answers
 
 
 class DeviceHeads:
@@ -44,7 +44,7 @@ class DeviceHeads:
         """Let `slot` mean no heads, for steps launched from now on."""
         self.table[slot].zero_()
 
-    def guess(self, rows: torch.Tensor) -> torch.Tensor:
+    def draft_token(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [S, H]. Returns [S + E, H], the same and behind them what the output head is to see for each guess.
         Rows of guesses that nobody wants hold anything.
         """
@@ -52,19 +52,19 @@ class DeviceHeads:
         num_blocks = MOST_BLOCKS if self._is_padded else self._num_blocks
         if self._dtype not in (None, rows.dtype):
             raise RuntimeError(f"heads are {self._dtype}, rows at the output head {rows.dtype}")
-        num_kept = num_rows + groups.num_guesses
-        num_scratch = groups.num_guesses if num_blocks > 1 else 0
+        num_kept = num_rows + groups.num_drafts
+        num_scratch = groups.num_drafts if num_blocks > 1 else 0
         x = rows.new_empty(num_kept + num_scratch, size)
         x[:num_rows].copy_(rows)
         tiles = self._tuned.tiles("guess", size, rows.dtype)
-        add_guesses(x, groups.tasks, groups.sources, groups.places, self.table, num_rows, num_blocks, tiles)
+        add_drafts(x, groups.tasks, groups.sources, groups.places, self.table, num_rows, num_blocks, tiles)
         return x[:num_kept]
 
     def answer(self, x: torch.Tensor, logits: torch.Tensor) -> None:
         """Put the logits of version 1 heads in their places. x: [S + E, H], logits: [S + E, V]."""
         if self._has_outputs or self._is_padded:
             groups, tiles = self._groups, self._tuned.tiles("answer", x.shape[1], x.dtype)
-            num_rows = x.shape[0] - groups.num_guesses
+            num_rows = x.shape[0] - groups.num_drafts
             put_answers(x, logits, groups.tasks, groups.places, self.table, num_rows, tiles)
 
     @property
@@ -73,8 +73,8 @@ class DeviceHeads:
         return self._inputs.bounds is not None
 
     @property
-    def _groups(self) -> GuessGroups:
-        groups = self._inputs.guess_groups
+    def _groups(self) -> HeadGroups:
+        groups = self._inputs.head_groups
         if groups is None:
             raise RuntimeError("guesses of heads that the device does not know of")
         return groups

@@ -1,7 +1,7 @@
 """Medusa heads in a step: from hidden rows at the output head's input to rows of guesses that go through it as well.
 
 A head is a few residual blocks, `x + SiLU(W x + b)`; then version 2 shares the base's output head and version 1 has a
-matrix of its own (Cai et al. 2024). Guesses speak through the output head as the request has it, its LoRA included:
+matrix of its own (Cai et al. 2024). DraftTokens speak through the output head as the request has it, its LoRA included:
 so they were trained. A row's bits do not depend on its neighbours. Knows tensors and slots; adapters/medusa/model.py
 is the measure.
 """
@@ -18,8 +18,8 @@ from torch.nn import functional
 from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.model.kernels import cpu as kernels
-from lorikeet.shard.model.lora.partition import Cut
-from lorikeet.shard.model.lora.sites import AdapterSite
+from lorikeet.shard.model.lora.partition import Partition
+from lorikeet.shard.model.lora.targets import LoraTarget
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """`x Wᵀ + b` of rows x: [rows, in]; two rows at least, for equal bits whatever their number."""
@@ -69,7 +69,7 @@ class HeadKernels(Protocol):
 
     def clear(self, slot: int) -> None: ...
 
-    def guess(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def draft_token(self, rows: torch.Tensor) -> torch.Tensor: ...
 
     def answer(self, x: torch.Tensor, logits: torch.Tensor) -> None: ...
 
@@ -80,7 +80,7 @@ class HeadsPool:
     def __init__(self, inputs: StepInputs) -> None:
         self.vocab_size = self.hidden_size = 0
         """Of the output head."""
-        self.cut: Cut | None = None
+        self.cut: Partition | None = None
         """Which rows of it this rank holds; None is all of them."""
         self.is_reached = False
         """Whether the network takes its logits from its output head, so that heads can speak through it."""
@@ -90,7 +90,7 @@ class HeadsPool:
         self._slots: dict[int, SlotHeads] = {}
         self._own: list[_OwnRows] = []
 
-    def attach(self, network: nn.Module, site: AdapterSite) -> None:
+    def attach(self, network: nn.Module, site: LoraTarget) -> None:
         """Let guesses go through the network's output head, which is in place for good. `site`: of that head."""
         output = getattr(network, "get_output_embeddings", lambda: None)()
         if isinstance(output, nn.Module):
@@ -112,41 +112,41 @@ class HeadsPool:
     def prepare(self) -> None:
         """Before a step whose guesses a device computes by tables: raises RuntimeError for heads that are not there."""
         if self.kernels is not None:
-            for _, slot, num_guesses in self._inputs.heads:
-                self._heads(slot, num_guesses)
+            for _, slot, num_drafts in self._inputs.heads:
+                self._heads(slot, num_drafts)
 
     def _before(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Append the rows of guesses to the output head's input, [1, rows, H]."""
         self.is_reached = True
         self._own.clear()  # of a step that failed half way
         wanted = self._inputs.heads
-        if not self._inputs.num_guess_rows:
+        if not self._inputs.num_draft_rows:
             return None
         num_rows = self._inputs.logits_rows.shape[0]
         rows = args[0].reshape(-1, args[0].shape[-1])[:num_rows]  # a second row where a step has but one stays out
         if self.kernels is not None:
-            return (self.kernels.guess(rows)[None], *args[1:])
+            return (self.kernels.draft_token(rows)[None], *args[1:])
         if self._inputs.bounds is not None:
             raise RuntimeError("guesses of heads in a step with bounds need kernels of a device")
-        guesses = self._guess(rows, wanted)
-        return (torch.cat([rows, guesses])[None], *args[1:])
+        drafts = self._draft(rows, wanted)
+        return (torch.cat([rows, drafts])[None], *args[1:])
 
-    def _guess(self, rows: torch.Tensor, wanted: Sequence[HeadsRow]) -> torch.Tensor:
+    def _draft(self, rows: torch.Tensor, wanted: Sequence[HeadsRow]) -> torch.Tensor:
         """rows: [S, H]. Returns [E, H] in the order of `wanted`."""
         # [E] where each guess lies among the hidden rows of all slots
-        sources = [0] * sum(each.num_guesses for each in wanted)
-        ends = _ends([each.num_guesses for each in wanted])
+        sources = [0] * sum(each.num_drafts for each in wanted)
+        ends = _ends([each.num_drafts for each in wanted])
         parts: list[torch.Tensor] = []
         first = 0
         for slot, group in groupby(sorted(range(len(wanted)), key=lambda i: wanted[i].slot), lambda i: wanted[i].slot):
             members = list(group)
-            heads = self._heads(slot, max(wanted[i].num_guesses for i in members))
+            heads = self._heads(slot, max(wanted[i].num_drafts for i in members))
             hidden = _of_rows(heads, rows, [wanted[i].row for i in members])
             for index, member in enumerate(members):
-                begin, count = ends[member] - wanted[member].num_guesses, wanted[member].num_guesses
+                begin, count = ends[member] - wanted[member].num_drafts, wanted[member].num_drafts
                 at = first + index * heads.num_heads
                 sources[begin : begin + count] = range(at, at + count)
-            self._keep_own(heads, hidden, [(ends[i] - wanted[i].num_guesses, wanted[i].num_guesses) for i in members])
+            self._keep_own(heads, hidden, [(ends[i] - wanted[i].num_drafts, wanted[i].num_drafts) for i in members])
             parts.append(hidden.flatten(0, 1))
             first += parts[-1].shape[0]
         found = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -154,11 +154,11 @@ class HeadsPool:
             return found
         return found.index_select(0, _indices(sources, rows.device))
 
-    def _heads(self, slot: int, num_guesses: int) -> SlotHeads:
+    def _heads(self, slot: int, num_drafts: int) -> SlotHeads:
         heads = self._slots.get(slot)
-        if heads is None or heads.num_heads < num_guesses:
+        if heads is None or heads.num_heads < num_drafts:
             has = "no" if heads is None else heads.num_heads
-            raise RuntimeError(f"slot {slot} has {has} heads, {num_guesses} are to guess")
+            raise RuntimeError(f"slot {slot} has {has} heads, {num_drafts} are to guess")
         return heads
 
     def _keep_own(self, heads: SlotHeads, hidden: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
@@ -174,7 +174,7 @@ class HeadsPool:
     def _after(self, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         """Put the logits of version 1 heads in their places, [1, rows, V]."""
         if self.kernels is not None:
-            if self._inputs.num_guess_rows:
+            if self._inputs.num_draft_rows:
                 self.kernels.answer(args[0][0], output.view(-1, output.shape[-1]))
             return
         kept, self._own = self._own, []

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lorikeet.shard.model.kernels.packing import StreamedMatrix, can_pack, pack
 from lorikeet.shard.model.lora.memory import ALIGNMENT, HostMemory
-from lorikeet.shard.model.lora.partition import Cut
+from lorikeet.shard.model.lora.partition import Partition
 from lorikeet.shard.model.lora.served_file import HEADS, Place, ServedFile
 from lorikeet.shard.model.medusa.heads import HeadsPool, Product, SlotHeads
 
@@ -152,7 +152,7 @@ def _names(shape: HeadsShape) -> Iterator[list[str]]:
         yield [f"heads.{head}.output" for head in heads]
 
 
-def _own_outputs(places: dict[str, Place], cut: Cut) -> dict[str, Place]:
+def _own_outputs(places: dict[str, Place], cut: Partition) -> dict[str, Place]:
     """The same with this rank's rows of the output matrices."""
     own = dict(places)
     for name, place in places.items():

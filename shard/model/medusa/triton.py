@@ -56,15 +56,15 @@ def _product(
     return sums
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_guesses", "num_behind"])
-def guess(
-    x, tasks, sources, places, table, num_in, num_rows, num_guesses, num_behind,
+@triton.jit(do_not_specialize=["num_rows", "num_drafts", "num_behind"])
+def draft_token(
+    x, tasks, sources, places, table, num_in, num_rows, num_drafts, num_behind,
     HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     IS_ALIGNED: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     """One block of every head, `num_behind` launches before the last, which computes every head's last block.
 
-    x: [num_rows hidden rows, then num_guesses results, then as many between two blocks; num_in].
+    x: [num_rows hidden rows, then num_drafts results, then as many between two blocks; num_in].
     """
     task, piece = tl.program_id(0), tl.program_id(1)
     slot, head = tl.load(tasks + task * 4), tl.load(tasks + task * 4 + 1)
@@ -80,7 +80,7 @@ def guess(
     is_row = lanes < count
     place = num_rows + tl.load(places + first + lanes, mask=is_row, other=0)
     source = tl.load(sources + first + lanes, mask=is_row, other=0)
-    rows = tl.where(block > 0, place + (1 - num_behind % 2) * num_guesses, source).to(tl.int64)
+    rows = tl.where(block > 0, place + (1 - num_behind % 2) * num_drafts, source).to(tl.int64)
     outputs = piece * WIDTH + tl.arange(0, WIDTH)
     mask = is_row[:, None] & (outputs < num_in)[None, :]
     value = tl.load(x + rows[:, None] * num_in + outputs[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -91,7 +91,7 @@ def guess(
         sums = _product(x, rows, is_row, weight, outputs, num_in, num_in, ROWS, WIDTH, DEPTH, WIDENS)
         sums += bias.to(tl.float32)[None, :]
         value += sums / (1.0 + tl.exp(-sums))
-    target = (place + (num_behind % 2) * num_guesses).to(tl.int64)
+    target = (place + (num_behind % 2) * num_drafts).to(tl.int64)
     tl.store(x + target[:, None] * num_in + outputs[None, :], value.to(element), mask=mask)
 
 
@@ -134,20 +134,20 @@ def _fixed(table: torch.Tensor, num_in: int, tiles: list[int]) -> dict[str, Any]
 
 
 @torch.library.custom_op("lorikeet::guess", mutates_args=("x",))
-def add_guesses(
+def add_drafts(
     x: torch.Tensor, tasks: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, table: torch.Tensor,
     num_rows: int, num_blocks: int, tiles: list[int],
 ) -> None:  # fmt: skip
     """What heads make of hidden rows, in place. x: [S + E, H], hidden rows first; [S + 2 E, H] for several blocks.
 
-    tasks, sources, places: of GuessGroups; table: [slots, heads, ENTRY]; num_blocks: launches, and blocks that a head
+    tasks, sources, places: of HeadGroups; table: [slots, heads, ENTRY]; num_blocks: launches, and blocks that a head
     has at most; tiles: WIDTH, DEPTH, warps and stages.
     """
-    num_in, num_guesses = x.shape[1], places.shape[0]
+    num_in, num_drafts = x.shape[1], places.shape[0]
     grid = (tasks.shape[0], triton.cdiv(num_in, tiles[0]))
     for num_behind in reversed(range(num_blocks)):
-        guess[grid](
-            x, tasks, sources, places, table, num_in, num_rows, num_guesses, num_behind,
+        draft_token[grid](
+            x, tasks, sources, places, table, num_in, num_rows, num_drafts, num_behind,
             **_fixed(table, num_in, tiles),
         )  # fmt: skip
 
@@ -164,7 +164,7 @@ def put_answers(
     )
 
 
-@add_guesses.register_fake
+@add_drafts.register_fake
 @put_answers.register_fake
 def _(*_args: object) -> None:
     return None

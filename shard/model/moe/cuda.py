@@ -13,7 +13,7 @@ from torch import nn
 from lorikeet.shard.batch.inputs import AdapterRows
 from lorikeet.shard.model.kernels.grouped import multiply_grouped
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs, sort_pairs
-from lorikeet.shard.model.lora.sites import ExpertSites, Product, adapt
+from lorikeet.shard.model.lora.targets import ExpertTargets, Product, adapt
 from lorikeet.shard.model.moe.experts import check_served, is_experts, up_name
 
 
@@ -25,7 +25,7 @@ class DeviceExperts(nn.Module):
         check_served(block)
         self.names = up_name(block), "down_proj"
         # sites of the parameters; none where nobody looked for any
-        self.sites: dict[str, ExpertSites] = getattr(block, "lorikeet_adapters", {})
+        self.targets: dict[str, ExpertTargets] = getattr(block, "lorikeet_adapters", {})
 
     def forward(self, block: Any, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: [T, H]; expert_ids, weights: [T, experts per token]. Returns [T, H]."""
@@ -44,7 +44,7 @@ class DeviceExperts(nn.Module):
         """[T] int32 the slot of each row of x, -1 for none, and how many slots there are; None and 0 where no adapter
         of the step changes these experts.
         """
-        changed = next((sites for sites in self.sites.values() if sites.is_changed), None)
+        changed = next((targets for targets in self.targets.values() if targets.is_modified), None)
         if changed is None:
             return None, 0
         if changed.kernels is not None:
@@ -55,7 +55,7 @@ class DeviceExperts(nn.Module):
 
     def _tasks(self, pairs: SortedPairs) -> PairTasks | None:
         """What the device's kernels are to compute; None where there are no adapters or no kernels."""
-        kernels = next((sites.kernels for sites in self.sites.values()), None)
+        kernels = next((targets.kernels for targets in self.targets.values()), None)
         return None if kernels is None or not pairs.num_slots else kernels.pair_tasks(pairs)
 
     def _multiply(
@@ -67,20 +67,20 @@ class DeviceExperts(nn.Module):
         y = multiply_grouped(x, matrices, getattr(block, f"{name}_bias", None), pairs)
         if not pairs.num_slots:
             return y
-        sites = self.sites[name]
-        if sites.kernels is not None and tasks is not None:
-            sites.kernels.adapt_pairs(tasks, sites, x, y)
+        targets = self.targets[name]
+        if targets.kernels is not None and tasks is not None:
+            targets.kernels.adapt_pairs(tasks, targets, x, y)
         else:
-            adapt_pairs(sites, pairs, x, y)
+            adapt_pairs(targets, pairs, x, y)
         return y
 
 
-def adapt_pairs(sites: ExpertSites, pairs: SortedPairs, x: torch.Tensor, y: torch.Tensor) -> None:
+def adapt_pairs(targets: ExpertTargets, pairs: SortedPairs, x: torch.Tensor, y: torch.Tensor) -> None:
     """On CPU, run by run. x: [P, in], y: [P, out] of sorted pairs, y changed in place."""
     first = 0
     for (expert, slot), run in groupby(zip(pairs.experts.tolist(), pairs.slots.tolist(), strict=True)):
         end = first + len(list(run))
-        adapt(AdapterRows([slot], [end - first]), Product(sites.experts[expert], x[first:end], y[first:end]))
+        adapt(AdapterRows([slot], [end - first]), Product(targets.experts[expert], x[first:end], y[first:end]))
         first = end
 
 

@@ -15,7 +15,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from lorikeet.shard.batch.inputs import NO_ADAPTERS, AdapterRows, rows_of
 from lorikeet.shard.model.kernels.packing import PackedMatrix, pack
-from lorikeet.shard.model.lora.sites import ExpertSites, Product, adapt
+from lorikeet.shard.model.lora.targets import ExpertTargets, Product, adapt
 
 NAME = "lorikeet"
 
@@ -39,8 +39,8 @@ class PackedExperts(nn.Module):
         check_served(block)
         names = up_name(block), "down_proj"
         self.up, self.down = (self._take(block, name) for name in names)
-        sites: dict[str, ExpertSites] = getattr(block, "lorikeet_adapters", {})
-        self.up_adapters, self.down_adapters = (sites.get(name) for name in names)
+        targets: dict[str, ExpertTargets] = getattr(block, "lorikeet_adapters", {})
+        self.up_adapters, self.down_adapters = (targets.get(name) for name in names)
 
     @staticmethod
     def _take(block: Any, name: str) -> list[PackedMatrix]:
@@ -77,9 +77,9 @@ class PackedExperts(nn.Module):
         return (unsorted * weights[..., None]).sum(1).to(x.dtype)
 
     @staticmethod
-    def _rows(sites: ExpertSites | None, num_rows: int, tokens: torch.Tensor) -> npt.NDArray[np.int32] | None:
+    def _rows(targets: ExpertTargets | None, num_rows: int, tokens: torch.Tensor) -> npt.NDArray[np.int32] | None:
         """[pairs] the adapter's slot of each pair; None when no adapter of the step changes these experts."""
-        slots = None if sites is None else sites.slots_of(num_rows)
+        slots = None if targets is None else targets.slots_of(num_rows)
         return None if slots is None else slots[tokens.numpy()]
 
     def _one(self, block: Any, expert: int, x: torch.Tensor, adapters: tuple[AdapterRows, AdapterRows]) -> torch.Tensor:

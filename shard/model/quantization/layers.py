@@ -40,7 +40,7 @@ zeros in 16 bits.
 """
 _TORCH_KERNELS = {"gptq": "gptq_torch", "awq": "torch_awq"}
 """gptqmodel's layers that keep the weight as the checkpoint has it."""
-COMPANY_TOLERANCE = 2.0**-8
+BATCH_INVARIANCE_TOLERANCE = 2.0**-8
 """How far a row may be from itself in other company, of its root mean square, where products are not ours: the rounding
 of results to bfloat16 is a third of it, that of activations to 8 bits twice as much.
 """
@@ -129,14 +129,14 @@ def num_parameters(network: nn.Module) -> int:
     return total
 
 
-def check_company(matrices: list[QuantizedMatrix], device: torch.device) -> None:
+def check_batch_invariance(matrices: list[QuantizedMatrix], device: torch.device) -> None:
     """Raise ValueError where nothing is quantised, or where what a row gives depends on rows beside it: one matrix of
     each kind and shape is asked for two rows alone, and beside rows of small and of large values.
     """
     if not matrices:
         raise ValueError("none of its layers is of a kind that this method quantises")
     generator = torch.Generator().manual_seed(0)
-    tolerance = 0.0 if device.type == "cpu" else COMPANY_TOLERANCE
+    tolerance = 0.0 if device.type == "cpu" else BATCH_INVARIANCE_TOLERANCE
     for matrix in {(type(each), each.in_features, each.out_features): each for each in matrices}.values():
         rows = torch.randn(2, matrix.in_features, generator=generator).to(device, matrix.dtype)
         alone = matrix(rows).float()

@@ -36,7 +36,7 @@ class QuantizedMatrix(PackedMatrix):
     def num_bytes(self) -> int:
         """That the weight takes, scales and all."""
 
-    def leave_the_file(self) -> None:
+    def copy_from_mmap(self) -> None:
         """Copy the weight where it may be a view into a mapped checkpoint: one would keep all of it resident."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class FourBitMatrix(QuantizedMatrix):
         # [out in / 2, 1] uint8, and the scale of each block
         self._packed, self._state = module.weight.data, state
 
-    def leave_the_file(self) -> None:
+    def copy_from_mmap(self) -> None:
         self._packed = self._packed.clone()
 
     def dense(self) -> torch.Tensor:
@@ -97,7 +97,7 @@ class EightBitMatrix(QuantizedMatrix):
         self._rounded, self._largest = weight.data, scales
         self._threshold = float(state.threshold)
 
-    def leave_the_file(self) -> None:
+    def copy_from_mmap(self) -> None:
         self._rounded, self._largest = self._rounded.clone(), self._largest.clone()
 
     def dense(self) -> torch.Tensor:
@@ -168,7 +168,7 @@ class GptqMatrix(QuantizedMatrix):
         super().__init__(module, dtype)
         self._module = module
 
-    def leave_the_file(self) -> None:
+    def copy_from_mmap(self) -> None:
         for name, buffer in list(self._module.named_buffers(recurse=False)):
             setattr(self._module, name, buffer.clone())
 

@@ -2,6 +2,6 @@
 
 from lorikeet.shard.scheduler.speculation.lookup import Lookup
 from lorikeet.shard.scheduler.speculation.proposer import Proposer
-from lorikeet.shard.scheduler.speculation.sources import Guessers, Offer
+from lorikeet.shard.scheduler.speculation.sources import DraftSources, Offer
 
-__all__ = ["Guessers", "Lookup", "Offer", "Proposer"]
+__all__ = ["DraftSources", "Lookup", "Offer", "Proposer"]

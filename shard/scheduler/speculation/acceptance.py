@@ -14,7 +14,7 @@ PRIOR_WEIGHT = 6.0
 REQUEST_MEMORY, GROUP_MEMORY, LIKENESS_MEMORY = 0.96, 0.995, 0.999
 """What an older guess counts, guess by guess."""
 FIRST_WEIGHT = 12.0
-"""Guesses that others' experience counts as, beside a request's own, before it is known how alike requests are …"""
+"""DraftTokens that others' experience counts as, beside a request's own, before it is known how alike requests are …"""
 WEIGHTS = (4.0, 64.0)
 """… at least, and at most …"""
 FIRST_PAIRS = 2000.0
@@ -67,7 +67,7 @@ class Common:
 
     @property
     def weight(self) -> float:
-        """Guesses that this rate counts as for one request."""
+        """DraftTokens that this rate counts as for one request."""
         chance = self.chance
         within = chance * (1 - chance)
         first = within / (FIRST_WEIGHT + 1)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True)
-class Guesses:
+class DraftTokens:
     """What several offers hold, the likeliest first: each array has an entry for each of n guesses."""
 
     values: npt.NDArray[np.float64]

@@ -57,7 +57,7 @@ class Lookup:
                     self._match_end, self.match_length = found, length
                 table[value] = end
 
-    def guess(self, num_tokens: int) -> list[int]:
+    def draft_token(self, num_tokens: int) -> list[int]:
         first = self._match_end
         if first < 0:
             return []

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lorikeet.shard.scheduler.request import Guesser, Method, Request, Source
+from lorikeet.shard.scheduler.request import DraftSource, Method, Request, Source
 from lorikeet.shard.scheduler.speculation.lookup import Lookup
 
 if TYPE_CHECKING:
-    from lorikeet.shard.scheduler.speculation.draft_length import Pace
+    from lorikeet.shard.scheduler.speculation.draft_length import DraftState
 
 
 @dataclass(slots=True)
@@ -20,14 +20,14 @@ class Offer:
     """How many tokens at most."""
     draft_ids: list[int]
     """These tokens; empty where a draft model has yet to draw them."""
-    pace: "Pace | None" = None
+    draft_state: "DraftState | None" = None
     """What chooses how many of them are taken, where it learns."""
     is_long: bool = False
     """Whether lookup found a long stretch again."""
 
 
 @dataclass(frozen=True)
-class Guessers:
+class DraftSources:
     """The same for all requests of a shard."""
 
     max_batch_size: int = 32
@@ -38,7 +38,7 @@ class Guessers:
     """Tokens found again from which prompt lookup goes before heads and draft model, where all may guess."""
     has_draft_model: bool = False
 
-    def may_guess(self, request: Request, num_running: int) -> bool:
+    def may_draft(self, request: Request, num_running: int) -> bool:
         """Whether the request may have drafts now."""
         wanted = request.speculation
         if wanted.method is Method.OFF or num_running > self.max_batch_size:
@@ -46,7 +46,7 @@ class Guessers:
         return wanted.num_tokens > 0 or self.num_heads(request) > 0
 
     def num_heads(self, request: Request) -> int:
-        """Guesses of heads that the request takes in a step."""
+        """DraftTokens of heads that the request takes in a step."""
         wanted = request.speculation
         return min(request.num_heads, wanted.num_heads) if wanted.takes_heads else 0
 
@@ -76,20 +76,20 @@ class Guessers:
         told = self._told_by_heads(request, room) if takes_heads else None
         return told or (self._drawn(request, num_tokens) if takes_draft_model else None) or found
 
-    def make(self, request: Request) -> Guesser:
+    def make(self, request: Request) -> DraftSource:
         """What looks up the tokens of a request; it knows those so far."""
         return Lookup(request.token_ids, self.ngram_min, self.ngram_max, request.speculation.prediction_ids)
 
     def _found(self, request: Request, num_tokens: int) -> Offer | None:
         if num_tokens <= 0:
             return None
-        if request.guesser is None:
-            request.guesser = self.make(request)
-        draft_ids = request.guesser.guess(num_tokens)
+        if request.draft_source is None:
+            request.draft_source = self.make(request)
+        draft_ids = request.draft_source.draft_token(num_tokens)
         if not draft_ids:
             return None
-        is_long = request.guesser.match_length >= self.ngram_long
-        return Offer(request, request.guesser.source, len(draft_ids), draft_ids, is_long=is_long)
+        is_long = request.draft_source.match_length >= self.ngram_long
+        return Offer(request, request.draft_source.source, len(draft_ids), draft_ids, is_long=is_long)
 
     def _told_by_heads(self, request: Request, room: int) -> Offer | None:
         draft_ids = list(request.head_ids[: max(0, min(room, self.num_heads(request)))])

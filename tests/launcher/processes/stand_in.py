@@ -1,7 +1,7 @@
 """Small processes in the places of a shard and a router: `python -m tests.launcher.processes.stand_in CONFIG`.
 
 The configuration says what to do: `port` to answer `GET /ready` on, `die_after_s` and `exit_code` to end by itself,
-`serves` to leave the mark at `served_mark`, `ignore_sigterm`, `drain_s` to take so long to end, `log` to append its
+`serves` to leave the mark at `served_file`, `ignore_sigterm`, `drain_s` to take so long to end, `log` to append its
 events to.
 """
 
@@ -58,10 +58,10 @@ def main() -> None:
         server = Shared(("127.0.0.1", config["port"]), Ready)
         threading.Thread(target=server.serve_forever, daemon=True).start()
     note("started")
-    if "ready_mark" in config:
-        Path(config["ready_mark"]).touch()
+    if "ready_file" in config:
+        Path(config["ready_file"]).touch()
     if config.get("serves"):
-        Path(config["served_mark"]).touch()
+        Path(config["served_file"]).touch()
     if ended.wait(config.get("die_after_s")):
         time.sleep(config.get("drain_s", 0))
         note("ended")

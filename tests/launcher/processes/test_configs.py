@@ -147,7 +147,7 @@ def test_shards_on_ray_are_told_what_their_nodes_do_not_know(tmp_path: Path) -> 
     router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
     assert router.shard_addresses == (f"file:{ray.addresses_path}",)
     assert router.shard_secret_path == ray.secret_path
-    assert router.stuck_marks == ()
+    assert router.stuck_files == ()
 
 
 def test_shards_on_ray_s_cpus_take_as_many_as_they_have_threads(tmp_path: Path) -> None:
@@ -167,11 +167,11 @@ def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
     own = {"model_id", "model_path", "model_sha", "listen", "shard_addresses", "parent_pid", "effective_configuration"}
     own |= {
         "step_tokens",
-        "served_mark",
-        "ready_mark",
+        "served_file",
+        "ready_file",
         "listen_fd",
         "beside_mark",
-        "stuck_marks",
+        "stuck_files",
         "adapter_store",
         "loader_address",
         "sources",

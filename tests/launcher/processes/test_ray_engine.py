@@ -71,8 +71,8 @@ def running(cluster: RayCluster, folder: Path, *, num: int = 2, **shard: Any) ->
         "bundle": {"CPU": 1},
         "secret_path": str(folder / "secret"),
         "addresses_path": str(folder / "shards.json"),
-        "ready_mark": str(folder / "ready"),
-        "served_mark": str(folder / "served"),
+        "ready_file": str(folder / "ready"),
+        "served_file": str(folder / "served"),
         "hidden": ["HF_TOKEN"],
         "module": "tests.launcher.processes.stand_in",
     }

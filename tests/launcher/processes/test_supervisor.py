@@ -69,9 +69,9 @@ class Server:
     ) -> Exit:
         """Run with these configurations; SIGTERM comes when it is ready; `at once` again, `twice` later, `never`."""
         start_shard = lambda: self.child(
-            "shard", {"served_mark": str(self.served), "ready_mark": str(self.shard_ready)} | shard
+            "shard", {"served_file": str(self.served), "ready_file": str(self.shard_ready)} | shard
         )
-        of_router = {"port": self.port, "ready_mark": str(self.router_ready)} | router
+        of_router = {"port": self.port, "ready_file": str(self.router_ready)} | router
         start_router = lambda: self.child("router", of_router | self.broken)
         self.has_loader = loader is not None
         start_loader = None if loader is None else lambda: self.child("loader", loader)
@@ -205,7 +205,7 @@ def test_a_router_that_cannot_be_replaced_stays(server: Server, monkeypatch: pyt
         assert not gone(pids(server, "router")[0])
 
     after_ready(server, replace)
-    assert server.run({}, {"ready_mark": str(server.folder / "elsewhere")}, drain=0.5) is Exit.OK
+    assert server.run({}, {"ready_file": str(server.folder / "elsewhere")}, drain=0.5) is Exit.OK
 
 
 def test_a_router_that_ends_in_place_of_another_leaves_that_alone(server: Server) -> None:
@@ -221,7 +221,7 @@ def test_a_router_that_ends_in_place_of_another_leaves_that_alone(server: Server
 
     after_ready(server, replace)
     # Nobody but the one that is there makes the mark.
-    assert server.run({}, {"ready_mark": str(server.folder / "elsewhere")}) is Exit.OK
+    assert server.run({}, {"ready_file": str(server.folder / "elsewhere")}) is Exit.OK
 
 
 def test_a_shard_that_hangs_is_ended_and_started_again(server: Server) -> None:

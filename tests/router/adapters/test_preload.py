@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet.adapters.keys import Keys
 from lorikeet.router.adapters.directory import Directory
-from lorikeet.router.adapters.preload import Keeper
+from lorikeet.router.adapters.preload import AdapterPreloader
 from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.config import RouterConfig
 
@@ -14,14 +14,14 @@ from lorikeet.router.config import RouterConfig
 async def test_a_change_at_the_moment_of_its_end_does_not_keep_it() -> None:
     config = RouterConfig("model", "", ("unix:none",))
     directory = Directory(config)
-    keeper = Keeper(Selection(config, None, directory, Keys()), None)  # type: ignore[arg-type]  # nothing is pinned
+    preloader = AdapterPreloader(Selection(config, None, directory, Keys()), None)  # type: ignore[arg-type]  # nothing is pinned
 
     async def incomplete() -> bool:
         return False  # so that it waits for a while, not for ever: only such a wait can swallow its end
 
-    keeper._settle = incomplete  # type: ignore[method-assign]
-    running = asyncio.create_task(keeper.run())
-    await keeper.settled.wait()
+    preloader._settle = incomplete  # type: ignore[method-assign]
+    running = asyncio.create_task(preloader.run())
+    await preloader.settled.wait()
     for _ in range(5):
         await asyncio.sleep(0)  # then it waits for changes
     for changed in directory.on_change:

@@ -201,7 +201,7 @@ async def test_everything_of_a_request_travels(tmp_path: Path) -> None:
         assert list(first.stop_ids) == [1]
         assert 9000 < first.deadline_ms <= 10_000
         assert first.logprobs == pb.Logprobs(
-            wanted=True, alternatives=3, prefill=True, law=pb.Logprobs.RAW, prefill_alternatives=2
+            wanted=True, alternatives=3, prefill=True, mode=pb.Logprobs.RAW, prefill_alternatives=2
         )
         names = ("do_sample", "top_k", "watermark")
         assert [getattr(first.sampling, name) for name in names] == [True, 5, True]
@@ -345,11 +345,11 @@ async def test_one_address_is_needed(tmp_path: Path) -> None:
 
 async def test_a_step_that_ends_sooner_brings_the_next_message_forward(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
-        now, pump = time.monotonic(), here.dispatcher._pump
-        pump._at(now + 60)
-        late = pump._timer
-        pump._at(now + 0.01)
-        pump._at(now + 30)
+        now, send_loop = time.monotonic(), here.dispatcher._send_loop
+        send_loop._at(now + 60)
+        late = send_loop._timer
+        send_loop._at(now + 0.01)
+        send_loop._at(now + 30)
         assert late is not None and late.cancelled()
-        await here.until(lambda: pump._timer is None)
+        await here.until(lambda: send_loop._timer is None)
         assert time.monotonic() - now < 30

@@ -222,7 +222,7 @@ def test_forgotten_keys_leave_no_trace() -> None:
     while queue.pop(anything) is not None:
         pass
     queue.forget_idle()
-    assert not queue._lanes
+    assert not queue._flows
 
 
 def test_a_weight_is_positive() -> None:

@@ -16,7 +16,7 @@ from benchmarks.simulated_shard import SimulatedModel, SimulatedShard
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
-from lorikeet.router.errors import EndsShards, GenerationFailed, NoShard
+from lorikeet.router.errors import GenerationFailed, NoShard, PoisonRequest
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import FinishReason, GenerationRequest
 from lorikeet.router.shards.client import BEAT_SECONDS, QUIET_BEATS
@@ -36,7 +36,7 @@ class Fleet:
         self.addresses = tuple(f"unix:{folder}/shard-{index}.sock" for index in range(num_shards))
         self.marks = tuple(str(folder / f"shard-{index}.stuck") for index in range(num_shards))
         self.tokenizer = Tokenizer(byte_level(), eos_ids=frozenset({1}))
-        config = RouterConfig("model", str(folder), self.addresses, stuck_marks=self.marks, **fields)
+        config = RouterConfig("model", str(folder), self.addresses, stuck_files=self.marks, **fields)
         self.dispatcher = Dispatcher(config, self.tokenizer)
         self.submits: list[list[pb.Submit]] = [[] for _ in range(num_shards)]
         self.shards: dict[int, tuple[grpc.aio.Server, SimulatedShard, asyncio.Task[None]]] = {}
@@ -109,7 +109,7 @@ async def test_requests_of_a_lost_shard_go_on_elsewhere(tmp_path: Path) -> None:
         assert len(moved) == len(lost)
         for submit in moved:
             assert list(submit.prompt_ids) == [50] * 4 + text_of(submit.seed, submit.num_emitted)
-            assert (submit.max_new_tokens, submit.num_alone > 0) == (200, True)
+            assert (submit.max_new_tokens, submit.isolation_steps > 0) == (200, True)
         assert here.dispatcher.metrics.requests_moved.values[""] == len(lost)
 
 
@@ -216,13 +216,13 @@ async def test_what_ends_shards_is_refused_by_name_and_nobody_else(tmp_path: Pat
         await here.end(0)
         shard = await here.start(0, step_seconds=2.0)
         await here.until(lambda: shard.num_running == 2)
-        assert [submit.num_alone > 0 for submit in here.submits[0][-2:]] == [True, True]
+        assert [submit.isolation_steps > 0 for submit in here.submits[0][-2:]] == [True, True]
         (link,) = here.dispatcher.links
-        await here.until(lambda: link.computing == {poison.wire_id, other.wire_id})  # what the shard itself says
-        alone = pb.Computing(ids=[poison.wire_id])
-        link.shard_output(pb.StepOutput(computing=alone))
+        await here.until(lambda: link.step_requests == {poison.wire_id, other.wire_id})  # what the shard itself says
+        alone = pb.StepRequests(ids=[poison.wire_id])
+        link.shard_output(pb.StepOutput(step_requests=alone))
         await here.end(0)
-        with pytest.raises(EndsShards):
+        with pytest.raises(PoisonRequest):
             await ids_of(poison)
         await here.start(0)
         await ids_of(other)
@@ -237,9 +237,9 @@ async def test_a_request_that_has_shown_its_innocence_may_see_any_number_of_ends
         for num_ends in range(1, 4):
             await here.end(0)
             await here.start(0)
-            suspicion = made.suspicion
-            assert suspicion is not None and suspicion.num_ends == num_ends
-            await here.until(lambda trial=suspicion: trial.num_alone == 0)  # type: ignore[misc]
+            poison_tracker = made.poison_tracker
+            assert poison_tracker is not None and poison_tracker.num_ends == num_ends
+            await here.until(lambda trial=poison_tracker: trial.isolation_steps == 0)  # type: ignore[misc]
         await ids_of(made)
         assert made.emitted_ids == text_of(1, 1500)
 
@@ -275,7 +275,7 @@ async def test_what_another_shard_may_do_is_tried_again(tmp_path: Path, computed
         else:
             await ids_of(made)
             assert made.emitted_ids == text_of(1, 50)
-            assert made.suspicion is None
+            assert made.poison_tracker is None
 
 
 async def test_an_end_that_was_not_heard_of_is_known_by_the_tokens(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.errors import DeadlineExceeded, EndsShards, GenerationFailed, NoShard, RouterError
+from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoShard, PoisonRequest, RouterError
 from lorikeet.router.requests.crash_suspect import TRIAL
 from lorikeet.router.requests.generation import Generation, State
 from lorikeet.router.requests.types import FinishReason, GenerationRequest
@@ -43,7 +43,7 @@ class Asked:
     text: str
     reason: FinishReason | None
     deadline: float | None = None
-    judge: Callable[["Asked"], None] = lambda asked: None
+    validate: Callable[["Asked"], None] = lambda asked: None
     """Called once it has ended."""
     peril: str = ""
     """What a step that computes it does: `ends` the shard, or `fails`."""
@@ -72,7 +72,7 @@ class Asked:
         assert self.got is None, "something follows the end"
         self.got = how
         if how is not None:
-            self.judge(self)
+            self.validate(self)
 
 
 def undisturbed(request: GenerationRequest) -> Asked:
@@ -163,7 +163,7 @@ class ResumptionMachine(RuleBasedStateMachine):
             for submit in shard.listen():
                 asked = self.asked(shard.link, submit.id)
                 if asked is not None and asked.must_try:
-                    assert submit.num_alone >= TRIAL, "a suspect without a trial"
+                    assert submit.isolation_steps >= TRIAL, "a suspect without a trial"
                     asked.must_try = False
         try:
             shard.step()
@@ -247,7 +247,7 @@ class ResumptionMachine(RuleBasedStateMachine):
         got = asked.got
         if isinstance(got, FinishReason):
             assert (asked.got_ids, asked.got_text, got) == (asked.ids, asked.text, asked.reason)
-        elif isinstance(got, EndsShards):
+        elif isinstance(got, PoisonRequest):
             assert asked.num_ends >= 2 and asked.last_alone
         elif isinstance(got, DeadlineExceeded):
             assert asked.deadline is not None and self.fleet.clock.now >= asked.deadline - 0.001

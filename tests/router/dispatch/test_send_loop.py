@@ -8,7 +8,7 @@ import uvloop
 
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
-from lorikeet.router.dispatch.send_loop import Pump
+from lorikeet.router.dispatch.send_loop import SendLoop
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 
@@ -19,10 +19,10 @@ def test_a_moment_that_is_almost_there_is_one_like_all_others(tmp_path: Path) ->
     async def run() -> list[float]:
         dispatcher = Dispatcher(RouterConfig("model", str(tmp_path), ("unix:nowhere",)), Tokenizer(byte_level()))
         sent: list[float] = []
-        pump = Pump(dispatcher.links, lambda: 1, lambda now, links: sent.append(now))
+        send_loop = SendLoop(dispatcher.links, lambda: 1, lambda now, links: sent.append(now))
         begun = time.monotonic()
         for seconds in (0.03, 0.0001, 0.0002, 0.06):
-            pump._at(begun + seconds)
+            send_loop._at(begun + seconds)
         await asyncio.sleep(0.1)
         return [now - begun for now in sent]
 

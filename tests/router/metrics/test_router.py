@@ -39,9 +39,9 @@ def filled() -> Metrics:
     metrics.request_input_length.observe(15)
     metrics.request_skipped_tokens.observe(3)
     metrics.inter_token_latency.observe(0.0125, 4)
-    metrics.shard_is(pb.ShardInfo(page_size=16, num_pages=100))
+    metrics.set_info(pb.ShardInfo(page_size=16, num_pages=100))
     load = pb.Load(num_running=2, used_pages=5, cached_pages=7, num_preempted=1, step_ms=20, step_tokens=50)
-    metrics.shard_spoke(pb.StepOutput(load=load), 2)
+    metrics.record_output(pb.StepOutput(load=load), 2)
     return metrics
 
 
@@ -54,7 +54,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 def test_gaps_of_each_shard_add_up_from_one_word_to_the_next() -> None:
     metrics = filled()
     for index, gap_us in [(0, 400), (0, 1500), (1, 9000), (1, 9100), (0, 0), (0, 200)]:
-        metrics.shard_spoke(pb.StepOutput(load=pb.Load(gap_us=gap_us)), 0, index)
+        metrics.record_output(pb.StepOutput(load=pb.Load(gap_us=gap_us)), 0, index)
     assert samples(metrics)["lorikeet_step_gap_seconds_total"] == pytest.approx((1500 + 100 + 200) / 1e6)
 
 

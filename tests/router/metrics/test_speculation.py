@@ -30,10 +30,10 @@ def adapter(alias: str = "") -> Adapter:
 
 def test_each_method_and_adapter_has_its_own_numbers() -> None:
     metrics = Metrics()
-    metrics.guessed(output([LOOKUP, LOOKUP, BONUS], [0, 0, 1], [2, 0, 0], 2), 3, None, "")
-    metrics.guessed(output([RESAMPLE], [1], [4, 0, 0], 0), 1, None, "")
-    metrics.guessed(output([MEDUSA, RESAMPLE], [0, 1], [0, 3, 0], 1), 2, adapter("mine"), "a" * 64)
-    metrics.guessed(output([DRAFT, DRAFT], [0, 1], [0, 0, 4], 2), 2, adapter(), "b" * 64)
+    metrics.speculation_stats(output([LOOKUP, LOOKUP, BONUS], [0, 0, 1], [2, 0, 0], 2), 3, None, "")
+    metrics.speculation_stats(output([RESAMPLE], [1], [4, 0, 0], 0), 1, None, "")
+    metrics.speculation_stats(output([MEDUSA, RESAMPLE], [0, 1], [0, 3, 0], 1), 2, adapter("mine"), "a" * 64)
+    metrics.speculation_stats(output([DRAFT, DRAFT], [0, 1], [0, 0, 4], 2), 2, adapter(), "b" * 64)
     text = metrics.prometheus().decode()
     for line in (
         f'drafted_tokens_total{{method="lookup",adapter="{BASE}"}} 6.0',
@@ -53,7 +53,9 @@ def test_each_method_and_adapter_has_its_own_numbers() -> None:
 
 def test_a_message_of_several_steps_and_methods_adds_up() -> None:
     metrics = Metrics()
-    metrics.guessed(output([LOOKUP, BONUS, RESAMPLE, MEDUSA, BONUS], [0, 1, 1, 0, 1], [1, 3, 0], 2), 5, None, "")
+    metrics.speculation_stats(
+        output([LOOKUP, BONUS, RESAMPLE, MEDUSA, BONUS], [0, 1, 1, 0, 1], [1, 3, 0], 2), 5, None, ""
+    )
     values = metrics.speculation.values
     assert values["drafted_tokens"] == {("lookup", BASE): 1, ("medusa", BASE): 3}
     assert values["accepted_tokens"] == {("lookup", BASE): 1, ("medusa", BASE): 1}
@@ -65,7 +67,7 @@ def test_each_place_of_a_step_has_its_own_number() -> None:
     metrics = Metrics()
     sources = [MEDUSA, MEDUSA, RESAMPLE, MEDUSA, RESAMPLE, 1, LOOKUP, BONUS, MEDUSA, MEDUSA, MEDUSA, BONUS]
     ends = [0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 1]
-    metrics.guessed(output(sources, ends, [1, 9, 0], 7), len(sources) - 2, adapter("mine"), "a" * 64)
+    metrics.speculation_stats(output(sources, ends, [1, 9, 0], 7), len(sources) - 2, adapter("mine"), "a" * 64)
     assert metrics.speculation.accepted_at == {
         ("medusa", "mine", 0): 3,
         ("medusa", "mine", 1): 2,
@@ -77,7 +79,7 @@ def test_each_place_of_a_step_has_its_own_number() -> None:
 
 def test_what_the_router_cut_off_is_not_accepted() -> None:
     metrics = Metrics()
-    metrics.guessed(output([LOOKUP, LOOKUP, LOOKUP, BONUS], [0, 0, 0, 1], [3, 0, 0], 3), 2, None, "")
+    metrics.speculation_stats(output([LOOKUP, LOOKUP, LOOKUP, BONUS], [0, 0, 0, 1], [3, 0, 0], 3), 2, None, "")
     assert metrics.speculation.values["accepted_tokens"] == {("lookup", BASE): 2}
     assert metrics.speculation.values["drafted_tokens"] == {("lookup", BASE): 3}
 
@@ -92,7 +94,7 @@ def test_labels_are_bounded() -> None:
     metrics = Metrics()
     part = output([LOOKUP, BONUS], [0, 1], [1, 0, 0], 1)
     for number in range(3 * MOST_LABELS):
-        metrics.guessed(part, 2, adapter(), f"{number:064x}"[::-1])
+        metrics.speculation_stats(part, 2, adapter(), f"{number:064x}"[::-1])
     steps = metrics.speculation.values["steps"]
     assert len(steps) == MOST_LABELS + 1
     assert steps["lookup", OTHER] == 2 * MOST_LABELS

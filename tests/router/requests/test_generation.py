@@ -252,8 +252,12 @@ def test_counts_go_on_where_a_request_goes_on(tokenizer: Tokenizer) -> None:
     link.take(fed.generation, now=6.0)
     second = {"sources": bytes([1, 4, 6]), "step_ends": bytes([1, 0, 1]), "num_drafted": [0, 0, 1], "num_accepted": 1}
     fed.feed(ids[3:6], **second, verify_seconds=0.25)
-    guessed = fed.generation.guessed
-    assert guessed is not None
+    speculation_stats = fed.generation.speculation_stats
+    assert speculation_stats is not None
     assert [token.skipped for token in fed.chunk().tokens] == [False, False, True, False, False, True]
-    assert (guessed.num_drafted, guessed.num_accepted, guessed.verify_seconds) == (4, 3, 0.75)
-    assert sum(guessed.sources.values()) == fed.generation.num_generated == 6
+    assert (speculation_stats.num_drafted, speculation_stats.num_accepted, speculation_stats.verify_seconds) == (
+        4,
+        3,
+        0.75,
+    )
+    assert sum(speculation_stats.sources.values()) == fed.generation.num_generated == 6

@@ -65,14 +65,16 @@ def test_accounts_hold(seed: int) -> None:
     tokenizer.close()
     flat = [source for _, sources, _ in sent for source in sources]
     num = generation.num_generated
-    guessed = generation.guessed
-    assert guessed is not None
+    speculation_stats = generation.speculation_stats
+    assert speculation_stats is not None
     # What was told is the beginning of what was sent, and cut only behind a stop string.
     assert num == len(flat) or (stop and generation.state is State.DONE)
-    assert dict(guessed.sources) == {source: flat[:num].count(source) for source in set(flat[:num])}
-    assert sum(guessed.sources.values()) == num
-    assert guessed.num_accepted == emitted == sum(source in GUESSERS for source in flat[:num])
-    assert guessed.num_drafted == sum(sum(drafted) for _, _, drafted in sent) >= guessed.num_accepted
+    assert dict(speculation_stats.sources) == {source: flat[:num].count(source) for source in set(flat[:num])}
+    assert sum(speculation_stats.sources.values()) == num
+    assert speculation_stats.num_accepted == emitted == sum(source in GUESSERS for source in flat[:num])
+    assert (
+        speculation_stats.num_drafted == sum(sum(drafted) for _, _, drafted in sent) >= speculation_stats.num_accepted
+    )
     # Forwards that gave tokens: emitted less skipped.
     begun = 0
     for tokens, _, _ in sent:

@@ -26,7 +26,7 @@ class Listener:
         self.num_tokens = 0
         self.ended = asyncio.Event()
 
-    def shard_unfit(self, info: pb.ShardInfo) -> str:
+    def shard_incompatible(self, info: pb.ShardInfo) -> str:
         return ""
 
     def shard_serving(self) -> None:

@@ -71,7 +71,7 @@ heads = st.builds(
         st.builds(pb.Load, num_running=counts, num_waiting=counts, step_ms=counts, step_tokens=counts,
                   expected_ms=counts, num_preempted=counts, used_pages=counts),
     ),
-    computing=st.one_of(st.none(), st.builds(pb.Computing, ids=st.lists(st.integers(0, 20), max_size=3))),
+    step_requests=st.one_of(st.none(), st.builds(pb.StepRequests, ids=st.lists(st.integers(0, 20), max_size=3))),
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import NoShard
 from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.shards import discovery as members
-from lorikeet.router.shards.compatibility import unfit
+from lorikeet.router.shards.compatibility import incompatible
 from lorikeet.router.shards.discovery import addresses_of
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
@@ -104,7 +104,8 @@ def info(**values: object) -> pb.ShardInfo:
 async def test_neighbouring_versions_work_together_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.router.shards.compatibility.version", lambda: "1.4.2")
     found = {
-        text: unfit(info(version=text), None) for text in ("1.4.9", "1.3.0", "1.5.0", "1.2.9", "1.6", "2.4.2", "x")
+        text: incompatible(info(version=text), None)
+        for text in ("1.4.9", "1.3.0", "1.5.0", "1.2.9", "1.6", "2.4.2", "x")
     }
     assert [text for text, reason in found.items() if reason] == ["1.2.9", "1.6", "2.4.2", "x"]
     assert found["2.4.2"] == "the shard's version 2.4.2 and this router's, 1.4.2, don't fit together"
@@ -123,6 +124,6 @@ async def test_neighbouring_versions_work_together_and_others_do_not(monkeypatch
     ],
 )
 async def test_a_shard_that_could_not_go_on_with_another_s_requests_is_not_used(change: dict[str, object]) -> None:
-    assert unfit(info(), info()) == ""
+    assert incompatible(info(), info()) == ""
     (name,) = change
-    assert unfit(info(**change), info()).startswith(f"its {name} is {change[name]}")
+    assert incompatible(info(**change), info()).startswith(f"its {name} is {change[name]}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.router.usage.file import UsageFile
-from lorikeet.router.usage.outlet import Unwritten
+from lorikeet.router.usage.writer import Unwritten
 from tests.router.usage.test_outlet import RECORD, named
 
 

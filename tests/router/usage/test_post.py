@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.router.usage import post
-from lorikeet.router.usage.outlet import Unwritten
 from lorikeet.router.usage.post import UsagePost, shown_url
+from lorikeet.router.usage.writer import Unwritten
 from tests.router.usage.receiver import Receiver
 from tests.router.usage.test_outlet import RECORD
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorikeet.shard.adapters.ranks import LedSlots, Part, ReadTogether
+from lorikeet.shard.adapters.ranks import BroadcastingSlots, CollectiveReader, Part
 from lorikeet.shard.adapters.reader import NOT_HERE
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, Destination, Opened
 from lorikeet.shard.model.lora.memory import Arena
-from lorikeet.shard.model.lora.partition import Cut
-from lorikeet.shard.model.lora.sites import AdapterSite
+from lorikeet.shard.model.lora.partition import Partition
+from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.tensor_parallel.group import Group
 from tests.shard.model.adapters.test_loading import write
 from tests.shard.ranks_in_threads import together
@@ -22,8 +22,8 @@ NUM_OUT, NUM_IN = 24, 40
 
 def files(rank: int, size: int = 2, group: Group | None = None) -> AdapterFiles:
     """Of one module whose columns are split."""
-    site = AdapterSite("linear", NUM_IN // size, NUM_OUT, StepInputs(16, torch.device("cpu")))
-    site.cut = Cut(rank, size, NUM_OUT, NUM_IN, adds_up=True)
+    site = LoraTarget("linear", NUM_IN // size, NUM_OUT, StepInputs(16, torch.device("cpu")))
+    site.cut = Partition(rank, size, NUM_OUT, NUM_IN, is_row_parallel=True)
     weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(4))[:, site.cut.columns]
     site.squared_norms = weight.square().sum(1)
     site.project = lambda x: x @ weight.t()
@@ -38,13 +38,13 @@ def adapter(folder: Path) -> Path:
 
 
 def read(rank: int, path: Path, group: Group) -> AdapterContent:
-    return ReadTogether(files(rank, group=group), group).read(path)
+    return CollectiveReader(files(rank, group=group), group).read(path)
 
 
 def test_dora_divides_by_the_length_of_whole_rows(tmp_path: Path) -> None:
     path = adapter(tmp_path)
     first, second = together([partial(read, rank, path) for rank in range(2)])
-    (whole,) = together([lambda group: ReadTogether(files(0, 1, group), group).read(path)])
+    (whole,) = together([lambda group: CollectiveReader(files(0, 1, group), group).read(path)])
     scales = [content.weights(0).scale for content in (first, second, whole)]
     for scale in scales:
         assert scale is not None and scales[2] is not None
@@ -77,7 +77,7 @@ def test_what_one_rank_cannot_hold_nobody_has(tmp_path: Path, monkeypatch: pytes
         else:
             own._add_up = None  # the other does not come so far
         with pytest.raises(ValueError) as caught:
-            ReadTogether(own, group).read(path)
+            CollectiveReader(own, group).read(path)
         said.append(str(caught.value))
 
     def full(opened: Opened) -> AdapterContent:
@@ -99,7 +99,7 @@ class Told:
 
 def test_every_slot_means_the_same_everywhere(tmp_path: Path) -> None:
     own, leader = Told(), Told()
-    slots = LedSlots(own, leader)  # type: ignore[arg-type]
+    slots = BroadcastingSlots(own, leader)  # type: ignore[arg-type]
     content = files(0, 1).read(adapter(tmp_path))
     slots.put(3, Part("d", content))
     slots.clear(3)

@@ -141,7 +141,7 @@ def agree(
 
 @pytest.mark.parametrize("name", SPECS)
 def test_agrees_with_the_reference(name: str) -> None:
-    """Guesses to verify, a single token and the begin of a prompt in one step."""
+    """DraftTokens to verify, a single token and the begin of a prompt in one step."""
     agree(name, BFLOAT16)
 
 

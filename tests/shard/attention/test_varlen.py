@@ -14,7 +14,7 @@ from lorikeet.shard.attention.base import AttentionBackend
 from lorikeet.shard.attention.layerwise import LayerwiseAttention, PlacedKV
 from lorikeet.shard.attention.paged_kv import PagedKV
 from lorikeet.shard.attention.reference import ReferenceAttention
-from lorikeet.shard.attention.varlen import VarlenAttention, why_not
+from lorikeet.shard.attention.varlen import VarlenAttention, unsupported_reason
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.batch.padding import Bounds
 from tests.shard.attention.test_cpu import (
@@ -61,7 +61,7 @@ def written_out(
     return output
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if not why_not(spec_of(name), BFLOAT16)])
+@pytest.mark.parametrize("name", [name for name in SPECS if not unsupported_reason(spec_of(name), BFLOAT16)])
 def test_agrees_with_the_reference(name: str) -> None:
     spec = spec_of(name)
     long, short = random_rows(spec, LENGTH, BFLOAT16, 0), random_rows(spec, 40, BFLOAT16, 1)
@@ -111,7 +111,7 @@ def test_what_the_kernel_has_not_is_another_s(name: str, caplog: pytest.LogCaptu
 
 
 def test_float32_is_the_reference_s() -> None:
-    assert why_not(spec_of("grouped"), torch.float32)
+    assert unsupported_reason(spec_of("grouped"), torch.float32)
 
 
 def test_page_sizes_are_the_kernel_s() -> None:

@@ -1,10 +1,10 @@
-"""Guesses grouped for kernels: each stands in one task, and a padded step lies where its padding says."""
+"""DraftTokens grouped for kernels: each stands in one task, and a padded step lies where its padding says."""
 
 import numpy as np
 import pytest
 import torch
 
-from lorikeet.shard.batch.head_groups import GuessGroups, as_array
+from lorikeet.shard.batch.head_groups import HeadGroups, as_array
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.batch.row_groups import TASK_ROWS, RowGroups, group
@@ -23,7 +23,7 @@ PLANS = {
 @pytest.mark.parametrize("num_padded", [None, 80])
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_guess_is_in_one_task(plan: str, num_padded: int | None) -> None:
-    groups = GuessGroups(90, CPU)
+    groups = HeadGroups(90, CPU)
     groups.fill(as_array(PLANS["mixed"]))
     groups.fill(as_array(PLANS[plan]), num_padded)
     found = {}
@@ -35,13 +35,13 @@ def test_every_guess_is_in_one_task(plan: str, num_padded: int | None) -> None:
             found[place] = (int(groups.sources[index]), slot, head)
     wanted = [(row, slot, head) for row, slot, count in PLANS[plan] for head in range(count)]
     assert [found[place] for place in range(len(found))] == wanted
-    assert groups.num_guesses == (len(wanted) if num_padded is None else num_padded)
+    assert groups.num_drafts == (len(wanted) if num_padded is None else num_padded)
     if num_padded is not None:
         assert groups.tasks.shape == (80, 4) and groups.sources.shape == groups.places.shape == (80,)
 
 
 def test_more_guesses_than_were_reserved_are_an_error() -> None:
-    groups = GuessGroups(8, CPU)
+    groups = HeadGroups(8, CPU)
     with pytest.raises(RuntimeError, match="9 guesses of heads"):
         groups.fill(as_array([HeadsRow(0, 0, 4), HeadsRow(1, 0, 5)]))
     with pytest.raises(RuntimeError, match="5 guesses of heads"):
@@ -63,8 +63,8 @@ def test_no_step_has_more_tasks_than_its_rows_allow(num_rows: int) -> None:
 
 def test_rows_at_the_output_head_are_padded_rows_and_guesses_behind_them() -> None:
     inputs = StepInputs(16, CPU)
-    inputs.reserve_groups(max_rows=8, max_slots=4, max_guesses=6)
-    inputs.pad(Always(Bounds(num_rows=8, max_kv_len=16, num_guesses=5, has_adapters=True)))
+    inputs.reserve_groups(max_rows=8, max_slots=4, max_drafts=6)
+    inputs.pad(Always(Bounds(num_rows=8, max_kv_len=16, num_drafts=5, has_adapters=True)))
     segments = [Segment(0, 2, [1], 3), Segment(0, 1, [2]), Segment(0, 5, [3])]
     ids = torch.zeros(8, dtype=torch.long)
     # two rows are wanted, six are padding

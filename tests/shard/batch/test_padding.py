@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lorikeet.shard.batch.padding import GUESSES_PER_ROW, MOST_GUESSED, Padding, row_counts
+from lorikeet.shard.batch.padding import DRAFTS_PER_ROW, MAX_DRAFTS, Padding, row_counts
 
 
 @given(most=st.integers(1, 300))
@@ -20,42 +20,42 @@ def test_numbers_of_rows_rise_to_the_most(most: int) -> None:
     most=st.integers(1, 300),
     num_rows=st.integers(1, 320),
     logits=st.integers(0, 320),
-    guesses=st.just(0) | st.integers(1, 1500),
+    drafts=st.just(0) | st.integers(1, 1500),
     adapters=st.booleans(),
     serves_adapters=st.booleans(),
 )
-@example(most=128, num_rows=9, logits=9, guesses=0, adapters=False, serves_adapters=True)
-@example(most=128, num_rows=9, logits=9, guesses=27, adapters=False, serves_adapters=True)
+@example(most=128, num_rows=9, logits=9, drafts=0, adapters=False, serves_adapters=True)
+@example(most=128, num_rows=9, logits=9, drafts=27, adapters=False, serves_adapters=True)
 def test_a_step_fits_the_least_bounds_that_hold_it(
-    most: int, num_rows: int, logits: int, guesses: int, adapters: bool, serves_adapters: bool
+    most: int, num_rows: int, logits: int, drafts: int, adapters: bool, serves_adapters: bool
 ) -> None:
     padding = Padding(most, 512, 9, serves_adapters)
-    found = padding.fit(num_rows, logits, guesses, adapters)
+    found = padding.fit(num_rows, logits, drafts, adapters)
     holding = [
         bounds
         for bounds in padding.all()
         if bounds.num_rows >= max(num_rows, logits)
         and bounds.has_adapters >= adapters
-        and (bounds.num_guesses >= guesses and (bounds.num_guesses > 0) == (guesses > 0))
+        and (bounds.num_drafts >= drafts and (bounds.num_drafts > 0) == (drafts > 0))
     ]
     least = min((bounds.num_rows for bounds in padding.all() if bounds.num_rows >= max(num_rows, logits)), default=0)
     if found is None:
         assert (
             not least
-            or guesses > (GUESSES_PER_ROW * least if least <= MOST_GUESSED else 0)
-            or ((adapters or guesses) and not serves_adapters)
+            or drafts > (DRAFTS_PER_ROW * least if least <= MAX_DRAFTS else 0)
+            or ((adapters or drafts) and not serves_adapters)
         )
         return
     assert found in padding.all() and found in holding
     assert found.num_rows == least
-    if not (adapters or guesses):
+    if not (adapters or drafts):
         assert not found.has_adapters, "base rows pay for no adapters"
 
 
 def test_every_family_has_every_number_of_rows() -> None:
     padding = Padding(256, 4096, 0, has_adapters=True)
-    num_guessed = sum(rows <= MOST_GUESSED for rows in padding.row_counts)
-    assert len(padding.all()) == len(set(padding.all())) == 2 * len(padding.row_counts) + num_guessed
+    num_drafted = sum(rows <= MAX_DRAFTS for rows in padding.row_counts)
+    assert len(padding.all()) == len(set(padding.all())) == 2 * len(padding.row_counts) + num_drafted
     sizes = [bounds.num_logits for bounds in padding.all()]
-    assert sizes[0] == MOST_GUESSED * (1 + GUESSES_PER_ROW)
+    assert sizes[0] == MAX_DRAFTS * (1 + DRAFTS_PER_ROW)
     assert sizes == sorted(sizes, reverse=True)

@@ -20,7 +20,7 @@ from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.request import FinishReason, Method, Request, Rule, SamplingParams, Speculation
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation import Guessers
+from lorikeet.shard.scheduler.speculation import DraftSources
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import params
 from tests.shard.sampling.oracle import Case
@@ -64,7 +64,7 @@ class MarkovModel:
 
 
 @dataclass
-class Law:
+class Distribution:
     """Texts of three tokens after one prompt, under one case."""
 
     prompt_ids: list[int]
@@ -83,7 +83,7 @@ class Law:
 
     def _next(self, output: list[int]) -> np.ndarray:
         known = self.prompt_ids + output
-        return oracle.law(LOGITS[known[-2], known[-1]], self.case, self.prompt_ids, output)
+        return oracle.distribution(LOGITS[known[-2], known[-1]], self.case, self.prompt_ids, output)
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ class Running:
     """How drafts are verified, where a draft model guesses."""
 
 
-def make_requests(laws: list[Law], rule: Rule | None) -> list[Request]:
+def make_requests(distributions: list[Distribution], rule: Rule | None) -> list[Request]:
     """Requests for every law in turn, each with its own seed; every fifth is somebody else's."""
     requests = []
     for i in range(NUM_REQUESTS * 5 // 4):
-        law = laws[i % len(laws)]
-        sampling = SamplingParams(presence_penalty=1.0) if i % 5 == 4 else params(law.case, seed=i)
-        prompt_ids = list(law.prompt_ids)
+        distribution = distributions[i % len(distributions)]
+        sampling = SamplingParams(presence_penalty=1.0) if i % 5 == 4 else params(distribution.case, seed=i)
+        prompt_ids = list(distribution.prompt_ids)
         requests.append(Request((EPOCH, i), prompt_ids, len(prompt_ids), NUM_TOKENS, sampling=sampling))
         if rule is not None:
             requests[-1].speculation = Speculation(Method.DRAFT, 1 + i % 3, verify=rule)
@@ -116,7 +116,7 @@ def run(requests: list[Request], running: Running) -> int:
     scheduler = Scheduler(
         KvCache(running.num_pages, PAGE_SIZE, prefix_caching=True),
         Limits(running.step_tokens, MAX_RUNNING, True, 512),
-        guessers=Guessers(MAX_RUNNING, has_draft_model=True),
+        draft_sources=DraftSources(MAX_RUNNING, has_draft_model=True),
     )
     inbox, outbox = Inbox(), Outbox()
     sampler = Sampler(V, MAX_RUNNING, torch.device("cpu"))
@@ -161,15 +161,15 @@ SHORT = ("lag 0", "lag 1, few pages, small chunks", "drafts, rejection")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in RUNS])
 def test_three_tokens_follow_the_exact_joint_law(name: str) -> None:
     running, cases = RUNS[name]
-    laws = [Law(prompt_ids, case) for case in cases for prompt_ids in PROMPTS]
-    requests = make_requests(laws, running.rule)
+    distributions = [Distribution(prompt_ids, case) for case in cases for prompt_ids in PROMPTS]
+    requests = make_requests(distributions, running.rule)
     num_preempted = run(requests, running)
     assert (num_preempted > 0) == (running.num_pages < MAX_RUNNING)
     for i, request in enumerate(requests):
         assert request.finish_reason is FinishReason.LENGTH
         if i % 5 != 4:
             output = request.token_ids[request.num_prompt :]
-            laws[i % len(laws)].counts[tuple(output[:NUM_TOKENS])] += 1
-    assert sum(law.counts.sum() for law in laws) == NUM_REQUESTS
-    for law in laws:
-        assert oracle.fit(law.counts, law.exact()) > 1e-6 / 6
+            distributions[i % len(distributions)].counts[tuple(output[:NUM_TOKENS])] += 1
+    assert sum(distribution.counts.sum() for distribution in distributions) == NUM_REQUESTS
+    for distribution in distributions:
+        assert oracle.fit(distribution.counts, distribution.exact()) > 1e-6 / 6

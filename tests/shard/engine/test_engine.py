@@ -12,7 +12,7 @@ import torch
 from lorikeet.shard.grpc.inbox import Commands, StreamEnded
 from lorikeet.shard.grpc.outbox import Details, Output, Status
 from lorikeet.shard.scheduler.request import FinishReason, Request
-from lorikeet.shard.scheduler.scheduled_request import Share
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone, logits_after, states_of
 from tests.shard.rig import EPOCH, SAMPLED, SCORED, Rig, Setup, copy_of, make_request
 
@@ -82,11 +82,11 @@ def test_log_probabilities_of_prompt_and_output_are_complete(setup: Setup) -> No
         output = outputs[request.key[1]]
         details = output.details or Details()
         states = states_of(request.token_ids)
-        laws = torch.stack([logits_after(states[:n]) for n in range(1, len(states))]).log_softmax(-1)
-        expected = laws.gather(1, torch.tensor(request.token_ids[1:])[:, None])[:, 0].tolist()
+        distributions = torch.stack([logits_after(states[:n]) for n in range(1, len(states))]).log_softmax(-1)
+        expected = distributions.gather(1, torch.tensor(request.token_ids[1:])[:, None])[:, 0].tolist()
         assert details.prefill_logprobs == pytest.approx(expected[: request.num_prompt - 1])
         assert output.logprobs == pytest.approx(expected[request.num_prompt - 1 :])
-        top = laws.topk(3)
+        top = distributions.topk(3)
         num_scores = request.num_prompt - 1
         assert details.prefill_alternative_ids == top.indices[:num_scores].flatten().tolist()
         assert details.prefill_alternative_logprobs == pytest.approx(top.values[:num_scores].flatten().tolist())
@@ -212,15 +212,15 @@ def test_a_failing_step_fails_its_requests_and_no_other(lag: int) -> None:
 @pytest.mark.parametrize("lag", [0, 1])
 def test_suspects_have_steps_of_their_own_and_routers_know_of_each(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the router has heard when a step begins is who is computed, and of a suspect's step exactly that."""
-    monkeypatch.setattr("lorikeet.shard.engine.engine.TELL_S", 0.001)  # nobody reads here
+    monkeypatch.setattr("lorikeet.shard.engine.engine.ACK_TIMEOUT_S", 0.001)  # nobody reads here
     rig = Rig(Setup(commit_lag=lag))
     steps, told = list[set[int]](), list[set[int]]()
     newest = set[int]()
     launch = rig.engine._launch
 
-    def note(shares: list[Share]) -> None:
+    def note(shares: list[ScheduledRequest]) -> None:
         nonlocal newest
-        computing = rig.outbox._trays[EPOCH].computing
+        computing = rig.outbox._buffers[EPOCH].step_requests
         newest = newest if computing is None else set(computing)
         steps.append({share.request.key[1] for share in shares})
         told.append(newest)
@@ -228,15 +228,15 @@ def test_suspects_have_steps_of_their_own_and_routers_know_of_each(lag: int, mon
 
     rig.engine._launch = note  # type: ignore[method-assign]
     requests = [make_request(i, list(range(i, i + 9)), 12) for i in range(5)]
-    requests[1].num_alone, requests[3].num_alone = 4, 2
+    requests[1].isolation_steps, requests[3].isolation_steps = 4, 2
     outputs = rig.run(*requests)
     for request in requests:
         assert outputs[request.key[1]].token_ids == generate_alone(request.token_ids[:9], 12)
-    for suspect, num_alone in ((1, 4), (3, 2)):
+    for suspect, isolation_steps in ((1, 4), (3, 2)):
         own = [step for step in steps if suspect in step]
-        assert own[:num_alone] == [{suspect}] * num_alone
-        assert own[num_alone] > {suspect}
-        assert [known for known in told if suspect in known][:num_alone] == own[:num_alone]
+        assert own[:isolation_steps] == [{suspect}] * isolation_steps
+        assert own[isolation_steps] > {suspect}
+        assert [known for known in told if suspect in known][:isolation_steps] == own[:isolation_steps]
     assert all(step <= known for step, known in zip(steps, told, strict=True))
 
 
@@ -249,8 +249,8 @@ def test_the_step_after_a_suspects_own_waits_for_routers_too(lag: int, monkeypat
     def note(keys: set[tuple[int, int]], wait_s: float = 0.0) -> None:
         words.append(({key[1] for key in keys}, wait_s > 0))
 
-    monkeypatch.setattr(rig.outbox, "begins", note)
-    rig.submit(make_request(1, [1], 30), make_request(2, [2], 30, num_alone=2))
+    monkeypatch.setattr(rig.outbox, "announce_step", note)
+    rig.submit(make_request(1, [1], 30), make_request(2, [2], 30, isolation_steps=2))
     rig.step(8)
     assert words == [({2}, True), ({1}, True), ({2}, True), ({1, 2}, True)]
 
@@ -277,10 +277,10 @@ def test_credit_is_what_could_start_soon() -> None:
     credit = rig.step().status
     assert (credit.credit_requests, credit.credit_tokens) == (9, 80)
     rig.submit(make_request(1, list(range(10)), 5), make_request(2, list(range(20, 30)), 5))
-    mail = rig.step()
-    assert mail.acknowledged == 2
-    assert mail.status.credit_requests == 7
-    assert mail.status.credit_tokens == (20 - 3 - 3 - 2) * 4
+    update = rig.step()
+    assert update.acknowledged == 2
+    assert update.status.credit_requests == 7
+    assert update.status.credit_tokens == (20 - 3 - 3 - 2) * 4
     rig.run()
     assert rig.step().status.credit_tokens == 80
 

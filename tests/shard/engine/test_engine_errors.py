@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lorikeet.shard.batch.network import RanksApart
+from lorikeet.shard.batch.network import RankDesync
 from lorikeet.shard.engine.engine import is_device_broken, is_out_of_memory
 
 
@@ -16,7 +16,7 @@ from lorikeet.shard.engine.engine import is_device_broken, is_out_of_memory
         RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
         RuntimeError("Triton Error [CUDA]: unspecified launch failure"),
         RuntimeError("Triton Error [CUDA]: misaligned address"),
-        RanksApart("a step failed on one of several ranks"),
+        RankDesync("a step failed on one of several ranks"),
     ],
 )
 def test_nothing_is_computed_after_what_breaks_a_device(error: Exception) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from lorikeet.shard.scheduler.request import FinishReason, Method, Speculation
-from lorikeet.shard.scheduler.speculation import Guessers
+from lorikeet.shard.scheduler.speculation import DraftSources
 from tests.shard.fake_model import generate_alone
 from tests.shard.rig import Rig, Setup, make_request
 
@@ -11,20 +11,20 @@ from tests.shard.rig import Rig, Setup, make_request
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("most_tokens", [1, 3, 8])
 def test_a_step_without_memory_is_computed_again_in_smaller_ones(lag: int, most_tokens: int) -> None:
-    rig = Rig(Setup(commit_lag=lag, guessers=Guessers()))
+    rig = Rig(Setup(commit_lag=lag, draft_sources=DraftSources()))
     rig.watches_kv = True
     prompts = {i: list(range(i, i + 9 + 4 * i)) for i in range(6)}
-    guessed = Speculation(Method.LOOKUP, 3)
-    rig.submit(*[make_request(i, prompt, 40, speculation=guessed) for i, prompt in prompts.items()])
+    drafted = Speculation(Method.LOOKUP, 3)
+    rig.submit(*[make_request(i, prompt, 40, speculation=drafted) for i, prompt in prompts.items()])
     rig.step(12)
     rig.model.most_tokens = most_tokens
     rig.step(30)
-    assert rig.scheduler.restraint.is_felt
+    assert rig.scheduler.oom_backoff.is_active
     rig.submit(make_request(6, [5] * 30, 20))
     rig.run()
     rig.model.most_tokens = None
     outputs = rig.run(make_request(7, [9] * 8, 400))
-    assert not rig.scheduler.restraint.is_felt, "what was forgone once is forgone for ever"
+    assert not rig.scheduler.oom_backoff.is_active, "what was forgone once is forgone for ever"
     prompts |= {6: [5] * 30, 7: [9] * 8}
     for i, prompt in prompts.items():
         assert outputs[i].token_ids == generate_alone(prompt, {6: 20, 7: 400}.get(i, 40))

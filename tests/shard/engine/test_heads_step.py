@@ -9,8 +9,8 @@ import pytest
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
 from lorikeet.shard.scheduler.request import FinishReason, Method, Request, Schedule, Source, Speculation
-from lorikeet.shard.scheduler.speculation import Guessers
-from tests.shard.engine.test_speculation import SETUPS, assert_equal, mixed_laws, texts_alone
+from lorikeet.shard.scheduler.speculation import DraftSources
+from tests.shard.engine.test_speculation import SETUPS, assert_equal, mixed_distributions, texts_alone
 from tests.shard.grpc.test_adapter_news import Device, Weights
 from tests.shard.rig import EPOCH, Rig, Setup, make_request
 
@@ -21,7 +21,7 @@ BROUGHT = ((TWO, ""), (PLAIN, FIVE), ("", TWO), (FIVE, FIVE), (PLAIN, ""), ("", 
 
 def make_rig(setup: Setup, num_slots: int = 3) -> Rig:
     """A rig whose reader finds every content at once."""
-    rig = Rig(replace(setup, guessers=Guessers()))
+    rig = Rig(replace(setup, draft_sources=DraftSources()))
 
     def load(digest: str) -> None:
         rig.inbox.put(AdapterRead(digest, CONTENTS.get(digest), "" if digest in CONTENTS else "not there"))
@@ -43,8 +43,8 @@ def guessing(requests: list[Request], method: Method = Method.MEDUSA) -> list[Re
     "name", ["default", "lag 1", "few pages, lag 1, chunks of 7, no prefixes", "pages of one token"]
 )
 def test_every_text_is_what_it_is_without(name: str, method: Method) -> None:
-    alone = texts_alone(mixed_laws())
-    requests = guessing(mixed_laws(), method)
+    alone = texts_alone(mixed_distributions())
+    requests = guessing(mixed_distributions(), method)
     rig = make_rig(SETUPS[name])
     outputs = rig.run(*requests)
     for request in requests:

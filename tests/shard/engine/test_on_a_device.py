@@ -19,14 +19,14 @@ from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.site import NAME
 from lorikeet.shard.sampling import plan
 from lorikeet.shard.scheduler.request import LogprobParams, Method, Rule, SamplingParams, Speculation
-from lorikeet.shard.scheduler.speculation import Guessers
+from lorikeet.shard.scheduler.speculation import DraftSources
 from tests import tiny
 from tests.shard.rig import Rig, Setup, make_request
 
 META = torch.device("meta")
 NUM_PAGES, MOST_TOKENS = 60, 1024
 SCORED = LogprobParams(wanted=True, alternatives=2, raw=True, prefill=True, prefill_alternatives=3)
-LAWS = (
+DISTRIBUTIONS = (
     SamplingParams(),
     SamplingParams(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, typical_p=0.9, seed=1),
     SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1, presence_penalty=0.1, watermark=True),
@@ -40,7 +40,7 @@ class Attention(VarlenAttention):
     def __init__(self) -> None:
         super().__init__(kernel=lambda query, key, value, *_, **__: torch.empty_like(query))
 
-    def _disproof(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
+    def verify_backend(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
         return ""
 
 
@@ -83,16 +83,16 @@ def test_nothing_of_a_step_mixes_host_and_device(name: str, lag: int) -> None:
     draft = model_of(name)
     rig = Rig(
         Setup(NUM_PAGES, model.page_size, 64, 8, commit_lag=lag, network=model, draft_network=draft,
-              guessers=Guessers(8, 1, 8, 4, has_draft_model=True), vocab_size=model.info.vocab_size)
+              draft_sources=DraftSources(8, 1, 8, 4, has_draft_model=True), vocab_size=model.info.vocab_size)
     )  # fmt: skip
-    guesses = [Speculation(), Speculation(Method.LOOKUP, 3), Speculation(Method.DRAFT, 3),
+    drafts = [Speculation(), Speculation(Method.LOOKUP, 3), Speculation(Method.DRAFT, 3),
                Speculation(Method.DRAFT, 2, verify=Rule.REJECTION)]  # fmt: skip
     requests = []
     for index in range(8):
         scored = SCORED if index in (2, 5) else LogprobParams()
         requests.append(
-            make_request(index, [1, 2, 3, 1, 2, 3] * (1 + 2 * index), 6, sampling=LAWS[index % 4], logprobs=scored,
-                         speculation=guesses[(index + index // 4) % 4])
+            make_request(index, [1, 2, 3, 1, 2, 3] * (1 + 2 * index), 6, sampling=DISTRIBUTIONS[index % 4],
+                         logprobs=scored, speculation=drafts[(index + index // 4) % 4])
         )  # fmt: skip
     outputs = rig.run(*requests)
     assert all(outputs[index].error == "" and len(outputs[index].token_ids) == 6 for index in range(8))

@@ -11,7 +11,7 @@ from lorikeet.shard.grpc.outbox import Details, Output
 from lorikeet.shard.scheduler.request import LogprobParams, Method, Request, SamplingParams, Source, Speculation
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, copy_of, make_request
-from tests.shard.scheduler.speculation.told import TellingGuessers
+from tests.shard.scheduler.speculation.told import RecordingDraftSources
 
 SETUPS = {
     "default": Setup(),
@@ -22,7 +22,7 @@ SETUPS = {
     "pages of one token": Setup(page_size=1),
     "one at a time": Setup(max_running=1),
 }
-LAWS = {
+DISTRIBUTIONS = {
     "greedy": {},
     "sampled, penalised": {"sampling": SAMPLED},
     "all penalties": {
@@ -53,9 +53,9 @@ def texts_alone(requests: list[Request]) -> dict[int, Output]:
     return {r.key[1]: Rig().run(copy_of(r, r.key[1]))[r.key[1]] for r in requests}
 
 
-def mixed_laws() -> list[Request]:
+def mixed_distributions() -> list[Request]:
     requests = make_mix(stop_ids=frozenset({7}))
-    for request, values in zip(requests, [*LAWS.values(), *LAWS.values()], strict=False):
+    for request, values in zip(requests, [*DISTRIBUTIONS.values(), *DISTRIBUTIONS.values()], strict=False):
         for name, value in values.items():
             setattr(request, name, value)
     return requests
@@ -85,10 +85,10 @@ def assert_accounts(found: Output) -> None:
 @pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
 def test_every_text_is_what_it_is_without(setup: Setup, chance: float) -> None:
-    requests = mixed_laws()
+    requests = mixed_distributions()
     alone = texts_alone(requests)
     texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
-    rig = Rig(replace(setup, guessers=TellingGuessers(texts=texts, chance=chance)))
+    rig = Rig(replace(setup, draft_sources=RecordingDraftSources(texts=texts, chance=chance)))
     outputs = rig.run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
@@ -98,12 +98,12 @@ def test_every_text_is_what_it_is_without(setup: Setup, chance: float) -> None:
     assert sum(sum(output.num_drafted) for output in outputs.values()) > 80
 
 
-@pytest.mark.parametrize("values", LAWS.values(), ids=LAWS.keys())
+@pytest.mark.parametrize("values", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS.keys())
 def test_each_law_goes_on_as_it_would(values: dict[str, object]) -> None:
     requests = make_mix(**values)
     alone = texts_alone(requests)
     texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
-    outputs = Rig(Setup(guessers=TellingGuessers(texts=texts, chance=0.8))).run(*requests)
+    outputs = Rig(Setup(draft_sources=RecordingDraftSources(texts=texts, chance=0.8))).run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
 
@@ -111,7 +111,7 @@ def test_each_law_goes_on_as_it_would(values: dict[str, object]) -> None:
 def test_right_guesses_take_fewer_steps() -> None:
     request = make_request(1, [1, 2, 3], 40, speculation=Speculation(Method.LOOKUP, 3))
     text = [1, 2, 3, *Rig().run(copy_of(request, 1))[1].token_ids]
-    rig = Rig(Setup(guessers=TellingGuessers(texts={1: text}, chance=1.0)))
+    rig = Rig(Setup(draft_sources=RecordingDraftSources(texts={1: text}, chance=1.0)))
     output = rig.run(request)[1]
     assert rig.model.num_steps == 1 + 39 // 4 + 1  # the last step has fewer to guess
     assert output.num_accepted == sum(output.num_drafted) == 39 - 10
@@ -121,7 +121,7 @@ def test_right_guesses_take_fewer_steps() -> None:
 def test_with_many_running_nothing_is_guessed() -> None:
     requests = [make_request(i, [i], 20, speculation=Speculation(Method.LOOKUP, 3)) for i in range(4)]
     texts = {i: [i] * 30 for i in range(4)}
-    outputs = Rig(Setup(guessers=TellingGuessers(max_batch_size=3, texts=texts))).run(*requests)
+    outputs = Rig(Setup(draft_sources=RecordingDraftSources(max_batch_size=3, texts=texts))).run(*requests)
     assert not any(output.num_drafted for output in outputs.values())
 
 
@@ -129,7 +129,7 @@ def test_bad_logits_behind_a_draft_end_the_request_where_they_would() -> None:
     request = make_request(1, [1, 2, 3], 30, speculation=Speculation(Method.LOOKUP, 5))
     text = Rig().run(copy_of(request, 1))[1].token_ids
     poison = next(token for place, token in enumerate(text) if place > 4 and token not in text[:place] + [1, 2, 3])
-    alone, guessing = Rig(), Rig(Setup(guessers=TellingGuessers(texts={1: [1, 2, 3, *text]}, chance=1.0)))
+    alone, guessing = Rig(), Rig(Setup(draft_sources=RecordingDraftSources(texts={1: [1, 2, 3, *text]}, chance=1.0)))
     alone.model.poison = guessing.model.poison = poison
     expected, found = alone.run(copy_of(request, 1))[1], guessing.run(request)[1]
     assert found.token_ids == expected.token_ids == text[: text.index(poison) + 1]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.shard.engine.watchdog import STUCK_EXIT, Watch
+from lorikeet.shard.engine.watchdog import STUCK_EXIT, Watchdog
 from tests.shard.rig import Rig, make_request
 
 
 def test_a_mark_appears_once_a_request_was_completed(tmp_path: Path) -> None:
     rig, mark = Rig(), tmp_path / "served"
     rig.engine.warm_up()
-    watch = Watch(rig.engine, str(mark), 0)
+    watch = Watchdog(rig.engine, str(mark), 0)
     watch.look()
     assert not mark.exists()
     rig.submit(make_request(1, [1, 2], 2))
@@ -35,7 +35,7 @@ def test_a_step_that_hangs_ends_the_process(
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     rig = Rig()
-    watch = Watch(rig.engine, None, timeout_s)
+    watch = Watchdog(rig.engine, None, timeout_s)
     watch.look()
     assert codes == []
     rig.engine.running_step = (7, time.monotonic() - age_s)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands
-from lorikeet.shard.grpc.outbox import Mail
+from lorikeet.shard.grpc.outbox import StreamUpdate
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Content, Residency, SlotLimits
 from lorikeet.shard.scheduler.request import Request
 from tests.shard.rig import EPOCH, Rig
@@ -38,17 +38,17 @@ def make() -> tuple[Rig, list[str]]:
     return rig, asked
 
 
-def ask(rig: Rig, number: int, digest: str) -> Mail:
+def ask(rig: Rig, number: int, digest: str) -> StreamUpdate:
     """A request of one token, until the engine is idle."""
     rig.inbox.put(Commands(EPOCH, submits=[Request((EPOCH, number), [1, 2], 2, 1, adapter_digest=digest)]))
     return drain(rig)
 
 
-def drain(rig: Rig) -> Mail:
-    mail = rig.step()
+def drain(rig: Rig) -> StreamUpdate:
+    update = rig.step()
     while rig.scheduler.running:
-        mail = rig.step()
-    return mail
+        update = rig.step()
+    return update
 
 
 def test_who_had_to_leave_its_slot_is_told_with_who_took_it() -> None:
@@ -59,9 +59,9 @@ def test_who_had_to_leave_its_slot_is_told_with_who_took_it() -> None:
         rig.inbox.put(AdapterRead(digest, Weights(10)))
         rig.step()
         ask(rig, number, digest)
-    mail = ask(rig, 9, A)
+    update = ask(rig, 9, A)
     assert rig.scheduler.is_idle
-    assert {digest: state for digest, (state, _) in mail.adapters.items()} == {
+    assert {digest: state for digest, (state, _) in update.adapters.items()} == {
         A: Residency.RESIDENT,
         B: Residency.ABSENT,
     }
@@ -76,6 +76,6 @@ def test_an_unload_that_waited_for_the_last_request_is_told_when_that_ends() -> 
     rig.step()
     assert rig.scheduler.running
     rig.inbox.put(Commands(EPOCH, unloads=[A]))
-    mail = drain(rig)
+    update = drain(rig)
     assert rig.scheduler.is_idle
-    assert mail.adapters[A][0] is Residency.ABSENT
+    assert update.adapters[A][0] is Residency.ABSENT

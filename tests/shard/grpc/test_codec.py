@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.shard.grpc.codec import write_mail
-from lorikeet.shard.grpc.outbox import Details, Mail, Output, Status
+from lorikeet.shard.grpc.codec import write_update
+from lorikeet.shard.grpc.outbox import Details, Output, Status, StreamUpdate
 from lorikeet.shard.scheduler.request import FinishReason
 
 SECONDS = ("draft_seconds", "verify_seconds", "accept_seconds")
@@ -38,10 +38,10 @@ def make_output(request_id: int, num_tokens: int, num_scores: int, width: int) -
 def test_large_mail_is_cut_and_complete() -> None:
     outputs = [make_output(1, 5000, 100_000, 5), make_output(2, 10, 0, 0), make_output(3, 40_000, 0, 20)]
     whole = {output.key[1]: output for output in outputs}
-    mail = Mail(outputs, Status(step=7, credit_requests=4), num_preempted=2, acknowledged=9, adapters={})
-    messages = list(write_mail(mail, pb.Heartbeat()))
+    update = StreamUpdate(outputs, Status(step=7, credit_requests=4), num_preempted=2, acknowledged=9, adapters={})
+    messages = list(write_update(update, pb.Heartbeat()))
     assert len(messages) > 3
-    assert not any(message.HasField("computing") for message in messages)
+    assert not any(message.HasField("step_requests") for message in messages)
     assert sum(message.load.num_preempted for message in messages) == 2
     seen: dict[int, list[pb.RequestOutput]] = {}
     for message in messages:
@@ -75,7 +75,7 @@ def test_large_mail_is_cut_and_complete() -> None:
 @pytest.mark.parametrize("ids", [[], [4, 9]])
 def test_who_is_computed_is_said_once_and_also_where_it_is_nobody(ids: list[int]) -> None:
     outputs = [make_output(1, 100_000, 0, 5)]
-    mail = Mail(outputs, Status(), num_preempted=0, acknowledged=0, adapters={}, computing=ids)
-    first, *others = write_mail(mail, pb.Heartbeat())
-    assert first.HasField("computing") and list(first.computing.ids) == ids
-    assert others and not any(message.HasField("computing") for message in others)
+    update = StreamUpdate(outputs, Status(), num_preempted=0, acknowledged=0, adapters={}, step_requests=ids)
+    first, *others = write_update(update, pb.Heartbeat())
+    assert first.HasField("step_requests") and list(first.step_requests.ids) == ids
+    assert others and not any(message.HasField("step_requests") for message in others)

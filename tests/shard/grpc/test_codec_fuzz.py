@@ -17,7 +17,7 @@ from lorikeet.shard.grpc.codec import Bounds, read_command
 from lorikeet.shard.grpc.inbox import AdapterRead
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
 from lorikeet.shard.scheduler.request import Method, Rule, Schedule
-from lorikeet.shard.scheduler.speculation import Guessers
+from lorikeet.shard.scheduler.speculation import DraftSources
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel
 from tests.shard.grpc.test_adapter_news import Device, Weights
 from tests.shard.rig import EPOCH, Rig, Setup
@@ -84,11 +84,11 @@ submits = st.builds(
         wanted=st.booleans(),
         alternatives=mostly(0, counts),
         prefill=st.booleans(),
-        law=st.sampled_from([0, 1]),
+        distribution=st.sampled_from([0, 1]),
         prefill_alternatives=mostly(0, counts),
     ),
     cache_salt=words,
-    num_alone=mostly(0, counts),
+    isolation_steps=mostly(0, counts),
 )
 commands = st.builds(
     pb.Command,
@@ -105,9 +105,11 @@ class WireMachine(RuleBasedStateMachine):
 
     @initialize(lag=st.integers(0, 1), num_pages=st.integers(4, 60), max_running=st.integers(1, 5))
     def begin(self, lag: int, num_pages: int, max_running: int) -> None:
-        guessers = Guessers(has_draft_model=True)
+        draft_sources = DraftSources(has_draft_model=True)
         draft = DraftModel(0.7)
-        self.rig = Rig(Setup(num_pages, 4, 16, max_running, 4, commit_lag=lag, guessers=guessers, draft=draft))
+        self.rig = Rig(
+            Setup(num_pages, 4, 16, max_running, 4, commit_lag=lag, draft_sources=draft_sources, draft=draft)
+        )
         self.asked: list[str] = []
         self.rig.scheduler.adapters = AdapterSlots(SlotLimits(2, 100, 100), Device(), self.asked.append)
         self.bounds = Bounds(VOCAB_SIZE, 600, 4 * num_pages, has_adapters=True, has_draft_model=True)
@@ -149,10 +151,10 @@ class WireMachine(RuleBasedStateMachine):
         self.rig.inbox.put(AdapterRead(self.asked.pop(0), content, "broken" if fails else ""))
 
     def hear(self) -> None:
-        mail = self.rig.outbox.take(EPOCH)
-        self.rig.outbox.sent(EPOCH, mail)
-        assert mail.acknowledged <= sum(self.num_submits.values())
-        for output in mail.outputs:
+        update = self.rig.outbox.take(EPOCH)
+        self.rig.outbox.sent(EPOCH, update)
+        assert update.acknowledged <= sum(self.num_submits.values())
+        for output in update.outputs:
             request_id = output.key[1]
             assert len(output.token_ids) == len(output.sources) == len(output.step_ends)
             assert self.num_ends.get(request_id, 0) < self.num_submits[request_id], "something follows the end"

@@ -15,17 +15,17 @@ def opened(*epochs: int) -> tuple[Outbox, list[int]]:
 
 def test_each_stream_is_told_of_its_own_requests_once() -> None:
     outbox, calls = opened(1, 2, 3)
-    outbox.begins([(1, 7), (2, 7), (1, 9)])
+    outbox.announce_step([(1, 7), (2, 7), (1, 9)])
     assert calls == [1, 2, 3]
-    assert [outbox.take(epoch).computing for epoch in (1, 2, 3)] == [[7, 9], [7], []]
-    assert [outbox.take(epoch).computing for epoch in (1, 2, 3)] == [None, None, None]
+    assert [outbox.take(epoch).step_requests for epoch in (1, 2, 3)] == [[7, 9], [7], []]
+    assert [outbox.take(epoch).step_requests for epoch in (1, 2, 3)] == [None, None, None]
 
 
 def test_the_newest_word_holds() -> None:
     outbox, calls = opened(1)
-    outbox.begins([(1, 7)])
-    outbox.begins([(1, 8)])
-    assert (calls, outbox.take(1).computing) == ([1], [8])
+    outbox.announce_step([(1, 7)])
+    outbox.announce_step([(1, 8)])
+    assert (calls, outbox.take(1).step_requests) == ([1], [8])
 
 
 def test_a_step_waits_until_every_stream_has_sent_it() -> None:
@@ -34,26 +34,26 @@ def test_a_step_waits_until_every_stream_has_sent_it() -> None:
 
     def send() -> None:
         for epoch in (1, 2):
-            mail = outbox.take(epoch)
+            update = outbox.take(epoch)
             time.sleep(0.05)
             sent.append(epoch)
-            outbox.sent(epoch, mail)
+            outbox.sent(epoch, update)
 
     sender = threading.Timer(0.02, send)
     sender.start()
-    outbox.begins([(1, 7)], wait_s=20)
+    outbox.announce_step([(1, 7)], wait_s=20)
     assert sent == [1, 2]
     sender.join()
 
 
 def test_what_was_taken_before_does_not_count_as_sent() -> None:
     outbox, _ = opened(1)
-    outbox.begins([(1, 7)])
-    mail = outbox.take(1)
-    outbox.begins([(1, 8)])
-    outbox.sent(1, mail)
+    outbox.announce_step([(1, 7)])
+    update = outbox.take(1)
+    outbox.announce_step([(1, 8)])
+    outbox.sent(1, update)
     start = time.monotonic()
-    outbox.begins([(1, 8)], wait_s=0.05)
+    outbox.announce_step([(1, 8)], wait_s=0.05)
     assert time.monotonic() - start >= 0.05
 
 
@@ -62,6 +62,6 @@ def test_a_stream_that_ends_is_not_waited_for() -> None:
     closer = threading.Timer(0.02, lambda: outbox.close(1))
     closer.start()
     start = time.monotonic()
-    outbox.begins([(1, 7)], wait_s=20)
+    outbox.announce_step([(1, 7)], wait_s=20)
     assert time.monotonic() - start < 10
     closer.join()

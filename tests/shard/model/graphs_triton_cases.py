@@ -9,8 +9,8 @@ import torch
 from lorikeet.shard.batch.inputs import HeadsRow, Segment
 from lorikeet.shard.batch.padding import Padding
 from lorikeet.shard.model import Model
-from lorikeet.shard.model.adapters.tables import sites_of
-from lorikeet.shard.model.lora.sites import AdapterSite, SlotWeights
+from lorikeet.shard.model.adapters.tables import targets_of
+from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights
 from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
 from tests.shard.model.lora.triton_cases import LARGEST, MIXES, NONE_OF_IT, Bench
 from tests.shard.model.tape import TapeRecorder
@@ -25,7 +25,7 @@ SMALL = 0.1
 class Adapters(Bench):
     """Adapters whose deltas leave float16 in its range."""
 
-    def weights(self, slot: int, site: AdapterSite) -> SlotWeights | None:
+    def weights(self, slot: int, site: LoraTarget) -> SlotWeights | None:
         found = super().weights(slot, site)
         if found is None:
             return None
@@ -36,7 +36,7 @@ class Adapters(Bench):
 def with_adapters() -> tuple[Model, Bench]:
     """A tiny model with adapters of many ranks, DoRA and biases among them."""
     model = model_with(num_layers=1)
-    bench = Adapters(torch.float16, sites_of(model.adapter_sites), model.inputs)
+    bench = Adapters(torch.float16, targets_of(model.lora_targets), model.inputs)
     bench.load(*range(7))
     model.allocate_kv(NUM_PAGES + 1)
     return model, bench
@@ -59,7 +59,7 @@ def test_one_graph_holds_any_mix_of_adapters_and_ranks() -> None:
     (plain, bench), (graphed, later) = with_adapters(), with_adapters()
     recorder, padding = TapeRecorder(), Padding(MOST_ROWS, MOST_TOKENS, NUM_PAGES, has_adapters=True)
     padding.row_counts = [MOST_ROWS]
-    graphed.capture(padding, recorder, [each for each in padding.all() if not each.num_guesses])
+    graphed.capture(padding, recorder, [each for each in padding.all() if not each.num_drafts])
     for each in (bench, later):  # came after the graph was captured
         each.generator.manual_seed(7)
         each.load(LARGEST)
@@ -95,9 +95,9 @@ def test_one_graph_holds_any_mix_of_heads() -> None:
     padding.row_counts = [4]
     for model in (plain, graphed):
         model.allocate_adapters(4)
-        model.give_kernels(4, max_rows=8, max_guesses=16)
+        model.enable_device_kernels(4, max_rows=8, max_drafts=16)
         model.allocate_kv(NUM_PAGES + 1)
-    graphed.capture(padding, recorder, [each for each in padding.all() if each.num_guesses])
+    graphed.capture(padding, recorder, [each for each in padding.all() if each.num_drafts])
     for model in (plain, graphed):
         put_heads(model, 1, HeadsShape(3, 1, 32, 0))
         put_heads(model, 2, HeadsShape(2, 2, 32, VOCAB))
@@ -108,6 +108,6 @@ def test_one_graph_holds_any_mix_of_heads() -> None:
         for model in (plain, graphed):
             model.inputs.fill(segments, ids, rows, [0, 1, 2], heads)
             found.append(model.forward().clone())
-        assert found[0].shape == found[1].shape == (3 + sum(each.num_guesses for each in heads), VOCAB)
+        assert found[0].shape == found[1].shape == (3 + sum(each.num_drafts for each in heads), VOCAB)
         assert float((found[0] - found[1]).abs().max()) <= CLOSE * float(found[0].abs().max())
     assert recorder.num_replayed == 3

@@ -22,7 +22,7 @@ from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.site import NAME
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.scheduler.request import Method, SamplingParams, Speculation
-from lorikeet.shard.scheduler.speculation import Guessers
+from lorikeet.shard.scheduler.speculation import DraftSources
 from tests.shard.apart import run
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.model.dense_attention import DenseAttention
@@ -168,11 +168,11 @@ def test_rows_of_a_check_that_share_a_place_are_alike() -> None:
 
 def test_rows_of_padding_write_to_the_spare_page_alone() -> None:
     graphed, _ = captured()
-    for site in graphed.sites:
+    for site in graphed.targets:
         assert site.kv is not None
         site.kv.keys.fill_(9.0)  # type: ignore[attr-defined]
     Texts(graphed).step({2: 3})  # padded to four rows, of pages 16 and the spare one
-    for site in graphed.sites:
+    for site in graphed.targets:
         keys = site.kv.keys.view(NUM_PAGES + 1, PAGE_SIZE, -1)  # type: ignore[union-attr]
         written = {int(page) for page in (keys != 9.0).flatten(1).any(1).nonzero()}
         assert written == {16, NUM_PAGES}
@@ -228,8 +228,8 @@ def test_an_engine_gives_the_same_texts_with_graphs(lag: int) -> None:
 
 def texts_of(model: Model, lag: int) -> list[list[int]]:
     """What an engine makes of six requests: greedy, sampled, with guesses, one longer than any graph."""
-    guessers = Guessers(8, 1, 8, 4)
-    rig = Rig(Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, guessers=guessers))
+    draft_sources = DraftSources(8, 1, 8, 4)
+    rig = Rig(Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, draft_sources=draft_sources))
     requests = []
     for index in range(6):
         prompt = [(5 * index + 3 * (place % 4)) % VOCAB for place in range(3 + 4 * index)]

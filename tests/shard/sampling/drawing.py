@@ -37,6 +37,6 @@ def shown_law(logits: torch.Tensor, sampling: SamplingParams, known: list[int], 
     sampler = Sampler(vocab_size, 1, CPU)
     sampler.add(0, sampling, LogprobParams(wanted=True, alternatives=vocab_size), known, num_prompt)
     host = sampler.sample(logits[None], [0], [len(known)]).to_host()
-    law = np.zeros(vocab_size)
-    law[host.alternative_ids[0]] = np.exp(host.alternative_logprobs[0])
-    return law
+    distribution = np.zeros(vocab_size)
+    distribution[host.alternative_ids[0]] = np.exp(host.alternative_logprobs[0])
+    return distribution

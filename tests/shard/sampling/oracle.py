@@ -44,7 +44,7 @@ def penalised(logits: np.ndarray, case: Case, prompt: list[int], output: list[in
     return scores
 
 
-def law(logits: np.ndarray, case: Case, prompt: list[int], output: list[int]) -> np.ndarray:
+def distribution(logits: np.ndarray, case: Case, prompt: list[int], output: list[int]) -> np.ndarray:
     """[V]: the probability of each token."""
     p = softmax(penalised(logits, case, prompt, output) / case.temperature)
     if case.top_k:

@@ -32,10 +32,10 @@ NUM_SEEDS, NUM_PLACES = 4000, 6
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_draws_follow_the_law(case: Case) -> None:
-    law = oracle.law(LOGITS, case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
+    distribution = oracle.distribution(LOGITS, case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
     tokens = draws(LOGITS, case, KNOWN, NUM_PROMPT, NUM_SEEDS, NUM_PLACES)
-    assert oracle.fit(np.bincount(tokens.ravel(), minlength=V), law) > SAFE
-    pairs = np.outer(law, law)
+    assert oracle.fit(np.bincount(tokens.ravel(), minlength=V), distribution) > SAFE
+    pairs = np.outer(distribution, distribution)
     places = np.bincount((tokens[:, 0::2] * V + tokens[:, 1::2]).ravel(), minlength=V * V)
     assert oracle.fit(places, pairs) > SAFE
     seeds = np.bincount((tokens[0::2] * V + tokens[1::2]).ravel(), minlength=V * V)
@@ -45,5 +45,5 @@ def test_draws_follow_the_law(case: Case) -> None:
 def test_a_law_that_is_not_the_right_one_is_noticed() -> None:
     """The power of the test above: a temperature applied twice is far outside."""
     tokens = draws(LOGITS, Case(temperature=0.6), KNOWN, NUM_PROMPT, NUM_SEEDS, NUM_PLACES)
-    wrong = oracle.law(LOGITS, Case(temperature=0.36), KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
+    wrong = oracle.distribution(LOGITS, Case(temperature=0.36), KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
     assert oracle.fit(np.bincount(tokens.ravel(), minlength=V), wrong) < SAFE

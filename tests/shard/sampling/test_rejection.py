@@ -56,13 +56,13 @@ CASES = {
 @pytest.mark.parametrize("case", KERNEL_CASES.values(), ids=KERNEL_CASES.keys())
 def test_what_is_emitted_follows_the_target(case: tuple[np.ndarray, np.ndarray]) -> None:
     p, q = (torch.tensor(logits, dtype=torch.float32).expand(MANY, V) for logits in case)
-    law_q = torch.softmax(q, dim=-1)
-    drafted = torch.multinomial(law_q[0], MANY, replacement=True, generator=torch.Generator().manual_seed(5))
+    draft_probs = torch.softmax(q, dim=-1)
+    drafted = torch.multinomial(draft_probs[0], MANY, replacement=True, generator=torch.Generator().manual_seed(5))
     seeds, places = torch.arange(MANY), torch.full((MANY,), 7)
-    found = settle(p, law_q, drafted, seeds, places, token_words(V, CPU)).numpy()
-    law = oracle.softmax(case[0].astype(np.float64))
-    assert oracle.fit(np.bincount(found, minlength=V), law) > SAFE
-    overlap = np.minimum(law, oracle.softmax(case[1].astype(np.float64))).sum()
+    found = settle(p, draft_probs, drafted, seeds, places, token_words(V, CPU)).numpy()
+    distribution = oracle.softmax(case[0].astype(np.float64))
+    assert oracle.fit(np.bincount(found, minlength=V), distribution) > SAFE
+    overlap = np.minimum(distribution, oracle.softmax(case[1].astype(np.float64))).sum()
     stood = (found == drafted.numpy()).mean()
     assert abs(stood - overlap) <= 5 * np.sqrt(overlap * (1 - overlap) / MANY) + 1e-3
 
@@ -94,10 +94,10 @@ def test_every_position_follows_the_target(case: tuple[np.ndarray, np.ndarray, C
     p, q, transforms = case
     tokens, counts = emitted(p, q, transforms)
     for place, logits in enumerate(p):
-        law = oracle.law(logits, transforms, [1], [2])
+        distribution = oracle.distribution(logits, transforms, [1], [2])
         here = tokens[counts > place, place]
         if len(here) > 500:
-            assert oracle.fit(np.bincount(here, minlength=V), law) > SAFE
+            assert oracle.fit(np.bincount(here, minlength=V), distribution) > SAFE
 
 
 def test_equal_laws_reject_nothing() -> None:
@@ -107,19 +107,19 @@ def test_equal_laws_reject_nothing() -> None:
 
 def test_neighbouring_positions_are_independent() -> None:
     tokens, counts = emitted(np.repeat(P4[:1], 3, 0), P4[:2] * 0.9, PLAIN)
-    law = oracle.law(P4[0], PLAIN, [1], [2])
+    distribution = oracle.distribution(P4[0], PLAIN, [1], [2])
     both = tokens[counts > 2]
     table = np.bincount(both[:, 1] * V + both[:, 2], minlength=V * V).reshape(V, V)
     first = table.sum(1) / table.sum()
-    assert oracle.fit(table.ravel(), np.outer(first, law).ravel()) > 1e-6
+    assert oracle.fit(table.ravel(), np.outer(first, distribution).ravel()) > 1e-6
 
 
 def test_nothing_left_over_is_drawn_from_the_target() -> None:
     """Rounding may reject where the two laws are equal: then there is no residual to draw from."""
     scores = torch.tensor(P4[:1]).repeat(64, 1)
-    law = torch.softmax(scores, dim=-1)
+    distribution = torch.softmax(scores, dim=-1)
     seeds, places = torch.arange(64), torch.zeros(64, dtype=torch.long)
-    found = settle(scores, law * 3, torch.zeros(64, dtype=torch.long), seeds, places, token_words(V, CPU))
+    found = settle(scores, distribution * 3, torch.zeros(64, dtype=torch.long), seeds, places, token_words(V, CPU))
     assert found.min() >= 0 and found.unique().numel() > 3
 
 

@@ -15,8 +15,10 @@ from tests.shard.sampling.oracle import Case
 
 LOGITS = torch.randn(1, 40, generator=torch.Generator().manual_seed(2)) * 3
 DRAWN = SamplingParams(do_sample=True, temperature=0.5, top_k=5, frequency_penalty=1.0)
-LAW = oracle.law(LOGITS[0].numpy(), Case(temperature=0.5, top_k=5, frequency_penalty=1.0), [1, 2], [3])
-RAW_LAW = oracle.softmax(LOGITS[0].double().numpy())
+DISTRIBUTION = oracle.distribution(
+    LOGITS[0].numpy(), Case(temperature=0.5, top_k=5, frequency_penalty=1.0), [1, 2], [3]
+)
+RAW_LOGPROBS = oracle.softmax(LOGITS[0].double().numpy())
 
 
 def sampled(logprobs: LogprobParams, params: SamplingParams = DRAWN, logits: torch.Tensor = LOGITS) -> HostSampled:
@@ -25,12 +27,12 @@ def sampled(logprobs: LogprobParams, params: SamplingParams = DRAWN, logits: tor
     return sampler.sample(logits, [0], [3]).to_host()
 
 
-@pytest.mark.parametrize(("raw", "law"), [(False, LAW), (True, RAW_LAW)])
-def test_logprobs_are_of_the_law_asked_for(raw: bool, law: np.ndarray) -> None:
+@pytest.mark.parametrize(("raw", "law"), [(False, DISTRIBUTION), (True, RAW_LOGPROBS)])
+def test_logprobs_are_of_the_law_asked_for(raw: bool, distribution: np.ndarray) -> None:
     host = sampled(LogprobParams(wanted=True, alternatives=4, raw=raw))
-    assert host.logprobs[0] == pytest.approx(math.log(law[host.token_ids[0]]), abs=1e-5)
-    assert host.alternative_ids[0] == np.argsort(-law)[:4].tolist()
-    assert host.alternative_logprobs[0] == pytest.approx(np.log(np.sort(law)[::-1][:4]).tolist(), abs=1e-5)
+    assert host.logprobs[0] == pytest.approx(math.log(distribution[host.token_ids[0]]), abs=1e-5)
+    assert host.alternative_ids[0] == np.argsort(-distribution)[:4].tolist()
+    assert host.alternative_logprobs[0] == pytest.approx(np.log(np.sort(distribution)[::-1][:4]).tolist(), abs=1e-5)
 
 
 def test_excluded_alternatives_are_impossible() -> None:
@@ -83,10 +85,10 @@ def test_prompt_logprobs_are_the_models_own() -> None:
     logits = torch.randn(9, 5000, generator=torch.Generator().manual_seed(1)) * 2
     targets = torch.arange(9) * 11
     host = Sampler(5000, 1, CPU).prompt_logprobs(logits, targets, 3).to_host()
-    law = np.log([oracle.softmax(row) for row in logits.double().numpy()])
-    assert host.logprobs == pytest.approx(law[np.arange(9), targets].tolist(), abs=1e-5)
-    assert host.alternative_ids == np.argsort(-law, axis=1)[:, :3].tolist()
-    np.testing.assert_allclose(host.alternative_logprobs, -np.sort(-law, axis=1)[:, :3], atol=1e-5)
+    distribution = np.log([oracle.softmax(row) for row in logits.double().numpy()])
+    assert host.logprobs == pytest.approx(distribution[np.arange(9), targets].tolist(), abs=1e-5)
+    assert host.alternative_ids == np.argsort(-distribution, axis=1)[:, :3].tolist()
+    np.testing.assert_allclose(host.alternative_logprobs, -np.sort(-distribution, axis=1)[:, :3], atol=1e-5)
     none = Sampler(5000, 1, CPU).prompt_logprobs(logits, targets, 0).to_host()
     assert none.logprobs == host.logprobs
     assert none.alternative_ids == [[]] * 9

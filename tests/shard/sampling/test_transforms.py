@@ -60,7 +60,7 @@ def reference(case: Case) -> LogitsProcessorList:
     return LogitsProcessorList([make() for used, make in steps if used])
 
 
-def assert_same_law(found: np.ndarray, expected: np.ndarray) -> None:
+def assert_same_distribution(found: np.ndarray, expected: np.ndarray) -> None:
     assert np.flatnonzero(found).tolist() == np.flatnonzero(expected).tolist()
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
@@ -71,15 +71,15 @@ def test_same_law_as_transformers(case: Case, vocab_size: int) -> None:
     for seed in range(5):
         logits = logits_of(seed, vocab_size)
         expected = reference(case)(torch.tensor([KNOWN]), logits[None].clone())[0].softmax(-1).numpy()
-        assert_same_law(shown_law(logits, params(case), KNOWN, NUM_PROMPT), expected)
+        assert_same_distribution(shown_law(logits, params(case), KNOWN, NUM_PROMPT), expected)
 
 
 @pytest.mark.parametrize("case", [*PLAIN.values(), *OURS.values()], ids=[*PLAIN.keys(), *OURS.keys()])
 def test_same_law_as_numpy(case: Case) -> None:
     for seed in range(5):
         logits = logits_of(seed, 500)
-        expected = oracle.law(logits.numpy(), case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
-        assert_same_law(shown_law(logits, params(case), KNOWN, NUM_PROMPT), expected)
+        expected = oracle.distribution(logits.numpy(), case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
+        assert_same_distribution(shown_law(logits, params(case), KNOWN, NUM_PROMPT), expected)
 
 
 def test_a_flat_law_is_filtered_rightly() -> None:
@@ -87,7 +87,7 @@ def test_a_flat_law_is_filtered_rightly() -> None:
     logits = logits_of(0, 20_000) * 0.01
     for case in (Case(top_p=0.9), Case(typical_p=0.9), Case(top_p=0.1), Case(top_k=300, top_p=0.99)):
         found = shown_law(logits, params(case), KNOWN, NUM_PROMPT)
-        expected = oracle.law(logits.numpy(), case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
+        expected = oracle.distribution(logits.numpy(), case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
         # running sums over thousands of nearly equal tokens may end one token apart
         assert abs(np.count_nonzero(found) - np.count_nonzero(expected)) <= 1
         np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -100,8 +100,8 @@ def test_how_many_are_ordered_first_changes_nothing() -> None:
     for kept in (filters.top_p, filters.typical_p):
         whole = kept(scores.clone(), mass, 3000)
         assert 1 < (whole > -torch.inf).sum() < whole.numel()
-        for first_look in (1, 2, 100, 128, 2999):
-            assert torch.equal(kept(scores.clone(), mass, first_look), whole)
+        for first_check in (1, 2, 100, 128, 2999):
+            assert torch.equal(kept(scores.clone(), mass, first_check), whole)
 
 
 def test_equal_scores_stay_or_go_together() -> None:

@@ -14,7 +14,7 @@ def requests_of(adapter: str, count: int, first: int, num_prompt: int = 32) -> l
 
 
 def crowded(*requests: Request) -> Scheduler:
-    scheduler = Scheduler(KvCache(9000, 4, prefix_caching=False), Limits(512, 64, crowd_tokens=16))
+    scheduler = Scheduler(KvCache(9000, 4, prefix_caching=False), Limits(512, 64, adapter_prefill_tokens=16))
     for request in requests:
         scheduler.add(request)
     return scheduler
@@ -75,7 +75,7 @@ def test_an_adapter_alone_has_the_step_but_not_for_a_while_after_others() -> Non
 
 
 def test_prompts_that_are_computed_whole_know_no_turns() -> None:
-    scheduler = Scheduler(KvCache(1000, 4), Limits(512, 64, chunked_prefill=False, crowd_tokens=16))
+    scheduler = Scheduler(KvCache(1000, 4), Limits(512, 64, chunked_prefill=False, adapter_prefill_tokens=16))
     for request in [*requests_of("flood", 4, 0), *requests_of("a", 1, 100)]:
         scheduler.add(request)
     assert step(scheduler) == ({"flood": [32] * 4, "a": [32]}, 0)

@@ -1,11 +1,11 @@
 """What a share says of itself."""
 
-from lorikeet.shard.scheduler.scheduled_request import Share
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from tests.shard.rig import make_request
 
 
 def test_each_token_attends_to_itself_and_all_before() -> None:
     request = make_request(1, [1, 2, 3], 10)
-    assert Share(request, 0, 3, samples=True).num_attended == 1 + 2 + 3
-    assert Share(request, 9, 10, samples=True).num_attended == 10
-    assert Share(request, 9, 10, samples=True, draft_ids=[5, 6]).num_attended == 10 + 11 + 12
+    assert ScheduledRequest(request, 0, 3, samples=True).num_attended == 1 + 2 + 3
+    assert ScheduledRequest(request, 9, 10, samples=True).num_attended == 10
+    assert ScheduledRequest(request, 9, 10, samples=True, draft_ids=[5, 6]).num_attended == 10 + 11 + 12

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.request import FinishReason, LogprobParams, Request
-from lorikeet.shard.scheduler.scheduled_request import Share
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from tests.shard.fake_model import extend, generate_alone, next_token
 
@@ -24,14 +24,14 @@ class Device:
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
     newest: dict[int, int] = field(default_factory=dict)
 
-    def run(self, shares: list[Share]) -> list[int | None]:
+    def run(self, shares: list[ScheduledRequest]) -> list[int | None]:
         written: set[tuple[int, int]] = set()
         sampled: list[int | None] = []
         for share in shares:
             sampled.append(self._run_one(share, written))
         return sampled
 
-    def _run_one(self, share: Share, written: set[tuple[int, int]]) -> int | None:
+    def _run_one(self, share: ScheduledRequest, written: set[tuple[int, int]]) -> int | None:
         request, page_size = share.request, self.cache.page_size
         for position in range(share.start, share.end):
             slot = (request.page_ids[position // page_size], position % page_size)
@@ -61,7 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         caching=st.booleans(),
         lag=st.integers(0, 1),
-        crowd_tokens=st.sampled_from([None, 1, 3]),
+        adapter_prefill_tokens=st.sampled_from([None, 1, 3]),
     )
     def start(
         self,
@@ -72,16 +72,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked: bool,
         caching: bool,
         lag: int,
-        crowd_tokens: int | None,
+        adapter_prefill_tokens: int | None,
     ) -> None:
         self.cache = KvCache(-(-num_tokens // page_size), page_size, caching)
-        self.scheduler = Scheduler(self.cache, Limits(step_tokens, max_running, chunked, crowd_tokens=crowd_tokens))
+        self.scheduler = Scheduler(
+            self.cache, Limits(step_tokens, max_running, chunked, adapter_prefill_tokens=adapter_prefill_tokens)
+        )
         self.device = Device(self.cache)
         self.lag = lag
-        self.launched: list[tuple[list[Share], list[int | None]]] = []
+        self.launched: list[tuple[list[ScheduledRequest], list[int | None]]] = []
         self.all: list[tuple[Request, list[int]]] = []
         self.now = 0.0
-        self.was_alone, self.others = False, list[Request]()
+        self.was_isolated, self.others = False, list[Request]()
 
     @rule(
         stem=st.integers(0, 1),
@@ -91,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "", "salt"]),
         kind=st.sampled_from(["plain", "plain", "plain", "scored", "short-lived"]),
         adapter=st.sampled_from(["", "", "a", "b"]),
-        num_alone=st.sampled_from([0, 0, 0, 1, 3]),
+        isolation_steps=st.sampled_from([0, 0, 0, 1, 3]),
     )
     def arrive(
         self,
@@ -102,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str,
         kind: str,
         adapter: str,
-        num_alone: int,
+        isolation_steps: int,
     ) -> None:
         """A few requests at once that share the beginning of their prompts, or all of it."""
         for tail in tails:
@@ -118,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 adapter_digest=adapter,
                 logprobs=LogprobParams(prefill=kind == "scored"),
                 deadline=self.now + 5 if kind == "short-lived" else None,
-                num_alone=num_alone,
+                isolation_steps=isolation_steps,
             )
             self.all.append((request, list(request.token_ids)))
             self.scheduler.add(request)
@@ -145,7 +147,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self) -> None:
         self.now += 1
         self.scheduler.expire(self.now)
-        suspects = {request.key: request.num_alone for request in self.scheduler.requests.values() if request.num_alone}
+        suspects = {
+            request.key: request.isolation_steps
+            for request in self.scheduler.requests.values()
+            if request.isolation_steps
+        }
         shares = self.scheduler.schedule()
         self.check_plan(shares)
         self.check_suspects(shares, suspects)
@@ -158,23 +164,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             for share, token_id in zip(*self.launched.pop(0), strict=True):
                 self.scheduler.commit(share, [] if token_id is None else [token_id])
 
-    def check_suspects(self, shares: list[Share], suspects: dict[tuple[int, int], int]) -> None:
+    def check_suspects(self, shares: list[ScheduledRequest], suspects: dict[tuple[int, int], int]) -> None:
         """A suspect has its steps for itself; the first to come is done with them before another begins."""
         keys = [share.request.key for share in shares]
-        assert self.scheduler.is_alone == bool(suspects.keys() & set(keys))
-        if self.scheduler.is_alone:
+        assert self.scheduler.is_isolated == bool(suspects.keys() & set(keys))
+        if self.scheduler.is_isolated:
             (share,) = shares
             waited = [request for request in self.others if not request.finish_reason and request.row >= 0]
-            assert not self.was_alone or not waited, "others had no turn"
-            assert share.request.num_alone == suspects[share.request.key] - share.samples
-        self.was_alone = self.scheduler.is_alone
+            assert not self.was_isolated or not waited, "others had no turn"
+            assert share.request.isolation_steps == suspects[share.request.key] - share.samples
+        self.was_isolated = self.scheduler.is_isolated
         self.others = [
             request
             for request in self.scheduler.running
             if request.key not in suspects and request.num_launched == 0 and request.num_computed < request.num_known
         ]
 
-    def check_plan(self, shares: list[Share]) -> None:
+    def check_plan(self, shares: list[ScheduledRequest]) -> None:
         limits = self.scheduler.limits
         assert len({share.request for share in shares}) == len(shares) <= limits.max_running
         prompt_shares = [share for share in shares if share.num_tokens > 1]

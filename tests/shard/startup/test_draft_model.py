@@ -8,12 +8,19 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.shard.scheduler.request import Method, Request, Schedule, Source, Speculation
-from lorikeet.shard.scheduler.speculation import Guessers
-from tests.shard.engine.test_speculation import LAWS, SETUPS, assert_equal, make_mix, mixed_laws, texts_alone
+from lorikeet.shard.scheduler.speculation import DraftSources
+from tests.shard.engine.test_speculation import (
+    DISTRIBUTIONS,
+    SETUPS,
+    assert_equal,
+    make_mix,
+    mixed_distributions,
+    texts_alone,
+)
 from tests.shard.fake_model import DraftModel, generate_alone
 from tests.shard.rig import Rig, Setup, copy_of, make_request
 
-GUESSERS = Guessers(has_draft_model=True)
+DRAFT_SOURCES = DraftSources(has_draft_model=True)
 WIDTHS = (1, 3, 5, 10)
 SCHEDULES = list(Schedule)
 
@@ -31,9 +38,9 @@ CHANCES = (0.7, 1.0, 0.0)
 @pytest.mark.parametrize("case", range(len(SETUPS)), ids=SETUPS.keys())
 def test_every_text_is_what_it_is_without(case: int) -> None:
     setup, chance = list(SETUPS.values())[case], CHANCES[case % 3]
-    requests = drafting(mixed_laws())
+    requests = drafting(mixed_distributions())
     alone = texts_alone(requests)
-    rig = Rig(replace(setup, guessers=GUESSERS, draft=DraftModel(chance)))
+    rig = Rig(replace(setup, draft_sources=DRAFT_SOURCES, draft=DraftModel(chance)))
     rig.watches_kv = True
     outputs = rig.run(*requests)
     for request in requests:
@@ -47,12 +54,12 @@ def test_every_text_is_what_it_is_without(case: int) -> None:
         assert output.sources.count(Source.DRAFT) == output.num_accepted <= sum(output.num_drafted)
 
 
-@pytest.mark.parametrize("values", LAWS.values(), ids=LAWS.keys())
+@pytest.mark.parametrize("values", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS.keys())
 def test_the_same_model_drafts_what_is_drawn(values: dict[str, object]) -> None:
     """Every transform holds for drafts as for the target, each in its place; noise too."""
     requests = drafting(make_mix(**values))
     alone = texts_alone(requests)
-    outputs = Rig(Setup(guessers=GUESSERS, draft=DraftModel())).run(*requests)
+    outputs = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel())).run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
         assert outputs[request.key[1]].num_accepted == sum(outputs[request.key[1]].num_drafted)
@@ -60,12 +67,12 @@ def test_the_same_model_drafts_what_is_drawn(values: dict[str, object]) -> None:
 
 def test_first_passes_and_further_ones_are_timed_apart() -> None:
     request = make_request(1, [5, 6, 7], 40, speculation=Speculation(Method.DRAFT, 4, schedule=Schedule.AUTO))
-    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
     told: list[tuple[float, float]] = []
     assert rig.engine.scheduler.proposer is not None
-    pacer = rig.engine.scheduler.proposer.pacer
-    pacer._best = lambda offers, *_: [offer.width for offer in offers]  # type: ignore[method-assign] # by no clock
-    learn = pacer.drafting
+    draft_length = rig.engine.scheduler.proposer.draft_length
+    draft_length._best = lambda offers, *_: [offer.width for offer in offers]  # type: ignore[method-assign] # by no clock
+    learn = draft_length.drafting
     learn.observe = lambda *of: told.append(of[2])  # type: ignore[method-assign,func-returns-value]
     rig.run(request)
     assert len(told) > 3
@@ -75,11 +82,11 @@ def test_first_passes_and_further_ones_are_timed_apart() -> None:
 @pytest.mark.parametrize("schedule", [Schedule.HEURISTIC, Schedule.AUTO])
 @pytest.mark.parametrize("name", ["default", "lag 1", "few pages, lag 1, chunks of 7, no prefixes"])
 def test_no_schedule_changes_a_text(name: str, schedule: Schedule) -> None:
-    requests = drafting(mixed_laws(), Method.AUTO)
+    requests = drafting(mixed_distributions(), Method.AUTO)
     for request in requests:
         request.speculation = replace(request.speculation, schedule=schedule)
     alone = texts_alone(requests)
-    rig = Rig(replace(SETUPS[name], guessers=GUESSERS, draft=DraftModel(0.6)))
+    rig = Rig(replace(SETUPS[name], draft_sources=DRAFT_SOURCES, draft=DraftModel(0.6)))
     rig.watches_kv = True
     outputs = rig.run(*requests)
     for request in requests:
@@ -90,7 +97,7 @@ def test_no_schedule_changes_a_text(name: str, schedule: Schedule) -> None:
 
 def test_right_drafts_take_fewer_steps() -> None:
     request = make_request(1, [1, 2, 3], 41, speculation=Speculation(Method.DRAFT, 4))
-    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
     output = rig.run(request)[1]
     assert output.num_drafted == (0, 0, 32) and output.num_accepted == 32
     assert rig.model.num_steps == 1 + 40 // 5
@@ -106,14 +113,14 @@ def test_a_text_ends_at_its_stop_inside_a_block() -> None:
     stop = text[3]  # the first comes without drafts, and of the block behind it this is the third
     assert stop not in text[:3]
     request = make_request(1, [1, 2, 3], 20, stop_ids=frozenset({stop}), speculation=Speculation(Method.DRAFT, 6))
-    output = Rig(Setup(guessers=GUESSERS, draft=DraftModel())).run(request)[1]
+    output = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel())).run(request)[1]
     assert output.token_ids == text[:4]
     assert (output.num_drafted, output.num_accepted) == ((0, 0, 6), 3)
 
 
 def test_a_prefix_that_the_draft_model_knows_is_not_taken_in_again() -> None:
     prompt = list(range(40))
-    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
     assert rig.draft is not None
     rig.run(make_request(1, prompt, 2, speculation=Speculation(Method.DRAFT, 4)))
     first = rig.draft.num_tokens
@@ -124,7 +131,7 @@ def test_a_prefix_that_the_draft_model_knows_is_not_taken_in_again() -> None:
 
 def test_a_prefix_that_only_the_target_knows_is_taken_in() -> None:
     prompt = list(range(40))
-    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
     assert rig.draft is not None
     rig.watches_kv = True
     rig.run(make_request(1, prompt, 10))
@@ -140,7 +147,7 @@ def test_a_prefix_that_only_the_target_knows_is_taken_in() -> None:
 def test_lookup_goes_before_the_draft_model_which_then_catches_up() -> None:
     request = make_request(1, [1, 2, 3, 4, 5, 6, 7, 8] * 3, 40, speculation=Speculation(Method.AUTO, 4))
     alone = Rig().run(copy_of(request, 1))[1]
-    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
     rig.watches_kv = True
     output = rig.run(request)[1]
     assert output.token_ids == alone.token_ids
@@ -151,7 +158,7 @@ def test_lookup_goes_before_the_draft_model_which_then_catches_up() -> None:
 def test_the_first_token_after_a_move_is_the_target_s_own(num_known: int) -> None:
     """Also where a prefix hit leaves one token to compute, as in any other step."""
     text = Rig().run(make_request(1, [1, 2, 3, 4, 5], 20))[1].token_ids
-    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel()))
+    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
     for number in (1, 2):
         moved = make_request(number, [1, 2, 3, 4, 5], 20, speculation=Speculation(Method.DRAFT, 4))
         moved.token_ids += text[:num_known]
@@ -165,7 +172,7 @@ def test_nobody_is_preempted_for_a_draft() -> None:
     """Another's drafts fill the memory; when a request needs a page, those that failed have given theirs back."""
     guessing = make_request(1, [1] * 8, 16, speculation=Speculation(Method.DRAFT, 10))
     other = make_request(2, [2] * 8, 5)
-    rig = Rig(Setup(num_pages=6, guessers=GUESSERS, draft=DraftModel(0.0), prefix_caching=False))
+    rig = Rig(Setup(num_pages=6, draft_sources=DRAFT_SOURCES, draft=DraftModel(0.0), prefix_caching=False))
     rig.submit(guessing, other)
     rig.step(2)
     assert len(guessing.page_ids) == 3 and sum(rig.outputs[1].num_drafted) == 3
@@ -177,7 +184,9 @@ def test_nobody_is_preempted_for_a_draft() -> None:
 def test_requests_that_join_leave_and_are_cancelled_change_nobody(lag: int) -> None:
     """Over memory for a few of them, so that some are preempted in the midst of a block."""
     rng = random.Random(lag)
-    setup = Setup(num_pages=25, step_tokens=23, max_running=6, commit_lag=lag, guessers=GUESSERS, draft=DraftModel(0.7))
+    setup = Setup(
+        num_pages=25, step_tokens=23, max_running=6, commit_lag=lag, draft_sources=DRAFT_SOURCES, draft=DraftModel(0.7)
+    )
     rig = Rig(setup)
     rig.watches_kv = True
     requests: dict[int, Request] = {}
@@ -210,7 +219,7 @@ def test_requests_that_join_leave_and_are_cancelled_change_nobody(lag: int) -> N
 def test_steps_and_sources_add_up(width: int) -> None:
     """One forward pass for each step that emitted something, each ended by a token of the target's own."""
     wanted = Speculation(Method.DRAFT, width)
-    rig = Rig(Setup(guessers=GUESSERS, draft=DraftModel(0.7)))
+    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel(0.7)))
     output = rig.run(make_request(1, [4, 5, 6], 60, speculation=wanted))[1]
     sources = [Source(source) for source in output.sources]
     num_steps = output.step_ends.count(1)

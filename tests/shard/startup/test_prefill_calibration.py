@@ -40,5 +40,5 @@ def test_a_shard_plans_by_what_it_measured(tmp_path: Path, monkeypatch: pytest.M
     asked = []
     monkeypatch.setattr(crowd, "measure", lambda model, num_tokens: asked.append(num_tokens) or 77)
     engine = build_engine(config, load_model(config), Inbox(), Outbox())
-    assert engine.scheduler.limits.crowd_tokens == 77
+    assert engine.scheduler.limits.adapter_prefill_tokens == 77
     assert asked == [64]

@@ -1,4 +1,4 @@
-"""`python -m lorikeet.shard` as a real process with a real model: ready, served, ended by signals and by its parent's death."""
+"""`python -m lorikeet.shard` as a real process with a real model: ready, serving, ended by signals and parent death."""
 
 import json
 import os

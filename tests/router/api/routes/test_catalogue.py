@@ -42,8 +42,8 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def settled(server: Serving) -> None:
-    assert server.service.keeper is not None
-    await server.service.keeper.settled.wait()
+    assert server.service.preloader is not None
+    await server.service.preloader.settled.wait()
 
 
 async def test_an_alias_is_a_model_on_every_route(tmp_path: Path) -> None:

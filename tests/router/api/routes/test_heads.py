@@ -40,8 +40,8 @@ async def shared_default(anyio_backend: str, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("default")
     made(folder, *HOLDS)
     async with serving(folder, adapters=True, loader_answer=finds_heads, adapter_id="heads") as started:
-        assert started.service.keeper is not None
-        await started.service.keeper.settled.wait()
+        assert started.service.preloader is not None
+        await started.service.preloader.settled.wait()
         yield started
 
 
@@ -236,8 +236,8 @@ async def test_nobody_waits_for_default_heads(tmp_path: Path) -> None:
     made(tmp_path, *HOLDS)
     fields: dict[str, Any] = {"loader_answer": finds_heads, "adapter_id": "heads", "auth_cache_ttl_s": 0.0}
     async with serving(tmp_path, adapters=True, **fields) as server:
-        assert server.service.keeper is not None
-        await server.service.keeper.settled.wait()
+        assert server.service.preloader is not None
+        await server.service.preloader.settled.wait()
         assert await told(server, "/generate", "lora") == ("lora", "heads", 255)
         server.service.admission.loading._known.clear()
         server.loader.may_answer.clear()
@@ -252,8 +252,8 @@ async def test_default_heads_may_be_an_alias_of_the_catalogue(tmp_path: Path) ->
     path = write(tmp_path, "general: {id: more}\nfast: {id: heads}")
     fields: dict[str, Any] = {"loader_answer": finds_heads, "catalogue_path": path, "adapter_id": "general"}
     async with serving(tmp_path, adapters=True, **fields) as server:
-        assert server.service.keeper is not None
-        await server.service.keeper.settled.wait()
+        assert server.service.preloader is not None
+        await server.service.preloader.settled.wait()
         assert await told(server, "/generate", None) == ("", "more", 255)
         assert await told(server, "/generate", "lora") == ("lora", "more", 255)
         (tmp_path / "catalogue.yaml").write_text("general: {id: heads}")

@@ -182,7 +182,7 @@ async def test_completion_logprobs(server: Serving) -> None:
     assert logprobs["top_logprobs"][1] == {"!": -0.25, '"': -1.25}
     assert logprobs["text_offset"] == [0, 6]
     submit = server.shard.submits[0]
-    assert submit.logprobs.law == submit.logprobs.RAW
+    assert submit.logprobs.mode == submit.logprobs.RAW
     [choice] = (await post(server, "/v1/completions", {**COMPLETION, "logprobs": 0}))["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-0.5, -0.25]
     assert choice["logprobs"]["top_logprobs"] is None

@@ -14,11 +14,11 @@ from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters import loading as adapter_file
 from lorikeet.shard.model.adapters.loading import AdapterFiles, Destination
 from lorikeet.shard.model.adapters.plan import Form
-from lorikeet.shard.model.lora import sites as lora
+from lorikeet.shard.model.lora import targets as lora
 from lorikeet.shard.model.lora.memory import Arena
-from lorikeet.shard.model.lora.partition import Cut
+from lorikeet.shard.model.lora.partition import Partition
 from lorikeet.shard.model.lora.served_file import FORMAT
-from lorikeet.shard.model.lora.sites import AdapterSite, SlotWeights
+from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights
 from lorikeet.shard.system.native import CompilerMissing
 
 SHAPES = [(64, 64), (96, 33), (130, 200), (31, 1), (1, 127), (1024, 256)]
@@ -27,19 +27,19 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def make_sites(shapes: Sequence[tuple[int, int]] = SHAPES) -> dict[str, AdapterSite]:
+def make_targets(shapes: Sequence[tuple[int, int]] = SHAPES) -> dict[str, LoraTarget]:
     """Linear modules and embeddings of all shapes."""
     inputs = StepInputs(16, torch.device("cpu"))
     names = [(f"{kind}-{number}", shape) for kind in ("linear", "embedding") for number, shape in enumerate(shapes)]
-    sites = {name: AdapterSite(name, *shape, inputs) for name, shape in names}
-    for name, site in sites.items():
+    targets = {name: LoraTarget(name, *shape, inputs) for name, shape in names}
+    for name, site in targets.items():
         site.is_embedding = name.startswith("embedding")
-    return sites
+    return targets
 
 
-def make_tensors(sites: dict[str, AdapterSite], rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def make_tensors(targets: dict[str, LoraTarget], rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for number, (name, site) in enumerate(sites.items()):
+    for number, (name, site) in enumerate(targets.items()):
         tensors[f"{name}.A"] = torch.randn(rank, site.num_in).to(dtype)
         tensors[f"{name}.B"] = torch.randn(site.num_out, rank).to(dtype)
         if number % 3 == 0:
@@ -53,9 +53,9 @@ def write(path: Path, tensors: dict[str, torch.Tensor], digest: str = "d", **met
     return path
 
 
-def read(path: Path, sites: dict[str, AdapterSite], dtype: torch.dtype) -> dict[str, SlotWeights]:
-    content = AdapterFiles(sites, Destination(dtype, Arena(1 << 22))).read(path)
-    return {site.name: content.weights(index) for index, site in enumerate(content.sites)}
+def read(path: Path, targets: dict[str, LoraTarget], dtype: torch.dtype) -> dict[str, SlotWeights]:
+    content = AdapterFiles(targets, Destination(dtype, Arena(1 << 22))).read(path)
+    return {site.name: content.weights(index) for index, site in enumerate(content.targets)}
 
 
 def assert_equal(found: SlotWeights, wanted: SlotWeights) -> None:
@@ -64,7 +64,7 @@ def assert_equal(found: SlotWeights, wanted: SlotWeights) -> None:
         assert torch.equal(found.tensors[name], tensor), name
 
 
-def wanted_of(tensors: dict[str, torch.Tensor], site: AdapterSite) -> SlotWeights:
+def wanted_of(tensors: dict[str, torch.Tensor], site: LoraTarget) -> SlotWeights:
     a, b = tensors[f"{site.name}.A"], tensors[f"{site.name}.B"].t()
     return SlotWeights(a, b, None, tensors.get(f"{site.name}.bias"))
 
@@ -72,10 +72,10 @@ def wanted_of(tensors: dict[str, torch.Tensor], site: AdapterSite) -> SlotWeight
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("rank", RANKS)
 def test_blocks_are_what_torch_makes_of_them(tmp_path: Path, dtype: torch.dtype, rank: int) -> None:
-    sites = make_sites()
-    tensors = make_tensors(sites, rank, dtype)
-    found = read(write(tmp_path / "file", tensors), sites, dtype)
-    for name, site in sites.items():
+    targets = make_targets()
+    tensors = make_tensors(targets, rank, dtype)
+    found = read(write(tmp_path / "file", tensors), targets, dtype)
+    for name, site in targets.items():
         assert found[name].is_packed
         assert_equal(found[name], wanted_of(tensors, site).packed(site.is_embedding))
 
@@ -88,22 +88,22 @@ def test_rows_are_what_torch_makes_of_them(
     def missing(dtype: torch.dtype) -> None:
         raise CompilerMissing
 
-    sites = make_sites()
-    tensors = make_tensors(sites, 17, dtype)
+    targets = make_targets()
+    tensors = make_tensors(targets, 17, dtype)
     monkeypatch.setattr(adapter_file, "compiled", lambda dtype: None)
     if not has_compiler:
         monkeypatch.setattr(adapter_file, "library_for", missing)
-    found = read(write(tmp_path / "file", tensors), sites, dtype)
-    for name, site in sites.items():
+    found = read(write(tmp_path / "file", tensors), targets, dtype)
+    for name, site in targets.items():
         assert not found[name].is_packed
         assert_equal(found[name], wanted_of(tensors, site))
 
 
 CUTS = {
-    "rows": Cut(1, 2, 200, 130, adds_up=False),
-    "rows of two matrices": Cut(1, 2, 200, 130, adds_up=False, num_stacked=2),
-    "columns": Cut(1, 2, 200, 130, adds_up=True),
-    "columns of the first rank": Cut(0, 2, 200, 130, adds_up=True),
+    "rows": Partition(1, 2, 200, 130, is_row_parallel=False),
+    "rows of two matrices": Partition(1, 2, 200, 130, is_row_parallel=False, num_stacked=2),
+    "columns": Partition(1, 2, 200, 130, is_row_parallel=True),
+    "columns of the first rank": Partition(0, 2, 200, 130, is_row_parallel=True),
 }
 
 
@@ -111,7 +111,7 @@ CUTS = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_a_rank_reads_its_part_of_each_factor(
-    tmp_path: Path, cut: Cut, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cut: Partition, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(dtype: torch.dtype) -> None:
         raise CompilerMissing
@@ -123,10 +123,10 @@ def test_a_rank_reads_its_part_of_each_factor(
     a, b, bias = torch.randn(17, cut.num_in).to(dtype), torch.randn(cut.num_out, 17).to(dtype), torch.randn(200)
     path = write(tmp_path / "file", {"linear.A": a, "linear.B": b, "linear.bias": bias})
     num_out, num_in = cut.of_weight(torch.empty(cut.num_out, cut.num_in)).shape
-    site = AdapterSite("linear", num_in, num_out, StepInputs(16, torch.device("cpu")))
+    site = LoraTarget("linear", num_in, num_out, StepInputs(16, torch.device("cpu")))
     site.cut = cut
     wanted = SlotWeights(a, b.t(), None, bias)
-    if cut.adds_up:
+    if cut.is_row_parallel:
         wanted = SlotWeights(a[:, cut.columns], b.t(), None, bias if cut.rank == 0 else None)
     else:
         rows = torch.cat([torch.arange(200)[part] for part in cut.rows])
@@ -136,10 +136,12 @@ def test_a_rank_reads_its_part_of_each_factor(
 
 @pytest.mark.parametrize("key", ["A", "B", "bias"])
 def test_a_rank_refuses_what_does_not_fit_the_whole_module(tmp_path: Path, key: str) -> None:
-    cut = Cut(0, 2, 64, 32, adds_up=key == "A")
+    cut = Partition(0, 2, 64, 32, is_row_parallel=key == "A")
     tensors = {"A": torch.randn(4, 32), "B": torch.randn(64, 4), "bias": torch.randn(64)}
     tensors[key] = tensors[key][..., :16].contiguous() if key == "A" else tensors[key][:32].contiguous()
-    site = AdapterSite("linear", 16 if cut.adds_up else 32, 64 if cut.adds_up else 32, StepInputs(16, CPU))
+    site = LoraTarget(
+        "linear", 16 if cut.is_row_parallel else 32, 64 if cut.is_row_parallel else 32, StepInputs(16, CPU)
+    )
     site.cut = cut
     path = write(tmp_path / "file", {f"linear.{name}": tensor for name, tensor in tensors.items()})
     with pytest.raises(ValueError, match=rf"linear: {key} of shape .* does not fit"):
@@ -147,33 +149,33 @@ def test_a_rank_refuses_what_does_not_fit_the_whole_module(tmp_path: Path, key: 
 
 
 def test_files_that_are_alike_share_a_plan_and_nothing_else(tmp_path: Path) -> None:
-    sites = make_sites([(40, 24)])
-    files = AdapterFiles(sites, Destination(torch.float32, Arena(1 << 20)))
+    targets = make_targets([(40, 24)])
+    files = AdapterFiles(targets, Destination(torch.float32, Arena(1 << 20)))
     contents = []
     for digest in ("one", "two"):
-        tensors = make_tensors(sites, 8, torch.float32)
+        tensors = make_tensors(targets, 8, torch.float32)
         contents.append((files.read(write(tmp_path / digest, tensors, digest)), tensors))
     assert len(files._plans) == 1
     for content, tensors in contents:
-        for index, site in enumerate(content.sites):
+        for index, site in enumerate(content.targets):
             assert_equal(content.weights(index), wanted_of(tensors, site).packed(site.is_embedding))
 
 
 def test_plans_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_file, "MOST_PLANS", 2)
-    sites = make_sites([(40, 24)])
-    files = AdapterFiles(sites, Destination(torch.float32, Arena(1 << 20)))
+    targets = make_targets([(40, 24)])
+    files = AdapterFiles(targets, Destination(torch.float32, Arena(1 << 20)))
     for rank in (1, 2, 3, 1):
-        tensors = make_tensors(sites, rank, torch.float32)
+        tensors = make_tensors(targets, rank, torch.float32)
         content = files.read(write(tmp_path / "file", tensors))
-        assert_equal(content.weights(0), wanted_of(tensors, content.sites[0]).packed(is_embedding=False))
+        assert_equal(content.weights(0), wanted_of(tensors, content.targets[0]).packed(is_embedding=False))
     assert len(files._plans) == 2
 
 
 def test_all_memory_comes_back(tmp_path: Path) -> None:
-    sites, arena = make_sites(), Arena(1 << 22)
-    files = AdapterFiles(sites, Destination(torch.float32, arena))
-    content = files.read(write(tmp_path / "file", make_tensors(sites, 4, torch.float32)))
+    targets, arena = make_targets(), Arena(1 << 22)
+    files = AdapterFiles(targets, Destination(torch.float32, arena))
+    content = files.read(write(tmp_path / "file", make_tensors(targets, 4, torch.float32)))
     assert content.form is Form.BLOCKS and 0 < content.num_bytes <= arena.num_bytes - arena.num_free
     del content
     assert arena.num_free == arena.num_bytes
@@ -198,13 +200,13 @@ def bad(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, tensors: dict[str, torch.Tensor], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        read(write(tmp_path / "file", tensors), make_sites([(40, 24)]), torch.float32)
+        read(write(tmp_path / "file", tensors), make_targets([(40, 24)]), torch.float32)
 
 
 def test_modules_must_be_named(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "file", {"format": FORMAT, "digest": "d"})
     with pytest.raises(ValueError, match="which modules"):
-        read(tmp_path / "file", make_sites([(40, 24)]), torch.float32)
+        read(tmp_path / "file", make_targets([(40, 24)]), torch.float32)
 
 
 def test_laying_out_does_not_change_who_runs_first() -> None:

@@ -29,7 +29,7 @@ from lorikeet.shard.model.fusion.cuda_attention import DeviceAttention, fuse_att
 from lorikeet.shard.model.fusion.cuda_parts import FORMS, DeviceMlp, fuse_mlp, fuse_norm
 from lorikeet.shard.model.fusion.verify import Recorder, attend
 from lorikeet.shard.model.kernels import triton as device_kernels
-from lorikeet.shard.model.site import NAME, AttentionSite
+from lorikeet.shard.model.site import NAME, AttentionBinding
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -125,7 +125,7 @@ def test_mlps_that_do_something_else_are_left_alone() -> None:
 def block_of(kind: Any, config_kind: Any, dtype: torch.dtype, **more: Any) -> Any:
     block = settle(kind(config_kind(**SHAPE, **more), 1), dtype)
     backend = attention.create("reference", DEVICE, dtype, 16)
-    block.lorikeet_site = AttentionSite(backend, StepInputs(16, DEVICE))
+    block.lorikeet_target = AttentionBinding(backend, StepInputs(16, DEVICE))
     return block
 
 
@@ -157,7 +157,7 @@ def test_the_site_gets_the_same(name: str, dtype: torch.dtype) -> None:
     kind, config_kind, more, width = FUSED[name]
     block = block_of(kind, config_kind, dtype, **more)
     twin = fuse_attention(block, set(), width)
-    assert isinstance(twin, DeviceAttention) and twin.lorikeet_site is block.lorikeet_site
+    assert isinstance(twin, DeviceAttention) and twin.lorikeet_target is block.lorikeet_target
     assert twin.qkv.weight.shape == (8 * 24, 48)
     x = drawn(1, 5, 48, dtype=dtype)
     angles = drawn(1, 5, (width or 24) // 2, dtype=torch.float32, seed=8).repeat(1, 1, 2)

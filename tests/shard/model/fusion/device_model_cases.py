@@ -25,7 +25,7 @@ from lorikeet.shard.model.fusion.cuda_layer import DeviceDecoderLayer
 from lorikeet.shard.model.fusion.cuda_parts import DeviceMlp, DeviceNorm
 from lorikeet.shard.model.fusion.verify import Recorder
 from lorikeet.shard.model.kernels import triton as device_kernels
-from lorikeet.shard.model.lora.sites import AdapterSite
+from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.model import Model
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.site import NAME
@@ -138,7 +138,7 @@ def test_no_weight_is_there_twice() -> None:
     network = network_of("llama", torch.float32, **ONE)
     wanted = sum(parameter.numel() for parameter in network.parameters())
     layer = network.model.layers[0]
-    layer.self_attn.lorikeet_site = Recorder()
+    layer.self_attn.lorikeet_target = Recorder()
     parts = (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj)
     dropped = [weakref.ref(part.weight) for part in parts]
     del layer, parts
@@ -168,7 +168,7 @@ def with_adapters(kind: str) -> tuple[Model, Model]:
     network = network_of(kind, torch.float32, num_hidden_layers=1)
     models = assembled(copy.deepcopy(network), "none"), assembled(network, "device")
     for model in models:
-        bench = Bench(torch.float32, sites_of(model), inputs=model.inputs)
+        bench = Bench(torch.float32, targets_of(model), inputs=model.inputs)
         bench.load(0, 1, 2, 3, 7, 8)
         if DEVICE.type == "cpu":
             compute_compiled(bench)
@@ -178,7 +178,7 @@ def with_adapters(kind: str) -> tuple[Model, Model]:
 def test_adapters_of_joined_products_take_one_launch() -> None:
     network = network_of("llama", torch.float32, num_hidden_layers=1)
     plain, fused = assembled(copy.deepcopy(network), "none"), assembled(network, "device")
-    benches = [Bench(torch.float32, sites_of(model), inputs=model.inputs) for model in (plain, fused)]
+    benches = [Bench(torch.float32, targets_of(model), inputs=model.inputs) for model in (plain, fused)]
     for bench in benches:
         bench.load(0, 1)
     if DEVICE.type == "cpu":
@@ -190,7 +190,7 @@ def test_adapters_of_joined_products_take_one_launch() -> None:
 
 def compute_compiled(bench: Bench) -> None:
     """Let compiled code compute the adapters of a bench: the interpreter takes its time."""
-    for site in bench.sites:
+    for site in bench.targets:
         site.kernels = None
         for slot in range(NUM_SLOTS):
             weights = bench.plain.get((slot, site.name))
@@ -201,17 +201,17 @@ def segments_of(slots: list[int], counts: tuple[int, ...] = (3, 1, 2, 1, 1)) -> 
     return [Segment(0, count, [page], slot) for page, (slot, count) in enumerate(zip(slots, counts, strict=True))]
 
 
-def sites_of(model: Model) -> list[AdapterSite]:
+def targets_of(model: Model) -> list[LoraTarget]:
     """Of the layers' products."""
     model.allocate_adapters(NUM_SLOTS)
-    return [site for name, site in model.adapter_sites.items() if "_proj" in name and isinstance(site, AdapterSite)]
+    return [site for name, site in model.lora_targets.items() if "_proj" in name and isinstance(site, LoraTarget)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
 def test_sites_project_by_their_part_of_a_joined_weight(kind: str) -> None:
     network = network_of(kind, torch.float32, num_hidden_layers=1)
     plain, fused = assembled(copy.deepcopy(network), "none"), assembled(network, "device")
-    for one, other in zip(sites_of(plain), sites_of(fused), strict=True):
+    for one, other in zip(targets_of(plain), targets_of(fused), strict=True):
         x = torch.randn(3, one.num_in).to(DEVICE)
         assert one.project is not None and other.project is not None and one.name == other.name
         torch.testing.assert_close(one.project(x), other.project(x), rtol=1e-4, atol=1e-5)

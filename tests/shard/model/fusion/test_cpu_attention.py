@@ -21,7 +21,7 @@ from lorikeet.shard.model import load_model
 from lorikeet.shard.model.fusion.cpu_attention import FusedAttention, fuse_attention
 from lorikeet.shard.model.fusion.verify import Recorder, attend
 from lorikeet.shard.model.kernels import cpu as kernels
-from lorikeet.shard.model.site import NAME, AttentionSite
+from lorikeet.shard.model.site import NAME, AttentionBinding
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs AVX512-BF16 and a C compiler")
@@ -37,7 +37,7 @@ def block_of(kind: Any, config_kind: Any, **more: Any) -> Any:
     block = kind(config_kind(**SHAPE, **more), 1).bfloat16()
     device = torch.device("cpu")
     backend = attention.create("reference", device, torch.bfloat16, 16)
-    block.lorikeet_site = AttentionSite(backend, StepInputs(16, device))
+    block.lorikeet_target = AttentionBinding(backend, StepInputs(16, device))
     return block
 
 
@@ -60,12 +60,12 @@ def inputs_of(num_tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.
 @torch.inference_mode()
 def test_the_site_gets_the_same(kind: Any, config_kind: Any, more: dict[str, Any]) -> None:
     block = block_of(kind, config_kind, **more)
-    site, (x, angles) = block.lorikeet_site, inputs_of(40)
+    site, (x, angles) = block.lorikeet_target, inputs_of(40)
     plain, fused = Recorder(), Recorder()
     wanted = attend(block, plain, x, angles)
     twin = fuse_attention(block, set())
     assert isinstance(twin, FusedAttention)
-    assert twin.lorikeet_site is site
+    assert twin.lorikeet_target is site
     got = attend(twin, fused, x, angles)
     assert fused.options == plain.options
     for one, other in zip((wanted, *plain.seen), (got, *fused.seen), strict=True):

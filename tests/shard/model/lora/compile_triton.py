@@ -7,7 +7,7 @@ from triton.compiler import ASTSource
 from lorikeet.shard.model.kernels.tuning import BUILT_IN
 from lorikeet.shard.model.lora import triton as kernels
 
-TABLES = {"tasks": "*i32", "row_ids": "*i32", "parts": "*i64", "table": "*i64", "num_sites": "i32", "room": "i32"}
+TABLES = {"tasks": "*i32", "row_ids": "*i32", "parts": "*i64", "table": "*i64", "num_targets": "i32", "room": "i32"}
 FIXED = {
     "ROWS": kernels.TASK_ROWS,
     "RANKS": kernels.RANKS,
@@ -24,7 +24,7 @@ def instructions(
     types: dict[str, str],
     constants: dict[str, object],
     stages: int,
-    any_number: tuple[str, ...] = ("num_sites",),
+    any_number: tuple[str, ...] = ("num_targets",),
 ) -> str:
     """PTX for Hopper, every address and count a multiple of 16 but for those in `any_number`."""
     names = kernel.arg_names

@@ -20,7 +20,7 @@ from lorikeet.shard.model.adapters.tables import DeviceKernels
 from lorikeet.shard.model.adapters.upload import DeviceSlots
 from lorikeet.shard.model.lora.memory import PinnedMemory
 from lorikeet.shard.model.lora.served_file import FORMAT
-from lorikeet.shard.model.lora.sites import AdapterSite, Product, SlotWeights, adapt, adapt_embedding, adapt_row
+from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_embedding, adapt_row
 from lorikeet.shard.model.medusa.cuda import DeviceHeads
 from lorikeet.shard.model.medusa.heads import HeadsPool
 from tests.shard.padded import Always
@@ -50,22 +50,22 @@ class Bench:
     """Sites of one base, some adapters in their slots, and steps."""
 
     dtype: torch.dtype
-    sites: list[AdapterSite]
+    targets: list[LoraTarget]
     inputs: StepInputs = field(default_factory=lambda: StepInputs(16, DEVICE))
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
     plain: dict[tuple[int, str], SlotWeights] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for site in self.sites:
+        for site in self.targets:
             site._inputs = self.inputs
             site.allocate(NUM_SLOTS)
-        self.inputs.reserve_groups(max_rows=32, max_slots=NUM_SLOTS, max_guesses=8)
-        self.kernels = DeviceKernels(self.sites, NUM_SLOTS, DEVICE)
+        self.inputs.reserve_groups(max_rows=32, max_slots=NUM_SLOTS, max_drafts=8)
+        self.kernels = DeviceKernels(self.targets, NUM_SLOTS, DEVICE)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(DEVICE, dtype or self.dtype)
 
-    def weights(self, slot: int, site: AdapterSite) -> SlotWeights | None:
+    def weights(self, slot: int, site: LoraTarget) -> SlotWeights | None:
         """Every rank, DoRA's scale, a bias, a bias alone, nothing."""
         if slot == NONE_OF_IT:
             return None
@@ -80,11 +80,11 @@ class Bench:
     def load(self, *slots: int) -> None:
         """Give slots their adapters, on all sites, as a file's reader would lay them out."""
         for slot in slots:
-            found = [(site, weights) for site in self.sites if (weights := self.weights(slot, site)) is not None]
+            found = [(site, weights) for site in self.targets if (weights := self.weights(slot, site)) is not None]
             self.plain |= {(slot, site.name): weights for site, weights in found}
             self.place(slot, [(site, weights.arranged(site.is_embedding)) for site, weights in found])
 
-    def place(self, slot: int, found: list[tuple[AdapterSite, SlotWeights]]) -> None:
+    def place(self, slot: int, found: list[tuple[LoraTarget, SlotWeights]]) -> None:
         tensors = [tensor for _, weights in found for tensor in weights.tensors.values()]
         sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
         memory = torch.empty(sum(sizes), dtype=torch.uint8, device=DEVICE)
@@ -108,7 +108,7 @@ class Bench:
         self.inputs.fill(segments, ids, ids)
         return len(ids)
 
-    def wanted(self, site: AdapterSite, slots: list[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def wanted(self, site: LoraTarget, slots: list[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """What the specification makes of y. slots: of each row."""
         y = y.clone()
         for row, slot in enumerate(slots):
@@ -118,8 +118,8 @@ class Bench:
         return y
 
 
-def site(name: str, num_in: int, num_out: int) -> AdapterSite:
-    made = AdapterSite(name, num_in, num_out, StepInputs(16, DEVICE))
+def site(name: str, num_in: int, num_out: int) -> LoraTarget:
+    made = LoraTarget(name, num_in, num_out, StepInputs(16, DEVICE))
     made.base_bias = torch.randn(num_out, generator=torch.Generator().manual_seed(num_out)).to(DEVICE)
     return made
 
@@ -140,7 +140,7 @@ def per_row(slots: list[int], counts: list[int]) -> list[int]:
 )
 def test_equals_the_specification(shape: tuple[int, int], mix: str, dtype: torch.dtype) -> None:
     bench = Bench(dtype, [site("module", *shape)])
-    slots, [module] = MIXES[mix], bench.sites
+    slots, [module] = MIXES[mix], bench.targets
     bench.load(*{slot for slot in slots if slot >= 0})
     num_rows = bench.step(slots, COUNTS)
     x, base = bench.random(num_rows, shape[0]), bench.random(num_rows, shape[1])
@@ -157,7 +157,7 @@ def test_equals_the_specification(shape: tuple[int, int], mix: str, dtype: torch
 @pytest.mark.parametrize("slot", [4, 5])
 def test_a_row_has_equal_bits_in_any_company(slot: int, dtype: torch.dtype) -> None:
     bench = Bench(dtype, [site("module", 300, 40)])
-    [module] = bench.sites
+    [module] = bench.targets
     bench.load(slot, 3)
     x, base = bench.random(18, 300), bench.random(18, 40)
     bench.step([slot], [18])
@@ -174,7 +174,7 @@ def test_a_row_has_equal_bits_in_any_company(slot: int, dtype: torch.dtype) -> N
 
 def test_the_largest_rank_leaves_the_bits_of_others() -> None:
     bench = Bench(torch.float32, [site("module", 200, 40)])
-    [module] = bench.sites
+    [module] = bench.targets
     bench.load(1)
     bench.step([1, LARGEST], [2, 3])
     x, base = bench.random(5, 200), bench.random(5, 40)
@@ -197,13 +197,13 @@ def test_parts_of_one_output_take_one_launch_and_give_the_same() -> None:
     x, joined = bench.random(num_rows, 64), bench.random(num_rows, sum(widths) + 8)
     parts = joined.split([*widths, 8], dim=1)[:3]
     wanted = []
-    for module, part in zip(bench.sites, parts, strict=True):
+    for module, part in zip(bench.targets, parts, strict=True):
         alone = part.contiguous()
         adapt(rows, Product(module, x, alone))
         wanted.append(alone)
     rest = joined[:, -8:].clone()
     assert len(bench.kernels._parts) == 3
-    adapt(rows, *(Product(module, x, part) for module, part in zip(bench.sites, parts, strict=True)))
+    adapt(rows, *(Product(module, x, part) for module, part in zip(bench.targets, parts, strict=True)))
     assert len(bench.kernels._parts) == 4, "one launch for all"
     assert torch.equal(joined[:, :-8], torch.cat(wanted, dim=1)) and torch.equal(joined[:, -8:], rest)
 
@@ -212,17 +212,17 @@ def test_products_that_do_not_lie_side_by_side_take_a_launch_each() -> None:
     bench = Bench(torch.float32, [site("one", 24, 40), site("other", 24, 20)])
     bench.load(1, 2)
     num_rows = bench.step([1, 2], [2, 1])
-    xs = [bench.random(num_rows, 24) for _ in bench.sites]
-    ys = [bench.random(num_rows, each.num_out) for each in bench.sites]
-    wanted = [bench.wanted(each, [1, 1, 2], x, y) for each, x, y in zip(bench.sites, xs, ys, strict=True)]
-    adapt(bench.inputs.adapter_rows, *map(Product, bench.sites, xs, ys))
+    xs = [bench.random(num_rows, 24) for _ in bench.targets]
+    ys = [bench.random(num_rows, each.num_out) for each in bench.targets]
+    wanted = [bench.wanted(each, [1, 1, 2], x, y) for each, x, y in zip(bench.targets, xs, ys, strict=True)]
+    adapt(bench.inputs.adapter_rows, *map(Product, bench.targets, xs, ys))
     for got, expected in zip(ys, wanted, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 @DTYPES
 def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
-    embedding = AdapterSite("embedding", 50, 24, StepInputs(16, DEVICE))
+    embedding = LoraTarget("embedding", 50, 24, StepInputs(16, DEVICE))
     embedding.is_embedding = True
     bench = Bench(dtype, [embedding])
     bench.load(3, 4)
@@ -240,7 +240,7 @@ def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
 
 def test_the_head_takes_the_rows_whose_logits_are_wanted() -> None:
     bench = Bench(torch.float32, [site("other", 24, 24)])
-    head = AdapterSite("head", 24, 40, bench.inputs, is_head=True)
+    head = LoraTarget("head", 24, 40, bench.inputs, is_head=True)
     bench = Bench(torch.float32, [head])
     head._inputs = bench.inputs
     bench.load(0, 2)
@@ -255,7 +255,7 @@ def test_the_head_takes_the_rows_whose_logits_are_wanted() -> None:
 
 def test_a_slot_means_what_it_was_last_given_and_nothing_once_cleared() -> None:
     bench = Bench(torch.float32, [site("module", 24, 20)])
-    [module] = bench.sites
+    [module] = bench.targets
     bench.step([2], [3])
     x, base = bench.random(3, 24), bench.random(3, 20)
     for _ in range(2):
@@ -270,7 +270,7 @@ def test_a_slot_means_what_it_was_last_given_and_nothing_once_cleared() -> None:
 
 def test_tasks_behind_those_that_there_are_do_nothing() -> None:
     bench = Bench(torch.float32, [site("module", 24, 20)])
-    [module] = bench.sites
+    [module] = bench.targets
     bench.load(0, 1, 2)
     bench.inputs.pad(Always(Bounds(num_rows=28, max_kv_len=28, has_adapters=True)))
     places = []
@@ -291,7 +291,7 @@ def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> Non
     """Through everything between a file and a row: host memory, the copy, the table."""
     dtype = torch.float32
     bench = Bench(dtype, [site("linear", 24, 20), site("other", 20, 24)])
-    linear = bench.sites[0]
+    linear = bench.targets[0]
     weight = bench.random(20, 24)
     linear.project = lambda x: x @ weight.t()
     linear.squared_norms = weight.square().sum(1)
@@ -301,7 +301,7 @@ def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> Non
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, str(tmp_path / "file"), metadata)
     memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
     destination = Destination(dtype, memory, bench.kernels)
-    content = AdapterFiles({each.name: each for each in bench.sites}, destination).read(tmp_path / "file")
+    content = AdapterFiles({each.name: each for each in bench.targets}, destination).read(tmp_path / "file")
     slots = DeviceSlots(bench.kernels, HeadsPool(bench.inputs))
     slots.put(3, content)
     while not slots.is_ready(3):
@@ -328,7 +328,7 @@ def test_heads_from_a_file_guess_from_their_slot(tmp_path: Path) -> None:
     network = torch.nn.Module()
     network.get_output_embeddings = lambda: output  # type: ignore[assignment]
     pool = HeadsPool(bench.inputs)
-    pool.attach(network, AdapterSite("head", 24, 40, bench.inputs, is_head=True))
+    pool.attach(network, LoraTarget("head", 24, 40, bench.inputs, is_head=True))
     pool.kernels = DeviceHeads(bench.inputs, NUM_SLOTS)
     bench.step([-1], [1])
     output(bench.random(1, 1, 24))

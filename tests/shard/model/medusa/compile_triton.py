@@ -15,7 +15,7 @@ from lorikeet.shard.model.medusa.loading import MOST_HEADS
 from tests.shard.model.lora.compile_triton import instructions
 
 TYPES = {"x": "*bf16", "logits": "*bf16", "tasks": "*i32", "sources": "*i32", "places": "*i32", "table": "*i64"}
-NUMBERS = ("num_rows", "num_guesses", "num_behind")
+NUMBERS = ("num_rows", "num_drafts", "num_behind")
 COUNTS = dict.fromkeys(("num_in", "num_out", "logits_stride", *NUMBERS), "i32")
 FIXED = {"HEADS": MOST_HEADS, "ROWS": TASK_ROWS, "IS_ALIGNED": True, "WIDENS": False}
 
@@ -29,7 +29,7 @@ def registers(text: str) -> str:
 
 
 def main() -> None:
-    for kernel in (kernels.guess, kernels.answer):
+    for kernel in (kernels.draft_token, kernels.answer):
         tiles = BUILT_IN[kernel.__name__]
         constants = FIXED | {name: tiles[name] for name in ("WIDTH", "DEPTH")}
         text = instructions(kernel, TYPES | COUNTS, constants, tiles["num_stages"], any_number=NUMBERS)

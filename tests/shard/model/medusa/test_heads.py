@@ -127,7 +127,7 @@ def test_guesses_have_equal_bits_in_any_company(shape: str, dtype: str, worlds: 
     company = [HeadsRow(row, row % 2, count if row % 2 == 0 else 1 + row % 5) for row in rows]
     company[9] = HeadsRow(9, 0, count)
     together = run(model, rows, company)
-    begin = len(rows) + sum(each.num_guesses for each in company[:9])
+    begin = len(rows) + sum(each.num_drafts for each in company[:9])
     assert torch.equal(together[begin : begin + count], alone[1:])
     assert torch.equal(together[9:10], plain)
 
@@ -144,7 +144,7 @@ def test_guesses_speak_through_the_output_head_that_the_request_has(tmp_path: Pa
     model = load_model(ShardConfig("llama", str(folder), "unix:/dev/null", dtype="float32"))
     model.allocate_kv(32)
     model.allocate_adapters(8)
-    reading = AdapterFiles(model.adapter_sites, Destination(torch.float32, Arena(1 << 20)), model.heads)
+    reading = AdapterFiles(model.lora_targets, Destination(torch.float32, Arena(1 << 20)), model.heads)
     slots = ModelSlots(model.heads)
     for slot, name in ((3, "both"), (5, "alone")):
         with contents.opened(tmp_path / name, making.LIMIT) as opened:
@@ -186,7 +186,7 @@ def test_more_heads_than_a_slot_has_are_an_error(worlds: Worlds) -> None:
     with pytest.raises(RuntimeError, match="slot 0 has no heads"):
         run(model, [4], [HeadsRow(0, 0, 1)])
     assert run(model, [4], []).shape == (1, tiny.VOCAB)
-    model.inputs.pad(Always(Bounds(num_rows=16, max_kv_len=16, num_guesses=4)))
+    model.inputs.pad(Always(Bounds(num_rows=16, max_kv_len=16, num_drafts=4)))
     with pytest.raises(RuntimeError, match="with bounds need kernels"):
         run(model, [4, 5], [])
     model.inputs.pad(None)
@@ -216,7 +216,7 @@ def test_a_slot_of_the_model_holds_what_a_file_holds(worlds: Worlds, tmp_path: P
     model.allocate_adapters(8)
     write(tmp_path / "file", small.heads(HeadsShape(2, 1, 64)))
     destination = Destination(torch.float32, Arena(1 << 20))
-    content = AdapterFiles(model.adapter_sites, destination, model.heads).read(tmp_path / "file")
+    content = AdapterFiles(model.lora_targets, destination, model.heads).read(tmp_path / "file")
     assert content.num_heads == 2 and content.num_bytes >= 2 * 4 * (64 * 64 + 64)
     slots = ModelSlots(model.heads)
     slots.put(7, content)
@@ -225,4 +225,4 @@ def test_a_slot_of_the_model_holds_what_a_file_holds(worlds: Worlds, tmp_path: P
     with pytest.raises(RuntimeError, match="slot 7 has no heads"):
         run(model, [4], [HeadsRow(0, 7, 2)])
     with pytest.raises(ValueError, match="no output head"):
-        AdapterFiles(model.adapter_sites, destination).read(tmp_path / "file")
+        AdapterFiles(model.lora_targets, destination).read(tmp_path / "file")

@@ -16,7 +16,7 @@ from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.model.adapters.tables import DeviceKernels
 from lorikeet.shard.model.kernels.tuning import Tuned
-from lorikeet.shard.model.lora.sites import AdapterSite, Product, SlotWeights, adapt
+from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt
 from lorikeet.shard.model.medusa.cuda import DeviceHeads
 from lorikeet.shard.model.medusa.heads import HeadsPool, SlotHeads
 from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
@@ -50,11 +50,11 @@ class World:
         self.dtype, self.size = dtype, size
         self.generator = torch.Generator().manual_seed(0)
         self.inputs = StepInputs(16, DEVICE)
-        self.inputs.reserve_groups(max_rows=64, max_slots=len(KINDS), max_guesses=96)
+        self.inputs.reserve_groups(max_rows=64, max_slots=len(KINDS), max_drafts=96)
         self.output = nn.Linear(size, VOCAB, bias=False).to(DEVICE, dtype).requires_grad_(False)
         network = nn.Module()
         network.get_output_embeddings = lambda: self.output  # type: ignore[assignment]
-        self.site = AdapterSite("head", size, VOCAB, self.inputs, is_head=True)
+        self.site = LoraTarget("head", size, VOCAB, self.inputs, is_head=True)
         self.pool = HeadsPool(self.inputs)
         self.pool.attach(network, self.site)
         self.kernels = DeviceHeads(self.inputs, len(KINDS), *([] if tuned is None else [tuned]))
@@ -175,13 +175,13 @@ def test_steps_of_equal_bounds_lie_at_equal_addresses_and_give_what_others_give(
         [],
         [HeadsRow(7, 0, 1)],
     ]
-    world.inputs.pad(Always(Bounds(num_rows=8, max_kv_len=1, num_guesses=20)))
+    world.inputs.pad(Always(Bounds(num_rows=8, max_kv_len=1, num_drafts=20)))
     found = []
     for plan in plans:
         x = world.random(8, 24)
         got = world.run(x, plan)
-        groups = world.inputs.guess_groups
-        assert groups is not None and got.shape == (28, VOCAB) and world.inputs.num_guess_rows == 20
+        groups = world.inputs.head_groups
+        assert groups is not None and got.shape == (28, VOCAB) and world.inputs.num_draft_rows == 20
         found.append([(t.data_ptr(), t.shape) for t in (groups.tasks, groups.sources, groups.places)])
         wanted = world.wanted(x, plan)
         torch.testing.assert_close(got[8 : 8 + len(wanted)], wanted, rtol=1e-4, atol=1e-4)
@@ -216,7 +216,7 @@ def test_guesses_speak_through_the_adapter_of_the_output_head() -> None:
     plain.append(world.wanted(x, heads))
     world.output.weight.copy_(matrix)
     wanted = torch.cat([plain[1][:3], plain[0][3:]])
-    for bounds in (None, Bounds(num_rows=4, max_kv_len=1, num_guesses=9)):
+    for bounds in (None, Bounds(num_rows=4, max_kv_len=1, num_drafts=9)):
         world.inputs.pad(None if bounds is None else Always(bounds))
         got = world.run(x, heads, [-1, -1, 5, -1])
         torch.testing.assert_close(got[4:10], wanted, rtol=1e-4, atol=1e-4)
@@ -253,11 +253,11 @@ def test_a_model_gives_what_it_gives_without_kernels(tmp_path: Path) -> None:
     found = []
     for has_kernels in (False, True):
         if has_kernels:
-            model.give_kernels(8, max_rows=16, max_guesses=16)
+            model.enable_device_kernels(8, max_rows=16, max_drafts=16)
         for slot, each in ((4, one), (2, two)):
             world.put(slot, each, is_for_device=True)
         found.append(test_heads.run(model, rows, heads))
-    model.inputs.pad(Always(Bounds(num_rows=11, max_kv_len=16, num_guesses=8, has_adapters=True)))
+    model.inputs.pad(Always(Bounds(num_rows=11, max_kv_len=16, num_drafts=8, has_adapters=True)))
     plain, eager, padded = [*found, test_heads.run(model, rows, heads)]
     assert plain.shape == eager.shape == padded.shape == (16, tiny.VOCAB)
     torch.testing.assert_close(eager, plain, rtol=1e-4, atol=1e-4)

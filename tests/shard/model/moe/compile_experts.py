@@ -18,7 +18,7 @@ def products(element: str, rows: int, one: str) -> str:
 
 def cut(by_expert: bool) -> str:
     types = dict.fromkeys(("keys", "tasks", "pair_ids", "num_tasks"), "*i32")
-    counts = dict.fromkeys(("num_pairs", "num_halvings", "stride", "num_sites"), "i32")
+    counts = dict.fromkeys(("num_pairs", "num_halvings", "stride", "num_targets"), "i32")
     fixed = {"ROWS": 16, "BLOCK": pairs.BLOCK, "BY_EXPERT": by_expert}
     return instructions(pairs.cut, types | counts, fixed, 1)
 

@@ -19,18 +19,18 @@ from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Padding
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import layers, load_model
-from lorikeet.shard.model.adapters.discovery import mark_sites
+from lorikeet.shard.model.adapters.discovery import mark_targets
 from lorikeet.shard.model.adapters.loading import AdapterFiles, Destination
-from lorikeet.shard.model.adapters.tables import DeviceKernels, sites_of
+from lorikeet.shard.model.adapters.tables import DeviceKernels, targets_of
 from lorikeet.shard.model.adapters.upload import DeviceSlots
 from lorikeet.shard.model.graphs import CudaRecorder, Recorder
 from lorikeet.shard.model.kernels import grouped
 from lorikeet.shard.model.kernels.grouped import multiply_plainly
 from lorikeet.shard.model.kernels.grouped_triton import multiply_tiles
 from lorikeet.shard.model.kernels.pairs import SortedPairs, sort_pairs, tasks_of
-from lorikeet.shard.model.kernels.pairs_triton import cut_pairs
+from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
 from lorikeet.shard.model.lora.memory import PinnedMemory
-from lorikeet.shard.model.lora.sites import AdapterSite, SlotWeights, adapt_row
+from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights, adapt_row
 from lorikeet.shard.model.moe.cuda import DeviceExperts
 from lorikeet.shard.model.moe.experts import is_experts
 from tests import tiny
@@ -70,9 +70,9 @@ def test_pairs_are_cut_as_operations_of_torch_cut_them(slots: str) -> None:
     of_token = of_tokens(slots, 150).to(DEVICE)
     pairs = sort_pairs(chosen(150, 4, "zipf").to(DEVICE), 4, of_token, 200)
     values = torch.where(pairs.slots >= 0, pairs.slots * 7 + pairs.experts, -1)
-    for num_sites, keys, wanted_of in ((7, pairs.keys, values), (None, pairs.experts, pairs.experts)):
-        num_rows = 16 if num_sites else 64
-        got = cut_pairs(pairs, num_rows, num_sites)
+    for num_targets, keys, wanted_of in ((7, pairs.keys, values), (None, pairs.experts, pairs.experts)):
+        num_rows = 16 if num_targets else 64
+        got = partition_pairs(pairs, num_rows, num_targets)
         wanted = tasks_of(keys, wanted_of, num_rows, got.tasks.shape[0])
         assert sorted(got.tasks.tolist(), key=by_place) == sorted(wanted.tolist(), key=by_place)
         assert got.pair_ids.tolist() == list(range(300))
@@ -116,11 +116,11 @@ def test_a_row_has_equal_bits_beside_any_others(dtype: torch.dtype) -> None:
 
 def placed(network: torch.nn.Module, block: Any, dtype: torch.dtype) -> "Placed":
     inputs = StepInputs(16, DEVICE)
-    sites = mark_sites(network, inputs, dtype)
-    for each in sites.values():
+    targets = mark_targets(network, inputs, dtype)
+    for each in targets.values():
         each.allocate(NUM_SLOTS)
     inputs.reserve_groups(32, NUM_SLOTS)
-    bench = Placed(inputs, DeviceKernels(sites_of(sites), NUM_SLOTS, DEVICE), block)
+    bench = Placed(inputs, DeviceKernels(targets_of(targets), NUM_SLOTS, DEVICE), block)
     for slot in range(NUM_SLOTS):
         bench.load(slot)
     return bench
@@ -133,17 +133,17 @@ class Placed:
     inputs: StepInputs
     kernels: DeviceKernels
     block: Any
-    plain: dict[tuple[int, AdapterSite], SlotWeights] = field(default_factory=dict)
+    plain: dict[tuple[int, LoraTarget], SlotWeights] = field(default_factory=dict)
     memories: list[torch.Tensor] = field(default_factory=list)
 
     def load(self, slot: int) -> None:
         """One for all experts, one for some products, one for no expert."""
-        found: list[AdapterSite] = []
+        found: list[LoraTarget] = []
         entries, pieces = [], []
-        for name, sites in self.block.lorikeet_adapters.items():
+        for name, targets in self.block.lorikeet_adapters.items():
             if slot == NOTHING or (slot == FIRST_ALONE and name == "down_proj"):
                 continue
-            for site in sites.experts:
+            for site in targets.experts:
                 rank = RANKS[slot % len(RANKS)]
                 dtype = self.block.down_proj.dtype
                 a = random(rank, site.num_in, dtype=dtype) / site.num_in**0.5
@@ -268,9 +268,9 @@ def test_a_model_gives_peft_s_logits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = load_model(config)
     model.allocate_kv(16)
     model.allocate_adapters(4)
-    kernels = model.give_kernels(4, 64, 0)
+    kernels = model.enable_device_kernels(4, 64, 0)
     memory = PinnedMemory(1 << 24, 1 << 20, is_pinned=DEVICE.type == "cuda")
-    files = AdapterFiles(model.adapter_sites, Destination(torch.float32, memory, kernels), model.heads)
+    files = AdapterFiles(model.lora_targets, Destination(torch.float32, memory, kernels), model.heads)
     slots = DeviceSlots(kernels, model.heads)
     for slot, digest in enumerate(digests.values()):
         slots.put(slot, files.read(tmp_path / "store" / f"{digest}.safetensors"))

@@ -18,7 +18,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
 from lorikeet.shard.model.kv_memory import choose_num_pages
 from lorikeet.shard.model.layers import PackedLinear, quantized_matrices
-from lorikeet.shard.model.quantization.layers import check_company, is_quantized, loading, matrix_of
+from lorikeet.shard.model.quantization.layers import check_batch_invariance, is_quantized, loading, matrix_of
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
 from tests import tiny
 from tests.shard.model import test_invariance
@@ -180,9 +180,9 @@ class Seeing(QuantizedMatrix):
 
 def test_rows_that_see_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"depends on the rows beside it .*96 × 64 weights"):
-        check_company([Seeing()], torch.device("cpu"))
+        check_batch_invariance([Seeing()], torch.device("cpu"))
     with pytest.raises(ValueError, match="none of its layers"):
-        check_company([], torch.device("cpu"))
+        check_batch_invariance([], torch.device("cpu"))
 
 
 def test_awq_on_cuda_is_refused_in_another_format_than_its_kernels() -> None:

@@ -18,7 +18,7 @@ from lorikeet.shard.model.medusa.loading import read_heads
 from lorikeet.shard.model.model import Model
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.model.tensor_parallel.partitioning import plan_of
-from lorikeet.shard.model.unsupported import refuse_unservable
+from lorikeet.shard.model.unsupported import reject_unservable
 from tests import tiny
 from tests.adapters.medusa import small
 from tests.shard.model.medusa.test_heads import SHAPES, run, write
@@ -40,7 +40,7 @@ def networks(config: ShardConfig, count: int) -> list[nn.Module]:
     found = []
     for _ in range(count):
         checkpoint = read_config(config)
-        refuse_unservable(checkpoint)
+        reject_unservable(checkpoint)
         found.append(load_network(config, checkpoint, torch.float32))
     return found
 
@@ -110,7 +110,7 @@ def test_heads_are_split_as_the_output_head_is(shape: str, tmp_path: Path) -> No
     file = write(tmp_path / "heads.served", small.heads(SHAPES[shape]))
     wanted_heads = [HeadsRow(0, 0, 2), HeadsRow(2, 0, 1)]
 
-    def guesses(model: Model) -> torch.Tensor:
+    def drafts(model: Model) -> torch.Tensor:
         content = read_heads(file, model.heads, Arena(1 << 24), torch.float32, is_for_device=False)
         assert content is not None and content.packed is not None
         model.heads.put(0, content.packed)
@@ -118,9 +118,9 @@ def test_heads_are_split_as_the_output_head_is(shape: str, tmp_path: Path) -> No
         return run(model, [5, 10, 7], wanted_heads)
 
     one = assembled(config, whole)
-    wanted = guesses(one)
+    wanted = drafts(one)
     models = together([partial(assembled, config, part) for part in parts])
-    for each in together([lambda _, model=model: guesses(model) for model in models]):  # type: ignore[misc]
+    for each in together([lambda _, model=model: drafts(model) for model in models]):  # type: ignore[misc]
         torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
@@ -130,9 +130,9 @@ def test_each_rank_holds_its_part_alone(tmp_path: Path) -> None:
     one = assembled(config, whole)
     models = together([partial(assembled, config, part) for part in parts])
     assert [model.page_bytes for model in models] == [one.page_bytes // 2] * 2
-    for name, site in one.adapter_sites.items():
+    for name, site in one.lora_targets.items():
         for model in models:
-            own = model.adapter_sites[name]
+            own = model.lora_targets[name]
             assert own.cut is None or own.num_in * own.num_out * 2 == site.num_in * site.num_out
 
 

@@ -5,13 +5,13 @@ import random
 import pytest
 
 from lorikeet.shard.scheduler.request import Method, Request, Schedule, Source, Speculation
-from lorikeet.shard.scheduler.scheduled_request import Share
-from lorikeet.shard.scheduler.speculation import Guessers, Offer
-from lorikeet.shard.scheduler.speculation import draft_length as pacer
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.scheduler.speculation import DraftSources, Offer
+from lorikeet.shard.scheduler.speculation import draft_length as draft_length
 from lorikeet.shard.scheduler.speculation.acceptance import Chances
 from lorikeet.shard.scheduler.speculation.costs import StepCosts
 from lorikeet.shard.scheduler.speculation.draft_costs import DraftCosts
-from lorikeet.shard.scheduler.speculation.draft_length import Load, Pacer
+from lorikeet.shard.scheduler.speculation.draft_length import DraftLengthController, Load
 from tests.shard.rig import make_request
 
 MOST = 8
@@ -23,10 +23,10 @@ def make(schedule: Schedule = Schedule.AUTO, number: int = 1) -> Request:
 
 
 class World:
-    """Guesses that are right with a given chance each, and steps that cost what is said."""
+    """DraftTokens that are right with a given chance each, and steps that cost what is said."""
 
     def __init__(self, chance: float, slope: float, pass_cost: float, num_requests: int = 1) -> None:
-        self.pacer = Pacer(Guessers(has_draft_model=True))
+        self.draft_length = DraftLengthController(DraftSources(has_draft_model=True))
         self.requests = [make(number=i) for i in range(num_requests)]
         self.chance, self._slope, self._pass_cost = chance, slope, pass_cost
         self._random = random.Random(3)
@@ -42,13 +42,13 @@ class World:
         """Tokens and seconds."""
         tokens = seconds = 0.0
         for _ in range(num_steps):
-            wanting = [request for request in self.requests if not self.pacer.passes(request, Source.DRAFT)]
+            wanting = [request for request in self.requests if not self.draft_length.passes(request, Source.DRAFT)]
             offers = [Offer(request, Source.DRAFT, MOST, []) for request in wanting]
-            widths = self.pacer.choose(offers, Load(len(self.requests), len(self.requests))) if offers else []
-            shares = [Share(request, 9, 10, samples=True) for request in self.requests]
+            widths = self.draft_length.choose(offers, Load(len(self.requests), len(self.requests))) if offers else []
+            shares = [ScheduledRequest(request, 9, 10, samples=True) for request in self.requests]
             for offer, width in zip(offers, widths, strict=True):
                 share = shares[self.requests.index(offer.request)]
-                share.pace = offer.pace
+                share.draft_state = offer.draft_state
                 share.draft_ids, share.source = [0] * width, Source.DRAFT if width else Source.TARGET
             self.widths.append(sum(widths))
             cost = self.cost(sum(widths), max(widths, default=0))
@@ -57,13 +57,13 @@ class World:
                 cost += 0.5
             num_passes = max(widths, default=0)
             draft_seconds = (self._pass_cost * min(num_passes, 1), self._pass_cost * max(num_passes - 1, 0))
-            self.pacer.observe(shares, cost, draft_seconds)
+            self.draft_length.observe(shares, cost, draft_seconds)
             for share in shares:
                 width, right = len(share.draft_ids), 0
                 while right < width and self._random.random() < self.chance:
                     right += 1
                 if width:
-                    self.pacer.verified(share, right, right < width)
+                    self.draft_length.verified(share, right, right < width)
                 tokens += 1 + right
             seconds += cost
         return tokens, seconds
@@ -106,15 +106,15 @@ def test_auto_stays_as_fast_over_many_requests(chance: float) -> None:
 def test_newcomers_are_not_told_what_was_only_a_try() -> None:
     world = World(0.9, 0.01, 0.11)
     world.run(300)
-    costs = world.pacer.plain
+    costs = world.draft_length.plain
     costs._samples = {number: seen for number, seen in costs._samples.items() if number > 4}
     costs._curve = None
-    for _ in range(pacer.KEPT_STEPS + 2):
+    for _ in range(draft_length.KEPT_STEPS + 2):
         world.run(1)
         if world.widths[-1] == 0:
             break
     assert world.widths[-1] == 0  # a step without guesses, as if never measured, looks cheap
-    assert not world.pacer.passes(make(number=9), Source.DRAFT)
+    assert not world.draft_length.passes(make(number=9), Source.DRAFT)
 
 
 @pytest.mark.parametrize("num_slow", [2, 6])
@@ -134,10 +134,12 @@ def test_auto_finds_the_best_width_behind_a_stair(monkeypatch: pytest.MonkeyPatc
 
     world = Stairs(0.94, 0.0, 0.05, num_requests=8)
     world.run(300)
-    monkeypatch.setattr(world.pacer, "_chances", lambda _: Chances(0.94, 0.94))  # else widths differ, and try more
-    world.pacer.plain = StepCosts()
+    monkeypatch.setattr(
+        world.draft_length, "_chances", lambda _: Chances(0.94, 0.94)
+    )  # else widths differ, and try more
+    world.draft_length.plain = StepCosts()
     for num_drafts in 10 * (0, 24, 32, 40, 48, 64):
-        world.pacer.plain.observe(8 + num_drafts, 0, world.cost(num_drafts, 0))
+        world.draft_length.plain.observe(8 + num_drafts, 0, world.cost(num_drafts, 0))
     world.requests = [make(number=100 + i) for i in range(8)]
     world.run(300)  # five guesses give 0.96 of what seven do; on a line from six to eight those look worse
     tokens, seconds = world.run(1000)
@@ -157,22 +159,26 @@ def test_a_new_request_learns_from_others() -> None:
     world = World(0.0, 0.05, 0.3, num_requests=4)
     world.run(300)
     newcomer = make(number=2)
-    assert world.pacer.passes(newcomer, Source.DRAFT)
-    assert not world.pacer.wants(newcomer)
+    assert world.draft_length.passes(newcomer, Source.DRAFT)
+    assert not world.draft_length.wants(newcomer)
 
 
 def test_a_long_text_has_fewer_guesses_where_attention_is_what_they_cost() -> None:
-    pacer, chance, widths = Pacer(Guessers(has_draft_model=True)), random.Random(7), dict[int, list[int]]()
+    draft_length, chance, widths = (
+        DraftLengthController(DraftSources(has_draft_model=True)),
+        random.Random(7),
+        dict[int, list[int]](),
+    )
     for number in range(60):
         request = make(number=number)
         for length in range(10, 510, 10):
             request.token_ids = [0] * length
             offer = Offer(request, Source.DRAFT, MOST, [])
-            (width,) = pacer.choose([offer], Load(1, 1, length))
-            share = Share(request, length - 1, length, True, [0] * width, Source.DRAFT, offer.pace)
-            pacer.observe([share], 1 + 0.02 * width + 0.0005 * share.num_attended, (0.0, 0.0))
+            (width,) = draft_length.choose([offer], Load(1, 1, length))
+            share = ScheduledRequest(request, length - 1, length, True, [0] * width, Source.DRAFT, offer.draft_state)
+            draft_length.observe([share], 1 + 0.02 * width + 0.0005 * share.num_attended, (0.0, 0.0))
             right = next((at for at in range(width) if chance.random() > 0.8), width)
-            pacer.verified(share, right, right < width)
+            draft_length.verified(share, right, right < width)
             widths.setdefault(length, []).append(width)
     # by arithmetic: 8 and 3
     assert 7 <= sum(widths[20][-30:]) / 30 <= 8
@@ -185,7 +191,7 @@ def test_what_steps_with_prompts_cost_says_nothing_of_guesses() -> None:
     for world in worlds:
         world.run(300)
     for _ in range(30):
-        worlds[0].pacer.observe([Share(make(number=7), 0, 1 + MOST, samples=True)], 0.5, (0.0, 0.0))
+        worlds[0].draft_length.observe([ScheduledRequest(make(number=7), 0, 1 + MOST, samples=True)], 0.5, (0.0, 0.0))
     for world in worlds:
         world.run(300)
     assert worlds[0].widths == worlds[1].widths
@@ -194,10 +200,10 @@ def test_what_steps_with_prompts_cost_says_nothing_of_guesses() -> None:
 def test_decisions_hold_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0.9, 0.01, 0.1, num_requests=4)
     world.run(300)
-    best, thought = world.pacer._best, []
-    monkeypatch.setattr(world.pacer, "_best", lambda *args: thought.append(1) or best(*args))
+    best, thought = world.draft_length._best, []
+    monkeypatch.setattr(world.draft_length, "_best", lambda *args: thought.append(1) or best(*args))
     world.run(90)
-    assert 90 / (pacer.KEPT_STEPS + 1) - 1 <= len(thought) <= 90 / pacer.KEPT_STEPS + 1
+    assert 90 / (draft_length.KEPT_STEPS + 1) - 1 <= len(thought) <= 90 / draft_length.KEPT_STEPS + 1
 
 
 def test_nothing_is_tried_beside_prompts() -> None:
@@ -205,21 +211,21 @@ def test_nothing_is_tried_beside_prompts() -> None:
     world.run(300)
     (request,) = world.requests
     offers = [Offer(request, Source.DRAFT, MOST, []) for _ in range(40)]
-    assert len({tuple(world.pacer.choose([offer], Load(2, 50))) for offer in offers}) == 1
+    assert len({tuple(world.draft_length.choose([offer], Load(2, 50))) for offer in offers}) == 1
 
 
 def test_fixed_guesses_of_long_texts_take_their_time() -> None:
     """Beside them a step takes so long that further guesses are cheap."""
     chosen: list[int] = []
     for length in (10, 10_000):
-        pacer = Pacer(Guessers(has_draft_model=True))
+        draft_length = DraftLengthController(DraftSources(has_draft_model=True))
         for step in range(400):
             num_tokens, num_attended = 2 + step % 20, 10 * (step // 20)
-            pacer.plain.observe(num_tokens, num_attended, 1.0 + 0.5 * num_tokens + 0.01 * num_attended)
+            draft_length.plain.observe(num_tokens, num_attended, 1.0 + 0.5 * num_tokens + 0.01 * num_attended)
         fixed = make(Schedule.CONSTANT, number=2)
         fixed.token_ids = [0] * length
         offers = [Offer(make(number=1), Source.LOOKUP, MOST, [5] * MOST), Offer(fixed, Source.LOOKUP, 2, [5] * 2)]
-        chosen.append(pacer.choose(offers, Load(2, 2))[0])
+        chosen.append(draft_length.choose(offers, Load(2, 2))[0])
     assert chosen[0] < chosen[1] == MOST
 
 
@@ -227,36 +233,36 @@ def test_what_others_guess_counts() -> None:
     """A step that is full to a stair with fixed guesses has no room below it."""
     chosen: list[int] = []
     for num_constant in (0, 7):
-        pacer = Pacer(Guessers(has_draft_model=True))
+        draft_length = DraftLengthController(DraftSources(has_draft_model=True))
         for num_tokens in 10 * (2, 9, 10, 18):
-            pacer.plain.observe(num_tokens, 0, 1.0 if num_tokens < 10 else 9.0)
+            draft_length.plain.observe(num_tokens, 0, 1.0 if num_tokens < 10 else 9.0)
         offers = [Offer(make(number=1), Source.LOOKUP, MOST, [5] * MOST)]
         if num_constant:
             fixed = make(Schedule.CONSTANT, number=2)
             offers.append(Offer(fixed, Source.LOOKUP, num_constant, [5] * num_constant))
-        chosen.append(pacer.choose(offers, Load(2, 2))[0])
+        chosen.append(draft_length.choose(offers, Load(2, 2))[0])
     assert chosen == [7, 0]
 
 
 @pytest.mark.parametrize("with_prompts", [False, True])
 def test_steps_with_prompts_go_by_their_own_costs(with_prompts: bool) -> None:
-    pacer = Pacer(Guessers(has_draft_model=True))
+    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
     for num_tokens in 10 * (1, 9, 50, 58):
-        pacer.plain.observe(num_tokens, 0, 1.0 + 10 * (num_tokens in (9, 58)))
-        pacer.with_prompts.observe(num_tokens, 0, 1.0)
+        draft_length.plain.observe(num_tokens, 0, 1.0 + 10 * (num_tokens in (9, 58)))
+        draft_length.with_prompts.observe(num_tokens, 0, 1.0)
     offer = Offer(make(), Source.LOOKUP, MOST, [5] * MOST)
-    assert pacer.choose([offer], Load(1, 50 if with_prompts else 1)) == [MOST if with_prompts else 0]
+    assert draft_length.choose([offer], Load(1, 50 if with_prompts else 1)) == [MOST if with_prompts else 0]
 
 
 def test_long_texts_make_the_draft_model_dear_too() -> None:
-    pacer = Pacer(Guessers(has_draft_model=True))
+    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
     for step in range(400):
         length = 100 * (step % 10)
-        pacer.plain.observe(1 + step % 9, 0, 1.0)
-        pacer.drafting.observe(1, length, (0.05 + length / 20_000, 0.05 + length / 20_000), 2)
+        draft_length.plain.observe(1 + step % 9, 0, 1.0)
+        draft_length.drafting.observe(1, length, (0.05 + length / 20_000, 0.05 + length / 20_000), 2)
     short, long = make(number=1), make(number=2)
     short.token_ids, long.token_ids = [0] * 10, [0] * 20_000
-    widths = [pacer.choose([Offer(each, Source.DRAFT, MOST, [])], Load(1, 1))[0] for each in (short, long)]
+    widths = [draft_length.choose([Offer(each, Source.DRAFT, MOST, [])], Load(1, 1))[0] for each in (short, long)]
     assert widths[0] > 2 and widths[1] == 0
 
 
@@ -264,70 +270,84 @@ def test_further_drafts_cost_what_further_passes_do() -> None:
     """Where the first pass takes most of the time, one guess is not worth it and many are; were all passes alike, each
     would look too dear.
     """
-    pacer = Pacer(Guessers(has_draft_model=True))
-    pacer.plain.observe(1, 0, 1.0)
+    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+    draft_length.plain.observe(1, 0, 1.0)
     for step in range(40):
-        share = Share(make(), 9, 10, samples=True, draft_ids=[0] * (1 + step % 2), source=Source.DRAFT)
-        pacer.observe([share], 2.0 + 0.01 * (step % 2), (1.0, 0.01 * (step % 2)))
-    assert pacer.choose([Offer(make(), Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
-    assert pacer.drafting.expected(1, 0, 3).tolist() == pytest.approx([0.0, 1.0, 1.01, 1.02])
+        share = ScheduledRequest(make(), 9, 10, samples=True, draft_ids=[0] * (1 + step % 2), source=Source.DRAFT)
+        draft_length.observe([share], 2.0 + 0.01 * (step % 2), (1.0, 0.01 * (step % 2)))
+    assert draft_length.choose([Offer(make(), Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
+    assert draft_length.drafting.expected(1, 0, 3).tolist() == pytest.approx([0.0, 1.0, 1.01, 1.02])
 
 
 def test_passes_beside_prompts_teach_nothing() -> None:
     """The first one takes the prompts in."""
-    pacer = Pacer(Guessers(has_draft_model=True))
-    prompt = Share(make(number=2), 0, 9, samples=False)
-    drafted = Share(make(), 9, 10, samples=True, draft_ids=[0], source=Source.DRAFT)
-    pacer.observe([drafted, prompt], 9.0, (8.0, 0.0))
-    assert not pacer.drafting.first.is_known
-    pacer.observe([drafted], 2.0, (1.0, 0.0))
-    assert pacer.drafting.expected(1, 0, 2).tolist() == [0.0, 1.0, 2.0]  # the further ones like the first, as yet
+    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+    prompt = ScheduledRequest(make(number=2), 0, 9, samples=False)
+    drafted = ScheduledRequest(make(), 9, 10, samples=True, draft_ids=[0], source=Source.DRAFT)
+    draft_length.observe([drafted, prompt], 9.0, (8.0, 0.0))
+    assert not draft_length.drafting.first.is_known
+    draft_length.observe([drafted], 2.0, (1.0, 0.0))
+    assert draft_length.drafting.expected(1, 0, 2).tolist() == [
+        0.0,
+        1.0,
+        2.0,
+    ]  # the further ones like the first, as yet
 
 
 def test_heuristic_follows_its_rule() -> None:
-    pacer, request = Pacer(Guessers(has_draft_model=True)), make(Schedule.HEURISTIC)
+    draft_length, request = DraftLengthController(DraftSources(has_draft_model=True)), make(Schedule.HEURISTIC)
     widths = []
     for right in (0, 0, 99, 99, 0):
         offer = Offer(request, Source.DRAFT, MOST, [])
-        (width,) = pacer.choose([offer], Load(1, 1))
+        (width,) = draft_length.choose([offer], Load(1, 1))
         widths.append(width)
-        share = Share(request, 9, 10, samples=True, draft_ids=[0] * width, source=Source.DRAFT, pace=offer.pace)
-        pacer.verified(share, min(right, width), right < width)
+        share = ScheduledRequest(
+            request, 9, 10, samples=True, draft_ids=[0] * width, source=Source.DRAFT, draft_state=offer.draft_state
+        )
+        draft_length.verified(share, min(right, width), right < width)
     assert widths == [8, 7, 6, 8, 8]
 
 
 def test_constant_takes_all() -> None:
-    pacer, request = Pacer(Guessers(has_draft_model=True)), make(Schedule.CONSTANT)
-    assert pacer.choose([Offer(request, Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
-    assert not pacer.is_used
+    draft_length, request = DraftLengthController(DraftSources(has_draft_model=True)), make(Schedule.CONSTANT)
+    assert draft_length.choose([Offer(request, Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
+    assert not draft_length.is_used
 
 
 def test_a_draft_model_that_does_not_pay_leaves_lookup_alone() -> None:
     """One kind of guesses rests without another."""
-    pacer = Pacer(Guessers(has_draft_model=True))
+    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
     request = make_request(1, [1, 2], 100, speculation=Speculation(Method.AUTO, 4, schedule=Schedule.AUTO))
     for _ in range(30):
         offer = Offer(request, Source.DRAFT, 4, [])
-        widths = [] if pacer.passes(request, Source.DRAFT) else pacer.choose([offer], Load(1, 1))
-        share = Share(request, 9, 10, samples=True, draft_ids=[0] * sum(widths), source=Source.DRAFT, pace=offer.pace)
-        pacer.observe([share], 1.0 + 0.2 * share.num_tokens, (0.5, 0.0))
+        widths = [] if draft_length.passes(request, Source.DRAFT) else draft_length.choose([offer], Load(1, 1))
+        share = ScheduledRequest(
+            request,
+            9,
+            10,
+            samples=True,
+            draft_ids=[0] * sum(widths),
+            source=Source.DRAFT,
+            draft_state=offer.draft_state,
+        )
+        draft_length.observe([share], 1.0 + 0.2 * share.num_tokens, (0.5, 0.0))
         if share.draft_ids:
-            pacer.verified(share, 0, was_rejected=True)
-    assert pacer.passes(request, Source.DRAFT)
+            draft_length.verified(share, 0, was_rejected=True)
+    assert draft_length.passes(request, Source.DRAFT)
     found = Offer(request, Source.LOOKUP, 4, [1, 2, 3, 4], is_long=True)
-    assert pacer.choose([found], Load(1, 1))[0] > 0
+    assert draft_length.choose([found], Load(1, 1))[0] > 0
 
 
 def test_what_costs_too_much_is_tried_again_under_a_lighter_load() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
-    assert all(world.pacer.passes(request, Source.DRAFT) for request in world.requests)
+    assert all(world.draft_length.passes(request, Source.DRAFT) for request in world.requests)
     newcomers = [make(number=100 + i) for i in range(16)]
-    assert sum(world.pacer.passes(newcomer, Source.DRAFT) for newcomer in newcomers) == 15
+    assert sum(world.draft_length.passes(newcomer, Source.DRAFT) for newcomer in newcomers) == 15
     del world.requests[1:]
     found = Offer(world.requests[0], Source.LOOKUP, 1, [5])
-    world.pacer.choose([found], Load(1, 1))  # a step of one request
-    assert not world.pacer.passes(world.requests[0], Source.DRAFT)
+    world.draft_length.choose([found], Load(1, 1))  # a step of one request
+    assert not world.draft_length.passes(world.requests[0], Source.DRAFT)
 
 
 def test_newcomers_who_were_told_begin_when_it_pays_for_others() -> None:
@@ -335,8 +355,8 @@ def test_newcomers_who_were_told_begin_when_it_pays_for_others() -> None:
     world = World(0.9, 0.01, 1.0, num_requests=16)
     world.run(300)
     world.requests = [make(number=100 + i) for i in range(16)]
-    assert sum(world.pacer.passes(newcomer, Source.DRAFT) for newcomer in world.requests) == 15
-    world._pass_cost, world.pacer.drafting = 0.02, DraftCosts()  # it was but a moment
+    assert sum(world.draft_length.passes(newcomer, Source.DRAFT) for newcomer in world.requests) == 15
+    world._pass_cost, world.draft_length.drafting = 0.02, DraftCosts()  # it was but a moment
     world.run(60)
     tokens, seconds = world.run(60)
     assert tokens / seconds > 0.95 * world.best_fixed()
@@ -346,10 +366,10 @@ def test_who_was_told_begins_when_the_others_have_gone() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
     world.requests = [make(number=100 + i) for i in range(15)]
-    assert all(world.pacer.passes(newcomer, Source.DRAFT) for newcomer in world.requests)
+    assert all(world.draft_length.passes(newcomer, Source.DRAFT) for newcomer in world.requests)
     del world.requests[1:]
     world.run(3)
-    assert not world.pacer.passes(world.requests[0], Source.DRAFT)
+    assert not world.draft_length.passes(world.requests[0], Source.DRAFT)
 
 
 def test_who_was_told_and_begins_rests_no_longer_than_others() -> None:
@@ -357,37 +377,37 @@ def test_who_was_told_and_begins_rests_no_longer_than_others() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
     told = make(number=100)
-    assert all(world.pacer.passes(told, Source.DRAFT) for _ in range(100))
-    world.pacer._dear.clear()
-    assert not world.pacer.passes(told, Source.DRAFT)
+    assert all(world.draft_length.passes(told, Source.DRAFT) for _ in range(100))
+    world.draft_length._too_expensive.clear()
+    assert not world.draft_length.passes(told, Source.DRAFT)
     offer = Offer(told, Source.DRAFT, MOST, [])
     for _ in range(2):
-        assert world.pacer.choose([offer], Load(32, 32)) == [0]  # of its own accord, and to think it over soon
-    assert [world.pacer.passes(told, Source.DRAFT) for _ in range(2)] == [True, False]
+        assert world.draft_length.choose([offer], Load(32, 32)) == [0]  # of its own accord, and to think it over soon
+    assert [world.draft_length.passes(told, Source.DRAFT) for _ in range(2)] == [True, False]
 
 
 def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
-    prompts = [Share(make(number=200 + i), 0, 9, samples=False) for i in range(32)]
-    world.pacer.observe(prompts, 5.0, (0.0, 0.0))
-    assert world.pacer.passes(make(number=300), Source.DRAFT)
+    prompts = [ScheduledRequest(make(number=200 + i), 0, 9, samples=False) for i in range(32)]
+    world.draft_length.observe(prompts, 5.0, (0.0, 0.0))
+    assert world.draft_length.passes(make(number=300), Source.DRAFT)
 
 
 def test_what_pays_for_one_request_is_dear_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    pacer, requests = Pacer(Guessers(has_draft_model=True)), [make(number=1), make(number=2)]
-    monkeypatch.setattr(pacer, "_best", lambda offers, *_: [4, 0][: len(offers)])
+    draft_length, requests = DraftLengthController(DraftSources(has_draft_model=True)), [make(number=1), make(number=2)]
+    monkeypatch.setattr(draft_length, "_best", lambda offers, *_: [4, 0][: len(offers)])
     for _ in range(8):
-        wanting = [request for request in requests if not pacer.passes(request, Source.DRAFT)]
-        pacer.choose([Offer(request, Source.DRAFT, MOST, []) for request in wanting], Load(2, 2))
-    assert not pacer.passes(make(number=3), Source.DRAFT)
+        wanting = [request for request in requests if not draft_length.passes(request, Source.DRAFT)]
+        draft_length.choose([Offer(request, Source.DRAFT, MOST, []) for request in wanting], Load(2, 2))
+    assert not draft_length.passes(make(number=3), Source.DRAFT)
 
 
 def test_what_is_learnt_of_adapters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacer, "MOST_KINDS", 5)
+    monkeypatch.setattr(draft_length, "MOST_KINDS", 5)
     world = World(0.9, 0.1, 0.1, num_requests=12)
     for number, request in enumerate(world.requests):
         request.adapter_digest = f"adapter {number}"
     world.run(30)
-    known = world.pacer._groups, world.pacer._waits, world.pacer._dear
+    known = world.draft_length._groups, world.draft_length._waits, world.draft_length._too_expensive
     assert all(len(each) <= 5 for each in known) and known[0]

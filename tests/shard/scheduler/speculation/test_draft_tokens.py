@@ -1,4 +1,4 @@
-"""Guesses of several offers, weighed together: the widths that are chosen are the best of all there are."""
+"""DraftTokens of several offers, weighed together: the widths that are chosen are the best of all there are."""
 
 import itertools
 
@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.shard.scheduler.request import Source
-from lorikeet.shard.scheduler.speculation import Guessers, Offer
+from lorikeet.shard.scheduler.speculation import DraftSources, Offer
 from lorikeet.shard.scheduler.speculation.acceptance import Chances
-from lorikeet.shard.scheduler.speculation.draft_length import Load, Pacer
-from lorikeet.shard.scheduler.speculation.draft_tokens import Guesses
+from lorikeet.shard.scheduler.speculation.draft_length import DraftLengthController, Load
+from lorikeet.shard.scheduler.speculation.draft_tokens import DraftTokens
 from tests.shard.scheduler.speculation.test_draft_length import make
 
 OFFERS = st.lists(
@@ -25,17 +25,17 @@ OFFERS = st.lists(
 
 def test_the_likeliest_come_first_and_each_offer_in_order() -> None:
     chances = np.array([(0.5, 0.5), (0.9, 0.5), (0.8, 0.8)])
-    guesses = Guesses.of(chances, np.array([2, 2, 0]), np.array([True, False, True]), np.array([5, 7, 9]))
-    assert list(guesses.values) == pytest.approx([0.9, 0.5, 0.45, 0.25])
-    assert list(guesses.owners) == [1, 0, 1, 0]
-    assert list(guesses.passes) == [0, 1, 0, 2]
-    assert list(guesses.attended) == [8, 6, 9, 7]
-    assert (guesses.num_offers, guesses.num_drawn, guesses.num_passes) == (3, 1, 2)
+    drafts = DraftTokens.of(chances, np.array([2, 2, 0]), np.array([True, False, True]), np.array([5, 7, 9]))
+    assert list(drafts.values) == pytest.approx([0.9, 0.5, 0.45, 0.25])
+    assert list(drafts.owners) == [1, 0, 1, 0]
+    assert list(drafts.passes) == [0, 1, 0, 2]
+    assert list(drafts.attended) == [8, 6, 9, 7]
+    assert (drafts.num_offers, drafts.num_drawn, drafts.num_passes) == (3, 1, 2)
 
 
 def test_offers_without_guesses_are_none() -> None:
-    guesses = Guesses.of(np.array([(0.5, 0.5)]), np.array([0]), np.array([True]), np.array([9]))
-    assert (len(guesses.values), guesses.num_drawn, guesses.num_passes) == (0, 0, 0)
+    drafts = DraftTokens.of(np.array([(0.5, 0.5)]), np.array([0]), np.array([True]), np.array([9]))
+    assert (len(drafts.values), drafts.num_drawn, drafts.num_passes) == (0, 0, 0)
 
 
 @settings(deadline=None)
@@ -44,24 +44,28 @@ def test_no_other_widths_give_more(
     offered: list[tuple[Source, int, float, float]], steps: list[float], first: float, further: float
 ) -> None:
     """Against every combination there is."""
-    pacer = Pacer(Guessers(has_draft_model=True))
+    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
     for number, seconds in enumerate(np.cumsum(steps), 1):
-        pacer.plain.observe(number, 0, float(seconds))
+        draft_length.plain.observe(number, 0, float(seconds))
     num_drawn = sum(source is Source.DRAFT and width > 0 for source, width, _, _ in offered)
-    pacer.drafting.observe(max(1, num_drawn), 0, (first, further), 2)
+    draft_length.drafting.observe(max(1, num_drawn), 0, (first, further), 2)
     drafting = [0.0, *(first + further * depth for depth in range(9))]
     offers = [Offer(make(number=i), source, width, []) for i, (source, width, _, _) in enumerate(offered)]
     chances = [Chances(first, further) for _, _, first, further in offered]
-    told = {id(pacer._pace(offer)): each for offer, each in zip(offers, chances, strict=True)}
-    pacer._chances = lambda pace: told[id(pace)]  # type: ignore[method-assign]
+    told = {id(draft_length._draft_state(offer)): each for offer, each in zip(offers, chances, strict=True)}
+    draft_length._chances = lambda draft_state: told[id(draft_state)]  # type: ignore[method-assign]
 
     def rate(widths: tuple[int, ...]) -> float:
         tokens, depth = float(len(offers)), 0
         for offer, each, width in zip(offers, chances, widths, strict=True):
             tokens += sum(each.first * each.further**place for place in range(width))
             depth = max(depth, width if offer.source is Source.DRAFT else 0)
-        return tokens / (float(pacer.plain.expected([len(offers) + sum(widths)])[0]) + drafting[depth])
+        return tokens / (float(draft_length.plain.expected([len(offers) + sum(widths)])[0]) + drafting[depth])
 
-    found = tuple(pacer._best(offers, [pacer._pace(offer) for offer in offers], Load(len(offers), len(offers))))
+    found = tuple(
+        draft_length._best(
+            offers, [draft_length._draft_state(offer) for offer in offers], Load(len(offers), len(offers))
+        )
+    )
     best = max(map(rate, itertools.product(*(range(offer.width + 1) for offer in offers))))
     assert rate(found) == pytest.approx(best)

@@ -3,7 +3,7 @@
 import pytest
 
 from lorikeet.shard.scheduler.request import Method, Source, Speculation
-from lorikeet.shard.scheduler.speculation import Guessers
+from lorikeet.shard.scheduler.speculation import DraftSources
 from tests.shard.rig import make_request
 
 REPEATS = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
@@ -29,10 +29,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_who_guesses(case: tuple[Method, list[int], tuple[int, ...], bool, Source | None, list[int]]) -> None:
     method, known, heads, has_draft_model, source, draft_ids = case
-    guessers = Guessers(has_draft_model=has_draft_model)
+    draft_sources = DraftSources(has_draft_model=has_draft_model)
     request = make_request(1, known, 40, speculation=Speculation(method, 3, num_heads=2))
     request.num_heads, request.head_ids = len(heads), heads
-    offer = guessers.offer(request, room=30)
+    offer = draft_sources.offer(request, room=30)
     if source is None:
         assert offer is None
         return
@@ -45,16 +45,16 @@ def test_who_guesses(case: tuple[Method, list[int], tuple[int, ...], bool, Sourc
 def test_no_guess_reaches_over_the_end_of_the_request(method: Method) -> None:
     request = make_request(1, REPEATS, 40, speculation=Speculation(method, 3, num_heads=3))
     request.num_heads, request.head_ids = 3, HEADS
-    offer = Guessers(has_draft_model=True).offer(request, room=1)
+    offer = DraftSources(has_draft_model=True).offer(request, room=1)
     assert offer is not None and offer.width == 1
     assert len(offer.draft_ids) <= 1
 
 
 def test_heads_guess_where_nothing_else_is_asked_for() -> None:
     request = make_request(1, REPEATS, 40, speculation=Speculation(Method.AUTO, 0, num_heads=255))
-    guessers = Guessers(has_draft_model=True)
-    assert not guessers.may_guess(request, num_running=1)
+    draft_sources = DraftSources(has_draft_model=True)
+    assert not draft_sources.may_draft(request, num_running=1)
     request.num_heads, request.head_ids = 3, HEADS
-    assert guessers.may_guess(request, num_running=1)
-    offer = guessers.offer(request, room=30)
+    assert draft_sources.may_draft(request, num_running=1)
+    offer = draft_sources.offer(request, room=30)
     assert offer is not None and offer.draft_ids == list(HEADS)

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lorikeet.shard.scheduler.request import Request, Source
-from lorikeet.shard.scheduler.speculation import Guessers
+from lorikeet.shard.scheduler.speculation import DraftSources
 from tests.shard.fake_model import VOCAB_SIZE
 
 
 class Told:
-    """Guesses each token rightly with the given chance, by a hash of its position alone."""
+    """DraftTokens each token rightly with the given chance, by a hash of its position alone."""
 
     source = Source.LOOKUP
     match_length = 99
@@ -23,7 +23,7 @@ class Told:
     def extend(self, token_ids: Sequence[int]) -> None:
         self._num_known += len(token_ids)
 
-    def guess(self, num_tokens: int) -> list[int]:
+    def draft_token(self, num_tokens: int) -> list[int]:
         first = self._num_known
         return [self._one(place) for place in range(first, min(first + num_tokens, len(self._text) + 3))]
 
@@ -35,7 +35,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class TellingGuessers(Guessers):
+class RecordingDraftSources(DraftSources):
     """Of requests whose whole texts are known, by the request's id."""
 
     texts: Mapping[int, Sequence[int]] = field(default_factory=dict)

@@ -7,9 +7,8 @@ import time
 import structlog
 
 from lorikeet.router.metrics.histogram import Counter
-from lorikeet.router.usage import outlet
-from lorikeet.router.usage.outlet import Outlet, Unwritten
 from lorikeet.router.usage.record import Record
+from lorikeet.router.usage.writer import BackgroundWriter, Unwritten
 
 RECORD = Record(
     time="2026-01-01T00:00:00.000Z",
@@ -62,7 +61,7 @@ def named(name: str) -> Record:
 
 def test_everything_is_written_in_order_before_the_end() -> None:
     writer, dropped = Slow(), Counter()
-    out = Outlet("file", [writer], dropped)
+    out = BackgroundWriter("file", [writer], dropped)
     for number in range(100):
         out.put(named(str(number)))
     writer.may_write.set()
@@ -74,24 +73,24 @@ def test_everything_is_written_in_order_before_the_end() -> None:
 
 def test_nobody_waits_for_a_writer_that_hangs_and_losses_are_counted() -> None:
     writer, dropped = Slow(), Counter()
-    out = Outlet("file", [writer], dropped)
+    out = BackgroundWriter("file", [writer], dropped)
     began = time.monotonic()
     with structlog.testing.capture_logs() as lines:
-        for number in range(outlet.MOST_RECORDS + 12):
+        for number in range(writer.MOST_RECORDS + 12):
             out.put(named(str(number)))
         assert time.monotonic() - began < 5
         num_lost = dropped.values["file"]
         assert num_lost in (11, 12)  # the writer may hold one
         writer.may_write.set()
         out.close(10)
-    assert len(writer.written) == outlet.MOST_RECORDS + 12 - num_lost
+    assert len(writer.written) == writer.MOST_RECORDS + 12 - num_lost
     assert [(line["event"], line["to"]) for line in lines] == [("usage_dropped", "file")]
 
 
 def test_texts_are_bounded_too() -> None:
     writer, dropped = Slow(), Counter()
-    out = Outlet("url", [writer], dropped)
-    text = "x" * (outlet.MOST_CHARACTERS // 4)
+    out = BackgroundWriter("url", [writer], dropped)
+    text = "x" * (writer.MOST_CHARACTERS // 4)
     for _ in range(8):
         out.put(dataclasses.replace(RECORD, input=text))
     assert dropped.values["url"] in (3, 4)
@@ -103,8 +102,8 @@ def test_texts_are_bounded_too() -> None:
 def test_room_comes_back() -> None:
     writer, dropped = Slow(), Counter()
     writer.may_write.set()
-    out = Outlet("url", [writer], dropped)
-    text = "x" * (outlet.MOST_CHARACTERS // 2)
+    out = BackgroundWriter("url", [writer], dropped)
+    text = "x" * (writer.MOST_CHARACTERS // 2)
     for number in range(8):
         out.put(dataclasses.replace(RECORD, input=text, output=["y", "z"]))
         end = time.monotonic() + 10
@@ -117,7 +116,7 @@ def test_room_comes_back() -> None:
 
 def test_what_is_left_at_the_end_is_counted() -> None:
     writer, dropped = Slow(), Counter()
-    out = Outlet("url", [writer], dropped)
+    out = BackgroundWriter("url", [writer], dropped)
     for number in range(5):
         out.put(named(str(number)))
     with structlog.testing.capture_logs() as lines:
@@ -145,7 +144,7 @@ def test_a_failure_is_said_once_and_others_are_written() -> None:
     writer, dropped = Broken(), Counter()
     writer.may_write.set()
     with structlog.testing.capture_logs() as lines:
-        out = Outlet("file", [writer], dropped)
+        out = BackgroundWriter("file", [writer], dropped)
         for name in ("1", "known", "2", "unknown", "3", "known", "4"):
             out.put(named(name))
         out.close(10)
@@ -156,7 +155,7 @@ def test_a_failure_is_said_once_and_others_are_written() -> None:
 
 def test_an_unknown_failure_is_told_by_its_kind_alone() -> None:
     with structlog.testing.capture_logs() as lines:
-        out = Outlet("file", [Broken()], Counter())
+        out = BackgroundWriter("file", [Broken()], Counter())
         out.put(named("unknown"))
         out.close(10)
     assert [line["reason"] for line in lines] == ["RuntimeError"]
@@ -164,7 +163,7 @@ def test_an_unknown_failure_is_told_by_its_kind_alone() -> None:
 
 def test_files_are_opened_again_without_a_record_to_write() -> None:
     writer = Slow()
-    out = Outlet("file", [writer], Counter())
+    out = BackgroundWriter("file", [writer], Counter())
     out.reopen()
     end = time.monotonic() + 10
     while not writer.num_reopened:
@@ -178,7 +177,7 @@ def test_a_file_that_cannot_be_opened_again_loses_nothing() -> None:
     writer, dropped = Broken(), Counter()
     writer.may_write.set()
     with structlog.testing.capture_logs() as lines:
-        out = Outlet("file", [writer], dropped)
+        out = BackgroundWriter("file", [writer], dropped)
         out.reopen()
         out.put(named("1"))
         out.close(10)

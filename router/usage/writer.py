@@ -38,7 +38,7 @@ class Unwritten(Exception):
     """Why a record was lost, in words that may stand in a log."""
 
 
-class Outlet:
+class BackgroundWriter:
     """One backlog for all of `writers`."""
 
     def __init__(self, name: str, writers: Sequence[Writer], dropped: Counter) -> None:

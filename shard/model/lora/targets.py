@@ -18,25 +18,25 @@ from torch.nn import functional
 
 from lorikeet.shard.batch.inputs import AdapterRows, StepInputs
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
-from lorikeet.shard.model.lora.partition import Cut
+from lorikeet.shard.model.lora.partition import Partition
 from lorikeet.shard.system.native import CompilerMissing, library
 
 MOST_RANK = 512
 RANK_BLOCK = 8
 OUT_BLOCK = 64
-"""In the layout of sites.c."""
+"""In the layout of targets.c."""
 
-_SOURCE = Path(__file__).with_name("sites.c")
+_SOURCE = Path(__file__).with_name("targets.c")
 
 
 class _Weights(ctypes.Structure):
-    """`Weights` of sites.c."""
+    """`Weights` of targets.c."""
 
     _fields_ = [("rank", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("a", "b", "scale", "bias"))]
 
 
 class _Part(ctypes.Structure):
-    """`Part` of sites.c."""
+    """`Part` of targets.c."""
 
     _fields_ = [
         ("slots", ctypes.c_void_p),
@@ -62,7 +62,7 @@ class SlotWeights:
     # [out] float32, added to the base's bias
     bias: torch.Tensor | None = None
     is_packed: bool = False
-    """Whether a and b are laid out for sites.c."""
+    """Whether a and b are laid out for targets.c."""
 
     def arranged(self, is_embedding: bool) -> "SlotWeights":
         """The same for kernels of a device, which read rows: of embeddings A lies as [in, rank]."""
@@ -119,22 +119,22 @@ class SlotImage:
 class Kernels(Protocol):
     """What computes on a device other than the CPU, by tables of its own."""
 
-    def image(self, sites: Sequence["AdapterSite"], entries: npt.NDArray[np.int64]) -> SlotImage: ...
+    def image(self, targets: Sequence["LoraTarget"], entries: npt.NDArray[np.int64]) -> SlotImage: ...
 
     def adapt(self, rows: AdapterRows, products: Sequence["Product"]) -> None: ...
 
-    def adapt_embedding(self, rows: AdapterRows, site: "AdapterSite", ids: torch.Tensor, y: torch.Tensor) -> None: ...
+    def adapt_embedding(self, rows: AdapterRows, site: "LoraTarget", ids: torch.Tensor, y: torch.Tensor) -> None: ...
 
-    def change(self, rows: AdapterRows, site: "AdapterSite") -> bool: ...
+    def change(self, rows: AdapterRows, site: "LoraTarget") -> bool: ...
 
     def pair_slots(self, rows: AdapterRows, num_rows: int) -> tuple[torch.Tensor, int]: ...
 
     def pair_tasks(self, pairs: SortedPairs) -> PairTasks: ...
 
-    def adapt_pairs(self, tasks: PairTasks, sites: "ExpertSites", x: torch.Tensor, y: torch.Tensor) -> None: ...
+    def adapt_pairs(self, tasks: PairTasks, targets: "ExpertTargets", x: torch.Tensor, y: torch.Tensor) -> None: ...
 
 
-class AdapterSite:
+class LoraTarget:
     """One module of the base, as adapters meet it."""
 
     def __init__(self, name: str, num_in: int, num_out: int, inputs: StepInputs, is_head: bool = False) -> None:
@@ -147,7 +147,7 @@ class AdapterSite:
         self.squared_norms = torch.empty(0)
         self.project: Callable[[torch.Tensor], torch.Tensor] | None = None
         """`x Wᵀ` of rows x: [rows, in]."""
-        self.cut: Cut | None = None
+        self.cut: Partition | None = None
         """Which part of the module this rank holds; None is all of it."""
         self.slots: list[SlotWeights | None] = []
         self.table = (_Weights * 0)()
@@ -182,20 +182,20 @@ class AdapterSite:
         return bool(entry.rank or entry.scale or entry.bias)
 
 
-def adapt_output(site: AdapterSite, x: torch.Tensor, y: torch.Tensor) -> None:
+def adapt_output(site: LoraTarget, x: torch.Tensor, y: torch.Tensor) -> None:
     """x: [..., in], y: [..., out] contiguous, changed in place."""
     if len(rows := site.rows):
         adapt(rows, Product(site, x.reshape(-1, site.num_in), y.view(-1, site.num_out)))
 
 
-class ExpertSites:
+class ExpertTargets:
     """One parameter of a block of experts: a site per expert."""
 
     def __init__(self, name: str, num_experts: int, num_in: int, num_out: int, inputs: StepInputs) -> None:
         self.name = name
         self.num_in, self.num_out = num_in, num_out
         self._inputs = inputs
-        self.experts = [AdapterSite(f"{name}.{index}", num_in, num_out, inputs) for index in range(num_experts)]
+        self.experts = [LoraTarget(f"{name}.{index}", num_in, num_out, inputs) for index in range(num_experts)]
 
     def allocate(self, num_slots: int) -> None:
         """Room for so many adapters."""
@@ -213,7 +213,7 @@ class ExpertSites:
         return self.experts[0].rows
 
     @property
-    def is_changed(self) -> bool:
+    def is_modified(self) -> bool:
         """Whether an adapter of the step at hand changes this parameter; of a padded step, whether one could."""
         if not len(self.rows) or self.kernels is None:
             return any(self.experts[0].changes(slot) for slot, _, _ in self.rows.tasks.tolist())
@@ -221,7 +221,7 @@ class ExpertSites:
 
     def slots_of(self, num_rows: int) -> npt.NDArray[np.int32] | None:
         """[rows] the slot of each row of the step, -1 for none; None when no adapter of it changes this parameter."""
-        if not self.is_changed:
+        if not self.is_modified:
             return None
         slots = np.full(num_rows, -1, np.int32)
         for slot, first, count in self.rows.tasks.tolist():
@@ -233,7 +233,7 @@ class ExpertSites:
 class Product:
     """A module's input and output in one step. `y` is changed in place."""
 
-    site: AdapterSite
+    site: LoraTarget
     # [rows, in], [rows, out], neighbouring elements side by side
     x: torch.Tensor
     y: torch.Tensor
@@ -288,7 +288,7 @@ def adapt_row(weights: SlotWeights, base_bias: torch.Tensor | None, x: torch.Ten
     y.copy_(value if weights.bias is None else value + weights.bias)
 
 
-def adapt_embedding(rows: AdapterRows, site: AdapterSite, ids: torch.Tensor, y: torch.Tensor) -> None:
+def adapt_embedding(rows: AdapterRows, site: LoraTarget, ids: torch.Tensor, y: torch.Tensor) -> None:
     """ids: [rows] token ids; y: [rows, H], in place. A's columns are chosen by the id."""
     if not len(rows):
         return
@@ -308,7 +308,7 @@ def adapt_embedding(rows: AdapterRows, site: AdapterSite, ids: torch.Tensor, y: 
 
 @cache
 def compiled(dtype: torch.dtype) -> int | None:
-    """Address of sites.c's `adapt` for this element type, or None where there is no compiler."""
+    """Address of targets.c's `adapt` for this element type, or None where there is no compiler."""
     if dtype not in (torch.float32, torch.bfloat16):
         return None
     try:
@@ -319,7 +319,7 @@ def compiled(dtype: torch.dtype) -> int | None:
 
 @cache
 def library_for(dtype: torch.dtype) -> ctypes.CDLL:
-    """sites.c for this element type. Raises CompilerMissing."""
+    """targets.c for this element type. Raises CompilerMissing."""
     loaded = library(_SOURCE, *(("ELEMENT_BF16",) if dtype == torch.bfloat16 else ()))
     loaded.adapt.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     loaded.adapt_embedding.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lorikeet.shard.batch.inputs import Segment, StepInputs
-from lorikeet.shard.model.lora import sites as lora
-from lorikeet.shard.model.lora.sites import AdapterSite, Product, SlotWeights, adapt, adapt_embedding, adapt_row
+from lorikeet.shard.model.lora import targets as lora
+from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_embedding, adapt_row
 
 NUM_SLOTS = 12
 SHAPES = [(64, 64), (96, 33), (130, 200), (1024, 256)]
@@ -24,12 +24,12 @@ COUNTS = [1, 1, 40, 3, 1, 17, 16, 2]
 Plain = dict[int, SlotWeights | None]
 
 
-def make_site(
+def make_target(
     num_in: int, num_out: int, dtype: torch.dtype, inputs: StepInputs, seed: int = 0
-) -> tuple[AdapterSite, Plain]:
+) -> tuple[LoraTarget, Plain]:
     """A site, and what its slots held before it was packed: every rank, DoRA's scale, a bias, a bias alone, nothing."""
     generator = torch.Generator().manual_seed(seed)
-    site = AdapterSite("module", num_in, num_out, inputs)
+    site = LoraTarget("module", num_in, num_out, inputs)
     site.base_bias = torch.randn(num_out, generator=generator)
     site.allocate(NUM_SLOTS)
     plain: Plain = {}
@@ -60,7 +60,7 @@ def fill(inputs: StepInputs, slots: list[int], counts: list[int]) -> int:
 @pytest.mark.parametrize("mix", MIXES)
 def test_equals_the_specification(mix: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    site, plain = make_site(*shape, dtype, inputs)
+    site, plain = make_target(*shape, dtype, inputs)
     num_rows = fill(inputs, MIXES[mix], COUNTS)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_rows, shape[0], generator=generator).to(dtype)
@@ -85,7 +85,7 @@ def test_equals_the_specification(mix: str, shape: tuple[int, int], dtype: torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_row_has_equal_bits_in_any_company(dtype: torch.dtype) -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    site, _ = make_site(130, 200, dtype, inputs)
+    site, _ = make_target(130, 200, dtype, inputs)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(40, 130, generator=generator).to(dtype)
     base = torch.randn(40, 200, generator=generator).to(dtype)
@@ -102,24 +102,24 @@ def test_a_row_has_equal_bits_in_any_company(dtype: torch.dtype) -> None:
 
 def test_several_products_of_one_step_and_strided_outputs() -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    sites = [make_site(64, width, torch.bfloat16, inputs, seed=width)[0] for width in (48, 32, 16)]
+    targets = [make_target(64, width, torch.bfloat16, inputs, seed=width)[0] for width in (48, 32, 16)]
     num_rows = fill(inputs, [0, -1, 3], [3, 2, 18])
     x = torch.randn(num_rows, 64).bfloat16()
     joined = torch.randn(num_rows, 96).bfloat16()
     wanted = []
-    for site, part in zip(sites, joined.split([48, 32, 16], dim=1), strict=True):
+    for site, part in zip(targets, joined.split([48, 32, 16], dim=1), strict=True):
         alone = part.contiguous()
         adapt(site.rows, Product(site, x, alone))
         wanted.append(alone)
     parts = joined.split([48, 32, 16], dim=1)
-    adapt(inputs.adapter_rows, *(Product(site, x, part) for site, part in zip(sites, parts, strict=True)))
+    adapt(inputs.adapter_rows, *(Product(site, x, part) for site, part in zip(targets, parts, strict=True)))
     assert torch.equal(joined, torch.cat(wanted, dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    site = AdapterSite("embedding", 50, 24, inputs)
+    site = LoraTarget("embedding", 50, 24, inputs)
     site.allocate(2)
     a, b = torch.randn(4, 50).to(dtype), torch.randn(4, 24).to(dtype)
     site.put(1, SlotWeights(a, b).packed(is_embedding=True))
@@ -136,7 +136,7 @@ def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_without_a_compiler_the_specification_itself_runs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    site, unpacked = make_site(64, 64, dtype, inputs)
+    site, unpacked = make_target(64, 64, dtype, inputs)
     num_rows = fill(inputs, MIXES["some"], COUNTS)
     x, base = torch.randn(num_rows, 64).to(dtype), torch.randn(num_rows, 64).to(dtype)
     fast, plain = base.clone(), base.clone()
