@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lorikeet.launcher import logs
 from lorikeet.launcher.config import kv_cache, rules, settings
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError
@@ -18,6 +17,7 @@ from lorikeet.launcher.models import adapters, devices, model, runtime, usage
 from lorikeet.launcher.processes import configs, serving
 from lorikeet.launcher.processes import download as models
 from lorikeet.launcher.processes.supervisor import Signals
+from lorikeet.proto import logs
 from lorikeet.proto.version import version
 
 _LONGEST_SOCKET_PATH = 103
@@ -35,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(read)
     except LauncherError as error:
         if settings.asks_for_json(arguments, os.environ):
-            logs.start(True, "error", sys.stderr).error("%s", error)
+            logs.start_launcher(True, "error", sys.stderr).error("%s", error)
         else:
             print(f"lorikeet-launcher: {error}", file=sys.stderr, flush=True)
         return error.exit
 
 
 def _run(read: Settings) -> int:
-    log = logs.start(
+    log = logs.start_launcher(
         read["json-output"],
         read["log-level"],
         sys.stderr if read["print-config"] or read["download-only"] else sys.stdout,

@@ -3,16 +3,15 @@
 Knows names and defaults only; nothing here opens a socket.
 """
 
-import json
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 from lorikeet.adapters.sources.settings import SourceSettings
+from lorikeet.proto.config_file import ConfigFile
 
 
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(ConfigFile):
     """Everything a router needs to know."""
 
     model_id: str
@@ -122,20 +121,6 @@ class RouterConfig:
     """The router ends when this process is gone."""
     effective_configuration: dict[str, Any] | None = None
     """Every launcher flag with its effective value, shown by `/info`."""
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read the JSON file at `path`. Raises ValueError that names unknown fields."""
-        values = json.loads(Path(path).read_text())
-        unknown = sorted(set(values) - {each.name for each in fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown router configuration fields: {', '.join(unknown)}")
-        settled: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-        }
-        if "sources" in settled:
-            settled["sources"] = SourceSettings.from_dict(settled["sources"])
-        return cls(**settled)
 
     @property
     def most_queued_per_adapter(self) -> int:

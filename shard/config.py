@@ -3,14 +3,13 @@
 Knows names and defaults only; nothing here opens a model or a socket.
 """
 
-import json
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Self
+from dataclasses import dataclass
+
+from lorikeet.proto.config_file import ConfigFile
 
 
 @dataclass(frozen=True)
-class ShardConfig:
+class ShardConfig(ConfigFile):
     """Everything a shard needs to know. "Auto" (None) is resolved where the needed fact is measured."""
 
     model_id: str
@@ -114,12 +113,3 @@ class ShardConfig:
     log_level: str = "info"
     parent_pid: int | None = None
     """The shard ends when this process is gone."""
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read the JSON file at `path`. Raises ValueError that names unknown fields."""
-        values = json.loads(Path(path).read_text())
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown shard configuration fields: {', '.join(unknown)}")
-        return cls(**values)

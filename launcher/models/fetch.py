@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lorikeet.adapters.refs import Ref, Source
-from lorikeet.launcher import logs
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models.model import ModelFolder
+from lorikeet.proto import logs
+from lorikeet.proto.config_file import ConfigFile
 
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(ConfigFile):
     """What to fetch, and where to say how it went."""
 
     id: str
@@ -50,8 +51,8 @@ def read_answer(path: Path) -> ModelFolder | None:
 
 def main(path: str) -> int:
     """Do what the request in the file at `path` asks for."""
-    request = Request(**json.loads(Path(path).read_text()))
-    log = logs.start(request.json_output, request.log_level, sys.stderr if request.quiet else sys.stdout)
+    request = Request.read(path)
+    log = logs.start_launcher(request.json_output, request.log_level, sys.stderr if request.quiet else sys.stdout)
     if not sys.stderr.isatty():
         # Bars are for people; in a log file each refresh would be a line.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

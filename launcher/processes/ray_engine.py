@@ -13,14 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from lorikeet.launcher import logs
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.processes.ray_shard import END_S, RayShard, State
 from lorikeet.launcher.processes.restart_policy import MOST_ENDS
+from lorikeet.proto import logs
+from lorikeet.proto.config_file import ConfigFile
 
 _POLL_S = 0.5
 _CONNECT_S = 20.0
@@ -32,7 +33,7 @@ _MOST_DEATHS = 10
 
 
 @dataclass(frozen=True)
-class RayConfig:
+class RayConfig(ConfigFile):
     """What this process is told."""
 
     shard: dict[str, Any]
@@ -48,16 +49,12 @@ class RayConfig:
     """Path of a file that appears once all shards take requests."""
     served_file: str
     """The same once one has completed a request."""
-    hidden: list[str] = field(default_factory=list)
+    hidden: tuple[str, ...] = ()
     """Environment variables that shards must not see."""
     module: str = "lorikeet.shard"
     """What is started on a node."""
     json_output: bool = False
     log_level: str = "info"
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        return cls(**json.loads(Path(path).read_text()))
 
 
 class Watched:
@@ -217,7 +214,7 @@ class RayEngine:
 def main(arguments: Sequence[str]) -> int:
     """Run the process."""
     config = RayConfig.read(arguments[0])
-    log = logs.start(config.json_output, config.log_level, sys.stdout)
+    log = logs.start_launcher(config.json_output, config.log_level, sys.stdout)
     ended = threading.Event()
     try:
         _connect()

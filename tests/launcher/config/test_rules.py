@@ -65,7 +65,7 @@ def test_a_quantization_whose_package_is_missing_is_refused(method: str, monkeyp
         said = refusal(flag, method, *draft)
         assert said.startswith(f"{flag} {method} is refused: ")
         if extra := METHODS[method].extra:
-            assert said.endswith(f"pip install 'lorikeet[{extra}]'")
+            assert said.endswith(f"pip install 'lorikeet-serve[{extra}]'")
 
 
 @pytest.mark.parametrize(("method", "others"), [("eetq", ("bitsandbytes", "fp8")), ("exl2", ("gptq", "awq", "hqq"))])
@@ -219,7 +219,7 @@ def test_what_ray_decides(arguments: list[str], part: str, monkeypatch: pytest.M
 
 def test_ray_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert refusal("--engine", "ray", "--device", "cpu") == "--engine ray needs Ray: pip install 'lorikeet[ray]'"
+    assert refusal("--engine", "ray", "--device", "cpu") == "--engine ray needs Ray: pip install 'lorikeet-serve[ray]'"
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_ranks_share_the_machine_and_meet_somewhere(tmp_path: Path) -> None:
 def test_shards_on_ray_are_told_what_their_nodes_do_not_know(tmp_path: Path) -> None:
     given = dataclasses.replace(plan(tmp_path, "--engine", "ray", "--replicas", "3"), device="cuda:0")
     ray = RayConfig.read(configs.write(tmp_path / "ray.json", configs.ray_fields(given, ["HF_TOKEN"])))
-    assert (ray.num_shards, ray.bundle, ray.hidden) == (3, {"CPU": 1, "GPU": 1}, ["HF_TOKEN"])
+    assert (ray.num_shards, ray.bundle, ray.hidden) == (3, {"CPU": 1, "GPU": 1}, ("HF_TOKEN",))
     shard = ShardConfig(listen="10.0.0.1:9000", **ray.shard)
     assert (shard.device, shard.model_id, shard.parent_pid) == ("cuda:0", "owner/name", None)
     router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
@@ -170,7 +170,7 @@ def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
         "served_file",
         "ready_file",
         "listen_fd",
-        "beside_mark",
+        "replacement_file",
         "stuck_files",
         "adapter_store",
         "loader_address",
