@@ -240,7 +240,7 @@ def test_a_dead_helper_is_started_again(model: Path, module: str) -> None:
         server.wait_until_ready()
         dead, shard = server.child(module), server.child("shard")
         os.kill(dead, signal.SIGKILL)
-        server.wait_for("was ended by SIGKILL: starting another one")
+        server.wait_for("was ended by SIGKILL: restarting it")
         for _ in range(600):
             with suppress(httpx.HTTPError):
                 if httpx.get(f"{server.url}/startup").status_code == 200:
@@ -286,7 +286,7 @@ def test_with_json_output_every_line_is_json(model: Path, tmp_path: Path, damage
     loud = {
         "PATH": str(tmp_path / "bin"),
         "CC": "",
-        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "PYTHONPATH": f"{tmp_path}:{ROOT}/src:{ROOT}",
         "XDG_CACHE_HOME": str(tmp_path),
     }
     with Launched("--model-id", str(folder), "--dtype", "bfloat16", "--json-output", *wrong, *SMALL, **loud) as server:

@@ -55,7 +55,7 @@ def event(text: str, whole: str | None = None, details: dict[str, Any] | None = 
     return b"data: " + json.dumps({"token": token, "generated_text": whole, "details": details}).encode() + b"\n\n"
 
 
-def test_an_answer_has_its_tokens_and_sources() -> None:
+def test_an_answer_includes_tokens_and_sources() -> None:
     token = {"id": 7, "text": " a", "logprob": None, "special": False, "skipped": True, "source": "draft"}
     told = Told(body=json.dumps({"generated_text": " a", "details": {"tokens": [token]}}).encode())
     with serving(told) as client:
@@ -68,7 +68,7 @@ def test_an_answer_has_its_tokens_and_sources() -> None:
     assert asked == {"inputs": "b", "parameters": {"details": True, "max_new_tokens": 1}}
 
 
-def test_a_stream_yields_tokens_and_keeps_the_end() -> None:
+def test_a_stream_yields_tokens_then_text_and_details() -> None:
     with serving(Told(body=b":\n\n" + event(" a", source="lookup") + event(" b", whole=" a b"))) as client:
         stream = client.stream("x")
         assert [(token.text, token.source) for token in stream] == [(" a", "lookup"), (" b", None)]
@@ -79,7 +79,7 @@ def test_a_stream_yields_tokens_and_keeps_the_end() -> None:
     ("body", "said"),
     [
         (event(" a") + b'data: {"error": "no page is left", "error_type": "generation"}\n\n', "no page is left"),
-        (event(" a"), "the stream broke off"),
+        (event(" a"), "the stream ended early"),
     ],
 )
 def test_a_stream_that_fails_raises(body: bytes, said: str) -> None:
@@ -90,7 +90,7 @@ def test_a_stream_that_fails_raises(body: bytes, said: str) -> None:
             next(tokens)
 
 
-def test_a_chat_is_openai_s() -> None:
+def test_a_chat_uses_openai_s_route() -> None:
     told = Told(body=b'{"choices": []}')
     with serving(told) as client:
         assert client.chat("hello", temperature=0) == {"choices": []}
@@ -110,7 +110,7 @@ def test_a_chat_is_openai_s() -> None:
         (b"", "no reason was given"),
     ],
 )
-def test_a_refusal_has_the_server_s_words(body: bytes, said: str) -> None:
+def test_an_error_has_the_server_s_message(body: bytes, said: str) -> None:
     with serving(Told(status=422, body=body)) as client:
         for call in (client.generate, client.stream, client.chat):
             with pytest.raises(ServerError, match=said) as caught:

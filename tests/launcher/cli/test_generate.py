@@ -26,7 +26,7 @@ def run(told: Told, *arguments: str) -> int:
         return main(["--url", client.url, *arguments])
 
 
-def test_the_text_alone_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_text_is_printed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     told = Told(body=event(" a", source="draft") + event("</s>", special=True, whole=" a"))
     assert run(told, "x", "--color", "always") == 0
     printed = capsys.readouterr()
@@ -49,7 +49,7 @@ def test_without_a_terminal_there_are_no_colours(capsys: pytest.CaptureFixture[s
     assert run(Told(body=event(" a", source="lookup", whole=" a")), "x", "-v") == 0
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err
-    assert "none of them guessed ahead" in printed.err
+    assert "without speculation" in printed.err
 
 
 def test_every_option_of_a_request_is_its_field() -> None:
@@ -79,17 +79,17 @@ def test_every_option_of_a_request_is_its_field() -> None:
     }
 
 
-def test_what_the_server_refuses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_server_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(Told(status=422, body=b'{"error": "`speculative_tokens` must be <= 16"}'), "x") == 1
     assert "lorikeet-generate: `speculative_tokens` must be <= 16" in capsys.readouterr().err
 
 
-def test_nobody_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_connection_error_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["x", "--url", "http://127.0.0.1:1"]) == 1
-    assert "nobody answers at http://127.0.0.1:1" in capsys.readouterr().err
+    assert "cannot connect to http://127.0.0.1:1" in capsys.readouterr().err
 
 
-def test_every_source_has_a_colour_of_its_own() -> None:
+def test_every_source_has_a_different_colour() -> None:
     paint = provenance.painter(colours=True)
     painted = {paint(Token(1, "x", None, False, False, name)) for name in provenance.COLOURS}
     assert len(painted) == len(provenance.COLOURS) == 7

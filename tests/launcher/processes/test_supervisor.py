@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.launcher.processes import restart_policy as kept
+from lorikeet.launcher.processes import restart_policy
 from lorikeet.launcher.processes.process import Child
-from lorikeet.launcher.processes.restart_policy import Marks
+from lorikeet.launcher.processes.restart_policy import ShardFiles
 from lorikeet.launcher.processes.supervisor import SAME_REQUEST_S, Address, Processes, ShardStart, Signals, Supervisor
 
 ROOT = Path(__file__).parents[3]
-ENVIRONMENT = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT = dict(os.environ) | {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
 LOG = logging.getLogger("tests.launcher")
 
 
@@ -52,7 +52,7 @@ class Server:
         self.served, self.stuck = folder / "shard.served", folder / "shard.stuck"
         self.broken: dict[str, Any] = {}
         """How the next router differs."""
-        self.beside = folder / "router.beside"
+        self.replacement = folder / "router.replacement"
         self.shard_ready, self.router_ready = folder / "shard.ready", folder / "router.ready"
         self.ready = False
         self.signals = Signals()
@@ -75,9 +75,9 @@ class Server:
         start_router = lambda: self.child("router", of_router | self.broken)
         self.has_loader = loader is not None
         start_loader = None if loader is None else lambda: self.child("loader", loader)
-        marks = Marks(self.served, self.stuck, self.shard_ready)
+        files = ShardFiles(self.served, self.stuck, self.shard_ready)
         processes = Processes(
-            [ShardStart(start_shard, marks)], start_router, self.router_ready, self.beside, start_loader
+            [ShardStart(start_shard, files)], start_router, self.router_ready, self.replacement, start_loader
         )
         supervisor = Supervisor(processes, Address("0.0.0.0", self.port).is_ready, drain, LOG)
         return supervisor.run(self.signals, lambda: self.when_ready(at))
@@ -124,7 +124,7 @@ def test_a_signal_ends_the_router_first(server: Server) -> None:
     assert ends == ["router SIGTERM", "router ended", "shard SIGTERM", "shard ended"]
 
 
-def test_a_shard_that_dies_at_start_is_said(server: Server) -> None:
+def test_a_shard_that_dies_at_start_is_reported(server: Server) -> None:
     # The router is no server here: it would be ready at once.
     with pytest.raises(LauncherError, match="shard ended with exit code 7 before the server was ready") as caught:
         server.run({"die_after_s": 0.0, "exit_code": 7}, {"port": free_port()}, at="never")
@@ -132,7 +132,7 @@ def test_a_shard_that_dies_at_start_is_said(server: Server) -> None:
     assert not server.ready
 
 
-def test_a_router_that_dies_at_start_is_said(server: Server) -> None:
+def test_a_router_that_dies_at_start_is_reported(server: Server) -> None:
     with pytest.raises(LauncherError, match="router ended with exit code 3 before the server was ready") as caught:
         server.run({}, {"port": free_port(), "die_after_s": 0.2, "exit_code": 3}, at="never")
     assert caught.value.exit is Exit.WEBSERVER_CANNOT_START
@@ -191,7 +191,7 @@ def test_every_process_is_replaced_while_others_serve(server: Server) -> None:
     replaced = ["shard SIGTERM", "shard ended", "shard started", "loader started", "router started", "router SIGUSR1"]
     places = [events.index(event, 3) for event in (*replaced, "router ended")]
     assert places == sorted(places)
-    assert not server.beside.exists()
+    assert not server.replacement.exists()
 
 
 def test_a_router_that_cannot_be_replaced_stays(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,8 +239,8 @@ def test_a_shard_that_hangs_is_ended_and_started_again(server: Server) -> None:
 
 
 def test_a_shard_that_always_dies_ends_everything(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "DELAYS", (0.0,))
-    with pytest.raises(LauncherError, match=r"exit code 4, the 5th time running without") as caught:
+    monkeypatch.setattr(restart_policy, "DELAYS", (0.0,))
+    with pytest.raises(LauncherError, match=r"exit code 4, the 5th time in a row without") as caught:
         server.run({"die_after_s": 0.3, "exit_code": 4}, {}, at="never")
     assert caught.value.exit is Exit.SHARD_KEEPS_ENDING
     assert len(pids(server, "shard")) == 5
@@ -249,7 +249,7 @@ def test_a_shard_that_always_dies_ends_everything(server: Server, monkeypatch: p
 def test_a_shard_that_serves_in_between_may_die_any_number_of_times(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "DELAYS", (0.0,))
+    monkeypatch.setattr(restart_policy, "DELAYS", (0.0,))
     after_ready(server, lambda: until(lambda: len(pids(server, "shard")) == 8))
     shard = {"die_after_s": 0.3, "exit_code": 4, "serves": True}
     try:
@@ -258,26 +258,26 @@ def test_a_shard_that_serves_in_between_may_die_any_number_of_times(
         assert error.exit is Exit.SHARD_FAILED
 
 
-def test_a_shard_that_dies_while_the_router_drains_is_said(server: Server) -> None:
+def test_a_shard_that_dies_while_the_router_drains_is_reported(server: Server) -> None:
     with pytest.raises(LauncherError, match="shard ended with exit code 4 before the router had drained") as caught:
         server.run({"die_after_s": 1.5, "exit_code": 4}, {"drain_s": 2.5})
     assert caught.value.exit is Exit.SHARD_FAILED
 
 
 def test_a_router_that_always_dies_ends_everything(server: Server) -> None:
-    with pytest.raises(LauncherError, match="router ended with exit code 3 again and again") as caught:
+    with pytest.raises(LauncherError, match="router ended with exit code 3 repeatedly") as caught:
         server.run({}, {"die_after_s": 0.3, "exit_code": 3}, at="never")
     assert caught.value.exit is Exit.WEBSERVER_FAILED
 
 
-def test_a_loader_that_dies_at_start_is_said(server: Server) -> None:
+def test_a_loader_that_dies_at_start_is_reported(server: Server) -> None:
     with pytest.raises(LauncherError, match="loader ended with exit code 5 before the server was ready") as caught:
         server.run({}, {"port": free_port()}, {"die_after_s": 0.0, "exit_code": 5}, at="never")
     assert caught.value.exit is Exit.LOADER_FAILED
 
 
 def test_a_loader_that_always_dies_ends_everything(server: Server) -> None:
-    with pytest.raises(LauncherError, match="again and again while serving") as caught:
+    with pytest.raises(LauncherError, match="repeatedly while serving") as caught:
         server.run({}, {}, {"die_after_s": 0.5, "exit_code": 1}, at="never")
     assert caught.value.exit is Exit.LOADER_FAILED
 
