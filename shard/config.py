@@ -7,7 +7,7 @@ from lorikeet.proto.config_file import ConfigFile
 
 @dataclass(frozen=True)
 class ShardConfig(ConfigFile):
-    """Most fields are launcher flags; docs/launcher.md describes those. None is resolved where the default is measured."""
+    """Most fields are launcher flags; docs/launcher.md describes those. Defaults of None are computed at startup."""
 
     model_id: str
     """The model's name, as shown to users."""

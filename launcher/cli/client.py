@@ -35,7 +35,7 @@ class Token:
 
     @classmethod
     def read(cls, token: dict[str, Any]) -> Self:
-        known = (token[name] for name in ("id", "text", "logprob", "special"))
+        known = token["id"], token["text"], token["logprob"], token["special"]
         return cls(*known, token.get("skipped", False), token.get("source"))
 
 

@@ -76,7 +76,9 @@ def test_a_port_in_use_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         assert main(["--hostname", "127.0.0.1", "--port", port]) == Exit.WEBSERVER_CANNOT_START
-    assert "it is in use by another process" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "it is in use by another process" in printed.err
+    assert "loading" not in printed.out + printed.err
 
 
 def test_the_runtime_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
