@@ -21,7 +21,7 @@ class Trouble(enum.Enum):
     """What the hub does to one repository, as long as that is set."""
 
     MUTE = "never answers a question about it"
-    SILENT = "never answers who asks for a file"
+    SILENT = "never answers a request for a file"
     STALLED = "sends half of a file, then nothing"
     TRICKLING = "sends a byte now and then"
     SHORT = "ends the connection within a file, and begins at its beginning whatever is asked for"
@@ -36,7 +36,7 @@ class Repository:
 
     files: dict[str, bytes]
     token: str | None = None
-    """Who does not show it is told that there is no such repository."""
+    """Without it, the repository is reported as missing."""
     gated: bool = False
     branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Further revisions by name."""
@@ -77,7 +77,7 @@ class HubServer:
     cut_after: int | None = None
     """Bytes after which the connection of a file ends, where it is set."""
     ended: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody needs to be kept waiting any more."""
+    """Set when requests need not hang any longer."""
 
 
 @contextmanager

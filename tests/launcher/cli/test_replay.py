@@ -1,4 +1,4 @@
-"""`lorikeet-replay` and the receipts it reads, against a server that answers what it is told to."""
+"""`lorikeet-replay` and the receipts it reads, against a server with scripted responses."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,14 @@ import pytest
 from lorikeet.launcher.cli.receipt import Receipt, ReceiptError, different_parts, first_difference, found_in
 from lorikeet.launcher.cli.replay import main
 from lorikeet.proto import digest
-from tests.launcher.cli.test_client import Told, serving
+from tests.launcher.cli.test_client import Scripted, serving
 
 PROMPT, OUTPUT = [1, 2, 3], [4, 5, 6, 7]
 
 
 def tokens(ids: list[int], *, shown: bool = True) -> dict[str, Any]:
-    told = {"num_tokens": len(ids), "sha256": digest.of_tokens(ids)}
-    return told | ({"token_ids": ids} if shown else {})
+    scripted = {"num_tokens": len(ids), "sha256": digest.of_tokens(ids)}
+    return scripted | ({"token_ids": ids} if shown else {})
 
 
 def receipt(*, shown: bool = True, prompt: list[int] = PROMPT, output: list[int] = OUTPUT, **more: Any) -> Any:
@@ -35,17 +35,17 @@ def receipt(*, shown: bool = True, prompt: list[int] = PROMPT, output: list[int]
     }  # fmt: skip
 
 
-def run(tmp_path: Path, text: str, again: Any, *arguments: str) -> tuple[int, Told]:
+def run(tmp_path: Path, text: str, again: Any, *arguments: str) -> tuple[int, Scripted]:
     (tmp_path / "receipt").write_text(text)
-    told = Told(body=json.dumps({"generated_text": "x", "receipt": again}).encode())
-    with serving(told) as client:
-        return main([str(tmp_path / "receipt"), "--url", client.url, *arguments]), told
+    scripted = Scripted(body=json.dumps({"generated_text": "x", "receipt": again}).encode())
+    with serving(scripted) as client:
+        return main([str(tmp_path / "receipt"), "--url", client.url, *arguments]), scripted
 
 
 def test_identical_tokens_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = run(tmp_path, json.dumps(receipt()), receipt())
+    code, scripted = run(tmp_path, json.dumps(receipt()), receipt())
     assert (code, capsys.readouterr().out) == (0, "identical: 4 tokens\n")
-    ((path, headers, body),) = told.asked
+    ((path, headers, body),) = scripted.asked
     assert (path, headers["x-request-id"], body["inputs"]) == ("/generate", "mine", PROMPT)
     assert body["parameters"]["receipt"] is True and body["parameters"]["adapter_id"] == "__base_model__"
 
@@ -110,9 +110,9 @@ def test_several_receipts_are_replayed_and_counted(
         "answers": "\n".join(json.dumps({"generated_text": "", "receipt": each}) for each in several),
         "details": json.dumps([{"details": {"receipt": each}} for each in several]),
     }[wrap]
-    code, told = run(tmp_path, text, receipt())
+    code, scripted = run(tmp_path, text, receipt())
     printed = capsys.readouterr().out
-    assert code == 1 and len(told.asked) == 2
+    assert code == 1 and len(scripted.asked) == 2
     assert printed.startswith("mine: identical") and "\nother: different from token 3 on" in printed
     assert printed.endswith("\n1 of 2 identical\n")
 
@@ -128,8 +128,8 @@ def test_several_receipts_are_replayed_and_counted(
 )
 def test_a_prompt_is_read_from_a_file(tmp_path: Path, text: str, path: str, inputs: Any) -> None:
     (tmp_path / "prompt").write_text(text)
-    code, told = run(tmp_path, json.dumps(receipt(shown=False)), receipt(), "--prompt", str(tmp_path / "prompt"))
-    ((asked, _, body),) = told.asked
+    code, scripted = run(tmp_path, json.dumps(receipt(shown=False)), receipt(), "--prompt", str(tmp_path / "prompt"))
+    ((asked, _, body),) = scripted.asked
     assert (code, asked) == (0, path)
     assert (body.get("inputs") or body.get("messages")) == inputs
 
@@ -138,8 +138,8 @@ def test_several_prompts_are_read_line_by_line(tmp_path: Path, capsys: pytest.Ca
     several = "\n".join(json.dumps(receipt(shown=False)) for _ in range(3))
     prompts = tmp_path / "prompts"
     prompts.write_text('"a text"\n[1, 2, 3]\n[{"role": "user", "content": "hi"}]\n')
-    code, told = run(tmp_path, several, receipt(), "--prompt", str(prompts))
-    assert code == 0 and [path for path, _, _ in told.asked] == ["/generate", "/generate", "/v1/chat/completions"]
+    code, scripted = run(tmp_path, several, receipt(), "--prompt", str(prompts))
+    assert code == 0 and [path for path, _, _ in scripted.asked] == ["/generate", "/generate", "/v1/chat/completions"]
     prompts.write_text('"a text"\n')
     assert run(tmp_path, several, receipt(), "--prompt", str(prompts))[0] == 1
     assert "contains 1 prompts for 3 receipts" in capsys.readouterr().err
@@ -160,8 +160,8 @@ def test_several_prompts_are_read_line_by_line(tmp_path: Path, capsys: pytest.Ca
 def test_an_invalid_receipt_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
-    code, told = run(tmp_path, text, receipt())
-    assert code == 1 and told.asked == [] and said in capsys.readouterr().err
+    code, scripted = run(tmp_path, text, receipt())
+    assert code == 1 and scripted.asked == [] and said in capsys.readouterr().err
 
 
 def test_a_receipt_with_hashes_needs_the_right_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,14 +169,14 @@ def test_a_receipt_with_hashes_needs_the_right_prompt(tmp_path: Path, capsys: py
     assert run(tmp_path, text, receipt())[0] == 1
     assert "holds only the hash of its prompt: give the prompt" in capsys.readouterr().out
     (tmp_path / "prompt").write_text("[1, 2]")
-    code, told = run(tmp_path, text, receipt(), "--prompt", str(tmp_path / "prompt"))
-    assert code == 1 and told.asked == []
+    code, scripted = run(tmp_path, text, receipt(), "--prompt", str(tmp_path / "prompt"))
+    assert code == 1 and scripted.asked == []
     assert "are not those of the receipt's prompt" in capsys.readouterr().out
 
 
 def test_server_and_connection_errors_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "receipt").write_text(json.dumps(receipt()))
-    with serving(Told(status=404, body=b'{"error": "no such adapter"}')) as client:
+    with serving(Scripted(status=404, body=b'{"error": "no such adapter"}')) as client:
         assert main([str(tmp_path / "receipt"), "--url", client.url]) == 1
     assert capsys.readouterr().out == "the server rejected the request: no such adapter\n"
     assert main([str(tmp_path / "receipt"), "--url", "http://127.0.0.1:1"]) == 1
@@ -204,9 +204,9 @@ def test_every_parameter_is_explicit_in_the_request() -> None:
 
 
 def test_parameters_that_openai_s_routes_lack_are_an_error() -> None:
-    told = Receipt.read(receipt(parameters={"watermark": {"gamma": 0.5, "delta": 2.0}}))
+    scripted = Receipt.read(receipt(parameters={"watermark": {"gamma": 0.5, "delta": 2.0}}))
     with pytest.raises(ReceiptError, match="neither watermarks nor merged adapters"):
-        told.request([{"role": "user", "content": "hi"}])
+        scripted.request([{"role": "user", "content": "hi"}])
 
 
 def test_positions_and_parts() -> None:

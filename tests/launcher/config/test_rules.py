@@ -84,7 +84,7 @@ def test_the_checkpoint_s_quantization_is_compared_with_the_flag(monkeypatch: py
     packed = {"quantization_config": {"quant_method": "awq"}}
     rules.check_models(settings("--quantize", "awq"), packed, None)
     with pytest.raises(
-        LauncherError, match=r"the model cannot be served: quantised by awq: .* sample texts beforehand"
+        LauncherError, match=r"the model cannot be served: quantised by awq: .* sample texts in advance"
     ):
         rules.check_models(settings("--quantize", "awq"), {}, None)
     drafting = settings("--draft-model-id", "a/b", "--draft-quantize", "fp8")

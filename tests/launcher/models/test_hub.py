@@ -81,7 +81,7 @@ def test_a_warm_cache_needs_no_hub(tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
         path = downloaded(server, tmp_path, "--model-id", "owner/name")
     assert downloaded(None, tmp_path, "--model-id", "owner/name", HF_HUB_OFFLINE="1") == path
-    # Without being told so, it says that it uses the cache.
+    # The cache is used with a warning.
     result = launch(None, tmp_path, "--download-only", "--model-id", "owner/name")
     assert result.stdout.strip() == str(path)
     assert "the hub is not reachable" in result.stderr and "WARNING" in result.stderr

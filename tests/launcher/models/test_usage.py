@@ -1,4 +1,4 @@
-"""Where ended requests are told to, and what is refused before anything starts."""
+"""Destinations of usage records, and errors before anything starts."""
 
 from pathlib import Path
 

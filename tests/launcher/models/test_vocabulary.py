@@ -79,7 +79,7 @@ def test_the_tokenizer_of_draft_tokenizer_id_is_compared_too(tmp_path: Path) -> 
     assert "its tokenizer owner/other differs" in refusal(base, bare, other)
     assert "its tokenizer owner/other differs" in refusal(base, same, other)
     with pytest.raises(LauncherError, match="owner/other cannot be a draft model for owner/base"):
-        vocabulary.check(base, other, same)  # what lies beside the draft's weights is no other than before
+        vocabulary.check(base, other, same)  # the draft model's own files are unchanged
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"model": {"vocab": 3}}', '{"model": {"vocab": [1]}}'])

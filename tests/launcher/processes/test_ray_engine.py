@@ -64,7 +64,7 @@ class Engine:
 
 @contextmanager
 def running(cluster: RayCluster, folder: Path, *, num: int = 2, **shard: Any) -> Iterator[Engine]:
-    (folder / "secret").write_text("not to be guessed by anyone")
+    (folder / "secret").write_text("a secret that is long enough")
     config = {
         "shard": {"name": "shard", "log": str(folder / "log"), "model_path": str(folder)} | shard,
         "num_shards": num,
@@ -108,13 +108,13 @@ def test_shards_get_a_node_an_address_and_the_secret(cluster: RayCluster, tmp_pa
         command = Path(f"/proc/{engine.pids[0]}/cmdline").read_text().split("\0")
         config = json.loads(Path(command[-2]).read_text())
         assert config["listen"] in engine.addresses
-        assert Path(config["secret_path"]).read_text() == "not to be guessed by anyone"
+        assert Path(config["secret_path"]).read_text() == "a secret that is long enough"
         assert Path(config["secret_path"]).stat().st_mode & 0o777 == 0o600
         engine.process.send_signal(signal.SIGTERM)
         assert engine.wait() == Exit.OK
         assert sum(line.startswith("shard ended") for line in (tmp_path / "log").read_text().splitlines()) == 2
         assert not Path(config["secret_path"]).parent.exists()
-        assert "guessed" not in engine.output()
+        assert "long enough" not in engine.output()
 
 
 def test_a_shard_that_is_killed_comes_back_elsewhere_on_the_list(cluster: RayCluster, tmp_path: Path) -> None:
