@@ -59,7 +59,7 @@ def replayed(url: str, path: Path, *arguments: str) -> tuple[int, str]:
     """The command's exit code and output."""
     ended = subprocess.run(
         [sys.executable, "-m", "lorikeet.launcher.cli.replay", str(path), "--url", url, *arguments],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}"},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
         check=False,

@@ -134,7 +134,7 @@ def test_prompt_lookup_by_their_names(tmp_path: Path, arguments: str, tokens: in
         ("a: [", "--config FILE is not YAML: "),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+def test_an_error_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
     assert refusal(tmp_path, text).startswith(said)
 
 
