@@ -1,4 +1,4 @@
-"""What a launcher flag is: name, variable, kind, default, meaning, where its value goes, and how text becomes a value.
+"""A launcher flag: name, variable, kind, default, meaning, the processes that read it, and how its text is parsed.
 
 The table of flags is the package `flags`.
 """
@@ -45,7 +45,7 @@ class Flag:
     meaning: str
     kind: Kind = Kind.TEXT
     default: Any = None
-    """None where it is computed later or there is none; `default_text` then describes it."""
+    """None if it is computed later or there is none; `default_text` then describes it."""
     to: Process = NOWHERE
     """The processes whose configuration holds it; none for a flag of the launcher alone."""
     field_name: str = ""

@@ -12,9 +12,9 @@ from lorikeet.launcher.exits import refuse
 from lorikeet.proto import quantization
 
 OF_ROUTERS = frozenset(name for name, flag in FLAGS.items() if flag.to and not flag.to & (SHARD | LAUNCHER))
-"""Flags that change nothing where there is no router."""
+"""Flags without effect if there is no router."""
 OF_SHARDS = frozenset(name for name, flag in FLAGS.items() if flag.to == SHARD)
-"""Flags that change nothing where no shard is started."""
+"""Flags without effect if no shard is started."""
 
 
 def check(settings: Settings) -> None:

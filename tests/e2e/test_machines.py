@@ -189,12 +189,12 @@ def test_a_dns_name_of_several_shards_with_tls(tmp_path: Path, model: Path) -> N
         # of another CA, and without a client certificate
         wrong = {"CERTIFICATE_VERIFY_FAILED": other["router"], "Socket closed": flags["router"][-2:]}
         for reason, given in wrong.items():
-            stranger = here.router_of(source, *given, under=under)
-            assert reason in stranger.wait_for("shard_unreachable", 60)
-            assert httpx.get(f"{stranger.url}/ready").status_code == 503
-            assert not any("ssl_transport_security" in line for line in stranger.lines)
-            stranger.signal(signal.SIGTERM)
-            stranger.wait()
+            other_router = here.router_of(source, *given, under=under)
+            assert reason in other_router.wait_for("shard_unreachable", 60)
+            assert httpx.get(f"{other_router.url}/ready").status_code == 503
+            assert not any("ssl_transport_security" in line for line in other_router.lines)
+            other_router.signal(signal.SIGTERM)
+            other_router.wait()
         shards[0].signal(signal.SIGTERM)
         assert shards[0].wait() == Exit.OK
         for _ in range(3):  # the other one answers

@@ -1,4 +1,4 @@
-"""The command line as a whole, up to the point where processes would start."""
+"""The command line, up to the start of processes."""
 
 import json
 import socket
@@ -57,7 +57,7 @@ def short_path() -> Iterator[Path]:
 
 def test_shard_uds_path_chooses_the_private_folder(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--print-config", "--shard-uds-path", str(short_path / "lorax-server")]) == Exit.OK
-    assert list(short_path.iterdir()) == []  # and it is gone again
+    assert list(short_path.iterdir()) == []  # removed again
     assert main(["--shard-uds-path", str(short_path / "none" / "server")]) == Exit.ARGUMENT_VALIDATION
     assert "no private folder can be created" in capsys.readouterr().err
     assert main(["--shard-uds-path", str(short_path / ("x" * 120))]) == Exit.ARGUMENT_VALIDATION

@@ -1,4 +1,4 @@
-"""docs/migrating-other.md names a test, and flags, for each of its rows: all of them exist."""
+"""Tests, flags and programs that docs/migrating-other.md names exist."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What SIGHUP asks of a launcher: an end, files to be read again, or nothing under nohup."""
+"""SIGHUP ends the launcher, reloads files, or is ignored under nohup."""
 
 import os
 import signal

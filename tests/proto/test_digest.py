@@ -1,4 +1,4 @@
-"""Digests are what anybody can compute with usual tools."""
+"""Digests equal those of common command-line tools."""
 
 import subprocess
 from pathlib import Path

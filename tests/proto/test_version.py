@@ -1,4 +1,4 @@
-"""One version, whether this is a checkout or an installation."""
+"""The version, in a checkout and in an installation."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["vers
 
 
 def output_of(*command: str, cwd: Path, path: Path) -> str:
-    """The last line of a Python that finds our packages on `path` alone."""
+    """The output of a Python that finds our packages only on `path`."""
     done = subprocess.run(
         [sys.executable, *command], cwd=cwd, env={"PYTHONPATH": str(path)}, capture_output=True, text=True, check=True
     )

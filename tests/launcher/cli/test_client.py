@@ -15,7 +15,7 @@ from lorikeet.launcher.cli.client import Client, ServerError
 
 @dataclass
 class Scripted:
-    """What the server answers to everything, and what it was asked."""
+    """The response to every request, and the requests that arrived."""
 
     status: int = 200
     body: bytes = b"{}"

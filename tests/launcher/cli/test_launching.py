@@ -1,4 +1,4 @@
-"""`launch` as far as no model is loaded: how flags are written, and what is said of a server that does not start."""
+"""`launch` without a model: spelling of flags, and errors of a server that does not start."""
 
 import pytest
 

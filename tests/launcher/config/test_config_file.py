@@ -1,4 +1,4 @@
-"""Flags from a file: our names, AutoGluon-RAG's two fragments, and what is refused."""
+"""Flags from a file: our names, AutoGluon-RAG's two fragments, and errors."""
 
 from pathlib import Path
 
@@ -141,7 +141,7 @@ def test_an_error_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
 def test_it_decides_how_errors_are_written_too(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("json-output: true\nprot: 80\n")
-    assert not asks_for_json(["--config", str(file)], {})  # it cannot be read
+    assert not asks_for_json(["--config", str(file)], {})  # invalid YAML
     file.write_text("json-output: true\nport: http\n")
     assert asks_for_json(["--config", str(file)], {}) and asks_for_json([f"--config={file}"], {})
     assert not asks_for_json(["--config", str(file)], {"JSON_OUTPUT": "false"})

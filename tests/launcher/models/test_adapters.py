@@ -1,4 +1,4 @@
-"""Which adapters are served where nobody names any."""
+"""Default adapters and their folders."""
 
 from pathlib import Path
 

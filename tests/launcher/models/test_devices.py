@@ -1,4 +1,4 @@
-"""Which device is chosen, without torch and against what torch says."""
+"""Choice of devices, compared with torch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Models from a hub, fetched by real processes from a hub on the loopback."""
+"""Downloads by real processes from a hub on the loopback."""
 
 import json
 import os

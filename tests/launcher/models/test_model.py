@@ -1,4 +1,4 @@
-"""Which folder a model is, and which lengths its configuration gives."""
+"""Model folders, and lengths from config.json."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How far a download is, in words."""
+"""Progress of a download as log lines."""
 
 import logging
 import time

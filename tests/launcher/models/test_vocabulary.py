@@ -1,4 +1,4 @@
-"""A draft model with another vocabulary is refused, naming both."""
+"""A draft model with another vocabulary is an error that names both models."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which models a command line asks for, and what it says of a draft model that cannot be."""
+"""Models of a command line, and errors about the draft model."""
 
 import json
 from pathlib import Path

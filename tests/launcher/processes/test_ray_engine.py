@@ -1,4 +1,4 @@
-"""Shards on Ray: a cluster of three nodes on this machine, with small processes in the places of shards."""
+"""Shards on Ray: a cluster of three nodes on this machine, with small processes that stand in for shards."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 class Engine:
-    """The process that asks Ray for shards, and what it wrote."""
+    """The Ray engine and its output."""
 
     def __init__(self, folder: Path, process: "subprocess.Popen[str]") -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class Engine:
 
     @property
     def pids(self) -> list[int]:
-        """Of shards, in the order of their starts."""
+        """Process ids of shards in the order of their starts."""
         path = self.folder / "log"
         lines = path.read_text().splitlines() if path.exists() else []
         return [int(line.split()[-1]) for line in lines if " started " in line]

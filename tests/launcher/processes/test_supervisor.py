@@ -1,4 +1,4 @@
-"""The life of a server's processes, with small processes in the places of shard and router."""
+"""Supervision of processes, with small processes that stand in for shard, loader and router."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended (one that nobody has waited for yet counts as ended)."""
+    """Whether the process has exited (a zombie has)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -43,7 +43,7 @@ def gone(pid: int) -> bool:
 
 
 class Server:
-    """A supervisor over stand-ins, and what they noted."""
+    """A supervisor of stand-ins, and the events that they logged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class Server:
         self.log = folder / "log"
         self.served, self.stuck = folder / "shard.served", folder / "shard.stuck"
         self.broken: dict[str, Any] = {}
-        """How the next router differs."""
+        """Fields that replace those of the next router's configuration."""
         self.replacement = folder / "router.replacement"
         self.shard_ready, self.router_ready = folder / "shard.ready", folder / "router.ready"
         self.ready = False
@@ -67,7 +67,7 @@ class Server:
         drain: float = 5,
         at: str = "ready",
     ) -> Exit:
-        """Run with these configurations; SIGTERM comes when it is ready; `at once` again, `twice` later, `never`."""
+        """Run with these configurations. SIGTERM arrives once it is `ready`, `twice`, or `never`."""
         start_shard = lambda: self.child(
             "shard", {"served_file": str(self.served), "ready_file": str(self.shard_ready)} | shard
         )
@@ -100,7 +100,7 @@ class Server:
 
     @property
     def lines(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []  # a child may end before its first word
+        return self.log.read_text().splitlines() if self.log.exists() else []  # a child may exit before its first event
 
     @property
     def events(self) -> list[str]:
@@ -125,7 +125,7 @@ def test_a_signal_ends_the_router_first(server: Server) -> None:
 
 
 def test_a_shard_that_dies_at_start_is_reported(server: Server) -> None:
-    # The router is no server here: it would be ready at once.
+    # The router does not listen there, so the server is never ready.
     with pytest.raises(LauncherError, match="shard ended with exit code 7 before the server was ready") as caught:
         server.run({"die_after_s": 0.0, "exit_code": 7}, {"port": free_port()}, at="never")
     assert caught.value.exit is Exit.SHARD_CANNOT_START
@@ -143,7 +143,7 @@ def pids(server: Server, name: str) -> list[int]:
 
 
 def after_ready(server: Server, then: Callable[[], None]) -> None:
-    """Have something done, in a thread of its own, once the server is ready; SIGTERM follows."""
+    """Call `then` in a thread once the server is ready; SIGTERM follows."""
     when_ready = server.when_ready
 
     def act() -> None:
@@ -178,7 +178,7 @@ def test_what_is_killed_while_serving_is_started_again(server: Server, name: str
 
 
 def test_every_process_is_replaced_while_others_serve(server: Server) -> None:
-    """The shard first: then the loader, and the router hands over once its successor is ready."""
+    """First the shard, then the loader; the router hands over once its successor is ready."""
 
     def replace() -> None:
         server.signals._note(signal.SIGUSR2, None)
@@ -209,7 +209,7 @@ def test_a_router_that_cannot_be_replaced_stays(server: Server, monkeypatch: pyt
 
 
 def test_a_router_that_ends_in_place_of_another_leaves_that_alone(server: Server) -> None:
-    """As one of a version that cannot be started does."""
+    """For example one of a broken version."""
 
     def replace() -> None:
         server.broken = {"die_after_s": 0.0, "exit_code": 3}
@@ -220,12 +220,12 @@ def test_a_router_that_ends_in_place_of_another_leaves_that_alone(server: Server
         assert not gone(pids(server, "router")[0])
 
     after_ready(server, replace)
-    # Nobody but the one that is there makes the mark.
+    # The stand-in does not create the router's ready file.
     assert server.run({}, {"ready_file": str(server.folder / "elsewhere")}) is Exit.OK
 
 
 def test_a_shard_that_hangs_is_ended_and_started_again(server: Server) -> None:
-    """The router says that it does, by a file."""
+    """The router creates a file to report it."""
 
     def halt() -> None:
         (pid,) = pids(server, "shard")
@@ -254,7 +254,7 @@ def test_a_shard_that_serves_in_between_may_die_any_number_of_times(
     shard = {"die_after_s": 0.3, "exit_code": 4, "serves": True}
     try:
         server.run(shard, {})
-    except LauncherError as error:  # the last one may just have died
+    except LauncherError as error:  # the last one may just have exited
         assert error.exit is Exit.SHARD_FAILED
 
 
@@ -298,7 +298,7 @@ def test_a_router_that_does_not_drain_is_killed(server: Server, monkeypatch: pyt
 
 
 def test_a_signal_before_readiness_ends_quietly(server: Server) -> None:
-    # No router answers here, so readiness never comes.
+    # No router listens here, so the server is never ready.
     stand_in_ready = {"port": free_port()}
     threading.Timer(1.5, lambda: server.signals._note(signal.SIGTERM, None)).start()
     assert server.run({}, stand_in_ready, at="never") is Exit.OK
