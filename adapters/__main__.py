@@ -9,8 +9,9 @@ from pathlib import Path
 
 import structlog
 
-from lorikeet.adapters.loader import logs, process, server
+from lorikeet.adapters.loader import process, server
 from lorikeet.adapters.loader.config import LoaderConfig
+from lorikeet.proto import logs
 
 log = structlog.get_logger()
 
@@ -20,7 +21,7 @@ def main() -> int:
     try:
         path = Path(sys.argv[1])
         config = LoaderConfig.read(path)
-        logs.configure(config.json_output, config.log_level)
+        logs.configure(config.json_output, config.log_level, "loader")
         logs.adopt_libraries()
     except (ValueError, OSError, IndexError) as error:
         print(f"adapters: {error}", file=sys.stderr)

@@ -7,8 +7,8 @@ import sys
 
 import structlog
 
+from lorikeet.proto import logs
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.system import logs
 from lorikeet.shard.system.process import end_process, hold_signals
 
 log = structlog.get_logger()
@@ -19,7 +19,7 @@ def main() -> int:
     hold_signals()
     try:
         config = ShardConfig.read(sys.argv[1])
-        logs.configure(config.json_output, config.log_level)
+        logs.configure(config.json_output, config.log_level, "shard")
     except (ValueError, OSError) as error:
         print(f"shard: {error}", file=sys.stderr)
         return 1

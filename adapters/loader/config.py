@@ -3,19 +3,17 @@
 Knows names and defaults only; nothing here opens a model or a socket.
 """
 
-import json
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Self
+from dataclasses import dataclass, field
 
 from lorikeet.adapters.formats.configuration import SERVED_KINDS
 from lorikeet.adapters.sources.settings import SourceSettings
+from lorikeet.proto.config_file import ConfigFile
 
 DEFAULT_STORE_BYTES = 64 << 30
 
 
 @dataclass(frozen=True)
-class LoaderConfig:
+class LoaderConfig(ConfigFile):
     """Everything the loader needs to know."""
 
     socket: str
@@ -44,16 +42,3 @@ class LoaderConfig:
     log_level: str = "info"
     parent_pid: int | None = None
     """The loader ends when this process is gone."""
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read the JSON file at `path`. Raises ValueError that names unknown fields."""
-        values = json.loads(Path(path).read_text())
-        unknown = sorted(set(values) - {each.name for each in fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown loader configuration fields: {', '.join(unknown)}")
-        if "sources" in values:
-            values["sources"] = SourceSettings.from_dict(values["sources"])
-        if "kinds" in values:
-            values["kinds"] = tuple(values["kinds"])
-        return cls(**values)

@@ -13,8 +13,9 @@ import sys
 import warnings
 from typing import Any
 
-from lorikeet.adapters.loader import logs, process
+from lorikeet.adapters.loader import process
 from lorikeet.adapters.loader.config import LoaderConfig
+from lorikeet.proto import logs
 
 _MOST_STATUSES = 1024
 
@@ -29,7 +30,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     try:
         config = LoaderConfig.read(sys.argv[2])
-        logs.configure(config.json_output, config.log_level)
+        logs.configure(config.json_output, config.log_level, "loader")
         # after the parent's end is watched for: these take seconds
         import torch
 

@@ -31,11 +31,15 @@ class Access:
         """Raises ValueError where a TCP address would be open to everybody, or a file is of no use."""
         secret = "" if config.secret_path is None else read_secret(Path(config.secret_path))
         credentials = None
-        if config.tls_cert_path is not None and config.tls_key_path is not None:
-            pair = Path(config.tls_key_path).read_bytes(), Path(config.tls_cert_path).read_bytes()
-            authority = None if config.tls_ca_path is None else Path(config.tls_ca_path).read_bytes()
+        if config.shard_tls_cert_path is not None and config.shard_tls_key_path is not None:
+            pair = Path(config.shard_tls_key_path).read_bytes(), Path(config.shard_tls_cert_path).read_bytes()
+            authority = None if config.shard_tls_ca_path is None else Path(config.shard_tls_ca_path).read_bytes()
             credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
-        if not config.listen.startswith("unix:") and not secret and (credentials is None or config.tls_ca_path is None):
+        if (
+            not config.listen.startswith("unix:")
+            and not secret
+            and (credentials is None or config.shard_tls_ca_path is None)
+        ):
             raise ValueError(
                 f"whoever reaches {config.listen} could use this shard: it needs a secret (--shard-secret-file), or TLS"
                 " and an authority whose certificates routers show (--shard-tls-cert, --shard-tls-key, --shard-tls-ca)"

@@ -3,14 +3,14 @@
 Exit code 0 after a clean end, else 1.
 """
 
-import ctypes
 import signal
 import sys
 from multiprocessing.connection import Connection
 
 import structlog
 
-from lorikeet.shard.system.process import PR_SET_PDEATHSIG, end_process
+from lorikeet.proto.process import signal_at_parent_death
+from lorikeet.shard.system.process import end_process
 
 log = structlog.get_logger()
 
@@ -20,8 +20,7 @@ def main() -> int:
     # The first rank decides when this one ends, also where a signal is for all processes of a server.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_parent_death()
     link = Connection(int(sys.argv[1]))
     try:
         from lorikeet.shard.startup.rank_worker import follow

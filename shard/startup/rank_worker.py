@@ -8,6 +8,7 @@ import structlog
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lorikeet.proto import logs
 from lorikeet.shard.adapters.manager import prepare
 from lorikeet.shard.adapters.ranks import CollectiveReader
 from lorikeet.shard.adapters.reader import AdapterReader
@@ -33,7 +34,6 @@ from lorikeet.shard.ranks.commands import (
 )
 from lorikeet.shard.ranks.leader import MEETING_S, device_of
 from lorikeet.shard.scheduler.adapter_slots import Device
-from lorikeet.shard.system import logs
 
 log = structlog.get_logger()
 
@@ -118,7 +118,7 @@ def follow(link: Connection) -> None:
     prefer_loopback(begin.host)
     config = ShardConfig(**begin.config)
     config = replace(config, device=device_of(config, begin.rank))
-    logs.configure(config.json_output, config.log_level)
+    logs.configure(config.json_output, config.log_level, "shard")
     structlog.contextvars.bind_contextvars(rank=begin.rank)
     logs.adopt_libraries()
     if config.threads is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from lorikeet.proto import logs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine
 from lorikeet.shard.engine.watchdog import Watchdog
@@ -20,7 +21,7 @@ from lorikeet.shard.startup.build import build_engine, describe
 from lorikeet.shard.startup.draft_model import load_draft_model
 from lorikeet.shard.startup.model_files import ModelFiles
 from lorikeet.shard.startup.prefault import Prefault
-from lorikeet.shard.system import cores, logs
+from lorikeet.shard.system import cores
 from lorikeet.shard.system.process import watch_signals
 
 log = structlog.get_logger()

@@ -1,6 +1,5 @@
 """The shard as a process: which signals end it, and that it never outlives its parent. Knows nothing of models."""
 
-import ctypes
 import math
 import os
 import signal
@@ -9,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
-PR_SET_PDEATHSIG = 1
+from lorikeet.proto.process import signal_at_parent_death
+
 POLL_S = 0.5
 SAME_REQUEST_S = 0.5
 """A signal so soon after another was sent for the same reason: `timeout` sends two at once."""
@@ -39,8 +39,8 @@ def watch_signals(on_end: Callable[[], None], on_orphaned: Callable[[], None], p
     A parent decides: with one, only its own SIGTERM counts. A signal to all processes of a server must not end the
     shard while the router still has requests for it. Both are called in a thread of their own, so they may take locks.
     """
-    if parent_pid is not None and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if parent_pid is not None:
+        signal_at_parent_death(signal.SIGTERM)
 
     def watch() -> None:
         counted_at = -math.inf

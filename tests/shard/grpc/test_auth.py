@@ -63,7 +63,7 @@ def test_tcp_without_anything_is_refused(files: dict[str, str], tmp_path: Path) 
     with pytest.raises(ValueError, match=r"whoever reaches 127\.0\.0\.1:0"):
         Access.of(config())
     with pytest.raises(ValueError, match="whoever reaches"):  # encrypted, but for everybody
-        Access.of(config(tls_cert_path=files["cert"], tls_key_path=files["key"]))
+        Access.of(config(shard_tls_cert_path=files["cert"], shard_tls_key_path=files["key"]))
     Access.of(config(listen="unix:/private/shard.sock"))
     (tmp_path / "short").write_text("too short")
     with pytest.raises(ValueError, match="fewer than 16 characters"):
@@ -88,7 +88,11 @@ def test_the_secret_opens_it_and_health_is_told_to_all(files: dict[str, str], se
 
 @pytest.mark.anyio
 async def test_certificates_open_it_on_both_sides(files: dict[str, str], serve: object) -> None:
-    of_shard = {"tls_cert_path": files["cert"], "tls_key_path": files["key"], "tls_ca_path": files["ca"]}
+    of_shard = {
+        "shard_tls_cert_path": files["cert"],
+        "shard_tls_key_path": files["key"],
+        "shard_tls_ca_path": files["ca"],
+    }
     address = serve(Access.of(config(**of_shard)))  # type: ignore[operator]
     of_router = {f"shard_{name}": path for name, path in of_shard.items()}
     access = ShardAccess.of(RouterConfig("m", "/m", (address,), **of_router))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Disks that are full and hubs that hang or lie: the request that meets them is told so, and nobody else notices."""
+"""Full disks and hubs that hang or send wrong data: the affected request fails, and other requests are not delayed."""
 
 import json
 import statistics
@@ -23,12 +23,12 @@ TOKEN = "hf_right"
 PUBLIC, PRIVATE, WELL = "owner/fills", "owner/fills-privately", "owner/well"
 PROMPT = 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'
 BOUND_S = 3.0
-"""So long a hub may be silent here: three times HF_HUB_DOWNLOAD_TIMEOUT."""
+"""Time limit for a silent hub: three times HF_HUB_DOWNLOAD_TIMEOUT."""
 
 
 @dataclass
 class Disk:
-    """A small one of its own, which can be full."""
+    """A small file system that can be filled."""
 
     folder: Path
     is_own: bool
@@ -38,9 +38,9 @@ class Disk:
         return self.folder / "ballast"
 
     def fill(self) -> None:
-        """To the last byte. Skips the test where there is no disk of its own."""
+        """Fill it to the last byte. Skips the test if no file system could be mounted."""
         if not self.is_own:
-            pytest.skip("a file system of one's own cannot be mounted here")
+            pytest.skip("a file system cannot be mounted here")
         with suppress(OSError), self._ballast.open("ab", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 16))
@@ -49,7 +49,7 @@ class Disk:
         self._ballast.unlink(missing_ok=True)
 
     def files(self) -> set[str]:
-        """What lies there, without what fills it and notes of which names are public."""
+        """Its files, without the ballast and the notes about public names."""
         found = {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
         return {name for name in found if name != self._ballast.name and not name.startswith("public/")}
 
@@ -62,7 +62,7 @@ def mounted(folder: Path, size: str) -> Iterator[Disk]:
     try:
         yield Disk(folder, is_own)
     finally:
-        if is_own:  # lazily: a child that is just ending may still hold a file
+        if is_own:  # lazily: a child that is exiting may still hold a file
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
@@ -71,11 +71,11 @@ class Scene:
     launched: Launched
     hub: HubServer
     cache: Path
-    """The hub's, in which nothing may stay that is not what the hub has."""
+    """The hub's cache, in which no incomplete or wrong file may stay."""
     store: Disk
     logs: Disk
     expected: dict[str, str] = field(default_factory=dict)
-    """Texts of the base and of an adapter that is there already, by alias."""
+    """Texts of the base and of a loaded adapter, by alias."""
 
     def ask(self, adapter: str | None = None, **fields: Any) -> httpx.Response:
         parameters = {"max_new_tokens": 16, "adapter_id": adapter, **fields}
@@ -87,11 +87,11 @@ class Scene:
         began = time.monotonic()
         answer = self.ask(id, adapter_source="hub", api_token=TOKEN)
         assert ("retry-after" in answer.headers) == (answer.status_code == 503)
-        told = answer.json()
-        return answer.status_code, told.get("generated_text") or told["error"], time.monotonic() - began
+        body = answer.json()
+        return answer.status_code, body.get("generated_text") or body["error"], time.monotonic() - began
 
     def undisturbed(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """The base and the resident adapter answer as always while something else happens; then nothing is held."""
+        """The base and the loaded adapter answer as usual while `meanwhile` runs; then no resource is held."""
         over = threading.Event()
         seconds: list[float] = []
 
@@ -128,7 +128,7 @@ class Scene:
 
 
 def adapter(name: str, **changes: Any) -> dict[str, bytes]:
-    """One of the embedded model's own, as a repository."""
+    """One of the demo model's adapters, as a repository."""
     folder = ROOT / "demo" / "adapters" / name
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     config = json.loads(files["adapter_config.json"]) | changes
@@ -136,7 +136,7 @@ def adapter(name: str, **changes: Any) -> dict[str, bytes]:
 
 
 def small(**changes: Any) -> dict[str, bytes]:
-    """A part of one, so that it moves in no time."""
+    """A part of one, which is fetched fast."""
     files = adapter("record", target_modules=["v_proj"], **changes)
     tensors = load(files["adapter_model.safetensors"])
     kept = {key: value for key, value in tensors.items() if ".v_proj." in key}
@@ -149,10 +149,10 @@ def troubled(trouble: Trouble) -> str:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    folder = tmp_path_factory.mktemp("harms")
+    folder = tmp_path_factory.mktemp("faults")
     repositories = {PUBLIC: Repository(adapter("value")), PRIVATE: Repository(adapter("query"), token=TOKEN)}
     repositories[WELL] = Repository(small())
-    for trouble in Trouble:  # each one's own content
+    for trouble in Trouble:  # with different content each
         repositories[troubled(trouble)] = Repository(small(revision=trouble.name), trouble=trouble)
     with ExitStack() as stack:
         store = stack.enter_context(mounted(folder / "store", "32m"))
@@ -172,13 +172,13 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 @pytest.fixture(scope="module")
 def answers(scene: Scene) -> dict[Trouble, tuple[int, str, float]]:
-    """What came of each trouble, all at once."""
+    """The result of each fault, all at once."""
     found: dict[Trouble, tuple[int, str, float]] = {}
 
     def ask_all() -> None:
         with ThreadPoolExecutor(len(Trouble)) as pool:
-            told = pool.map(lambda trouble: scene.from_hub(troubled(trouble)), Trouble)
-            found.update(zip(Trouble, told, strict=True))
+            results = pool.map(lambda trouble: scene.from_hub(troubled(trouble)), Trouble)
+            found.update(zip(Trouble, results, strict=True))
 
     before = scene.store.files()
     scene.undisturbed(ask_all)
@@ -189,20 +189,20 @@ def answers(scene: Scene) -> dict[Trouble, tuple[int, str, float]]:
 
 
 @pytest.mark.parametrize("trouble", Trouble)
-def test_a_hub_that_hangs_or_lies_fails_that_request_alone(
+def test_a_faulty_hub_fails_only_the_affected_request(
     scene: Scene, answers: dict[Trouble, tuple[int, str, float]], trouble: Trouble
 ) -> None:
-    status, said, seconds = answers[trouble]
-    assert status == 503 and troubled(trouble) in said, said
-    assert not any(inner in said for inner in (TOKEN, scene.hub.url, str(scene.store.folder.parent)))
+    status, text, seconds = answers[trouble]
+    assert status == 503 and troubled(trouble) in text, text
+    assert not any(inner in text for inner in (TOKEN, scene.hub.url, str(scene.store.folder.parent)))
     assert seconds < 5 * BOUND_S
     scene.hub.repositories[troubled(trouble)].trouble = None
     expected = scene.from_hub(WELL)
     assert expected[0] == 200 and scene.from_hub(troubled(trouble))[:2] == expected[:2]
 
 
-def test_a_full_disk_fails_the_adapters_that_are_loaded_then(scene: Scene) -> None:
-    """One gets to the hub's cache and not into the store, of the other not even the files fit."""
+def test_a_full_disk_fails_only_adapters_that_are_being_loaded(scene: Scene) -> None:
+    """One fits into the hub's cache but not into the store, the other not even into the cache."""
     before = scene.store.files()
     scene.store.fill()
     answers: dict[str, tuple[int, str, float]] = {}
@@ -212,25 +212,25 @@ def test_a_full_disk_fails_the_adapters_that_are_loaded_then(scene: Scene) -> No
             answers.update(zip((PUBLIC, PRIVATE), pool.map(scene.from_hub, (PUBLIC, PRIVATE)), strict=True))
 
     scene.undisturbed(ask_both)
-    for id, (status, said, _) in answers.items():
+    for id, (status, text, _) in answers.items():
         assert status == 503
-        assert id in said and "cannot be stored: No space left on device" in said
-        assert TOKEN not in said and str(scene.store.folder.parent) not in said
+        assert id in text and "cannot be stored: No space left on device" in text
+        assert TOKEN not in text and str(scene.store.folder.parent) not in text
     assert scene.store.files() == before
     scene.store.make_room()
     assert {scene.from_hub(id)[0] for id in answers} == {200}
     scene.until_idle()
 
 
-def test_logs_on_a_full_disk_hold_up_nobody_and_are_said_to_be_lost_once(scene: Scene) -> None:
+def test_a_full_disk_delays_no_request_and_lost_lines_are_logged_once(scene: Scene) -> None:
     usage, receipts = (scene.logs.folder / name for name in ("usage", "receipts"))
     scene.logs.fill()
-    for _ in range(12):  # a page that is begun has room for some lines
+    for _ in range(12):  # a started page has room for some lines
         assert scene.ask(max_new_tokens=1).status_code == 200
     scene.undisturbed()
     for words in ("usage_dropped", "receipts_not_written"):
-        (said,) = [line for line in scene.launched.lines if words in line]
-        assert "No space left on device" in said or "a part of a line only" in said
+        (found,) = [line for line in scene.launched.lines if words in line]
+        assert "No space left on device" in found or "a part of a line only" in found
     assert scene.counted('lorikeet_usage_dropped_total{to="file"}') > 0
     scene.logs.make_room()
     scene.undisturbed()
@@ -244,5 +244,5 @@ def test_logs_on_a_full_disk_hold_up_nobody_and_are_said_to_be_lost_once(scene: 
 
 
 def whole(path: Path) -> list[bool]:
-    """Of each line, whether it is all there."""
+    """For each line, whether it is complete."""
     return [line.endswith("}") and line.startswith("{") for line in path.read_text().splitlines()]
