@@ -1,6 +1,6 @@
-"""The server's own API keys: who a caller is, what it may, and whom it shares cached prefixes with. Imports no torch.
+"""The server's own API keys: names, admin rights, and isolation of cached prefixes. Imports no torch.
 
-Only hashes are known here, in the file and in memory.
+Only hashes of keys are stored, in the file and in memory.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ class Key:
 
     name: str
     admin: bool = False
-    """Whether it may do what administrators may."""
+    """Whether it may use the admin API."""
     isolate: bool = False
-    """Whether its requests share cached prefixes with nobody else's."""
+    """Whether its requests share cached prefixes only among themselves."""
 
 
 class Keys:
@@ -41,11 +41,11 @@ class Keys:
 
     @property
     def has_admin(self) -> bool:
-        """Whether anyone could be an administrator."""
+        """Whether an administrator exists."""
         return self._admin is not None or any(key.admin for key in self._by_hash.values())
 
     def find(self, bearer: str | None) -> Key | None:
-        """Whose key `bearer` is. One that is found is never shown to a source."""
+        """The key that `bearer` is, if any. A key of this server is never sent to a source."""
         if not bearer:
             return None
         digest = sha256(bearer)
@@ -85,7 +85,7 @@ def _key(number: int, fields: Any) -> tuple[str, Key]:
         raise CatalogueError(f"key {number} has no `name`")
     digest = digest.lower() if isinstance(digest, str) else ""
     if not _HASH.fullmatch(digest):
-        raise CatalogueError(f"`sha256` of key {name} must be 64 hexadecimal digits: the hash of the key, not the key")
+        raise CatalogueError(f"`sha256` of key {name} must be 64 hexadecimal digits: the SHA-256 hash of the key")
     for switch in ("admin", "isolate"):
         if not isinstance(fields.get(switch, False), bool):
             raise CatalogueError(f"`{switch}` of key {name} must be true or false")

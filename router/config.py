@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from lorikeet.adapters.sources.settings import SourceSettings
+from lorikeet.adapters.sources.registry import SourceSettings
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from lorikeet.adapters.medusa.errors import HeadsError
+from lorikeet.adapters.errors import HeadsError
 
 if TYPE_CHECKING:
     from lorikeet.adapters.medusa.run import Asked

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lorikeet.adapters.medusa.errors import HeadsError, first_line
+from lorikeet.adapters.errors import HeadsError, first_line
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 PICKLED_FILE = "medusa_lm_head.pt"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorikeet.adapters.medusa.errors import HeadsError, first_line
+from lorikeet.adapters.errors import HeadsError, first_line
 
 Prompt = str | list[dict[str, Any]]
 """Text, or the messages of a conversation that the target is to continue."""

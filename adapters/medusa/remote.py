@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from lorikeet.adapters.medusa.errors import HeadsError, first_line
+from lorikeet.adapters.errors import HeadsError, first_line
 from lorikeet.adapters.medusa.prompts import EncodedPrompt
 from lorikeet.adapters.medusa.texts import TextStore, Writing
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lorikeet.adapters.medusa.errors import HeadsError
+from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa.hidden import batches, written_rows
 from lorikeet.adapters.medusa.model import MedusaHeads
 from lorikeet.adapters.medusa.target import Target

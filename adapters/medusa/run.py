@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from lorikeet.adapters.errors import HeadsError, first_line
 from lorikeet.adapters.medusa import format as files
 from lorikeet.adapters.medusa import prompts, remote, report, sources, texts
-from lorikeet.adapters.medusa.errors import HeadsError, first_line
 from lorikeet.adapters.medusa.format import HeadsFile
 from lorikeet.adapters.medusa.hidden import HiddenFiles
 from lorikeet.adapters.medusa.model import MedusaHeads

@@ -10,7 +10,7 @@ import huggingface_hub
 from huggingface_hub import errors
 
 from lorikeet.adapters import refs
-from lorikeet.adapters.medusa.errors import HeadsError, first_line
+from lorikeet.adapters.errors import HeadsError, first_line
 
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _MODEL = [*_SMALL, "*.safetensors"]

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from lorikeet.adapters.errors import HeadsError, first_line
 from lorikeet.adapters.medusa import sources
-from lorikeet.adapters.medusa.errors import HeadsError, first_line
 
 _PROBE_LEN = 12
 
@@ -214,7 +214,7 @@ def _adapted(model: Any, folder: Path, name: str, base: str) -> Any:
         )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Found missing adapter keys")
+            warnings.filterwarnings("error", message="ModuleChange missing adapter keys")
             # what PEFT asks of transformers, and its doubts about merging, which is not done where they hold
             warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer")

@@ -12,8 +12,8 @@ from typing import IO, Any
 
 import torch
 
+from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa import prompts
-from lorikeet.adapters.medusa.errors import HeadsError
 from lorikeet.adapters.medusa.prompts import EncodedPrompt
 from lorikeet.adapters.medusa.target import Target
 

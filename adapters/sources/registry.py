@@ -1,6 +1,8 @@
-"""All sources of one server by name. Imports no torch, and each source's library only when it is first used."""
+"""All sources of one server and their settings. Imports no torch, and each source's library only at its first use."""
 
 import os
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 from lorikeet.adapters.errors import NotServed
 from lorikeet.adapters.refs import Source
@@ -8,11 +10,34 @@ from lorikeet.adapters.sources.base import AdapterSource
 from lorikeet.adapters.sources.hub import HubSource
 from lorikeet.adapters.sources.local import LocalSource
 from lorikeet.adapters.sources.s3 import S3Source
-from lorikeet.adapters.sources.settings import SourceSettings
+
+DEFAULT_MAX_ADAPTER_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """Where sources look and their size limit: part of the router's and of the loader's configuration."""
+
+    local_roots: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    """Folders that never contain local adapters, such as the adapter store."""
+    hub_cache: str | None = None
+    """None is the hub library's default."""
+    notes: str | None = None
+    """Folder that records which hub names were public; None records them in memory only."""
+    max_adapter_bytes: int = DEFAULT_MAX_ADAPTER_BYTES
+    """Weights of one adapter at its source."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read the values of a configuration file. Raises ValueError that names unknown fields."""
+        if unknown := sorted(set(values) - {field.name for field in fields(cls)}):
+            raise ValueError(f"unknown fields of sources: {', '.join(unknown)}")
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 class Sources:
-    """Hands out the source of a name. The router and the loader's process each have one."""
+    """The source for each name. The router and the loader's process have one instance each."""
 
     def __init__(self, settings: SourceSettings) -> None:
         self._sources: dict[Source, AdapterSource] = {
@@ -22,11 +47,10 @@ class Sources:
         }
 
     def __getitem__(self, source: Source) -> AdapterSource:
-        """Raises NotServed by name."""
-        found = self._sources.get(source)
-        if found is None:
+        """Raises NotServed with the name of the source."""
+        if source not in self._sources:
             raise NotServed(f"adapters of the source `{source.value}` are not served by this server")
-        return found
+        return self._sources[source]
 
     async def close(self) -> None:
         for source in self._sources.values():

@@ -38,7 +38,7 @@ def test_the_administrator_s_own_key() -> None:
         ("- a", "key 1 must be a mapping"),
         ("- {name: a, sha: b}", "key 1 must be a mapping"),
         ("- {sha256: b}", "has no `name`"),
-        ("- {name: a, sha256: secret}", "the hash of the key, not the key"),
+        ("- {name: a, sha256: secret}", "the SHA-256 hash of the key"),
         ("- {name: a}", "must be 64 hexadecimal digits"),
         (f"- {{name: a, sha256: {'a' * 64}, admin: perhaps}}", "`admin` of key a"),
         (f"- {{name: a, sha256: {'a' * 64}}}\n- {{name: a, sha256: {'b' * 64}}}", "key a is given twice"),

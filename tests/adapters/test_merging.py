@@ -15,10 +15,9 @@ from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats import configuration, layout
 from lorikeet.adapters.formats import weights as weight_files
-from lorikeet.adapters.formats.reading import TENSORS, Found
+from lorikeet.adapters.formats.peft_reading import TENSORS, ModuleChange
 from lorikeet.adapters.merging import merge
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Source
+from lorikeet.adapters.refs import Pin, Source
 from tests import tiny
 from tests.adapters import making
 
@@ -52,7 +51,7 @@ class World:
         for pin in wanted.pins:
             values = configuration.parse(weight_files.read_small(self.folder / pin.id / "adapter_config.json"))
             with weight_files.opened(self.folder / pin.id, making.LIMIT) as opened:
-                found = layout.settled(self.reader.read(values, opened), self.facts)
+                found = layout.without_unchanged(self.reader.read(values, opened), self.facts)
                 parts.append([detached(each) for each in found])
         return layout.lay_out(merge(parts, wanted, digest), self.facts)
 
@@ -69,7 +68,7 @@ class World:
         return making.logits(model.eval())
 
 
-def detached(found: Found) -> Found:
+def detached(found: ModuleChange) -> ModuleChange:
     tensors: dict[str, Any] = {
         field: tensor.clone() for field in TENSORS if (tensor := getattr(found, field)) is not None
     }
@@ -147,7 +146,7 @@ def test_what_cannot_be_merged_is_named(name: str, reason: str, world: World) ->
 
 def test_a_merged_rank_above_the_most_is_refused(world: World) -> None:
     with pytest.raises(AdapterInvalid, match="rank 640"):
-        big = [[Found("m", "linear", 320, a=torch.ones(320, 2), b=torch.ones(2, 320))]] * 2
+        big = [[ModuleChange("m", "linear", 320, a=torch.ones(320, 2), b=torch.ones(2, 320))]] * 2
         merge(big, world.wanted(["first", "second"], [1, 1], "cat"), DIGEST)
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.rights import Rights
 from lorikeet.adapters.sources.base import SMALL_NAMES, Resolved, Within, unbounded
 
@@ -171,7 +170,7 @@ async def test_a_refresh_forgets(case: Case) -> None:
 
 async def test_tokens_are_not_kept(case: Case) -> None:
     await case.rights.resolve(PRIVATE, "right")
-    assert "right" not in str(case.rights._said)
+    assert "right" not in str(case.rights._answers)
 
 
 class RightsMachine(RuleBasedStateMachine):

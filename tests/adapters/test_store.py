@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safetensors.torch import save_file
 
 from lorikeet.adapters.errors import LoaderFailed
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Source
+from lorikeet.adapters.refs import Pin, Source
 from lorikeet.adapters.store import RECENT_S, Entry, Store
 
 BASE = ("base", "weights", "float32")

@@ -220,7 +220,7 @@ def test_the_second_adapter_of_one_form_is_read_without_peft(
         for seed in (1, 2)
     )
     making.lay_out(reader, facts, first)
-    monkeypatch.setattr("lorikeet.adapters.formats.reader.read", None)
+    monkeypatch.setattr("lorikeet.adapters.formats.peft_plans.read", None)
     served = making.lay_out(reader, facts, second)
     torch.testing.assert_close(
         making.of_layout(base.folder, served), making.of_peft(base.folder, second), rtol=1e-4, atol=1e-4

@@ -1,4 +1,4 @@
-"""Medusa heads in adapters' files: what is found, counted, fitted, noted, beside a LoRA and alone; what is refused."""
+"""Medusa heads in adapters' files: what is found, counted, resized, noted, beside a LoRA and alone; what is refused."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterTooLarge, NotServed
 from lorikeet.adapters.formats import contents, layout
-from lorikeet.adapters.formats.heads import fitted
+from lorikeet.adapters.formats.heads import resized
 from lorikeet.adapters.formats.layout import Layout
 from lorikeet.adapters.medusa import format as files
 from lorikeet.adapters.medusa.format import HeadsShape
@@ -118,7 +118,7 @@ def test_output_matrices_are_fitted_to_the_vocabulary(base: Base, tmp_path: Path
 
 def test_missing_rows_never_win() -> None:
     matrix = -torch.ones(3, 4)
-    logits = torch.ones(4) @ fitted(matrix, 6).t()
+    logits = torch.ones(4) @ resized(matrix, 6).t()
     assert logits.argmax() == 0 and logits.shape == (6,)
 
 

@@ -30,10 +30,10 @@ def test_an_urgent_one_goes_beside_when_all_places_are_taken() -> None:
         tasks = [asyncio.create_task(gate.enter(each)) for each in (inside, waiting, urgent)]
         await settle()
         assert (inside.is_inside, waiting.is_inside, urgent.is_inside) == (True, False, False)
-        gate.hasten(urgent)
+        gate.prioritize(urgent)
         await settle()
         assert urgent.is_inside and urgent.is_fast and not waiting.is_inside and told == []
-        gate.hasten(inside)  # has to wait for the one fast place
+        gate.prioritize(inside)  # has to wait for the one fast place
         assert not inside.is_fast
         gate.leave(urgent)
         assert inside.is_fast and told == ["inside"]
@@ -47,7 +47,7 @@ def test_an_urgent_one_goes_beside_when_all_places_are_taken() -> None:
 def test_one_that_was_urgent_before_it_came_is_fast_at_once() -> None:
     async def test() -> None:
         gate, ticket = Gate(0, 1), Ticket()
-        gate.hasten(ticket)
+        gate.prioritize(ticket)
         await gate.enter(ticket)
         assert ticket.is_fast and gate.num_inside == 1
         gate.leave(ticket)
@@ -57,7 +57,7 @@ def test_one_that_was_urgent_before_it_came_is_fast_at_once() -> None:
 
 
 EVENTS = st.tuples(st.sampled_from("elhc"), st.integers(0, 7))
-"""Enter, leave, hasten, cancel; of the ticket of that number."""
+"""Enter, leave, prioritize, cancel; of the ticket of that number."""
 
 
 @settings(max_examples=200, deadline=None)
@@ -77,7 +77,7 @@ def test_any_order_of_events(num_places: int, num_fast: int, events: list[tuple[
                 await tasks.pop(number)
                 gate.leave(ticket)
             elif event == "h":
-                gate.hasten(ticket)
+                gate.prioritize(ticket)
             elif event == "c" and number in tasks and not ticket.is_inside:
                 tasks.pop(number).cancel()
             await settle()

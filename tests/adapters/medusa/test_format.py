@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa.errors import HeadsError
 from lorikeet.adapters.medusa.format import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, HeadsShape
 from tests.adapters.medusa import small
 

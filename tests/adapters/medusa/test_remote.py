@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa import prompts, remote
-from lorikeet.adapters.medusa.errors import HeadsError
 from lorikeet.adapters.medusa.prompts import EncodedPrompt
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import TextStore, Writing

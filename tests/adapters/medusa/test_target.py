@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lorikeet.adapters.medusa.errors import HeadsError
+from lorikeet.adapters.errors import HeadsError
 from tests.adapters.medusa import small
 
 CASES = {

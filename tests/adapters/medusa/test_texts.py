@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa import prompts, texts
-from lorikeet.adapters.medusa.errors import HeadsError
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import TextStore, Writing
 from tests.adapters.medusa import small

@@ -19,8 +19,7 @@ from lorikeet.adapters.errors import (
     LoaderFailed,
     SourceUnreachable,
 )
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Ref, Source, parse
+from lorikeet.adapters.refs import Pin, Ref, Source, parse
 from lorikeet.adapters.sources.hub import HubSource, _check
 from tests.hub_server import HubServer, Repository, Trouble, commit_of, hub
 
@@ -98,7 +97,7 @@ async def test_a_private_adapter_is_for_holders_of_its_token(server: HubServer, 
         "chat_template.jinja": b"{{ messages }}"
     }
     for token in ("hf_wrong", None):
-        with pytest.raises(AdapterNotFound, match="has no right to it"):
+        with pytest.raises(AdapterNotFound, match="has no access to it"):
             await here.resolve(parse("a/private"), token)
         with pytest.raises(AdapterNotFound):
             here.fetch(found.pin, token, tmp_path / "other")
@@ -141,7 +140,7 @@ async def test_what_is_no_adapter(server: HubServer, tmp_path: Path) -> None:
 async def test_sizes_are_judged_before_weights_move(server: HubServer, tmp_path: Path) -> None:
     here = source(server, tmp_path, limit=699)
     pin = (await here.resolve(parse("a/public"), None)).pin
-    with pytest.raises(AdapterTooLarge, match="have 700 bytes, this server takes 699"):
+    with pytest.raises(AdapterTooLarge, match="have 700 bytes; this server accepts 699"):
         here.fetch(pin, None, tmp_path)
     assert not any("resolve" in request for request in server.requests)
 
@@ -267,7 +266,7 @@ async def test_what_is_not_what_the_hub_has_is_not_kept(
     pin = (await here.resolve(parse(id), "hf_right")).pin
     (tmp_path / "own").mkdir()
     repository.trouble = trouble
-    with pytest.raises(SourceUnreachable, match=r"something else|TooManyRedirects"):
+    with pytest.raises(SourceUnreachable, match=r"does not match|TooManyRedirects"):
         here.fetch(pin, "hf_right", tmp_path / "own")
     assert not large_files(tmp_path)
     repository.trouble = None
@@ -284,7 +283,7 @@ async def test_a_small_file_is_as_long_as_the_hub_says(tmp_path: Path, says: int
     if is_kept:
         _check(path, file, Pin(Source.HUB, "a/public", "main"))
     else:
-        with pytest.raises(SourceUnreachable, match=r"something else for adapter_config\.json of a/public"):
+        with pytest.raises(SourceUnreachable, match=r"what the hub sent for adapter_config\.json of a/public"):
             _check(path, file, Pin(Source.HUB, "a/public", "main"))
     assert path.exists() == is_kept
 
@@ -297,17 +296,17 @@ async def test_each_part_of_a_fetch_says_how_long_it_may_take(server: HubServer,
     assert allowed == [30 + num_bytes / (1 << 17) for num_bytes in (0, 8, 14, 700)]
 
 
-@pytest.mark.parametrize("silences", [0.1, 3])
+@pytest.mark.parametrize("timeouts", [0.1, 3])
 @pytest.mark.parametrize("is_known", [False, True])
 async def test_a_hub_that_hangs_is_not_waited_for(
-    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool, silences: float
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool, timeouts: float
 ) -> None:
     """Neither one that says nothing, which the library notices, nor one that says a little."""
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     here = source(server, tmp_path)
     found = await here.resolve(parse("a/public"), None) if is_known else None
     server.repositories["a/public"].trouble = Trouble.MUTE
-    monkeypatch.setattr("lorikeet.adapters.sources.hub.SILENCES", silences)
+    monkeypatch.setattr("lorikeet.adapters.sources.hub.TIMEOUTS_PER_ANSWER", timeouts)
     began = time.monotonic()
     if found is None:
         with pytest.raises(SourceUnreachable):

@@ -146,7 +146,7 @@ async def test_what_is_not_there(bucket: S3Store, account: dict[str, str], tmp_p
 async def test_sizes_are_judged_before_weights_move(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
     source = S3Source(1000, account)
     pin = (await source.resolve(ref("adapters/team/one"), None)).pin
-    with pytest.raises(AdapterTooLarge, match="this server takes 1000"):
+    with pytest.raises(AdapterTooLarge, match="this server accepts 1000"):
         source.fetch(pin, None, tmp_path)
     assert os.listdir(tmp_path) == []
 
@@ -161,7 +161,7 @@ async def test_a_store_that_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("status", [401, 403])
-async def test_credentials_without_a_right(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+async def test_credentials_without_access(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     from tests.hub_server import hub
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
@@ -169,7 +169,7 @@ async def test_credentials_without_a_right(monkeypatch: pytest.MonkeyPatch, stat
     with hub({}) as refusing:
         refusing.status = status
         source = S3Source(1000, {"S3_ENDPOINT_URL": refusing.url})
-        with pytest.raises(AdapterNotAllowed, match="credentials have no right"):
+        with pytest.raises(AdapterNotAllowed, match="credentials have no access"):
             await source.resolve(ref("adapters/team/one"), None)
 
 
