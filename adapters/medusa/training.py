@@ -1,7 +1,4 @@
-"""Training heads on hidden rows: the loss, the schedule, checkpoints. A run is a function of recipe and rows.
-
-Knows rows and labels, and the frozen output head as a function. Knows nothing of texts or of the base model.
-"""
+"""Trains heads on hidden rows: loss, schedule, checkpoints. A run is a function of recipe and rows."""
 
 import hashlib
 import math
@@ -20,12 +17,12 @@ from lorikeet.adapters.medusa.hidden import NOTHING, HiddenFiles, Shard
 from lorikeet.adapters.medusa.model import MedusaHeads, OutputHead
 
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
-"""Elements of logits that exist at a time, whatever the step's size: what a cache holds, what keeps a GPU busy."""
+"""Logits computed at a time, for any step size: as many as fit in a cache, or keep a GPU busy."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the heads depend on, but for the rows."""
+    """Everything that the heads depend on, except the rows."""
 
     num_heads: int = 3
     num_layers: int = 1
@@ -33,10 +30,10 @@ class Recipe:
     rows_per_step: int = 1024
     lr: float = 1e-3
     warmup: float = 0.1
-    """Share of the steps during which the learning rate rises; after it falls along a cosine to zero."""
+    """Share of the steps during which the learning rate rises; then it falls along a cosine to zero."""
     seed: int = 0
     bf16: bool = True
-    """In matrix products."""
+    """Whether matrix products use bfloat16."""
 
     def lr_at(self, step: int, num_steps: int) -> float:
         rising = max(1, int(self.warmup * num_steps))
@@ -46,7 +43,7 @@ class Recipe:
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
-    """Cross entropy through an output head that does not learn, in pieces, so that logits never exist as a whole.
+    """Cross entropy through a frozen output head, in pieces, so that the full logits never exist.
 
     Semantics: sum over rows of cross_entropy(output_head(row), label), rows labelled NOTHING left out.
     """
@@ -75,7 +72,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
 
 
 class HeadsTrainer:
-    """Holds the heads, their optimiser and the number of steps done."""
+    """The heads, their optimizer and the number of steps done."""
 
     def __init__(self, recipe: Recipe, files: HiddenFiles, output_head: OutputHead, vocabulary: "Vocabulary") -> None:
         self.recipe = recipe
@@ -90,7 +87,7 @@ class HeadsTrainer:
         self.num_steps = recipe.epochs * per_epoch
 
     def run(self) -> Iterator[float]:
-        """One step after the other from where the run stands; yields each step's loss in nats a prediction."""
+        """Run the remaining steps; yields each step's loss in nats per prediction."""
         for rows, labels in self._batches(self.step):
             for group in self._optimizer.param_groups:
                 group["lr"] = self.recipe.lr_at(self.step, self.num_steps)
@@ -110,7 +107,7 @@ class HeadsTrainer:
         return total / max(1, int((labels != NOTHING).sum()))
 
     def _batches(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and labels of step `start` and all after it. One shard is in memory at a time."""
+        """Rows and labels of step `start` and all later ones. One shard is in memory at a time."""
         step, size = 0, self.recipe.rows_per_step
         held: tuple[int, Shard, Tensor] | None = None
         for epoch in range(self.recipe.epochs):
@@ -129,7 +126,7 @@ class HeadsTrainer:
                     step += 1
 
     def save(self, path: Path, settings: dict[str, Any]) -> None:
-        """Appears whole or not at all."""
+        """The file appears complete or not at all."""
         state = {
             "settings": settings,
             "recipe": asdict(self.recipe),
@@ -142,7 +139,7 @@ class HeadsTrainer:
         os.replace(scratch, path)
 
     def resume(self, path: Path, settings: dict[str, Any]) -> bool:
-        """Go on from a checkpoint of the same recipe and rows; False where it is of others."""
+        """Resume from a checkpoint of the same recipe and rows; returns False for others."""
         state: dict[str, Any] = torch.load(path, map_location=self._vocabulary.device, weights_only=True)
         if state["recipe"] != asdict(self.recipe) or state["settings"] != settings:
             return False
@@ -154,7 +151,7 @@ class HeadsTrainer:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What training has to know of the output head's two sides, and where it computes."""
+    """Dimensions of the output head, and the device."""
 
     size: int
     hidden_size: int
@@ -162,7 +159,7 @@ class Vocabulary:
 
 
 def _shuffled(count: int, seed: int, epoch: int, what: str) -> Tensor:
-    """0 … count − 1 in an order of seed, epoch and name alone."""
+    """0 … count − 1 in an order that depends only on seed, epoch and name."""
     generator = torch.Generator().manual_seed(_hashed(f"{seed} {epoch} {what}"))
     return torch.randperm(count, generator=generator)
 

@@ -15,7 +15,7 @@ import torch
 from lorikeet.adapters.medusa import report
 from lorikeet.adapters.medusa import run as tool
 from lorikeet.adapters.medusa.report import Report
-from lorikeet.adapters.medusa.run import Asked, TrainOptions
+from lorikeet.adapters.medusa.run import TargetOptions, TrainOptions
 from lorikeet.adapters.medusa.training import Recipe
 from lorikeet.demo.data import corpus
 from lorikeet.demo.data.pieces import pieces
@@ -93,7 +93,7 @@ def train(name: str, options: argparse.Namespace, out: Path, work: Path) -> tupl
     work.mkdir(parents=True, exist_ok=True)
     prompts = work / "prompts.json"
     prompts.write_text(json.dumps(heads.training_prompts(heads.num_prompts, options.seed)))
-    asked = Asked(
+    target = TargetOptions(
         model_id=str(options.base),
         adapter_id=None if heads.adapter is None else str(options.adapters / heads.adapter),
         prompts=prompts,
@@ -103,6 +103,6 @@ def train(name: str, options: argparse.Namespace, out: Path, work: Path) -> tupl
         seed=options.seed,
     )
     recipe = replace(heads.recipe, seed=options.seed)
-    found, digest = tool.train(TrainOptions(asked, out, work, recipe, base_name=lora.BASE_NAME))
+    found, digest = tool.train(TrainOptions(target, out, work, recipe, base_name=lora.BASE_NAME))
     print(f"{name}\n\n{report.table(found)}\n", flush=True)
     return found, digest

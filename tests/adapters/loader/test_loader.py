@@ -387,4 +387,4 @@ def test_a_base_that_cannot_be_read_ends_the_loader_with_a_sentence(tmp_path: Pa
     (tmp_path / "loader.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "lorikeet.adapters", str(tmp_path / "loader.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1 and "cannot load adapters" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "loader_failed" in done.stderr and "Traceback" not in done.stderr

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa.format import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, HeadsShape
+from lorikeet.adapters.medusa.format import HEADS_CONFIG, HEADS_FILE, PICKLED_FILE, HeadsShape
 from tests.adapters.medusa import small
 
 SHAPES = [HeadsShape(3, 1, 8), HeadsShape(2, 2, 8), HeadsShape(2, 1, 8, 20), HeadsShape(4, 0, 8, 20)]
@@ -66,7 +66,7 @@ def test_the_tensors_decide_and_the_configuration_is_corrected(
     tmp_path: Path, stated: dict[str, object], said: str | None
 ) -> None:
     files.write(tmp_path, small.heads(HeadsShape(5, 1, 8, 20)))
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(stated))
+    (tmp_path / HEADS_CONFIG).write_text(json.dumps(stated))
     lines, hear = small.heard()
     assert files.read(tmp_path, hear).shape == HeadsShape(5, 1, 8, 20)
     assert (said is None and not lines) or (len(lines) == 1 and said is not None and said in lines[0])
@@ -101,7 +101,7 @@ Change = Callable[[dict[str, torch.Tensor]], object]
         (lambda t: [t.pop(name) for name in list(t) if name.startswith("1.")], r"lacks 1\.0\.linear\.weight"),
         (
             lambda t: t.update({"2.0.linear.weight": torch.zeros(8, 9)}),
-            r"2\.0\.linear\.weight has shape \[8, 9\] where \[8, 8\]",
+            r"2\.0\.linear\.weight has shape \[8, 9\] the others need \[8, 8\]",
         ),
         (lambda t: t.update({"1.1.weight": torch.zeros(20, 8)}), r"1\.1\.weight does not belong"),
         (lambda t: t.clear() or t.update({"odd": torch.zeros(1)}), "no tensor is named like"),
@@ -120,7 +120,7 @@ def test_a_cut_file_and_a_folder_without_heads_are_refused(tmp_path: Path) -> No
     files.write(tmp_path, small.heads(HeadsShape(1, 1, 8)))
     whole = (tmp_path / HEADS_FILE).read_bytes()
     (tmp_path / HEADS_FILE).write_bytes(whole[:50])
-    with pytest.raises(HeadsError, match="not a whole safetensors file"):
+    with pytest.raises(HeadsError, match="not a complete safetensors file"):
         files.read(tmp_path, quiet)
     with pytest.raises(HeadsError, match="there is no folder"):
         files.read(tmp_path / "nothing", quiet)
@@ -142,7 +142,7 @@ def test_a_pickle_gives_its_tensors_and_never_runs(tmp_path: Path) -> None:
     assert files.read(tmp_path, quiet).shape == heads.shape
     trace = tmp_path / "trace"
     torch.save({"0.0.weight": _Runs(trace)}, tmp_path / PICKLED_FILE)
-    with pytest.raises(HeadsError, match="a pickle may hold tensors and nothing else"):
+    with pytest.raises(HeadsError, match="a pickle may hold only tensors"):
         files.read(tmp_path, quiet)
     (tmp_path / PICKLED_FILE).write_bytes(pickle.dumps([1, 2]))
     with pytest.raises(HeadsError):

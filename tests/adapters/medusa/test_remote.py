@@ -111,8 +111,8 @@ def test_a_busy_server_is_asked_again(target: Target) -> None:
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        ((422, {"error": "no such adapter"}), "refuses with 422: no such adapter"),
-        ((500, "oops"), "refuses with 500"),
+        ((422, {"error": "no such adapter"}), "answers with status 422: no such adapter"),
+        ((500, "oops"), "answers with status 500"),
         ((200, {"generated_text": "x"}), r"answers without details\.tokens"),
         ((200, {"details": {"prompt_tokens": 99, "tokens": []}}), "counts 99 tokens .* serves another model"),
     ],

@@ -44,8 +44,8 @@ def test_formats(tmp_path: Path, name: str, content: str, wanted: list[object]) 
         ("p.json", b"[]", "is empty"),
         ("p.json", b'{"prompt": "a"}', "not a JSON list"),
         ("p.jsonl", b'"a"\n{oops}\n', "not JSON at line 2"),
-        ("p.jsonl", b'"a"\n\n{"text": "b"}\n', "no prompt at number 3"),
-        ("p.jsonl", b'{"messages": []}', "no prompt at number 1"),
+        ("p.jsonl", b'"a"\n\n{"text": "b"}\n', "an invalid entry 3"),
+        ("p.jsonl", b'{"messages": []}', "an invalid entry 1"),
         ("p.txt", b"\xff\xfe", "not UTF-8"),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_stopped_run_writes_only_what_is_missing(target: Target, tmp_path: Pat
 def test_texts_of_another_run_are_not_taken(target: Target, tmp_path: Path) -> None:
     encoded = prompts.encode(small.PROMPTS, target.tokenizer)
     TextStore(tmp_path / "t.jsonl", texts.settings_of(target, encoded, 6)).close()
-    with pytest.raises(HeadsError, match=r"texts of another run \(other length\): give another --work"):
+    with pytest.raises(HeadsError, match=r"texts of another run \(other length\): use another --work"):
         TextStore(tmp_path / "t.jsonl", texts.settings_of(target, encoded, 7))
     with pytest.raises(HeadsError, match=r"other prompts"):
         TextStore(tmp_path / "t.jsonl", texts.settings_of(target, encoded[1:], 6))
@@ -106,7 +106,7 @@ def test_texts_of_another_run_are_not_taken(target: Target, tmp_path: Path) -> N
 def test_prompts_that_leave_no_room_are_left_out(target: Target) -> None:
     encoded = prompts.encode(["short", "hello " * 300], target.tokenizer)
     assert texts.fitting(encoded, target, 20) == encoded[:1]
-    with pytest.raises(HeadsError, match="no prompt leaves room for 128 new tokens in the model's 128 positions"):
+    with pytest.raises(HeadsError, match="no prompt leaves room for 128 tokens in the model's 128 positions"):
         texts.fitting(encoded, target, 128)
 
 
