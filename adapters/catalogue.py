@@ -16,12 +16,14 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.refs import Ref, Source
+
+T = TypeVar("T")
 
 MAX_FILE_BYTES = 64 << 20
 LONGEST_ALIAS = 256
@@ -81,6 +83,11 @@ class Catalogue:
 
 def read(path: str | Path, default_source: Source = Source.HUB) -> Catalogue:
     """Read the file. Raises CatalogueError if it is not a catalogue at all."""
+    return read_with(lambda content: parse(content, default_source, Path(path).parent), path)
+
+
+def read_with(parse: Callable[[bytes], T], path: str | Path) -> T:
+    """Parse a file of bounded size. Raises CatalogueError with the path."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -89,7 +96,7 @@ def read(path: str | Path, default_source: Source = Source.HUB) -> Catalogue:
     if len(content) > MAX_FILE_BYTES:
         raise CatalogueError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
     try:
-        return parse(content, default_source, Path(path).parent)
+        return parse(content)
     except CatalogueError as error:
         raise CatalogueError(f"{path}: {error}") from None
 

@@ -101,7 +101,7 @@ def _settings(options: argparse.Namespace) -> SourceSettings:
 
 
 def _validator(options: argparse.Namespace, token: str | None) -> AdapterValidator:
-    return AdapterValidator(_base(options, token), options.trust_remote_code)
+    return AdapterValidator.load(_base(options, token), options.trust_remote_code)
 
 
 def _base(options: argparse.Namespace, token: str | None) -> Path:

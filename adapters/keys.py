@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorikeet.adapters.catalogue import CatalogueError, load_yaml
+from lorikeet.adapters.catalogue import CatalogueError, load_yaml, read_with
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _FIELDS = ("name", "sha256", "admin", "isolate")
@@ -60,21 +60,18 @@ def sha256(key: str) -> str:
 
 def read(path: str | Path, admin_sha256: str | None = None) -> Keys:
     """Read a YAML list of keys. Raises CatalogueError with one sentence."""
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise CatalogueError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        values = load_yaml(content)
-        if isinstance(values, dict) and list(values) == ["keys"]:
-            values = values["keys"]
-        if not isinstance(values, list):
-            raise CatalogueError("it must be a list of keys, each with a `name` and a `sha256`")
-        keys = [_key(number, value) for number, value in enumerate(values, 1)]
-        _check_unique(keys)
-    except CatalogueError as error:
-        raise CatalogueError(f"{path}: {error}") from None
-    return Keys(keys, admin_sha256)
+    return Keys(read_with(_keys, path), admin_sha256)
+
+
+def _keys(content: bytes) -> list[tuple[str, Key]]:
+    values = load_yaml(content)
+    if isinstance(values, dict) and list(values) == ["keys"]:
+        values = values["keys"]
+    if not isinstance(values, list):
+        raise CatalogueError("it must be a list of keys, each with a `name` and a `sha256`")
+    keys = [_key(number, value) for number, value in enumerate(values, 1)]
+    _check_unique(keys)
+    return keys
 
 
 def _key(number: int, fields: Any) -> tuple[str, Key]:

@@ -53,21 +53,17 @@ class Validation:
 class AdapterValidator:
     """Validates adapters for the base in one folder."""
 
-    def __init__(self, model_path: Path, trust_remote_code: bool = False) -> None:
+    def __init__(self, reader: "PlannedReader", tokenizers: Tokenizers, kinds: frozenset[str]) -> None:
+        self._reader, self._tokenizers, self._kinds = reader, tokenizers, kinds
+
+    @classmethod
+    def load(cls, model_path: Path, trust_remote_code: bool = False) -> Self:
         """Raises ValueError or OSError if the folder holds no model."""
         from lorikeet.adapters.formats.peft_plans import PlannedReader
         from lorikeet.adapters.formats.skeleton import Skeleton
 
-        self._reader = PlannedReader(Skeleton(model_path, trust_remote_code))
-        self._tokenizers = Tokenizers(model_path)
-        self._kinds = frozenset(configuration.SERVED_KINDS)
-
-    @classmethod
-    def over(cls, reader: "PlannedReader", tokenizers: Tokenizers, kinds: frozenset[str]) -> Self:
-        """A validator with what the caller has loaded already."""
-        validator = cls.__new__(cls)
-        validator._reader, validator._tokenizers, validator._kinds = reader, tokenizers, kinds
-        return validator
+        reader = PlannedReader(Skeleton(model_path, trust_remote_code))
+        return cls(reader, Tokenizers(model_path), frozenset(configuration.SERVED_KINDS))
 
     def validate(self, headers: Headers) -> Validation:
         """Raises AdapterInvalid or NotServed with the reason."""

@@ -20,17 +20,6 @@ _LONGEST_NAME = 512
 _LONGEST_PATTERN = 8192
 _DEEPEST = 8
 
-_OTHER_KINDS = {
-    "PREFIX_TUNING": "prefix tuning",
-    "PROMPT_TUNING": "prompt tuning",
-    "MULTITASK_PROMPT_TUNING": "multitask prompt tuning",
-    "P_TUNING": "p-tuning",
-    "IA3": "IA³",
-    "LOHA": "LoHa",
-    "LOKR": "LoKr",
-    "ADALORA": "AdaLoRA",
-    "ADAPTION_PROMPT": "LLaMA-Adapter",
-}
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _UNSERVED = {
     "layer_replication": "replicated layers",
@@ -45,6 +34,7 @@ _UNSERVED = {
     "megatron_config": "Megatron layers",
 }
 """Fields that make PEFT compute something other than LoRA or DoRA."""
+_FLAGS = ("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "ensure_weight_tying")
 _ONLY_TRAINING = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "revision", "peft_type", "task_type", "inference_mode",
@@ -53,10 +43,6 @@ _ONLY_TRAINING = frozenset(
     }
 )  # fmt: skip
 """Fields that do not change what a trained adapter computes, once `init_lora_weights` is checked."""
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
 
 
 def _is_rank(value: Any) -> bool:
@@ -100,19 +86,13 @@ def _pattern(check: Callable[[Any], bool], value: Any) -> bool:
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, f"a whole number from 1 to {MOST_RANK}"),
     "lora_alpha": (_is_number, "a number"),
-    "target_modules": (_are_targets, "a list of names or a pattern"),
-    "exclude_modules": (_are_targets, "a list of names or a pattern"),
-    "target_parameters": (_are_names, "a list of names"),
-    "modules_to_save": (_are_names, "a list of names"),
+    **dict.fromkeys(("target_modules", "exclude_modules"), (_are_targets, "a list of names or a pattern")),
+    **dict.fromkeys(("target_parameters", "modules_to_save"), (_are_names, "a list of names")),
     "layers_to_transform": (_are_layers, "layer numbers"),
     "layers_pattern": (_are_targets, "names of layer lists"),
     "rank_pattern": (partial(_pattern, _is_rank), f"ranks from 1 to {MOST_RANK} by pattern"),
     "alpha_pattern": (partial(_pattern, _is_number), "numbers by pattern"),
-    "use_rslora": (_is_flag, "true or false"),
-    "use_dora": (_is_flag, "true or false"),
-    "fan_in_fan_out": (_is_flag, "true or false"),
-    "lora_bias": (_is_flag, "true or false"),
-    "ensure_weight_tying": (_is_flag, "true or false"),
+    **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
     "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
 }
 """Fields that PEFT computes with, and their permitted values. None stands for PEFT's default."""
@@ -161,7 +141,7 @@ def _check_kind(values: dict[str, Any]) -> None:
     if not isinstance(kind, str):
         raise AdapterInvalid(f"{CONFIG} has no `peft_type`, which must be LORA")
     if kind.upper() != "LORA":
-        raise NotServed(f"{_OTHER_KINDS.get(kind.upper(), kind[:40])} is not served, only LoRA and DoRA")
+        raise NotServed(f"adapters of `peft_type` {kind[:40]} are not served, only LoRA and DoRA (LORA)")
     task = values.get("task_type")
     if task is not None and task != "CAUSAL_LM":
         raise NotServed(f"an adapter for the task {_short(task)} is not served, only CAUSAL_LM")

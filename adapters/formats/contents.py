@@ -32,15 +32,18 @@ class Contents:
     heads_config: bytes | None = None
 
     @property
+    def _files(self) -> list[Weights]:
+        return [each for each in (self.changes, self.heads) if each is not None]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in (self.changes, self.heads) if each is not None)
+        return sum(each.num_bytes for each in self._files)
 
     @property
     def digest(self) -> str:
         """The name of the adapter below the router."""
         known = _HEADS_ALONE if self.values is None else configuration.canonical(self.values)
-        parts = [each.hash.digest() for each in (self.changes, self.heads) if each is not None]
-        return digests.of_adapter(known, b"".join(parts))
+        return digests.of_adapter(known, b"".join(each.hash.digest() for each in self._files))
 
     def parsed_heads(self, reader: PlannedReader, kinds: frozenset[str]) -> ParsedHeads | None:
         """Raises AdapterInvalid or NotServed."""
@@ -64,9 +67,8 @@ class Contents:
 
     def check_unchanged(self) -> None:
         """Raises AdapterInvalid if a file has changed since it was read."""
-        for each in (self.changes, self.heads):
-            if each is not None:
-                each.check_unchanged()
+        for each in self._files:
+            each.check_unchanged()
 
 
 @contextmanager

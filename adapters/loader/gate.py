@@ -71,17 +71,14 @@ class Gate:
                 break
             if not ticket.is_fast:
                 num_fast += 1
-                self._make_fast(ticket)
+                ticket.is_fast = True
+                if ticket.is_inside:
+                    ticket.on_fast()
+                else:
+                    _open(ticket)
         num_free = self._num_slots - sum(ticket.is_inside and not ticket.is_fast for ticket in self._tickets)
         waiting = [*self._urgent, *(ticket for ticket in self._tickets if not ticket.is_urgent)]
         for ticket in [ticket for ticket in waiting if not ticket.is_inside][: max(0, num_free)]:
-            _open(ticket)
-
-    def _make_fast(self, ticket: Ticket) -> None:
-        ticket.is_fast = True
-        if ticket.is_inside:
-            ticket.on_fast()
-        else:
             _open(ticket)
 
 

@@ -82,7 +82,7 @@ class WorkerJobs:
         headers = self._loop.run(read_headers(self._sources[pin.source], pin, job.get("token")))
         self._limit_cpu(0)
         context = self._context
-        found = AdapterValidator.over(context.reader, context.tokenizers, context.base.kinds).validate(headers)
+        found = AdapterValidator(context.reader, context.tokenizers, context.base.kinds).validate(headers)
         size = {"num_bytes": found.num_bytes, "num_heads": found.num_heads}
         return {"validation": {"rank": found.rank, "modules": found.num_modules, **size}}
 

@@ -110,7 +110,7 @@ class ForkServer:
     async def start(self) -> tuple[str, str, str]:
         """Returns the base's key in the store. Raises ValueError if the base cannot be read."""
         self._spawn()
-        answer = await asyncio.to_thread(self._receive)
+        answer = await asyncio.to_thread(self._exchange)
         if "base" not in answer:
             raise ValueError(str(answer.get("failed", "the process that reads adapters did not start")))
         base, weights, dtype = answer["base"]
@@ -166,19 +166,13 @@ class ForkServer:
             raise LoaderFailed("the process that reads adapters is gone", status=503, retry_after=5.0)
         return answer
 
-    def _exchange(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> dict[str, Any]:
+    def _exchange(self, message: dict[str, Any] | None = None, descriptors: tuple[int, ...] = ()) -> dict[str, Any]:
+        """Send a message, if any, and receive one; {} if the other end is gone."""
         assert self._control is not None
         try:
-            socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
+            if message is not None:
+                socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
+            found: dict[str, Any] = json.loads(self._control.recv(65536) or b"{}")
         except OSError:
             return {}
-        return self._receive()
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._control is not None
-        try:
-            content = self._control.recv(65536)
-        except OSError:
-            return {}
-        found: dict[str, Any] = json.loads(content) if content else {}
         return found

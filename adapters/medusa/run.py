@@ -21,7 +21,7 @@ from lorikeet.adapters.medusa.prompts import EncodedPrompt
 from lorikeet.adapters.medusa.report import Report
 from lorikeet.adapters.medusa.target import Place, Target
 from lorikeet.adapters.medusa.texts import Text, TextStore, Writing
-from lorikeet.adapters.medusa.training import HeadsTrainer, Recipe, Vocabulary
+from lorikeet.adapters.medusa.training import HeadsTrainer, Recipe
 
 CHECKPOINT_S = 60.0
 PROGRESS_S = 5.0
@@ -184,8 +184,7 @@ def _train(target: Target, kept: Sequence[Text], options: TrainOptions, settings
     settings = settings | {"seed": seed, "held_out": options.held_out, "dtype": options.target.dtype}
     rows = HiddenFiles(options.work / "rows", kept, target.hidden_size, seed)
     rows.compute(target, settings, Progress("hidden rows", "rows"))
-    vocabulary = Vocabulary(target.vocab_size, target.hidden_size, target.place.device)
-    trainer = HeadsTrainer(options.recipe, rows, target.logits, vocabulary)
+    trainer = HeadsTrainer(options.recipe, rows, target)
     checkpoint = options.work / "checkpoint.pt"
     if checkpoint.exists():
         if trainer.resume(checkpoint, settings):

@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -38,29 +39,24 @@ class TextStore:
     def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
         """Opens or creates the file. Raises HeadsError if it holds texts of other settings."""
         self.outputs: dict[int, tuple[int, ...]] = {}
-        self._file: IO[str] | None = None
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps(settings, sort_keys=True)
-        if path.exists():
-            self._read(path, head, settings)
-        else:
-            path.write_text(head + "\n")
-        self._file = path.open("a", encoding="utf-8")
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            head = json.dumps(settings, sort_keys=True)
+            if path.exists():
+                self._read(path, head, settings)
+            else:
+                path.write_text(head + "\n")
+        self._file: IO[str] = io.StringIO() if path is None else path.open("a", encoding="utf-8")
 
     def add(self, outputs: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Pairs of prompt number and output ids; they are flushed when this returns."""
         for number, ids in outputs:
             self.outputs[number] = tuple(ids)
-            if self._file is not None:
-                self._file.write(json.dumps([number, list(ids)], separators=(",", ":")) + "\n")
-        if self._file is not None:
-            self._file.flush()
+            self._file.write(json.dumps([number, list(ids)], separators=(",", ":")) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def _read(self, path: Path, head: str, settings: dict[str, Any]) -> None:
         lines = path.read_text(encoding="utf-8").split("\n")

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from lorikeet.adapters.medusa.format import HeadsShape
 from lorikeet.adapters.medusa.hidden import NOTHING, HiddenFiles, Shard
 from lorikeet.adapters.medusa.model import MedusaHeads, OutputHead
+from lorikeet.adapters.medusa.target import Target
 
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
 """Logits computed at a time, for any step size: as many as fit in a cache, or keep a GPU busy."""
@@ -74,14 +75,12 @@ class _FrozenHeadLoss(torch.autograd.Function):
 class HeadsTrainer:
     """The heads, their optimizer and the number of steps done."""
 
-    def __init__(self, recipe: Recipe, files: HiddenFiles, output_head: OutputHead, vocabulary: "Vocabulary") -> None:
+    def __init__(self, recipe: Recipe, files: HiddenFiles, target: Target) -> None:
         self.recipe = recipe
-        self.heads = MedusaHeads(HeadsShape(recipe.num_heads, recipe.num_layers, vocabulary.hidden_size))
-        self.heads.to(vocabulary.device)
+        self.heads = MedusaHeads(HeadsShape(recipe.num_heads, recipe.num_layers, target.hidden_size))
+        self.heads.to(target.place.device)
         self.step = 0
-        self._files = files
-        self._output_head = output_head
-        self._vocabulary = vocabulary
+        self._files, self._target, self._device = files, target, target.place.device
         self._optimizer = torch.optim.AdamW(self.heads.parameters(), lr=recipe.lr, weight_decay=0.0)
         per_epoch = sum(math.ceil(rows / recipe.rows_per_step) for rows in files.num_rows)
         self.num_steps = recipe.epochs * per_epoch
@@ -102,7 +101,7 @@ class HeadsTrainer:
         """Mean over rows of the sum over heads, divided by heads; `rows` [S, H], `labels` [S, heads]."""
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.recipe.bf16):
             ahead = self.heads(rows.float()).flatten(0, 1)
-        arguments = (labels.flatten(), self._output_head, self._vocabulary.size, self.recipe.bf16)
+        arguments = (labels.flatten(), self._target.logits, self._target.vocab_size, self.recipe.bf16)
         total: Tensor = _FrozenHeadLoss.apply(ahead.float(), *arguments)
         return total / max(1, int((labels != NOTHING).sum()))
 
@@ -117,10 +116,10 @@ class HeadsTrainer:
                     step += num_batches
                     continue
                 if held is None or held[0] != number:
-                    shard = self._files.load(number, self._vocabulary.device)
+                    shard = self._files.load(number, self._device)
                     held = number, shard, shard.labels(self.recipe.num_heads)
                 order = _shuffled(self._files.num_rows[number], self.recipe.seed, epoch, f"rows {number}")
-                for batch in order.to(self._vocabulary.device).split(size):
+                for batch in order.to(self._device).split(size):
                     if step >= start:
                         yield held[1].rows[batch], held[2][batch]
                     step += 1
@@ -140,7 +139,7 @@ class HeadsTrainer:
 
     def resume(self, path: Path, settings: dict[str, Any]) -> bool:
         """Resume from a checkpoint of the same recipe and rows; returns False for others."""
-        state: dict[str, Any] = torch.load(path, map_location=self._vocabulary.device, weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
         if state["recipe"] != asdict(self.recipe) or state["settings"] != settings:
             return False
         self.heads.load_state_dict(state["heads"])
@@ -149,20 +148,7 @@ class HeadsTrainer:
         return True
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """Dimensions of the output head, and the device."""
-
-    size: int
-    hidden_size: int
-    device: torch.device
-
-
 def _shuffled(count: int, seed: int, epoch: int, what: str) -> Tensor:
     """0 … count − 1 in an order that depends only on seed, epoch and name."""
-    generator = torch.Generator().manual_seed(_hashed(f"{seed} {epoch} {what}"))
-    return torch.randperm(count, generator=generator)
-
-
-def _hashed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    hashed = hashlib.sha256(f"{seed} {epoch} {what}".encode()).digest()
+    return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(hashed[:7], "big")))

@@ -17,33 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lorikeet.adapters.errors import (
-    AdapterError,
-    AdapterNotAllowed,
-    AdapterNotFound,
-    AdapterTooLarge,
-    SourceUnreachable,
-    is_full,
-    not_stored,
-)
+from lorikeet.adapters import errors
+from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Pin, Ref, Source
-from lorikeet.adapters.sources.base import (
-    CONFIG,
-    HEADS,
-    HEADS_CONFIG,
-    MAX_SMALL_BYTES,
-    PEEK_BYTES,
-    SMALL_NAMES,
-    WEIGHTS,
-    FileHead,
-    Peek,
-    Resolved,
-    Within,
-    choose,
-    find_heads,
-    parts,
-    unbounded,
-)
+from lorikeet.adapters.sources import base
+from lorikeet.adapters.sources.base import SMALL_NAMES, FileHead, Peek, Resolved, Within
 
 T = TypeVar("T")
 
@@ -68,12 +46,12 @@ class HubSource:
             async with asyncio.timeout(_time_limit_s()):
                 return await self._in_thread(lambda: self._resolve(ref, token))
         except TimeoutError:
-            return self._without_hub(ref, SourceUnreachable(f"the hub cannot be asked for {ref}: it does not answer"))
+            return self._without_hub(ref, _unreachable(ref, "it does not answer"))
 
     async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
         return await self._in_thread(lambda: self._small_files(pin, token, names))
 
-    def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
+    def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = base.unbounded) -> Path:
         """Public files through the cache, others into `folder`. A complete cached snapshot needs no request."""
         if (cached := self._whole_snapshot(pin)) is not None:
             self._chosen(pin, _sizes(cached), _peeking(cached))
@@ -91,10 +69,10 @@ class HubSource:
     def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
         """From a complete cached snapshot, else by range requests."""
         if (cached := self._whole_snapshot(pin)) is not None:
-            names = parts(self._chosen(pin, _sizes(cached), _peeking(cached)))
+            names = base.parts(self._chosen(pin, _sizes(cached), _peeking(cached)))
             return {name: _head(cached / name, num_bytes) for name in names}
         sizes = {name: file.size for name, file in self._listed(pin, token)[1].items()}
-        names = parts(self._chosen(pin, sizes, self._peeking(pin, token)))
+        names = base.parts(self._chosen(pin, sizes, self._peeking(pin, token)))
         return {name: FileHead(self._range(pin, name, token, num_bytes), sizes[name] or 0) for name in names}
 
     async def close(self) -> None:
@@ -109,24 +87,24 @@ class HubSource:
         return info, {file.rfilename: file for file in info.siblings or [] if "/" not in file.rfilename}
 
     def _chosen(self, pin: Pin, sizes: Mapping[str, int | None], peek: Peek) -> list[str]:
-        return choose(sizes, pin.id, self._max_bytes, peek)
+        return base.choose(sizes, pin.id, self._max_bytes, peek)
 
     def _resolve(self, ref: Ref, token: str | None) -> Resolved:
         if _is_offline():
             cached = self._snapshot(ref.id, ref.revision)
             if cached is None:
-                raise AdapterNotFound(f"{ref} is not in the hub's cache, and HF_HUB_OFFLINE forbids downloads")
+                raise errors.AdapterNotFound(f"{ref} is not in the hub's cache, and HF_HUB_OFFLINE forbids downloads")
             return Resolved(Pin(Source.HUB, ref.id, cached.name), is_public=True)
         try:
             info = self._ask(ref, token)
-        except SourceUnreachable as error:
+        except errors.SourceUnreachable as error:
             return self._without_hub(ref, error)
         if not info.sha:
-            raise AdapterNotFound(f"the hub names no commit of {ref}")
+            raise errors.AdapterNotFound(f"the hub names no commit of {ref}")
         self._note(ref, None if _needs_token(info) else info.sha)
         return Resolved(Pin(Source.HUB, ref.id, info.sha), is_public=not _needs_token(info))
 
-    def _without_hub(self, ref: Ref, error: SourceUnreachable) -> Resolved:
+    def _without_hub(self, ref: Ref, error: errors.SourceUnreachable) -> Resolved:
         noted = self._noted(ref)
         if noted is None:
             raise error
@@ -138,10 +116,10 @@ class HubSource:
         files, contents = self._listed(pin, token)[1], {}
         for name in sorted(names & set(files)):
             size = files[name].size
-            if size is not None and size > MAX_SMALL_BYTES:
-                raise AdapterTooLarge(f"{name} of {pin.id} has {size} bytes; the limit is {MAX_SMALL_BYTES}")
+            if size is not None and size > base.MAX_SMALL_BYTES:
+                raise errors.AdapterTooLarge(f"{name} of {pin.id} is larger than {base.MAX_SMALL_BYTES} bytes")
             # not through the cache: files that a caller's token opened must not reach others
-            contents[name] = self._range(pin, name, token, MAX_SMALL_BYTES if size is None else size)
+            contents[name] = self._range(pin, name, token, base.MAX_SMALL_BYTES if size is None else size)
             if size not in (None, len(contents[name])):
                 raise _other(name, pin)
         return contents
@@ -164,7 +142,7 @@ class HubSource:
         return Path(_translated(download, Ref(Source.HUB, pin.id, pin.revision), token))
 
     def _peeking(self, pin: Pin, token: str | None) -> Peek:
-        return lambda name: self._range(pin, name, token, PEEK_BYTES)
+        return lambda name: self._range(pin, name, token, base.PEEK_BYTES)
 
     def _range(self, pin: Pin, name: str, token: str | None, num_bytes: int) -> bytes:
         """The first bytes of a file; no more are transferred."""
@@ -197,7 +175,7 @@ class HubSource:
         """The folder in the cache, if any."""
         import huggingface_hub
 
-        for name in (CONFIG, *HEADS, HEADS_CONFIG):
+        for name in (base.CONFIG, *base.HEADS, base.HEADS_CONFIG):
             found = huggingface_hub.try_to_load_from_cache(id, name, cache_dir=self._cache, revision=revision)
             if isinstance(found, str):
                 return Path(found).parent
@@ -265,8 +243,8 @@ def _check(path: Path, file: Any, pin: Pin) -> None:
         raise _other(file.rfilename, pin)
 
 
-def _other(name: str, pin: Pin) -> SourceUnreachable:
-    return SourceUnreachable(f"what the hub sent for {name} of {pin.id} does not match its listing")
+def _other(name: str, pin: Pin) -> errors.SourceUnreachable:
+    return errors.SourceUnreachable(f"what the hub sent for {name} of {pin.id} does not match its listing")
 
 
 def _needs_token(info: Any) -> bool:
@@ -283,28 +261,28 @@ def _head(path: Path, num_bytes: int) -> FileHead:
 
 
 def _peeking(folder: Path) -> Peek:
-    return lambda name: _head(folder / name, PEEK_BYTES).content
+    return lambda name: _head(folder / name, base.PEEK_BYTES).content
 
 
 def _is_whole(folder: Path) -> bool:
     """Whether a snapshot holds the weights that its configurations need: an interrupted download may not."""
     names = {path.name for path in folder.iterdir()}
-    has_heads = find_heads(names, _peeking(folder)) is not None
-    if CONFIG not in names:
+    has_heads = base.find_heads(names, _peeking(folder)) is not None
+    if base.CONFIG not in names:
         return has_heads
-    return _has_weights(folder) and (has_heads or not _names_heads(folder / HEADS_CONFIG))
+    return _has_weights(folder) and (has_heads or not _names_heads(folder / base.HEADS_CONFIG))
 
 
 def _names_heads(config: Path) -> bool:
     """Whether a configuration describes Medusa heads."""
     try:
-        return config.stat().st_size <= MAX_SMALL_BYTES and b'"medusa_num_heads"' in config.read_bytes()
+        return config.stat().st_size <= base.MAX_SMALL_BYTES and b'"medusa_num_heads"' in config.read_bytes()
     except OSError:
         return False
 
 
 def _has_weights(folder: Path) -> bool:
-    for name in WEIGHTS:
+    for name in base.WEIGHTS:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             return True
@@ -317,44 +295,47 @@ def _has_weights(folder: Path) -> bool:
 
 def _translated(call: Callable[[], T], ref: Ref, token: str | None) -> T:
     """The result of `call`; the library's errors are translated to ours."""
-    from huggingface_hub import errors
+    from huggingface_hub import errors as hub_errors
 
     try:
         return call()
     except AdapterError:
         raise
-    except errors.GatedRepoError:
+    except hub_errors.GatedRepoError:
         status = 403 if token else 401
-        raise AdapterNotAllowed(f"{ref.id} is gated, and {_shown(token)} has no access to it", status=status) from None
-    except errors.RevisionNotFoundError:
-        raise AdapterNotFound(f"{ref.id} has no revision {ref.revision} at the hub") from None
-    except errors.LocalEntryNotFoundError as error:  # the request for the file failed
-        raise SourceUnreachable(f"the hub cannot be asked for {ref}: {type(error.__cause__).__name__}") from None
-    except errors.EntryNotFoundError:
-        raise AdapterNotFound(f"a file of {ref} no longer exists at the hub") from None
-    except (errors.RepositoryNotFoundError, errors.DisabledRepoError):
+        raise errors.AdapterNotAllowed(f"{ref.id} is gated, and {_shown(token)} has no access", status=status) from None
+    except hub_errors.RevisionNotFoundError:
+        raise errors.AdapterNotFound(f"{ref.id} has no revision {ref.revision} at the hub") from None
+    except hub_errors.LocalEntryNotFoundError as error:  # the request for the file failed
+        raise _unreachable(ref, type(error.__cause__).__name__) from None
+    except hub_errors.EntryNotFoundError:
+        raise errors.AdapterNotFound(f"a file of {ref} no longer exists at the hub") from None
+    except (hub_errors.RepositoryNotFoundError, hub_errors.DisabledRepoError):
         sentence = f"{ref.id} was not found at the hub, or is private and {_shown(token)} has no access to it"
-        raise AdapterNotFound(sentence) from None
-    except errors.HfHubHTTPError as error:
+        raise errors.AdapterNotFound(sentence) from None
+    except hub_errors.HfHubHTTPError as error:
         raise _by_status(error, ref, token) from None
-    except errors.HFValidationError:
-        raise AdapterNotFound(f"{ref} is not a name at the hub") from None
+    except hub_errors.HFValidationError:
+        raise errors.AdapterNotFound(f"{ref} is not a name at the hub") from None
     except Exception as error:  # the library passes on errors of the HTTP client that it is built on
-        if isinstance(error, OSError) and is_full(error):
-            raise not_stored(error) from None
-        raise SourceUnreachable(f"the hub cannot be asked for {ref}: {type(error).__name__}") from None
+        if isinstance(error, OSError) and errors.is_full(error):
+            raise errors.not_stored(error) from None
+        raise _unreachable(ref, type(error).__name__) from None
 
 
 def _by_status(error: Any, ref: Ref, token: str | None) -> AdapterError:
     status = getattr(error.response, "status_code", 0)
     if status == 401:
-        return AdapterNotAllowed(f"the hub does not accept {_shown(token)} for {ref.id}", status=401)
+        return errors.AdapterNotAllowed(f"the hub does not accept {_shown(token)} for {ref.id}", status=401)
     if status == 403:
-        return AdapterNotAllowed(f"{_shown(token)} has no access to {ref.id} at the hub", status=403)
+        return errors.AdapterNotAllowed(f"{_shown(token)} has no access to {ref.id} at the hub", status=403)
     wait = str(error.response.headers.get("retry-after", "")) if status == 429 else ""
-    return SourceUnreachable(
-        f"the hub answered {status} when asked for {ref}", retry_after=float(wait) if wait.isdigit() else None
-    )
+    retry_after = float(wait) if wait.isdigit() else None
+    return errors.SourceUnreachable(f"the hub answered {status} for {ref}", retry_after=retry_after)
+
+
+def _unreachable(ref: Ref, reason: str) -> errors.SourceUnreachable:
+    return errors.SourceUnreachable(f"the hub cannot be reached for {ref}: {reason}")
 
 
 def _shown(token: str | None) -> str:

@@ -11,16 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lorikeet.adapters.errors import (
-    AdapterError,
-    AdapterInvalid,
-    AdapterNotAllowed,
-    AdapterNotFound,
-    AdapterTooLarge,
-    SourceUnreachable,
-    is_full,
-    not_stored,
-)
+from lorikeet.adapters import errors
+from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Pin, Source
 from lorikeet.adapters.sources.base import FileHead, ListedSource, Within, unbounded
 
@@ -75,7 +67,7 @@ class S3Source(ListedSource[Any]):
 
             found = obstore.list_with_delimiter(store, prefix or None)["objects"]
             if len(found) > _MOST_OBJECTS:
-                raise AdapterInvalid(f"{id} holds more than {_MOST_OBJECTS} objects")
+                raise errors.AdapterInvalid(f"{id} holds more than {_MOST_OBJECTS} objects")
             return {meta["path"].rpartition("/")[2]: meta for meta in found}
 
         objects = _translated(walk, id)
@@ -100,10 +92,10 @@ class S3Source(ListedSource[Any]):
                     for chunk in obstore.get(store, meta["path"], options=options).stream(min_chunk_size=_CHUNK):
                         done += len(chunk)
                         if done > meta["size"]:
-                            raise AdapterTooLarge(f"{path.name} of {id} is larger than its listing says")
+                            raise errors.AdapterTooLarge(f"{path.name} of {id} is larger than its listing says")
                         file.write(chunk)
             if done != meta["size"]:
-                raise SourceUnreachable(f"{path.name} of {id} ended early")
+                raise errors.SourceUnreachable(f"{path.name} of {id} ended early")
 
         _translated(copy, id)
         part.replace(path)
@@ -121,10 +113,10 @@ class S3Source(ListedSource[Any]):
 
 
 def _parts(id: str) -> tuple[str, str]:
-    """Bucket and key. Raises AdapterNotFound if `id` is not of this form."""
+    """Bucket and key. Raises errors.AdapterNotFound if `id` is not of this form."""
     bucket, _, key = id.removeprefix("s3://").strip("/").partition("/")
     if not bucket or not all(character.isalnum() or character in ".-_" for character in bucket) or ".." in id:
-        raise AdapterNotFound(f"{id!r} is not a bucket and a key: use `bucket/folder/adapter`")
+        raise errors.AdapterNotFound(f"{id!r} is not a bucket and a key: use `bucket/folder/adapter`")
     return bucket, key
 
 
@@ -158,7 +150,7 @@ def _translated(call: Callable[[], T], id: str) -> T:
     except (exceptions.NotFoundError, FileNotFoundError):
         raise _nothing(id) from None
     except exceptions.PreconditionError:
-        raise AdapterNotFound(f"{id} has changed while it was read: repeat the request") from None
+        raise errors.AdapterNotFound(f"{id} has changed while it was read: repeat the request") from None
     except (exceptions.BaseError, OSError) as error:
         # For a listing the library gives no more than this, and also quotes the request.
         status = _STATUS.search(str(error))
@@ -166,14 +158,14 @@ def _translated(call: Callable[[], T], id: str) -> T:
             raise _not_allowed(id) from None
         if status is not None and status[1] == "404":
             raise _nothing(id) from None
-        if isinstance(error, OSError) and is_full(error):
-            raise not_stored(error) from None
-        raise SourceUnreachable(f"the store of {id} does not answer: {type(error).__name__}") from None
+        if isinstance(error, OSError) and errors.is_full(error):
+            raise errors.not_stored(error) from None
+        raise errors.SourceUnreachable(f"the store of {id} does not answer: {type(error).__name__}") from None
 
 
-def _nothing(id: str) -> AdapterNotFound:
-    return AdapterNotFound(f"there is no object below s3://{id.removeprefix('s3://')}")
+def _nothing(id: str) -> errors.AdapterNotFound:
+    return errors.AdapterNotFound(f"there is no object below s3://{id.removeprefix('s3://')}")
 
 
-def _not_allowed(id: str) -> AdapterNotAllowed:
-    return AdapterNotAllowed(f"this server's credentials have no access to s3://{id.removeprefix('s3://')}")
+def _not_allowed(id: str) -> errors.AdapterNotAllowed:
+    return errors.AdapterNotAllowed(f"this server's credentials have no access to s3://{id.removeprefix('s3://')}")

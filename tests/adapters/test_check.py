@@ -87,7 +87,7 @@ def test_the_broken_are_named_and_no_others(world: World, capsys: pytest.Capture
     assert code == 1
     assert {alias for alias, row in rows.items() if row["state"] == "refused"} == {*broken, "odd"}
     reasons = {alias: rows[alias]["reason"] for alias in broken}
-    assert "[32, 64]" in reasons["rank"] and "LoHa" in reasons["kind"] and "truncated" in reasons["truncated"]
+    assert "[32, 64]" in reasons["rank"] and "LOHA" in reasons["kind"] and "truncated" in reasons["truncated"]
     assert "<new>" in reasons["other-tokenizer"] and "nowhere" in reasons["nowhere"]
     assert tensors  # the sound copy was left alone
 

@@ -101,7 +101,7 @@ Change = Callable[[dict[str, torch.Tensor]], object]
         (lambda t: [t.pop(name) for name in list(t) if name.startswith("1.")], r"lacks 1\.0\.linear\.weight"),
         (
             lambda t: t.update({"2.0.linear.weight": torch.zeros(8, 9)}),
-            r"2\.0\.linear\.weight has shape \[8, 9\] the others need \[8, 8\]",
+            r"2\.0\.linear\.weight has shape \[8, 9\], the others need \[8, 8\]",
         ),
         (lambda t: t.update({"1.1.weight": torch.zeros(20, 8)}), r"1\.1\.weight does not belong"),
         (lambda t: t.clear() or t.update({"odd": torch.zeros(1)}), "no tensor is named like"),

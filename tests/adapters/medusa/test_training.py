@@ -12,7 +12,7 @@ from lorikeet.adapters.medusa.hidden import NOTHING, HiddenFiles
 from lorikeet.adapters.medusa.model import MedusaHeads
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import Text
-from lorikeet.adapters.medusa.training import HeadsTrainer, Recipe, Vocabulary
+from lorikeet.adapters.medusa.training import HeadsTrainer, Recipe
 from tests.adapters.medusa import small
 
 RECIPE = Recipe(num_heads=2, epochs=3, rows_per_step=16, lr=0.01, bf16=False)
@@ -35,8 +35,7 @@ def rows_of(target: Target, texts: list[Text], folder: Path, seed: int = 0) -> H
 
 
 def trainer_of(target: Target, files: HiddenFiles, recipe: Recipe = RECIPE) -> HeadsTrainer:
-    vocabulary = Vocabulary(target.vocab_size, target.hidden_size, torch.device("cpu"))
-    return HeadsTrainer(recipe, files, target.logits, vocabulary)
+    return HeadsTrainer(recipe, files, target)
 
 
 def weights(heads: MedusaHeads) -> list[torch.Tensor]:

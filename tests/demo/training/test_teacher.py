@@ -1,4 +1,4 @@
-"""Sketches estimate means over the law they stand for; their file is the same however often it was interrupted."""
+"""Sketches estimate means over the probs they stand for; their file is the same however often it was interrupted."""
 
 from pathlib import Path
 
@@ -28,9 +28,9 @@ def test_a_sketch_estimates_a_mean_over_the_whole_law() -> None:
 def test_a_sketch_has_the_likeliest_tokens_first_and_draws_from_the_rest_alone() -> None:
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
     found = sketch(logits, torch.Generator().manual_seed(2))
-    law = logits.softmax(-1)
-    assert torch.equal(found.probabilities, law.gather(1, found.token_ids))
-    assert torch.equal(found.token_ids[:, :NUM_LIKELIEST], law.topk(NUM_LIKELIEST).indices)
+    probs = logits.softmax(-1)
+    assert torch.equal(found.probabilities, probs.gather(1, found.token_ids))
+    assert torch.equal(found.token_ids[:, :NUM_LIKELIEST], probs.topk(NUM_LIKELIEST).indices)
     for likeliest, drawn in zip(found.token_ids[:, :NUM_LIKELIEST], found.token_ids[:, NUM_LIKELIEST:], strict=True):
         assert not set(likeliest.tolist()) & set(drawn.tolist())
 
@@ -62,12 +62,12 @@ def test_an_interrupted_file_ends_like_any_other(base: LlamaForCausalLM, tmp_pat
 
 def test_what_is_read_is_what_the_base_says_there(base: LlamaForCausalLM, tmp_path: Path) -> None:
     rows = np.random.default_rng(0).integers(0, 128, (NUM_ROWS, 8)).astype(np.uint16)
-    laws = SketchFile(tmp_path, NUM_ROWS)
-    list(laws.fill(base, rows, seed=0))
-    found = laws.read([(9, 3, 5), (0, 0, 1)], torch.device("cpu"))
+    sketches = SketchFile(tmp_path, NUM_ROWS)
+    list(sketches.fill(base, rows, seed=0))
+    found = sketches.read([(9, 3, 5), (0, 0, 1)], torch.device("cpu"))
     with torch.inference_mode():
-        law = base(torch.from_numpy(rows[[9, 0]].astype(np.int64))).logits.softmax(-1)
-    expected = torch.stack([law[0, 3], law[0, 4], law[1, 0]]).gather(1, found.token_ids)
+        probs = base(torch.from_numpy(rows[[9, 0]].astype(np.int64))).logits.softmax(-1)
+    expected = torch.stack([probs[0, 3], probs[0, 4], probs[1, 0]]).gather(1, found.token_ids)
     torch.testing.assert_close(found.probabilities, expected, rtol=2e-3, atol=1e-6)
 
 
