@@ -104,7 +104,7 @@ def read_with(parse: Callable[[bytes], T], path: str | Path) -> T:
 def parse(content: bytes | str, default_source: Source = Source.HUB, folder: Path | None = None) -> Catalogue:
     """Parse the text of a file whose relative paths start in `folder`. Raises CatalogueError."""
     values = load_yaml(content)
-    if isinstance(values, dict) and list(values) == ["adapters"] and _is_listing(values["adapters"]):
+    if isinstance(values, dict) and list(values) == ["adapters"] and _are_entries(values["adapters"]):
         values = values["adapters"]
     if values is None:
         values = {}
@@ -147,7 +147,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return mapping
 
 
-def _is_listing(value: Any) -> bool:
+def _are_entries(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
 
 
@@ -157,8 +157,7 @@ def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None)
         raise ValueError(f"an alias must be a text of 1 to {LONGEST_ALIAS} printable characters")
     if not isinstance(fields, dict):
         raise ValueError("it must be a mapping with an `id` or `revisions`")
-    unknown = sorted(str(name) for name in set(fields) - set(_FIELDS))
-    if unknown:
+    if unknown := sorted(str(name) for name in set(fields) - set(_FIELDS)):
         raise ValueError(f"it has unknown fields: {', '.join(unknown)} (known: {', '.join(_FIELDS)})")
     weight = fields.get("weight", 1.0)
     if not _is_number(weight) or not 0 < weight <= 1e6:

@@ -143,11 +143,11 @@ def _json(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [("ALIAS", "STATE", "RANK", "MODULES", "HEADS", "BYTES", "ADAPTER", "REASON")]
+    lines: list[tuple[str, ...]] = [("ALIAS", "STATE", "RANK", "MODULES", "HEADS", "BYTES", "ADAPTER", "REASON")]
     for row in rows:
-        known = (row.rank, row.modules, row.heads, row.num_bytes)
-        rank, modules, heads, num_bytes = ("" if number is None else str(number) for number in known)
-        lines.append((row.alias, row.state, rank, modules, heads, num_bytes, row.id, row.reason))
+        numbers = (row.rank, row.modules, row.heads, row.num_bytes)
+        cells = ("" if number is None else str(number) for number in numbers)
+        lines.append((row.alias, row.state, *cells, row.id, row.reason))
     widths = [max(len(line[column]) for line in lines) for column in range(7)]
     table = ["  ".join([*map(str.ljust, line[:7], widths), line[7]]).rstrip() for line in lines]
     num_refused = sum(row.state == "refused" for row in rows)

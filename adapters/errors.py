@@ -62,7 +62,7 @@ class LoaderFailed(AdapterError):
     status = 500
 
 
-KINDS = {kind.__name__: kind for kind in (AdapterError, *AdapterError.__subclasses__())}
+KINDS = {"AdapterError": AdapterError} | {kind.__name__: kind for kind in AdapterError.__subclasses__()}
 
 
 def from_dict(values: dict[str, Any]) -> AdapterError:

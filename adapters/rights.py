@@ -42,10 +42,8 @@ class Rights:
         stale_s: float = 900.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sources = sources
-        self._ttl_s = ttl_s
-        self._stale_s = stale_s
-        self._clock = clock
+        self._sources, self._clock = sources, clock
+        self._ttl_s, self._stale_s = ttl_s, stale_s
         self._answers: OrderedDict[_Key, _Answer] = OrderedDict()
         """Least recently used first. Without a token's hash: for everyone, as the adapter is public."""
         self._asking: dict[_Key, asyncio.Task[Resolved]] = {}
@@ -59,8 +57,7 @@ class Rights:
             if answer is not None and now - answer.at < self._ttl_s:
                 self._answers.move_to_end(key)
                 return _repeat(answer)
-        task = self._asking.get(caller)
-        if task is None:
+        if (task := self._asking.get(caller)) is None:
             task = self._asking[caller] = asyncio.create_task(self._ask(ref, token, caller))
             task.add_done_callback(lambda _: self._asking.pop(caller, None))
         # a caller that disconnects must not cancel the request for others that wait for the same answer

@@ -60,8 +60,7 @@ class Store:
 
     def __init__(self, root: str | Path, capacity: int, base: tuple[str, str, str]) -> None:
         self.root = Path(root)
-        self._capacity = capacity
-        self._base = base
+        self._capacity, self._base = capacity, base
         self._held: dict[str, int] = {}
         self._valid: dict[str, tuple[int, int]] = {}
         """Files found to be valid, with their identities at that time."""
@@ -163,8 +162,7 @@ class Store:
 
     def release(self, digest: str) -> None:
         """Allow the file to be removed again."""
-        descriptor = self._held.pop(digest, None)
-        if descriptor is not None:
+        if (descriptor := self._held.pop(digest, None)) is not None:
             os.close(descriptor)
 
     def remove(self, digest: str) -> bool:

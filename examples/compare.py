@@ -4,8 +4,8 @@
 
 Run it in an environment with Lorikeet installed; the default models are the built-in demo models. It prints the
 target's text, the small model's, and the target's with the speculative decoding of both papers (Chen et al. 2023,
-Leviathan et al. 2023). With a seed the last two equal the first, token by token, because output depends on the seed only. `-b`
-measures tokens per second.
+Leviathan et al. 2023). With a seed the last two equal the first, token by token, because output depends on the seed
+only. `-b` measures tokens per second.
 """
 
 import argparse

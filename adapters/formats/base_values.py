@@ -28,8 +28,7 @@ class BaseValues:
         """A parameter by its name in the network. Raises NotServed if the checkpoint stores it in another form."""
         if self._locations is None:
             self._locations = self._find()
-        location = self._locations.get(parameter)
-        if location is None:
+        if (location := self._locations.get(parameter)) is None:
             raise NotServed(f"the base's own {parameter} is needed, but its checkpoint stores it in another form")
         path, key = location
         if path.suffix == ".safetensors":

@@ -124,8 +124,7 @@ def served(values: dict[str, Any]) -> dict[str, Any]:
     for field, meaning in _UNSERVED.items():
         if values.get(field):
             raise NotServed(f"{meaning} (`{field}`) is not served")
-    unknown = {field for field, value in values.items() if value} - {*_FIELDS, *_UNSERVED, *_ONLY_TRAINING}
-    if unknown:
+    if unknown := {field for field, value in values.items() if value} - {*_FIELDS, *_UNSERVED, *_ONLY_TRAINING}:
         raise NotServed(f"`{min(unknown)[:60]}` of {CONFIG} is not a known setting, so the adapter cannot be served")
     _check_start(values.get("init_lora_weights"))
     chosen = {field: values[field] for field in _FIELDS if values.get(field) is not None}

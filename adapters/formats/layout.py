@@ -60,8 +60,7 @@ def lay_out(found: Iterable[ModuleChange], base: Base) -> Layout:
     """Raises AdapterInvalid for numbers that are not finite, and NotServed for kinds that no shard supports."""
     layout = Layout({}, {})
     for each in without_unchanged(found, base):
-        added = _module(each, base)
-        if not added:
+        if not (added := _module(each, base)):
             continue
         kind = "replace" if "weight" in added and each.kind != "other" else each.kind
         if kind not in base.kinds:
@@ -133,8 +132,7 @@ def _module(found: ModuleChange, base: Base) -> dict[str, torch.Tensor]:
         parts["A"], parts["B"] = a.to(base.dtype), b.to(base.dtype)
     if found.magnitude is not None:
         parts["magnitude"] = found.magnitude.float().reshape(-1)
-    bias = _added_bias(found, base.values)
-    if bias is not None:
+    if (bias := _added_bias(found, base.values)) is not None:
         parts["bias"] = bias
     if found.weight is not None:
         parts["weight"] = found.weight.to(base.dtype)

@@ -52,13 +52,11 @@ class PlannedReader:
         """The adapter's changes per module. `values` is its configuration from `configuration.parse`."""
         settings = configuration.served(values)
         form = _form(settings, weights.tensors)
-        plan = self._plans.get(form)
-        if plan is not None:
+        if (plan := self._plans.get(form)) is not None:
             self._plans.move_to_end(form)
             return [_filled(step, weights.tensors) for step in plan]
         found = read(self.skeleton, settings, weights.tensors)
-        plan = _plan(found, weights.tensors) if weights.share_no_memory else None
-        if plan is not None:
+        if (plan := _plan(found, weights.tensors) if weights.share_no_memory else None) is not None:
             self._plans[form] = plan
             if len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
@@ -83,8 +81,7 @@ def _plan(found: Sequence[ModuleChange], tensors: Tensors) -> list[_PlannedChang
     for each in found:
         chosen: dict[str, str] = {}
         for field in TENSORS:
-            tensor = getattr(each, field)
-            if tensor is None:
+            if (tensor := getattr(each, field)) is None:
                 continue
             key = keys.get(tensor.data_ptr())
             if key is None or tensors[key].shape != tensor.shape or tensors[key].stride() != tensor.stride():

@@ -115,15 +115,13 @@ def _load(wrapped: PeftModel, tensors: Tensors) -> None:
     if result.unexpected_keys:
         problem = f"its tensor {_plain(min(result.unexpected_keys))} matches no module of the base that"
         raise AdapterInvalid(f"{problem} adapter_config.json names ({len(result.unexpected_keys)} such tensors)")
-    missing = [key for key in result.missing_keys if f".{NAME}" in key]
-    if missing:
+    if missing := [key for key in result.missing_keys if f".{NAME}" in key]:
         problem = f"it lacks the tensor {_plain(min(missing))} of a module that adapter_config.json names"
         raise AdapterInvalid(f"{problem} ({len(missing)} such tensors)")
 
 
 def _mismatch(text: str) -> str:
-    match = _MISMATCH.search(text)
-    if match is None:
+    if (match := _MISMATCH.search(text)) is None:
         return f"its tensors do not fit the base: {text.strip().splitlines()[-1].strip()[:200]}"
     key, has, needs = match.groups()
     return f"made for another base or rank: {_plain(key)} has shape {has}, but must have {needs}"

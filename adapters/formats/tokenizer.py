@@ -40,8 +40,7 @@ class Tokenizers:
             if len(self._differences) >= _MAX_CACHED:
                 self._differences.clear()
             self._differences[key] = self._difference(files)
-        difference = self._differences[key]
-        if difference is not None:
+        if (difference := self._differences[key]) is not None:
             raise AdapterInvalid(difference)
 
     @cached_property

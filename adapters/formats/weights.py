@@ -145,8 +145,7 @@ def _add(weights: Weights, name: str, descriptor: int, limit: int) -> None:
     else:
         found = _unpickled(Path(f"/proc/self/fd/{descriptor}"), size, name)
     weights.hash.update(memory)
-    twice = weights.tensors.keys() & found.keys()
-    if twice:
+    if twice := weights.tensors.keys() & found.keys():
         raise AdapterInvalid(f"{name} and another part both hold {min(twice)!r}")
     weights.tensors.update(found)
 

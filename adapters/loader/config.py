@@ -46,8 +46,7 @@ class LoaderConfig:
     def read(cls, path: str | Path) -> Self:
         """Read the JSON file at `path`. Raises ValueError that names unknown fields."""
         values = json.loads(Path(path).read_text())
-        unknown = sorted(set(values) - {each.name for each in fields(cls)})
-        if unknown:
+        if unknown := sorted(set(values) - {each.name for each in fields(cls)}):
             raise ValueError(f"unknown loader configuration fields: {', '.join(unknown)}")
         if "sources" in values:
             values["sources"] = SourceSettings.from_dict(values["sources"])

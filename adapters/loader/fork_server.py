@@ -4,6 +4,7 @@ It has one thread, so that forking is safe: a worker costs milliseconds and few 
 messages of one JSON object; a message to fork passes the worker's socket with it.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -80,16 +81,11 @@ def _run_worker(context: Any, connection: socket.socket, steps_back: bool) -> No
 
 def _reap(statuses: dict[int, int]) -> None:
     """Record the exit codes of workers that nobody has asked for yet, or ever will."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        statuses[pid] = os.waitstatus_to_exitcode(status)
-        if len(statuses) > _MOST_STATUSES:
-            del statuses[next(iter(statuses))]
+    with contextlib.suppress(ChildProcessError):
+        while (exited := os.waitpid(-1, os.WNOHANG))[0]:
+            statuses[exited[0]] = os.waitstatus_to_exitcode(exited[1])
+            if len(statuses) > _MOST_STATUSES:
+                del statuses[next(iter(statuses))]
 
 
 def _status(pid: int, statuses: dict[int, int]) -> int:

@@ -22,8 +22,7 @@ class Gate:
     """For one event loop."""
 
     def __init__(self, num_slots: int, num_fast: int) -> None:
-        self._num_slots = num_slots
-        self._num_fast = num_fast
+        self._num_slots, self._num_fast = num_slots, num_fast
         self._tickets: dict[Ticket, None] = {}
         """With a slot and waiting, in order of arrival."""
         self._urgent: dict[Ticket, None] = {}

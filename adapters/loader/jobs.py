@@ -48,10 +48,6 @@ class Job:
     def __post_init__(self) -> None:
         self.fetching.on_fast = self.converting.on_fast = self._raise_priority
 
-    @property
-    def is_urgent(self) -> bool:
-        return self.fetching.is_urgent
-
     def _raise_priority(self) -> None:
         """Continue at normal priority if the system permits that, else start over."""
         if self.worker is not None and not self.worker.raise_priority():
@@ -65,9 +61,7 @@ class Jobs:
     def __init__(
         self, store: Store, fork_server: ForkServer, sources: Sources, max_fetches: int, max_conversions: int
     ) -> None:
-        self._store = store
-        self._fork_server = fork_server
-        self._sources = sources
+        self._store, self._fork_server, self._sources = store, fork_server, sources
         self._fetching = Gate(max_fetches, num_fast=max_fetches)
         # one at normal priority is fast enough, and more than one would slow the shards down
         self._converting = Gate(max_conversions, num_fast=1)
@@ -77,20 +71,20 @@ class Jobs:
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    async def fetch(self, pin: Pin, token: str | None, on_job: Callable[[Job], None]) -> tuple[Entry, str]:
-        """The pin's entry, now in the store, and where it came from. Raises AdapterError."""
-        entry = self._store.of_pin(pin)
-        if entry is not None:
-            self._counts["disk"] += 1
-            return entry, "disk"
+    async def fetch(self, pin: Pin, token: str | None, on_job: Callable[[Job], None]) -> dict[str, Any]:
+        """The pin's entry, now in the store, and the tier that it came from. Raises AdapterError."""
+        if (entry := self._store.of_pin(pin)) is not None:
+            return self._found(entry)
         key = f"{pin.source.value} {pin.id}@{pin.revision}"
-        entry = await self._shared(key, pin.id, token, on_job, lambda job: self._fetch(job, pin))
-        return entry, "source"
+        return await self._shared(key, pin.id, token, on_job, lambda job: self._fetch(job, pin))
+
+    def _found(self, entry: Entry) -> dict[str, Any]:
+        self._counts["disk"] += 1
+        return {**entry.as_dict(), "tier": "disk"}
 
     async def check(self, pin: Pin, token: str | None) -> dict[str, Any]:
         """What is known of a pin without its weights. Raises AdapterError if it would not be served."""
-        entry = self._store.of_pin(pin)
-        if entry is not None:
+        if (entry := self._store.of_pin(pin)) is not None:
             size = {"num_bytes": entry.num_bytes, "num_heads": entry.num_heads}
             return {"rank": entry.rank, "modules": None, **size}
         call = {"do": "check", "pin": pin.as_dict(), "token": token}
@@ -98,18 +92,16 @@ class Jobs:
         found: dict[str, Any] = (await self._run(job, self._fetching, job.fetching, call))["validation"]
         return found
 
-    async def merge(self, wanted: Merge, token: str | None, on_job: Callable[[Job], None]) -> tuple[Entry, str]:
+    async def merge(self, wanted: Merge, token: str | None, on_job: Callable[[Job], None]) -> dict[str, Any]:
         """The same for several adapters merged into one."""
         known = [self._store.of_pin(pin) for pin in wanted.pins]
         digests = [entry.digest for entry in known if entry is not None]
         if len(digests) == len(known):
             digest = wanted.digest(digests)
             if self._store.touch(digest):
-                self._counts["disk"] += 1
-                return self._store.entry(digest), "disk"
+                return self._found(self._store.entry(digest))
         key, name = f"merge {wanted.as_dict()}", ", ".join(pin.id for pin in wanted.pins)
-        entry = await self._shared(key, name, token, on_job, lambda job: self._merge(job, wanted))
-        return entry, "source"
+        return await self._shared(key, name, token, on_job, lambda job: self._merge(job, wanted))
 
     def prioritize(self, job: Job) -> None:
         """Move a job ahead of the others, at normal priority, because a caller has waited long."""
@@ -142,31 +134,26 @@ class Jobs:
 
     async def _shared(
         self, key: str, name: str, token: str | None, on_job: Callable[[Job], None], start: Callable[[Job], Any]
-    ) -> Any:
-        """The result of the one job of that key, which is started unless it is already running."""
+    ) -> dict[str, Any]:
+        """The entry from the one job of that key, which is started unless it is already running."""
         while True:
             self._check_refused(key)
-            job = self._jobs.get(key)
-            if job is None:
+            if (job := self._jobs.get(key)) is None:
                 job = self._jobs[key] = Job(name, token)
                 job.task = asyncio.create_task(self._guarded(key, job, start))
             on_job(job)
+            assert job.task is not None
+            job.num_waiting += 1
             try:
-                return await self._result(job)
+                return {**(await asyncio.shield(job.task)).as_dict(), "tier": "source"}
             except (errors.AdapterNotAllowed, errors.AdapterNotFound):
                 # another caller was rejected; this one may have access
                 if job.token == token:
                     raise
-
-    async def _result(self, job: Job) -> Any:
-        assert job.task is not None
-        job.num_waiting += 1
-        try:
-            return await asyncio.shield(job.task)
-        finally:
-            job.num_waiting -= 1
-            if job.num_waiting == 0 and not job.task.done():
-                job.task.cancel()
+            finally:
+                job.num_waiting -= 1
+                if job.num_waiting == 0 and not job.task.done():
+                    job.task.cancel()
 
     async def _guarded(self, key: str, job: Job, start: Callable[[Job], Any]) -> Any:
         try:
@@ -202,7 +189,7 @@ class Jobs:
             for number, pin in enumerate(wanted.pins):
                 part = Job(pin.id, job.token)
                 job.parts = [part]
-                if job.is_urgent:
+                if job.fetching.is_urgent:
                     self.prioritize(part)
                 work = works.enter_context(self._work(f"{number} of {merge}"))
                 folders.append(await self._download(part, pin, work))

@@ -37,9 +37,7 @@ class Connection:
     """One caller."""
 
     def __init__(self, jobs: Jobs, store: Store, writer: asyncio.StreamWriter) -> None:
-        self._jobs = jobs
-        self._store = store
-        self._writer = writer
+        self._jobs, self._store, self._writer = jobs, store, writer
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, Job] = {}
         self._urgent: set[int] = set()
@@ -105,11 +103,9 @@ class Connection:
                 self._jobs.prioritize(job)
 
         if "fetch" in body:
-            entry, tier = await self._jobs.fetch(Pin.from_dict(body["fetch"]), token, on_job)
-            return {**entry.as_dict(), "tier": tier}
+            return await self._jobs.fetch(Pin.from_dict(body["fetch"]), token, on_job)
         if "merge" in body:
-            entry, tier = await self._jobs.merge(Merge.from_dict(body["merge"]), token, on_job)
-            return {**entry.as_dict(), "tier": tier}
+            return await self._jobs.merge(Merge.from_dict(body["merge"]), token, on_job)
         if "check" in body:
             return await self._jobs.check(Pin.from_dict(body["check"]), token)
         if "forget" in body:

@@ -43,9 +43,7 @@ class Worker:
     """One process, for one job at a time."""
 
     def __init__(self, fork_server: "ForkServer", pid: int, connection: socket.socket, steps_back: bool) -> None:
-        self._fork_server = fork_server
-        self._pid = pid
-        self._connection = connection
+        self._fork_server, self._pid, self._connection = fork_server, pid, connection
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._steps_back = steps_back
         """Whether it runs at low priority now."""

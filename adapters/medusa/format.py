@@ -80,11 +80,6 @@ def of_heads(tensors: Mapping[str, Tensor], where: str, warn: Callable[[str], No
     return ours
 
 
-def has_heads(folder: Path) -> bool:
-    """Whether `folder` contains heads, by its file names alone."""
-    return (folder / HEADS_FILE).is_file() or (folder / PICKLED_FILE).is_file()
-
-
 def shape_of(tensors: dict[str, Tensor], where: str) -> HeadsShape:
     """Count heads and blocks. Raises HeadsError if a head differs from the others or a tensor is missing."""
     blocks = {match.group(1, 2) for name in tensors if (match := _BLOCK.fullmatch(name))}

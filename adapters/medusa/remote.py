@@ -27,10 +27,8 @@ def write(url: str, adapter: str | None, encoded: Sequence[EncodedPrompt], store
         httpx.Client(base_url=url.rstrip("/"), limits=limits, timeout=timeout) as client,
         ThreadPoolExecutor(writing.batch_size) as pool,
     ):
-        asked = {
-            pool.submit(_ask, client, _body(encoded[number], adapter, writing.max_new_tokens), encoded[number]): number
-            for number in missing
-        }
+        bodies = (_body(encoded[number], adapter, writing.max_new_tokens) for number in missing)
+        asked = {pool.submit(_ask, client, body, encoded[i]): i for body, i in zip(bodies, missing, strict=True)}
         try:
             for answer in as_completed(asked):
                 store.add([(asked[answer], answer.result())])
@@ -45,8 +43,7 @@ def _body(prompt: EncodedPrompt, adapter: str | None, max_new_tokens: int) -> di
         raise HeadsError("no text gives the tokens of a prompt's chat template: leave out --url")
     parameters: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "details": True}
     if adapter is not None:
-        folder = Path(adapter).expanduser()
-        local = folder.is_dir()
+        local = (folder := Path(adapter).expanduser()).is_dir()
         parameters["adapter_id"] = str(folder.resolve()) if local else adapter
         parameters["adapter_source"] = "local" if local else "hub"
     return {"inputs": prompt.inputs, "parameters": parameters}

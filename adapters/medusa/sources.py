@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import errors
@@ -66,7 +67,7 @@ def _folder(name: str, kind: str, wanted: list[str], unwanted: list[str]) -> Pat
         ref = refs.parse(name)
     except ValueError as error:
         raise HeadsError(f"the {kind} {name!r} is not a folder here, and {error}") from None
-    patterns = {"allow_patterns": wanted, "ignore_patterns": unwanted}
+    patterns: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": unwanted}
     try:
         found = huggingface_hub.snapshot_download(ref.id, revision=ref.revision, **patterns)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):

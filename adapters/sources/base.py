@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 from lorikeet.adapters.errors import AdapterInvalid, AdapterNotFound, AdapterTooLarge
 from lorikeet.adapters.refs import Pin, Ref, Source
@@ -38,8 +38,6 @@ Within = Callable[[float], None]
 
 Peek = Callable[[str], bytes]
 """The first PEEK_BYTES of a file, by name."""
-
-F = TypeVar("F")
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,18 @@ class AdapterSource(Protocol):
         """Close connections."""
 
 
-class ListedSource(ABC, Generic[F]):
+@dataclass(frozen=True)
+class ListedFile:
+    """One file of a listing."""
+
+    size: int
+    state: str
+    """Changes whenever the file does."""
+    handle: Any
+    """For the source: the real path, or the store's metadata."""
+
+
+class ListedSource(ABC):
     """A source whose pins are hashes of its file listing, and whose files anyone may use who reaches the server."""
 
     source: ClassVar[Source]
@@ -109,34 +118,27 @@ class ListedSource(ABC, Generic[F]):
         files = self._listed(pin.id)
         return {name: self._head(pin.id, files[name], num_bytes) for name in parts(self._chosen(pin.id, files))}
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 (nothing is kept open)
         """Nothing is kept open."""
 
     @abstractmethod
-    def _listed(self, id: str) -> dict[str, F]:
+    def _listed(self, id: str) -> dict[str, ListedFile]:
         """The files of an adapter by name."""
 
     @abstractmethod
-    def _head(self, id: str, file: F, num_bytes: int) -> FileHead:
+    def _head(self, id: str, file: ListedFile, num_bytes: int) -> FileHead:
         """The first bytes of a file."""
 
-    @abstractmethod
-    def _size(self, file: F) -> int: ...
-
-    @abstractmethod
-    def _state(self, name: str, file: F) -> str:
-        """Text that changes whenever the file does."""
-
-    def _revision(self, files: Mapping[str, F]) -> str:
+    def _revision(self, files: Mapping[str, ListedFile]) -> str:
         """Changes whenever a file is written, replaced, added or removed."""
-        lines = (self._state(name, file) for name, file in sorted(files.items()))
+        lines = (f"{name}\0{files[name].size}\0{files[name].state}\n" for name in sorted(files))
         return hashlib.sha256("".join(lines).encode(errors="replace")).hexdigest()
 
-    def _chosen(self, id: str, files: Mapping[str, F]) -> list[str]:
-        sizes = {name: self._size(file) for name, file in files.items()}
+    def _chosen(self, id: str, files: Mapping[str, ListedFile]) -> list[str]:
+        sizes = {name: file.size for name, file in files.items()}
         return choose(sizes, id, self._max_bytes, lambda name: self._head(id, files[name], PEEK_BYTES).content)
 
-    def _unchanged(self, pin: Pin) -> dict[str, F]:
+    def _unchanged(self, pin: Pin) -> dict[str, ListedFile]:
         """The files of a pin. Raises AdapterNotFound if they are no longer those that were pinned."""
         files = self._listed(pin.id)
         if self._revision(files) != pin.revision:
@@ -146,7 +148,7 @@ class ListedSource(ABC, Generic[F]):
     def _small_files(self, id: str, names: frozenset[str]) -> dict[str, bytes]:
         files, contents = self._listed(id), {}
         for name in sorted(names & set(files)):
-            if self._size(files[name]) > MAX_SMALL_BYTES:
+            if files[name].size > MAX_SMALL_BYTES:
                 raise AdapterTooLarge(f"{name} of {id} has more than {MAX_SMALL_BYTES} bytes")
             contents[name] = self._head(id, files[name], MAX_SMALL_BYTES).content
         return contents

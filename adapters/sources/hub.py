@@ -91,8 +91,7 @@ class HubSource:
 
     def _resolve(self, ref: Ref, token: str | None) -> Resolved:
         if _is_offline():
-            cached = self._snapshot(ref.id, ref.revision)
-            if cached is None:
+            if (cached := self._snapshot(ref.id, ref.revision)) is None:
                 raise errors.AdapterNotFound(f"{ref} is not in the hub's cache, and HF_HUB_OFFLINE forbids downloads")
             return Resolved(Pin(Source.HUB, ref.id, cached.name), is_public=True)
         try:
@@ -105,8 +104,7 @@ class HubSource:
         return Resolved(Pin(Source.HUB, ref.id, info.sha), is_public=not _needs_token(info))
 
     def _without_hub(self, ref: Ref, error: errors.SourceUnreachable) -> Resolved:
-        noted = self._noted(ref)
-        if noted is None:
+        if (noted := self._noted(ref)) is None:
             raise error
         return Resolved(Pin(Source.HUB, ref.id, noted), is_public=True)
 

@@ -10,16 +10,13 @@ from pathlib import Path
 
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterNotFound
 from lorikeet.adapters.refs import Pin, Source
-from lorikeet.adapters.sources.base import FileHead, ListedSource, Within, unbounded
+from lorikeet.adapters.sources.base import FileHead, ListedFile, ListedSource, Within, unbounded
 
 _HUB_CACHE_FOLDERS = ("models--", "datasets--", "spaces--")
 _MOST_FILES = 10_000
 
-File = tuple[Path, os.stat_result]
-"""Real path and status."""
 
-
-class LocalSource(ListedSource[File]):
+class LocalSource(ListedSource):
     """Folders below `roots`; never below `hidden` ones, such as the adapter store."""
 
     source = Source.LOCAL
@@ -35,13 +32,13 @@ class LocalSource(ListedSource[File]):
         """
         files = self._unchanged(pin)
         wanted, found = self._chosen(pin.id, files), self._folder(pin.id)
-        if all(files[name][0] == found / name for name in wanted) and not _others(found) - files.keys():
+        if all(files[name].handle == found / name for name in wanted) and not _others(found) - files.keys():
             return found
         for name in wanted:
-            (folder / name).symlink_to(files[name][0])
+            (folder / name).symlink_to(files[name].handle)
         return folder
 
-    def _listed(self, id: str) -> dict[str, File]:
+    def _listed(self, id: str) -> dict[str, ListedFile]:
         """The plain files of the folder that `id` names, by name, with their real paths."""
         files = {}
         try:
@@ -51,7 +48,8 @@ class LocalSource(ListedSource[File]):
                         raise AdapterInvalid(f"the folder {id} holds more than {_MOST_FILES} entries")
                     path = Path(os.path.realpath(entry.path))
                     if self._is_inside(path) and stat.S_ISREG((status := path.stat()).st_mode):
-                        files[entry.name] = (path, status)
+                        state = f"{status.st_mtime_ns}\0{status.st_ino}"
+                        files[entry.name] = ListedFile(status.st_size, state, path)
         except AdapterError:
             raise
         except (OSError, ValueError) as error:
@@ -80,19 +78,12 @@ class LocalSource(ListedSource[File]):
             for root in self._roots
         )
 
-    def _size(self, file: File) -> int:
-        return file[1].st_size
-
-    def _state(self, name: str, file: File) -> str:
-        return f"{name}\0{file[1].st_size}\0{file[1].st_mtime_ns}\0{file[1].st_ino}\n"
-
-    def _head(self, id: str, file: File, num_bytes: int) -> FileHead:
-        path, status = file
+    def _head(self, id: str, file: ListedFile, num_bytes: int) -> FileHead:
         try:
-            with path.open("rb") as opened:
-                return FileHead(opened.read(num_bytes), status.st_size)
+            with file.handle.open("rb") as opened:
+                return FileHead(opened.read(num_bytes), file.size)
         except OSError as error:
-            raise AdapterNotFound(f"{path.name} of {id} cannot be read: {_reason(error)}") from None
+            raise AdapterNotFound(f"{file.handle.name} of {id} cannot be read: {_reason(error)}") from None
 
 
 def _others(folder: Path) -> set[str]:

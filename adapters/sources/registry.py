@@ -33,7 +33,8 @@ class SourceSettings:
         """Read the values of a configuration file. Raises ValueError that names unknown fields."""
         if unknown := sorted(set(values) - {field.name for field in fields(cls)}):
             raise ValueError(f"unknown fields of sources: {', '.join(unknown)}")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        fixed: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**fixed)
 
 
 class Sources:

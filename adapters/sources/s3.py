@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Pin, Source
-from lorikeet.adapters.sources.base import FileHead, ListedSource, Within, unbounded
+from lorikeet.adapters.sources.base import FileHead, ListedFile, ListedSource, Within, unbounded
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ _CHUNK = 4 << 20
 _STATUS = re.compile(r"non-2xx status code: (\d+)")
 
 
-class S3Source(ListedSource[Any]):
+class S3Source(ListedSource):
     """One account of one store; `environment` configures both."""
 
     source = Source.S3
@@ -37,43 +37,38 @@ class S3Source(ListedSource[Any]):
         """Into `folder`, resuming an earlier attempt. The library has time limits of its own."""
         objects = self._unchanged(pin)
         for name in self._chosen(pin.id, objects):
-            self._download(pin.id, objects[name], folder / name)
+            self._download(pin.id, objects[name].handle, folder / name)
         return folder
 
-    def _size(self, file: Any) -> int:
-        return int(file["size"])
-
-    def _state(self, name: str, file: Any) -> str:
-        return f"{name}\0{file['size']}\0{file['e_tag']}\0{file['last_modified']}\n"
-
-    def _head(self, id: str, file: Any, num_bytes: int) -> FileHead:
-        store, length = self._store(id), min(num_bytes, file["size"])
+    def _head(self, id: str, file: ListedFile, num_bytes: int) -> FileHead:
+        store, length = self._store(id), min(num_bytes, file.size)
 
         def read() -> bytes:
             import obstore
 
-            return bytes(obstore.get_range(store, file["path"], start=0, length=length)) if length else b""
+            return bytes(obstore.get_range(store, file.handle["path"], start=0, length=length)) if length else b""
 
-        return FileHead(_translated(read, id), file["size"])
+        return FileHead(_translated(read, id), file.size)
 
-    def _listed(self, id: str) -> dict[str, Any]:
+    def _listed(self, id: str) -> dict[str, ListedFile]:
         """The objects directly below the key, by name."""
         _, key = _parts(id)
         store = self._store(id)
         prefix = f"{key}/" if key else ""
 
-        def walk() -> dict[str, Any]:
+        def walk() -> list[Any]:
             import obstore
 
             found = obstore.list_with_delimiter(store, prefix or None)["objects"]
             if len(found) > _MOST_OBJECTS:
                 raise errors.AdapterInvalid(f"{id} holds more than {_MOST_OBJECTS} objects")
-            return {meta["path"].rpartition("/")[2]: meta for meta in found}
+            return list(found)
 
-        objects = _translated(walk, id)
-        if not objects:
+        if not (objects := _translated(walk, id)):
             raise _nothing(id)
-        return objects
+        states = [f"{meta['e_tag']}\0{meta['last_modified']}" for meta in objects]
+        files = (ListedFile(meta["size"], state, meta) for meta, state in zip(objects, states, strict=True))
+        return {file.handle["path"].rpartition("/")[2]: file for file in files}
 
     def _download(self, id: str, meta: Any, path: Path) -> None:
         import obstore
@@ -102,8 +97,7 @@ class S3Source(ListedSource[Any]):
 
     def _store(self, id: str) -> Any:
         bucket, _ = _parts(id)
-        store = self._stores.get(bucket)
-        if store is None:
+        if (store := self._stores.get(bucket)) is None:
             from obstore.store import S3Store
 
             store = _translated(lambda: S3Store(bucket, **self._options), id)

@@ -165,5 +165,3 @@ def test_joining_puts_the_adapter_beside_the_heads(tmp_path: Path) -> None:
         "medusa_lm_head.safetensors",
     ]
     assert (out / "adapter_model.safetensors").read_bytes() == b"weights"
-    assert files.has_heads(out)
-    assert not files.has_heads(adapter)

@@ -168,4 +168,4 @@ def test_any_spelling_stays_inside_or_fails(tmp_path_factory: pytest.TempPathFac
         assert isinstance(error, AdapterNotFound)
     else:
         assert folder.is_relative_to(base / "root") and folder != base / "root"
-        assert all(path.is_relative_to(base / "root") for path, _ in files.values())
+        assert all(file.handle.is_relative_to(base / "root") for file in files.values())

@@ -111,7 +111,7 @@ async def test_a_download_goes_on_where_it_ended(bucket: S3Store, account: dict[
     whole = tmp_path / "adapter_model.safetensors"
     whole.unlink()
     objects = source._listed(pin.id)
-    source._download(pin.id, objects["adapter_model.safetensors"], whole)
+    source._download(pin.id, objects["adapter_model.safetensors"].handle, whole)
     assert whole.read_bytes() == WEIGHTS
     # As a process leaves it that was ended: half of it, under the name that goes with its version.
     names: list[str] = []
@@ -124,12 +124,12 @@ async def test_a_download_goes_on_where_it_ended(bucket: S3Store, account: dict[
     whole.unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "replace", note)
-        source._download(pin.id, objects["adapter_model.safetensors"], whole)
+        source._download(pin.id, objects["adapter_model.safetensors"].handle, whole)
     whole.unlink()
     half = bytearray(WEIGHTS[: len(WEIGHTS) // 2])
     half[0] ^= 255  # to see that it was not fetched again
     (tmp_path / names[0]).write_bytes(half)
-    source._download(pin.id, objects["adapter_model.safetensors"], whole)
+    source._download(pin.id, objects["adapter_model.safetensors"].handle, whole)
     assert whole.read_bytes() == bytes(half) + WEIGHTS[len(half) :]
 
 
