@@ -1,4 +1,4 @@
-"""Broken and malicious adapters as changes to a sound one's folder, with the fault that a refusal must name.
+"""Broken and malicious adapters as changes to a valid one's folder, with the reason that the error must give.
 
 The sound one is of rank 4 on q_proj and v_proj of the tiny Llama. Knows files, no reader of them.
 """

@@ -90,7 +90,7 @@ def test_a_merge_computes_what_pefts_does(strategy: str, weights: list[float], m
     assert (served - making.logits(making.load_base(world.base))).abs().mean() > 1e-3
 
 
-def test_cat_takes_any_ranks_and_is_the_exact_sum(world: World) -> None:
+def test_cat_accepts_any_ranks_and_is_the_exact_sum(world: World) -> None:
     wanted = world.wanted(["first", "narrow"], [0.5, 2.0], "cat")
     served = world.merged(wanted)
     name = "model.layers.1.self_attn.q_proj"
@@ -101,7 +101,7 @@ def test_cat_takes_any_ranks_and_is_the_exact_sum(world: World) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["dare_linear", "dare_ties"])
-def test_the_mask_of_dare_is_that_of_the_digest(strategy: str, world: World) -> None:
+def test_the_mask_of_dare_depends_on_the_digest(strategy: str, world: World) -> None:
     wanted = world.wanted(["first", "third"], [1.0, 1.0], strategy, 0.5)
     torch.manual_seed(1)
     first = world.merged(wanted)
@@ -125,7 +125,7 @@ def test_dare_keeps_a_share_and_scales_it_up(world: World) -> None:
     assert not torch.equal(kept, pruned.tensors["model.layers.1.self_attn.q_proj.A"] != 0)
 
 
-def test_dare_that_prunes_nothing_is_pefts(world: World) -> None:
+def test_dare_without_pruning_equals_pefts(world: World) -> None:
     wanted = world.wanted(["first", "second"], [0.3, 0.9], "dare_linear", 1.0)
     served = making.of_layout(world.base, world.merged(wanted))
     linear = world.by_peft(world.wanted(["first", "second"], [0.3, 0.9], "linear"))
@@ -139,12 +139,12 @@ def test_unequal_ranks_are_named(strategy: str, world: World) -> None:
 
 
 @pytest.mark.parametrize(("name", "reason"), [("dora", "DoRA.*dora"), ("saved", "lm_head of saved")])
-def test_what_cannot_be_merged_is_named(name: str, reason: str, world: World) -> None:
+def test_adapters_that_cannot_be_merged_are_named(name: str, reason: str, world: World) -> None:
     with pytest.raises(NotServed, match=reason):
         world.merged(world.wanted(["first", name], [1, 1], "linear"))
 
 
-def test_a_merged_rank_above_the_most_is_refused(world: World) -> None:
+def test_a_merged_rank_above_the_limit_is_rejected(world: World) -> None:
     with pytest.raises(AdapterInvalid, match="rank 640"):
         big = [[ModuleChange("m", "linear", 320, a=torch.ones(320, 2), b=torch.ones(2, 320))]] * 2
         merge(big, world.wanted(["first", "second"], [1, 1], "cat"), DIGEST)
@@ -170,12 +170,12 @@ PINS = [Pin(Source.LOCAL, name, "r").as_dict() for name in ("a", "b")]
         ({"strategy": "ties", "density": 0.5, "majority_sign_method": "loudest"}, "loudest"),
     ],
 )
-def test_a_wish_that_makes_no_sense_is_refused(values: dict[str, Any], sentence: str) -> None:
+def test_invalid_merge_parameters_are_rejected(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(AdapterInvalid, match=sentence):
         Merge.from_dict({"pins": PINS, "weights": [1.0, 1.0], **values})
 
 
-def test_the_digest_counts_what_the_strategy_looks_at() -> None:
+def test_the_digest_covers_what_the_strategy_uses() -> None:
     def digest(parts: tuple[str, str] = ("x", "y"), **values: Any) -> str:
         return Merge.from_dict({"pins": PINS, "weights": [1.0, 2.0], **values}).digest(list(parts))
 
@@ -195,7 +195,7 @@ def test_the_digest_counts_what_the_strategy_looks_at() -> None:
         st.none() | st.text() | st.floats() | st.lists(st.integers()),
     )
 )
-def test_no_wish_fails_otherwise(values: dict[str, Any]) -> None:
+def test_arbitrary_merge_parameters_raise_only_adapter_errors(values: dict[str, Any]) -> None:
     try:
         wanted = Merge.from_dict({"pins": PINS, **values})
     except AdapterInvalid:

@@ -34,7 +34,7 @@ def alarms() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alarms")
-def test_a_fetch_ends_when_its_source_has_had_the_time_that_it_asked_for(tmp_path: Path) -> None:
+def test_a_fetch_ends_at_the_time_limit_of_its_source(tmp_path: Path) -> None:
     jobs = object.__new__(WorkerJobs)  # a base is not needed to fetch
     jobs._sources = {Source.HUB: Slow()}  # type: ignore[assignment]
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The tool as users run it: real processes on tiny models. What is wrong is said in one sentence, with exit code 2."""
+"""The tool in real processes on tiny models. Every error is one sentence with exit code 2."""
 
 import json
 import os
@@ -105,9 +105,7 @@ LATE: list[tuple[tuple[str, ...], str]] = [
         *(pytest.param(*each, marks=pytest.mark.long) for each in LATE),
     ],
 )
-def test_what_cannot_work_ends_in_one_sentence_and_code_2(
-    models: Path, arguments: tuple[str, ...], sentence: str
-) -> None:
+def test_errors_are_one_sentence_with_exit_code_2(models: Path, arguments: tuple[str, ...], sentence: str) -> None:
     ended = run(models, *arguments)
     assert ended.returncode == 2, ended.stderr
     assert ended.stdout == ""
@@ -152,7 +150,7 @@ def test_heads_are_trained_joined_and_measured(models: Path, tmp_path: Path) -> 
     assert joined["tokens_per_step"] > 2, "most of these texts were trained on"
 
 
-def test_heads_of_another_size_are_refused_by_name(models: Path) -> None:
+def test_heads_of_another_size_are_rejected_with_the_reason(models: Path) -> None:
     files.write(models / "big", small.heads(HeadsShape(2, 1, 96)))
     ended = run(models, "eval", "--model-id", "base", "--heads", "big", "--prompts", "prompts.txt")
     assert ended.returncode == 2

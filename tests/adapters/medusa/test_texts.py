@@ -1,4 +1,4 @@
-"""Prompts in every format, and texts that survive a stop."""
+"""Prompts in every format, and texts of a run that was stopped and resumed."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def writing(batch_size: int = 2, num: int = 6) -> Writing:
     return Writing(num, batch_size, lambda done, of: None)
 
 
-def test_a_stopped_run_writes_only_what_is_missing(target: Target, tmp_path: Path) -> None:
+def test_a_resumed_run_generates_only_missing_texts(target: Target, tmp_path: Path) -> None:
     encoded = prompts.encode(small.PROMPTS, target.tokenizer)
     settings = texts.settings_of(target, encoded, 6)
     path = tmp_path / "texts.jsonl"
@@ -94,7 +94,7 @@ def test_a_stopped_run_writes_only_what_is_missing(target: Target, tmp_path: Pat
     assert len(texts.texts(encoded, store)) == len(small.PROMPTS)
 
 
-def test_texts_of_another_run_are_not_taken(target: Target, tmp_path: Path) -> None:
+def test_texts_of_another_run_are_rejected(target: Target, tmp_path: Path) -> None:
     encoded = prompts.encode(small.PROMPTS, target.tokenizer)
     TextStore(tmp_path / "t.jsonl", texts.settings_of(target, encoded, 6)).close()
     with pytest.raises(HeadsError, match=r"texts of another run \(other length\): use another --work"):
@@ -110,7 +110,7 @@ def test_prompts_that_leave_no_room_are_left_out(target: Target) -> None:
         texts.fitting(encoded, target, 128)
 
 
-def test_a_target_makes_up_prompts_of_its_own(target: Target) -> None:
+def test_a_target_samples_prompts(target: Target) -> None:
     found = texts.own_prompts(target, 5, batch_size=4, seed=3)
     assert len({prompt.ids for prompt in found}) == 5
     assert found == texts.own_prompts(target, 5, batch_size=4, seed=3)

@@ -1,4 +1,4 @@
-"""Adapters from a store that speaks S3: a server of another project, in a process of its own on the loopback."""
+"""Adapters from an S3 server of another project, which runs in its own process on the loopback."""
 
 import os
 import re
@@ -95,7 +95,7 @@ async def test_an_adapter_is_fetched(bucket: S3Store, account: dict[str, str], t
     assert (await source.small_files(found.pin, None))["chat_template.jinja"] == b"{{ messages }}"
 
 
-async def test_a_write_is_another_version(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
+async def test_a_write_creates_a_new_version(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
     source = S3Source(10_000_000, account)
     pin = (await source.resolve(ref("adapters/team/one"), None)).pin
     obstore.put(bucket, "team/one/adapter_model.safetensors", b"others")
@@ -104,7 +104,7 @@ async def test_a_write_is_another_version(bucket: S3Store, account: dict[str, st
         source.fetch(pin, None, tmp_path)
 
 
-async def test_a_download_goes_on_where_it_ended(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
+async def test_a_download_resumes(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
     source = S3Source(10_000_000, account)
     pin = (await source.resolve(ref("adapters/team/one"), None)).pin
     source.fetch(pin, None, tmp_path)
@@ -113,7 +113,7 @@ async def test_a_download_goes_on_where_it_ended(bucket: S3Store, account: dict[
     objects = source._listed(pin.id)
     source._download(pin.id, objects["adapter_model.safetensors"].handle, whole)
     assert whole.read_bytes() == WEIGHTS
-    # As a process leaves it that was ended: half of it, under the name that goes with its version.
+    # The state that an ended process leaves: half of the file, under the name of its version.
     names: list[str] = []
     replace = Path.replace
 
@@ -143,7 +143,7 @@ async def test_what_is_not_there(bucket: S3Store, account: dict[str, str], tmp_p
         source.fetch(pin, None, tmp_path)
 
 
-async def test_sizes_are_judged_before_weights_move(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
+async def test_sizes_are_checked_first(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
     source = S3Source(1000, account)
     pin = (await source.resolve(ref("adapters/team/one"), None)).pin
     with pytest.raises(AdapterTooLarge, match="this server accepts 1000"):

@@ -36,7 +36,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
         monkeypatch.setattr(module, "ROW_LEN", ROW_LEN)
     torch.manual_seed(0)
     base = LlamaForCausalLM(base_config(**(TOY | {"hidden_size": 32})))
-    base.lm_head.weight.data.mul_(30)  # a law worth learning
+    base.lm_head.weight.data.mul_(30)  # a distribution worth learning
     return base.eval()
 
 
@@ -65,8 +65,8 @@ def test_the_draft_has_at_most_a_tenth_of_the_parameters() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_the_loss_and_its_gradients_are_those_of_the_whole_laws(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against autograd on whole sketches, so estimates of sketches are averaged over many copies of two positions."""
+def test_loss_and_gradients_match_full_distributions(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against autograd on full distributions, so sketches are averaged over many copies of two positions."""
     monkeypatch.setattr(distill, "PIECE_LEN", 3000)
     generator = torch.Generator().manual_seed(0)
     logits, hidden, table = (
@@ -86,7 +86,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_whole_laws(share: float, mo
         torch.testing.assert_close(gradient, wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
 
 
-def test_a_law_costs_nothing_where_the_draft_has_it_too() -> None:
+def test_the_loss_is_zero_for_equal_distributions() -> None:
     hidden, table = torch.randn(50, 8), torch.randn(VOCABULARY, 8)
     sketches = sketch(hidden @ table.T, torch.Generator().manual_seed(1))
     for share in (0.0, 1.0):
@@ -140,14 +140,14 @@ def test_the_same_seed_gives_the_same_weights_also_when_resumed(
         toy_distiller(rows, sketches, replace(RECIPE, overlap_weight=1.0)).resume(tmp_path / "checkpoint.pt")
 
 
-def test_the_loss_passes_from_divergence_to_overlap() -> None:
+def test_the_loss_changes_from_divergence_to_overlap() -> None:
     recipe = DraftRecipe(cycles=(1000,), overlap_from=0.6)
     assert recipe.overlap_share(600) == 0.0
     assert recipe.overlap_share(625) == pytest.approx(0.5)
     assert recipe.overlap_share(650) == recipe.overlap_share(999) == 1.0
 
 
-def test_a_later_cycle_polishes() -> None:
+def test_later_cycles_train_the_overlap_only() -> None:
     recipe = DraftRecipe(cycles=(1000, 200), warmup_steps=10, polish_lr=0.3)
     assert recipe.lr_factor(999) < 0.01
     assert recipe.lr_factor(1009) == pytest.approx(0.3 * (1 - 9 / 200))
@@ -156,7 +156,7 @@ def test_a_later_cycle_polishes() -> None:
     assert (recipe.sequence_len(0), recipe.sequence_len(1000)) == (256, 1024)
 
 
-def test_the_initial_embedding_of_full_width_gives_the_laws_of_the_base(base: LlamaForCausalLM, rows: Tokens) -> None:
+def test_a_full_initial_embedding_gives_the_bases_distributions(base: LlamaForCausalLM, rows: Tokens) -> None:
     """In the span of the hidden states it is a change of basis: the Gram matrix of centred logits stays what it was."""
     table = initial_embedding(base, rows, 32) / INITIAL_SCALE
     with torch.inference_mode():
