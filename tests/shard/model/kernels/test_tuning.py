@@ -11,6 +11,7 @@ import pytest
 import structlog
 import torch
 
+from lorikeet import shard
 from lorikeet.shard.model.kernels import tuning
 from lorikeet.shard.model.kernels.tuning import BUILT_IN, Tuned
 
@@ -91,7 +92,7 @@ def test_files_are_part_of_the_package_and_right() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
         "lorikeet.shard"
     ]
-    place = (tuning.FOLDER / "NVIDIA_H200.json").relative_to(ROOT / "shard")
+    place = (tuning.FOLDER / "NVIDIA_H200.json").relative_to(Path(shard.__file__).parent)
     assert any(fnmatch.fnmatchcase(str(place), pattern) for pattern in patterns)
     for path in tuning.FOLDER.glob("*.json"):
         gpu = json.loads(path.read_text())["gpu"]
