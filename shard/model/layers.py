@@ -15,37 +15,15 @@ from transformers.pytorch_utils import Conv1D
 
 from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.model.adapters.discovery import Target, hook_plain, mark_targets, target_of
-from lorikeet.shard.model.fusion import select as twins
-from lorikeet.shard.model.fusion.cpu_parts import FusedNorm
-from lorikeet.shard.model.kernels.packing import PackedMatrix, SharedMatrix, can_pack, pack, return_freed_memory
-from lorikeet.shard.model.legacy import replace_legacy
-from lorikeet.shard.model.lora.targets import LoraTarget, adapt_output
+from lorikeet.shard.model.adapters.discovery import PackedLinear, Target, hook_plain, mark_targets, target_of
+from lorikeet.shard.model.attention_binding import AttentionBinding, replace_legacy
+from lorikeet.shard.model.fusion.select import choose
+from lorikeet.shard.model.kernels.packing import SharedMatrix, can_pack, pack, return_freed_memory
 from lorikeet.shard.model.moe.cuda import place_experts
 from lorikeet.shard.model.moe.experts import PackedExperts, is_experts
 from lorikeet.shard.model.moe.routers import replace_router_weights
 from lorikeet.shard.model.quantization.layers import is_quantized, matrix_of
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
-from lorikeet.shard.model.site import AttentionBinding
-
-
-class PackedLinear(nn.Module):
-    """`y = x Wᵀ + bias` with a packed weight that it alone owns, or one that is shared."""
-
-    def __init__(self, matrix: PackedMatrix, adapters: LoraTarget | None = None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = matrix.out_features, matrix.in_features
-        self.matrix = matrix
-        self.adapters = adapters
-        if adapters is not None:
-            adapters.project = self.matrix.project
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., in]. Returns [..., out]."""
-        y = self.matrix(x)
-        if self.adapters is not None:
-            adapt_output(self.adapters, x, y)
-        return y
 
 
 def replace_layers(
@@ -69,9 +47,9 @@ def replace_layers(
             module.lorikeet_target = AttentionBinding(backend, inputs)
     _take_over_quantized(network, dtype)
     tied = _shared_weights(network)
-    chosen = twins.choose(fusions, network, inputs.device, dtype, tied) if is_whole else None
-    if chosen is not None:
-        twins.place(network, chosen)
+    fusion = choose(fusions, network, inputs.device, dtype, tied) if is_whole else None
+    if fusion is not None:
+        fusion.place(network)
     if inputs.device.type == "cpu" and can_pack(dtype):
         _pack_layers(network, tied, is_whole)
     place_experts(network)
@@ -120,12 +98,10 @@ def _packed(module: nn.Linear | Conv1D, is_shared: bool) -> PackedLinear:
 
 
 def _leave_the_file(network: nn.Module, copied: set[int]) -> None:
-    """Copy what is left of the plain weights: one view into the mapped checkpoint would keep all of it resident.
-
-    Fused norms hold copies already, to which compiled layers point. `copied`: ids of other weights that are.
+    """Copy the remaining plain weights: one view into the mapped checkpoint would keep all of it resident. `copied`:
+    ids of weights that are copies already.
     """
-    left = {p for m in network.modules() if not isinstance(m, FusedNorm) for p in m.parameters(recurse=False)}
-    for parameter in left:
+    for parameter in set(network.parameters()):
         if id(parameter) not in copied:
             parameter.data = parameter.data.clone()
 

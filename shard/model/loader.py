@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.moe import experts
 from lorikeet.shard.model.quantization import layers as quantized
-from lorikeet.shard.model.site import NAME
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

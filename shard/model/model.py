@@ -15,10 +15,10 @@ from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.network import RankDesync
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.model.adapters.discovery import Target
+from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.graphs import Graphs, Recorder
 from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.medusa.heads import HeadsPool
-from lorikeet.shard.model.site import AttentionBinding
 
 if TYPE_CHECKING:
     from lorikeet.shard.model.adapters.tables import DeviceKernels

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.model import Model
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
-from lorikeet.shard.model.site import NAME
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.model.tensor_parallel.partitioning import TensorParallelUnsupported
 

@@ -110,6 +110,25 @@ class Projection:
         return x @ (weight.t() if isinstance(self._module, nn.Linear) else weight)
 
 
+class PackedLinear(nn.Module):
+    """`y = x Wᵀ + bias` with a packed weight that it alone owns, or one that is shared."""
+
+    def __init__(self, matrix: PackedMatrix, adapters: LoraTarget | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = matrix.out_features, matrix.in_features
+        self.matrix = matrix
+        self.adapters = adapters
+        if adapters is not None:
+            adapters.project = self.matrix.project
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in]. Returns [..., out]."""
+        y = self.matrix(x)
+        if self.adapters is not None:
+            adapt_output(self.adapters, x, y)
+        return y
+
+
 class FusedTargets:
     """Modules of the base whose outputs lie side by side in one product, each with its own adapters."""
 

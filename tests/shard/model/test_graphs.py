@@ -16,10 +16,10 @@ from lorikeet.shard.attention import AttentionSpec, LayerKV
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Padding
 from lorikeet.shard.model import Model
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.graphs import CannotCapture
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
-from lorikeet.shard.model.site import NAME
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.scheduler.request import Method, SamplingParams, Speculation
 from lorikeet.shard.scheduler.speculation import DraftSources

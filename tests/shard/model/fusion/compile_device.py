@@ -1,5 +1,5 @@
 """Compiles norms, gates and rotary positions for a GPU that need not be here and looks at the instructions. Run by
-test_device_parts.py.
+test_cuda_parts.py.
 """
 
 import re

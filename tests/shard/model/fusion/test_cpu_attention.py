@@ -18,10 +18,12 @@ from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
-from lorikeet.shard.model.fusion.cpu_attention import FusedAttention, fuse_attention
+from lorikeet.shard.model.attention_binding import NAME, AttentionBinding
+from lorikeet.shard.model.fusion.attention import FusedAttention
+from lorikeet.shard.model.fusion.attention import fuse_attention as fuse_for
+from lorikeet.shard.model.fusion.kernels import CpuKernels
 from lorikeet.shard.model.fusion.verify import Recorder, attend
 from lorikeet.shard.model.kernels import cpu as kernels
-from lorikeet.shard.model.site import NAME, AttentionBinding
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs AVX512-BF16 and a C compiler")
@@ -30,6 +32,10 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2,
     "attn_implementation": NAME,
 }  # fmt: skip
+
+
+def fuse_attention(block: Any, shared: set[int], rotary_width: int | None = None) -> FusedAttention | None:
+    return fuse_for(block, CpuKernels(), shared, rotary_width)
 
 
 def block_of(kind: Any, config_kind: Any, **more: Any) -> Any:
@@ -63,16 +69,16 @@ def test_the_site_gets_the_same(kind: Any, config_kind: Any, more: dict[str, Any
     site, (x, angles) = block.lorikeet_target, inputs_of(40)
     plain, fused = Recorder(), Recorder()
     wanted = attend(block, plain, x, angles)
-    twin = fuse_attention(block, set())
-    assert isinstance(twin, FusedAttention)
-    assert twin.lorikeet_target is site
-    got = attend(twin, fused, x, angles)
+    module = fuse_attention(block, set())
+    assert isinstance(module, FusedAttention)
+    assert module.lorikeet_target is site
+    got = attend(module, fused, x, angles)
     assert fused.options == plain.options
     for one, other in zip((wanted, *plain.seen), (got, *fused.seen), strict=True):
         assert one.shape == other.shape
         assert (one.float() - other.float()).abs().max() <= 2**-7 * one.float().abs().max()
     few = Recorder()
-    attend(twin, few, x[:, 10:13], (angles[0][:, 10:13], angles[1][:, 10:13]))
+    attend(module, few, x[:, 10:13], (angles[0][:, 10:13], angles[1][:, 10:13]))
     for all_rows, some_rows in zip(fused.seen, few.seen, strict=True):
         assert torch.equal(all_rows[:, :, 10:13], some_rows)
 

@@ -12,6 +12,7 @@ from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.row_groups import most_tasks
 from lorikeet.shard.model import layers
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.kernels import grouped
 from lorikeet.shard.model.kernels.pairs import SortedPairs, sort_pairs, tasks_of
@@ -19,7 +20,6 @@ from lorikeet.shard.model.moe.cuda import DeviceExperts, place_experts
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.moe.experts import is_experts
 from lorikeet.shard.model.probe import LENGTHS, _in_chunks
-from lorikeet.shard.model.site import NAME
 from tests import tiny
 
 MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss"]
