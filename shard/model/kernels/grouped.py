@@ -1,7 +1,7 @@
 """Products of rows that are sorted by matrix: `y = x Wᵉ`, e the matrix of the row. For devices.
 
 torch's own where it is one launch that asks the host nothing: bfloat16 on the processors that it has code for. Else
-ours (grouped_triton.py). Both choose their tiles by the number of rows and the shapes alone, and a row is a row of one
+ours (products_triton.py). Both choose their tiles by the number of rows and the shapes alone, and a row is a row of one
 matrix's tile: what it becomes does not depend on its neighbours, beyond what a matrix unit does with a tile's rows.
 """
 
@@ -25,7 +25,7 @@ def multiply_grouped(
     elif is_native(x, matrices):
         y = functional.grouped_mm(x, matrices, offs=pairs.ends)
     else:
-        from lorikeet.shard.model.kernels.grouped_triton import multiply_tiles
+        from lorikeet.shard.model.kernels.products_triton import multiply_tiles
 
         y = multiply_tiles(x, matrices, pairs)
     return y if biases is None else y.add_(biases[pairs.experts])

@@ -21,15 +21,15 @@ FOLDER = Path(__file__).with_name("tuned")
 BUILT_IN: dict[str, dict[str, int]] = {
     "shrink": {"DEPTH": 128, "SPLITS": 8, "num_warps": 4, "num_stages": 3},
     "expand": {"WIDTH": 128, "num_warps": 4, "num_stages": 1},
-    "guess": {"WIDTH": 32, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
-    "answer": {"WIDTH": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
+    "head_block": {"WIDTH": 32, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
+    "head_logits": {"WIDTH": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
 }
 """By kernel, in the order in which its launch takes them. The size that an entry is for is the number of inputs of
-shrink, guess and answer, and the number of outputs of expand (the largest of those that share a launch).
+shrink, head_block and head_logits, and the number of outputs of expand (the largest of those that share a launch).
 """
 DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _BOUNDS = {"DEPTH": (16, 512), "WIDTH": (16, 512), "SPLITS": (1, 64), "num_warps": (1, 16)}
-_MOST_STAGES = {"shrink": 8, "guess": 8, "answer": 8, "expand": 1}
+_MOST_STAGES = {"shrink": 8, "head_block": 8, "head_logits": 8, "expand": 1}
 """Of expand one: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper."""
 
 

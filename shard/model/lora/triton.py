@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from lorikeet.shard.batch.row_groups import TASK_ROWS
-from lorikeet.shard.model.kernels.matrix_unit import WIDENS, multiply_add
+from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_add, multiply_rows
 
 ENTRY = tl.constexpr(5)
 """Numbers of a slot's entry for a site: rank, addresses of a, b, scale and bias; 0 for what there is not."""
@@ -61,26 +61,15 @@ def shrink(
     lanes = tl.arange(0, ROWS)
     rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
     row = (rows * tl.num_programs(2) + part) * room
-    offsets = tl.arange(0, DEPTH)
     # As many programs for every rank, so that a captured launch holds adapters of any: large ones have turns.
     for piece in range(tl.program_id(1), splits * tl.cdiv(rank, RANKS), tl.num_programs(1)):
         a = _pointer(entry, 1, x.dtype.element_ty)
         split = piece % splits
         factors = (piece // splits) * RANKS + tl.arange(0, RANKS)
-        sums = tl.zeros((ROWS, RANKS), tl.float32)
-        for start in range(split * span, tl.minimum(num_in, (split + 1) * span), DEPTH):
-            inputs = start + offsets
-            terms = tl.load(
-                x + rows[:, None] * x_stride + inputs[None, :],
-                mask=(lanes < count)[:, None] & (inputs < num_in)[None, :],
-                other=0.0,
-            )
-            weights = tl.load(
-                a + factors[None, :] * num_in + inputs[:, None],
-                mask=(factors < rank)[None, :] & (inputs < num_in)[:, None],
-                other=0.0,
-            )
-            sums = multiply_add(terms, weights, sums, WIDENS)
+        sums = multiply_rows(
+            x + rows[:, None] * x_stride, a + factors[None, :] * num_in, 1, split * span,
+            tl.minimum(num_in, (split + 1) * span), num_in, lanes < count, factors < rank, ROWS, RANKS, DEPTH, WIDENS,
+        )  # fmt: skip
         place = h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :]
         tl.store(place, sums, mask=(lanes < count)[:, None])
 

@@ -12,7 +12,7 @@ from lorikeet.shard.batch.transfer import sendable
 from lorikeet.shard.model.kernels.tuning import DEFAULTS, Tuned
 from lorikeet.shard.model.medusa.heads import SlotHeads
 from lorikeet.shard.model.medusa.loading import MOST_BLOCKS, MOST_HEADS
-from lorikeet.shard.model.medusa.triton import ENTRY, add_drafts, put_answers
+from lorikeet.shard.model.medusa.triton import ENTRY, add_drafts, put_head_logits
 
 
 class DeviceHeads:
@@ -44,7 +44,7 @@ class DeviceHeads:
         """Let `slot` mean no heads, for steps launched from now on."""
         self.table[slot].zero_()
 
-    def draft_token(self, rows: torch.Tensor) -> torch.Tensor:
+    def draft(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [S, H]. Returns [S + E, H], the same and behind them what the output head is to see for each guess.
         Rows of guesses that nobody wants hold anything.
         """
@@ -56,16 +56,16 @@ class DeviceHeads:
         num_scratch = groups.num_drafts if num_blocks > 1 else 0
         x = rows.new_empty(num_kept + num_scratch, size)
         x[:num_rows].copy_(rows)
-        tiles = self._tuned.tiles("guess", size, rows.dtype)
+        tiles = self._tuned.tiles("head_block", size, rows.dtype)
         add_drafts(x, groups.tasks, groups.sources, groups.places, self.table, num_rows, num_blocks, tiles)
         return x[:num_kept]
 
-    def answer(self, x: torch.Tensor, logits: torch.Tensor) -> None:
+    def put_logits(self, x: torch.Tensor, logits: torch.Tensor) -> None:
         """Put the logits of version 1 heads in their places. x: [S + E, H], logits: [S + E, V]."""
         if self._has_outputs or self._is_padded:
-            groups, tiles = self._groups, self._tuned.tiles("answer", x.shape[1], x.dtype)
+            groups, tiles = self._groups, self._tuned.tiles("head_logits", x.shape[1], x.dtype)
             num_rows = x.shape[0] - groups.num_drafts
-            put_answers(x, logits, groups.tasks, groups.places, self.table, num_rows, tiles)
+            put_head_logits(x, logits, groups.tasks, groups.places, self.table, num_rows, tiles)
 
     @property
     def _is_padded(self) -> bool:

@@ -69,9 +69,9 @@ class HeadKernels(Protocol):
 
     def clear(self, slot: int) -> None: ...
 
-    def draft_token(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def draft(self, rows: torch.Tensor) -> torch.Tensor: ...
 
-    def answer(self, x: torch.Tensor, logits: torch.Tensor) -> None: ...
+    def put_logits(self, x: torch.Tensor, logits: torch.Tensor) -> None: ...
 
 
 class HeadsPool:
@@ -125,7 +125,7 @@ class HeadsPool:
         num_rows = self._inputs.logits_rows.shape[0]
         rows = args[0].reshape(-1, args[0].shape[-1])[:num_rows]  # a second row where a step has but one stays out
         if self.kernels is not None:
-            return (self.kernels.draft_token(rows)[None], *args[1:])
+            return (self.kernels.draft(rows)[None], *args[1:])
         if self._inputs.bounds is not None:
             raise RuntimeError("guesses of heads in a step with bounds need kernels of a device")
         drafts = self._draft(rows, wanted)
@@ -175,7 +175,7 @@ class HeadsPool:
         """Put the logits of version 1 heads in their places, [1, rows, V]."""
         if self.kernels is not None:
             if self._inputs.num_draft_rows:
-                self.kernels.answer(args[0][0], output.view(-1, output.shape[-1]))
+                self.kernels.put_logits(args[0][0], output.view(-1, output.shape[-1]))
             return
         kept, self._own = self._own, []
         for own in kept:

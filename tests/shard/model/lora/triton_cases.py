@@ -1,4 +1,4 @@
-"""The kernels for devices against the specification, row by row: run by test_lora_triton.py in a process of its own,
+"""The kernels for devices against the specification, row by row: run by test_triton.py in a process of its own,
 on CUDA or, with TRITON_INTERPRET=1, on CPU.
 """
 

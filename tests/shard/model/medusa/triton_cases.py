@@ -1,4 +1,4 @@
-"""The kernels for heads against adapters/medusa/model.py: run by test_heads_triton.py in a process of its own, on CUDA
+"""The kernels for heads against adapters/medusa/model.py: run by test_triton.py in a process of its own, on CUDA
 or, with TRITON_INTERPRET=1, on CPU.
 """
 

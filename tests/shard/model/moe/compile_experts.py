@@ -1,9 +1,9 @@
 """Compiles the kernels for experts for a GPU that need not be here and looks at the instructions. Run by
-test_experts_triton.py.
+test_triton.py.
 """
 
-from lorikeet.shard.model.kernels import grouped_triton as grouped
 from lorikeet.shard.model.kernels import pairs_triton as pairs
+from lorikeet.shard.model.kernels import products_triton as grouped
 from tests.shard.model.lora.compile_triton import instructions
 
 COUNTS = ("num_in", "num_out", "x_stride", "matrix_stride", "in_stride", "out_stride")

@@ -1,4 +1,4 @@
-"""The kernels for experts on devices against their specification: run by test_experts_triton.py in a process of its
+"""The kernels for experts on devices against their specification: run by test_triton.py in a process of its
 own, on CUDA or, with TRITON_INTERPRET=1, on CPU.
 """
 
@@ -26,7 +26,7 @@ from lorikeet.shard.model.adapters.upload import DeviceSlots
 from lorikeet.shard.model.graphs import CudaRecorder, Recorder
 from lorikeet.shard.model.kernels import grouped
 from lorikeet.shard.model.kernels.grouped import multiply_plainly
-from lorikeet.shard.model.kernels.grouped_triton import multiply_tiles
+from lorikeet.shard.model.kernels.products_triton import multiply_tiles
 from lorikeet.shard.model.kernels.pairs import SortedPairs, sort_pairs, tasks_of
 from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
 from lorikeet.shard.model.lora.memory import PinnedMemory
