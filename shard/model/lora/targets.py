@@ -320,7 +320,7 @@ def compiled(dtype: torch.dtype) -> int | None:
 @cache
 def library_for(dtype: torch.dtype) -> ctypes.CDLL:
     """targets.c for this element type. Raises CompilerMissing."""
-    loaded = library(_SOURCE, *(("ELEMENT_BF16",) if dtype == torch.bfloat16 else ()))
+    loaded = library(_SOURCE, f"BF16={int(dtype == torch.bfloat16)}")
     loaded.adapt.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     loaded.adapt_embedding.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     loaded.pack.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
