@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from lorikeet.shard.model.kernels.cpu import huge_pages
+
 ALIGNMENT = 64
 STRETCH_BYTES = 256 * 2**20
 """Of pinned memory at a time; torch rounds what it pins up to a power of two."""
@@ -33,7 +35,7 @@ class Arena:
     def __init__(self, num_bytes: int, is_pinned: bool = False) -> None:
         """`is_pinned`: in memory that a CUDA device copies from by itself."""
         self.num_bytes = max(mmap.PAGESIZE, num_bytes // ALIGNMENT * ALIGNMENT)
-        memory: mmap.mmap | memoryview = _pinned(self.num_bytes) if is_pinned else _large_pages(self.num_bytes)
+        memory: mmap.mmap | memoryview = _pinned(self.num_bytes) if is_pinned else huge_pages(self.num_bytes)
         self._memory = memory
         self._free = [(0, self.num_bytes)]  # (offset, length) in order, never touching
         self._lock = threading.RLock()  # a piece may be given back while this thread takes another
@@ -96,13 +98,6 @@ class PinnedMemory:
         self._left -= size
         self._arenas.append(Arena(size, self._is_pinned))
         return self._arenas[-1].take(num_bytes)
-
-
-def _large_pages(num_bytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _pinned(num_bytes: int) -> memoryview:
