@@ -1,6 +1,10 @@
-"""Where a model's attention meets ours: transformers calls one registered function, which finds the layer's site.
+"""Binds attention modules of transformers to our backend: they call one registered function, which finds the layer's
+binding.
 
-A site is bound to each attention module. It learns the layer's shape from its first call, before any KV exists.
+Each attention module has a binding, which records the layer's shape at its first call, before any KV exists. Bloom,
+falcon and mpt, whose code in transformers calls no attention function, get attention classes of ours here. Alibi
+becomes a slope per head: softmax does not change when a row's scores change by the same amount, so slope times distance
+equals slope times position.
 """
 
 from typing import Any
@@ -20,7 +24,7 @@ NAME = "lorikeet"
 
 
 class AttentionBinding(nn.Module):
-    """One layer's place in the KV memory. A module without parameters, so that it is found by walking the model."""
+    """One layer's attention and KV. A module without parameters, so that walking the model finds it."""
 
     def __init__(self, backend: AttentionBackend, inputs: StepInputs) -> None:
         super().__init__()
@@ -40,13 +44,13 @@ class AttentionBinding(nn.Module):
             self.spec = describe(query, key, value, options)
         if self.kv is None:
             return value.new_zeros(1, query.shape[0], self.spec.num_heads, self.spec.value_dim)
-        num_tokens = self.inputs.kv_slots.shape[0]  # the row has a second token where a step has but one
+        num_tokens = self.inputs.kv_slots.shape[0]  # a step of one token is computed as two
         output = self.backend.attend(self.spec, self.kv, query[:num_tokens], key[:num_tokens], value[:num_tokens])
         return output.expand(query.shape[0], -1, -1)[None]
 
 
 def describe(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> AttentionSpec:
-    """The layer's fixed facts, from the arguments of a call. query: [T, heads, D], key and value: [T, kv_heads, D]."""
+    """The layer's properties, from the arguments of a call. query: [T, heads, D], key and value: [T, kv_heads, D]."""
     scaling = options.get("scaling")
     return AttentionSpec(
         num_heads=query.shape[1],
@@ -69,11 +73,11 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers' attention modules call by name. Masks are ours: theirs must be None."""
+    """The function that transformers' attention modules look up. Masks are ours: theirs must be None."""
     if attention_mask is not None:
-        raise ValueError("the model insists on an attention mask of its own")
-    site: AttentionBinding = module.lorikeet_target  # type: ignore[assignment]
-    return site(query, key, value, options), None
+        raise ValueError("the model needs an attention mask that it makes itself")
+    binding: AttentionBinding = module.lorikeet_binding  # type: ignore[assignment]
+    return binding(query, key, value, options), None
 
 
 AttentionInterface.register(NAME, paged_attention)
@@ -90,30 +94,30 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 class BloomAttention(nn.Module):
     """In place of transformers' BloomAttention."""
 
-    def __init__(self, old: Any, site: AttentionBinding) -> None:
+    def __init__(self, old: Any, binding: AttentionBinding) -> None:
         super().__init__()
         self.query_key_value, self.dense = old.query_key_value, old.dense
         self.num_heads, self.head_dim = old.num_heads, old.head_dim
-        self.lorikeet_target = site
+        self.lorikeet_binding = binding
         slopes = modeling_bloom.build_alibi_tensor(torch.ones(1, 2), old.num_heads, torch.float32)[:, 0, 1]
         self.options = {"scaling": old.inv_norm_factor, "alibi_slopes": slopes}
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """hidden_states, residual: [1, T, H]."""
         fused = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim))
-        output = self.lorikeet_target(*(_heads(fused[..., i, :]) for i in range(3)), self.options)
+        output = self.lorikeet_binding(*(_heads(fused[..., i, :]) for i in range(3)), self.options)
         return self.dense(output.flatten(2)) + residual, None
 
 
 class FalconAttention(nn.Module):
     """In place of transformers' FalconAttention: grouped, multi-query or one K and V per head; rotary or alibi."""
 
-    def __init__(self, old: Any, site: AttentionBinding) -> None:
+    def __init__(self, old: Any, binding: AttentionBinding) -> None:
         super().__init__()
         self.query_key_value, self.dense = old.query_key_value, old.dense
         self.head_dim, self.num_kv_heads = old.head_dim, old.num_kv_heads
         self.group = old.num_heads // old.num_kv_heads
-        self.lorikeet_target = site
+        self.lorikeet_binding = binding
         self.options: dict[str, Any] = {"scaling": old.inv_norm_factor}
         if old.config.alibi:
             slopes = modeling_falcon.build_alibi_tensor(torch.ones(1, 2), old.num_heads, torch.float32)[:, 0, 1]
@@ -132,17 +136,17 @@ class FalconAttention(nn.Module):
         )
         if "alibi_slopes" not in self.options:
             query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
-        return self.dense(self.lorikeet_target(query, key, value, self.options).flatten(2)), None
+        return self.dense(self.lorikeet_binding(query, key, value, self.options).flatten(2)), None
 
 
 class MptAttention(nn.Module):
     """In place of transformers' MptAttention."""
 
-    def __init__(self, old: Any, site: AttentionBinding) -> None:
+    def __init__(self, old: Any, binding: AttentionBinding) -> None:
         super().__init__()
         self.Wqkv, self.out_proj = old.Wqkv, old.out_proj
         self.num_heads, self.head_dim, self.clip = old.n_heads, old.head_dim, old.clip_qkv
-        self.lorikeet_target = site
+        self.lorikeet_binding = binding
         slopes = -modeling_mpt.build_mpt_alibi_tensor(old.n_heads, 2)[:, 0, 0]
         self.options = {"scaling": old.softmax_scale, "alibi_slopes": slopes}
 
@@ -152,12 +156,12 @@ class MptAttention(nn.Module):
         if self.clip:
             fused = fused.clamp(min=-self.clip, max=self.clip)
         fused = fused.unflatten(-1, (3, self.num_heads, self.head_dim))
-        output = self.lorikeet_target(*(_heads(fused[..., i, :, :]) for i in range(3)), self.options)
+        output = self.lorikeet_binding(*(_heads(fused[..., i, :, :]) for i in range(3)), self.options)
         return self.out_proj(output.flatten(2)), None
 
 
 class MptTrunk(nn.Module):
-    """In place of transformers' MptModel, which insists on a mask of its own."""
+    """In place of transformers' MptModel, which always makes a mask."""
 
     def __init__(self, old: Any) -> None:
         super().__init__()
@@ -179,7 +183,7 @@ REPLACEMENTS: dict[type[nn.Module], type[BloomAttention | FalconAttention | MptA
 
 
 def replace_legacy(network: nn.Module, backend: AttentionBackend, inputs: StepInputs) -> None:
-    """Put our attention in place of transformers' where it has none of the interface."""
+    """Replace attention classes of transformers that do not use its attention interface."""
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
             replacement = REPLACEMENTS.get(type(child))

@@ -28,7 +28,7 @@ class FusedAttention(nn.Module):
         """`options`: what the plain block passes to its attention function by keyword."""
         super().__init__()
         self._kernels, self._norms, self._options = kernels, norms, options
-        self.lorikeet_target: AttentionBinding = block.lorikeet_target
+        self.lorikeet_binding: AttentionBinding = block.lorikeet_binding
         self.layer_idx: int = block.layer_idx
         self.num_heads, self.num_kv_heads, self.head_dim = parts.num_heads, parts.num_kv_heads, parts.head_dim
         self.qkv = kernels.join(parts.qkv)
@@ -47,7 +47,7 @@ class FusedAttention(nn.Module):
         # [1, heads + 2 kv_heads, T, D]
         heads = qkv.view(1, qkv.shape[1], -1, self.head_dim).transpose(1, 2)
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        output = self.lorikeet_target(query, key, value, self._options)
+        output = self.lorikeet_binding(query, key, value, self._options)
         projected: torch.Tensor = self.out(output.reshape(*hidden_states.shape[:-1], -1))
         return projected, None
 

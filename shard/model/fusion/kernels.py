@@ -29,24 +29,28 @@ HeadNorms = tuple[Norm, Norm] | None
 class FusionKernels(Protocol):
     """The kernels of one device, and the modules that they compute."""
 
-    forms: Sequence[NormForm]
+    forms: Sequence[NormForm] = FORMS
     """Of the norms that they compute."""
-    joins_gate_and_up: bool
+    joins_gate_and_up = True
     """Whether gate and up are one product."""
-    compiles_layers: bool
+    compiles_layers = False
     """Whether a decoder layer of fused parts is one call."""
 
-    def supports_norm(self, norm: Norm) -> bool: ...
+    def supports_norm(self, norm: Norm) -> bool:
+        return True
 
-    def supports_mlp(self, parts: MlpParts, is_tanh: bool) -> bool: ...
+    def supports_mlp(self, parts: MlpParts, is_tanh: bool) -> bool:
+        return True
 
-    def supports_attention(self, parts: AttentionParts, rotary_width: int | None) -> bool: ...
+    def supports_attention(self, parts: AttentionParts, rotary_width: int | None) -> bool:
+        return True
 
     def join(self, parts: Sequence[nn.Linear]) -> PackedMatrix:
         """The weights of linear layers with one input as one matrix."""
 
     def output(self, part: nn.Module) -> nn.Module:
         """The module to use in place of the last product of a block."""
+        return part
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x: [..., H]."""
@@ -66,9 +70,10 @@ class FusionKernels(Protocol):
 
     def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
         """A FusedMlp without adapters as one call; None where there is no such call."""
+        return None
 
 
-class CpuKernels:
+class CpuKernels(FusionKernels):
     """Compiled C (cpu.c), bfloat16."""
 
     forms = FORMS[:1]
@@ -114,12 +119,8 @@ class CpuKernels:
         return cpu.gated_mlp(x, gate.packed, up.packed, gate.out_features, down.packed, down.out_features)
 
 
-class CudaKernels:
+class CudaKernels(FusionKernels):
     """Triton, any number format."""
-
-    forms = FORMS
-    joins_gate_and_up = True
-    compiles_layers = False
 
     def __init__(self) -> None:
         """Raises ValueError without triton."""
@@ -130,20 +131,8 @@ class CudaKernels:
             raise ValueError(f"{reason}: {missing}") from missing
         self._triton = triton
 
-    def supports_norm(self, norm: Norm) -> bool:
-        return True
-
-    def supports_mlp(self, parts: MlpParts, is_tanh: bool) -> bool:
-        return True
-
-    def supports_attention(self, parts: AttentionParts, rotary_width: int | None) -> bool:
-        return True
-
     def join(self, parts: Sequence[nn.Linear]) -> PackedMatrix:
         return FusedMatrix(parts)
-
-    def output(self, part: nn.Module) -> nn.Module:
-        return part
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self._triton.rms_norm(x, norm.weight, norm.epsilon, *norm.form)
@@ -162,9 +151,6 @@ class CudaKernels:
             of_query, of_key = norms
             self._triton.rotate(qkv, cos, sin, shape, of_query.weight, of_key.weight, of_query.epsilon, *of_query.form)
 
-    def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
-        return None
-
 
 class FusedMatrix(PackedMatrix):
     """The weights of several linear layers with one input as one plain matrix."""
@@ -176,13 +162,10 @@ class FusedMatrix(PackedMatrix):
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         # [out of all]
         self.bias = joined_bias(parts)
-        super().__init__(self.weight, self.bias)
+        super().__init__(self.weight)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-    def project(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight)
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, self.weight, bias)
 
 
 class CompiledLayer:
@@ -222,7 +205,7 @@ class CompiledLayer:
 
     def __call__(self, hidden_states: Tensor, angles: PositionEmbeddings) -> Tensor | None:
         """hidden_states: [1, T, H]. Returns [1, T, H], None where the parts have to be called one by one."""
-        binding = self._attention.lorikeet_target
+        binding = self._attention.lorikeet_binding
         native = binding.backend.native(binding.kv) if binding.kv is not None else None
         adapters = None if native is None else self._adapters()
         if native is None or adapters is None:

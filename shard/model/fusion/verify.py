@@ -55,18 +55,19 @@ def difference(plain: nn.Module, fused: nn.Module, x: torch.Tensor) -> float:
         wanted = plain(x)
     except (RuntimeError, TypeError):  # other arguments: another kind of module
         return float("inf")
-    got = fused(x)
-    if wanted.shape != got.shape or wanted.dtype != got.dtype:
-        return float("inf")
-    return float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max())
+    return _distance(wanted, fused(x))
 
 
 def close(wanted: torch.Tensor, got: torch.Tensor) -> bool:
     """Whether both are the same but for roundings."""
+    return _distance(wanted, got) <= TOLERANCES[wanted.dtype]
+
+
+def _distance(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """The largest difference, as a part of the largest value."""
     if wanted.shape != got.shape or wanted.dtype != got.dtype:
-        return False
-    apart = (wanted.float() - got.float()).abs().max()
-    return bool(apart <= TOLERANCES[wanted.dtype] * wanted.float().abs().max())
+        return float("inf")
+    return float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max())
 
 
 @torch.inference_mode()
@@ -93,14 +94,14 @@ def attend(block: Any, recorder: Recorder, x: torch.Tensor, position_embeddings:
     """The output of an attention block for x [1, T, H], with the recorder as its attention. Raises TypeError or
     RuntimeError where it takes other arguments or angles, or does not return an output and weights.
     """
-    binding = block.lorikeet_target
-    del block.lorikeet_target
-    block.lorikeet_target = recorder
+    binding = block.lorikeet_binding
+    del block.lorikeet_binding
+    block.lorikeet_binding = recorder
     try:
         returned = block(hidden_states=x, position_embeddings=position_embeddings, attention_mask=None)
     finally:
-        del block.lorikeet_target
-        block.lorikeet_target = binding
+        del block.lorikeet_binding
+        block.lorikeet_binding = binding
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError("no pair of an output and attention weights")
     output: torch.Tensor = returned[0]

@@ -223,8 +223,8 @@ static void pack_b(const Factors *f, int64_t wide_rank) {
     }
 }
 
-static void *pack_all(void *told) {
-    const Packing *packing = told;
+static void *pack_all(void *argument) {
+    const Packing *packing = argument;
 #ifdef __linux__
     if (packing->niceness) setpriority(PRIO_PROCESS, syscall(SYS_gettid), getpriority(PRIO_PROCESS, 0) + packing->niceness);
 #endif

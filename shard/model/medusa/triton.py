@@ -21,7 +21,7 @@ from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_rows
 from lorikeet.shard.model.medusa.loading import MOST_BLOCKS
 
 ENTRY = tl.constexpr(2 + 2 * MOST_BLOCKS)
-"""Numbers of a head's entry: blocks, address of its output matrix or 0, then of each block's weight and bias."""
+"""Elements of a head's entry: blocks, address of its output matrix or 0, then of each block's weight and bias."""
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def head_logits(
     HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     IS_ALIGNED: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """logits[place] = x[place] . output matrix, where the head has one of its own."""
+    """logits[place] = x[place] . output matrix, for heads that have one."""
     task, piece = tl.program_id(0), tl.program_id(1)
     slot, head = tl.load(tasks + task * 4), tl.load(tasks + task * 4 + 1)
     first, count = tl.load(tasks + task * 4 + 2), tl.load(tasks + task * 4 + 3)
@@ -124,10 +124,10 @@ def add_drafts(
     x: torch.Tensor, tasks: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, table: torch.Tensor,
     num_rows: int, num_blocks: int, tiles: list[int],
 ) -> None:  # fmt: skip
-    """What heads make of hidden rows, in place. x: [S + E, H], hidden rows first; [S + 2 E, H] for several blocks.
+    """Compute draft rows from hidden rows, in place. x: [S + E, H], hidden rows first; [S + 2 E, H] for several blocks.
 
-    tasks, sources, places: of HeadGroups; table: [slots, heads, ENTRY]; num_blocks: launches, and blocks that a head
-    has at most; tiles: WIDTH, DEPTH, warps and stages.
+    tasks, sources, places: of HeadGroups; table: [slots, heads, ENTRY]; num_blocks: launches, and most blocks of
+    a head; tiles: WIDTH, DEPTH, warps and stages.
     """
     num_in, num_drafts = x.shape[1], places.shape[0]
     grid = (tasks.shape[0], triton.cdiv(num_in, tiles[0]))
@@ -143,7 +143,7 @@ def put_head_logits(
     x: torch.Tensor, logits: torch.Tensor, tasks: torch.Tensor, places: torch.Tensor, table: torch.Tensor,
     num_rows: int, tiles: list[int],
 ) -> None:  # fmt: skip
-    """Logits of heads with an output matrix of their own, in place. x: [S + E, H]; logits: [S + E, V]."""
+    """Logits of heads that have an output matrix, in place. x: [S + E, H]; logits: [S + E, V]."""
     num_in, num_out = x.shape[1], logits.shape[1]
     head_logits[(tasks.shape[0], triton.cdiv(num_out, tiles[0]))](
         x, logits, tasks, places, table, num_in, num_out, num_rows, logits.stride(0), **_fixed(table, num_in, tiles)

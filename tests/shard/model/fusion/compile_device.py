@@ -63,7 +63,7 @@ def main() -> None:
         assert count(text, "ld.global.v4.b32") == count(text, "ld.global") == 2
         assert count(text, "st.global.v4.b32") == 1
     for norms in (False, True):
-        text = instructions(kernels.rotate_heads, ROTARY | {"NORMS": norms}, 2, "num_heads num_turned")
+        text = instructions(kernels.rotate_heads, ROTARY | {"NORMS": norms}, 2, "num_heads num_rotated")
         # both halves of eight heads; the angles of a row are few
         assert count(text, "ld.global.v4.b32") == 2
         assert count(text, "st.global.v4.b32") == count(text, "st.global") == 2

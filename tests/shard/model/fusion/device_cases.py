@@ -140,7 +140,7 @@ def test_mlps_that_do_something_else_are_left_alone() -> None:
 def block_of(kind: Any, config_kind: Any, dtype: torch.dtype, **more: Any) -> Any:
     block = settle(kind(config_kind(**SHAPE, **more), 1), dtype)
     backend = attention.create("reference", DEVICE, dtype, 16)
-    block.lorikeet_target = AttentionBinding(backend, StepInputs(16, DEVICE))
+    block.lorikeet_binding = AttentionBinding(backend, StepInputs(16, DEVICE))
     return block
 
 
@@ -168,11 +168,11 @@ FUSED = {
     ids=str,
 )
 @torch.inference_mode()
-def test_the_site_gets_the_same(name: str, dtype: torch.dtype) -> None:
+def test_the_attention_gets_the_same_arguments(name: str, dtype: torch.dtype) -> None:
     kind, config_kind, more, width = FUSED[name]
     block = block_of(kind, config_kind, dtype, **more)
     module = fuse_attention(block, set(), width)
-    assert isinstance(module, FusedAttention) and module.lorikeet_target is block.lorikeet_target
+    assert isinstance(module, FusedAttention) and module.lorikeet_binding is block.lorikeet_binding
     assert (module.qkv.out_features, module.qkv.in_features) == (8 * 24, 48)
     x = drawn(1, 5, 48, dtype=dtype)
     angles = drawn(1, 5, (width or 24) // 2, dtype=torch.float32, seed=8).repeat(1, 1, 2)

@@ -135,11 +135,11 @@ def test_sums_are_part_of_the_norms_that_follow(kind: str, num_alone: int, monke
     assert called.count("add_rms_norm") == 4 and called.count("rms_norm") == num_alone
 
 
-def test_no_weight_is_there_twice() -> None:
+def test_no_weight_is_held_twice() -> None:
     network = network_of("llama", torch.float32, **ONE)
     wanted = sum(parameter.numel() for parameter in network.parameters())
     layer = network.model.layers[0]
-    layer.self_attn.lorikeet_target = Recorder()
+    layer.self_attn.lorikeet_binding = Recorder()
     parts = (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj)
     dropped = [weakref.ref(part.weight) for part in parts]
     del layer, parts
@@ -193,11 +193,11 @@ def test_adapters_of_fused_products_take_one_launch() -> None:
 
 def compute_compiled(bench: Bench) -> None:
     """Let compiled code compute the adapters of a bench: the interpreter takes its time."""
-    for site in bench.targets:
-        site.kernels = None
+    for target in bench.targets:
+        target.kernels = None
         for slot in range(NUM_SLOTS):
-            weights = bench.plain.get((slot, site.name))
-            site.put(slot, None if weights is None else weights.packed(site.is_embedding))
+            weights = bench.plain.get((slot, target.name))
+            target.put(slot, None if weights is None else weights.packed(target.is_embedding))
 
 
 def segments_of(slots: list[int], counts: tuple[int, ...] = (3, 1, 2, 1, 1)) -> list[Segment]:
@@ -207,7 +207,7 @@ def segments_of(slots: list[int], counts: tuple[int, ...] = (3, 1, 2, 1, 1)) -> 
 def targets_of(model: Model) -> list[LoraTarget]:
     """Of the layers' products."""
     model.allocate_adapters(NUM_SLOTS)
-    return [site for name, site in model.lora_targets.items() if "_proj" in name and isinstance(site, LoraTarget)]
+    return [target for name, target in model.lora_targets.items() if "_proj" in name and isinstance(target, LoraTarget)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])

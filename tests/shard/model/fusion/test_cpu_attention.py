@@ -1,4 +1,4 @@
-"""The fused attention block hands its site what the plain one does, and is left out where it would not."""
+"""The fused attention block hands its binding what the plain one does, and is left out where it would not."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def block_of(kind: Any, config_kind: Any, **more: Any) -> Any:
     block = kind(config_kind(**SHAPE, **more), 1).bfloat16()
     device = torch.device("cpu")
     backend = attention.create("reference", device, torch.bfloat16, 16)
-    block.lorikeet_target = AttentionBinding(backend, StepInputs(16, device))
+    block.lorikeet_binding = AttentionBinding(backend, StepInputs(16, device))
     return block
 
 
@@ -64,14 +64,14 @@ def inputs_of(num_tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.
     ],
 )
 @torch.inference_mode()
-def test_the_site_gets_the_same(kind: Any, config_kind: Any, more: dict[str, Any]) -> None:
+def test_the_attention_gets_the_same_arguments(kind: Any, config_kind: Any, more: dict[str, Any]) -> None:
     block = block_of(kind, config_kind, **more)
-    site, (x, angles) = block.lorikeet_target, inputs_of(40)
+    binding, (x, angles) = block.lorikeet_binding, inputs_of(40)
     plain, fused = Recorder(), Recorder()
     wanted = attend(block, plain, x, angles)
     module = fuse_attention(block, set())
     assert isinstance(module, FusedAttention)
-    assert module.lorikeet_target is site
+    assert module.lorikeet_binding is binding
     got = attend(module, fused, x, angles)
     assert fused.options == plain.options
     for one, other in zip((wanted, *plain.seen), (got, *fused.seen), strict=True):

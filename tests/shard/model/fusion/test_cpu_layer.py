@@ -81,7 +81,7 @@ def test_a_layer_norm_is_no_rms_norm_however_wide(width: int) -> None:
     assert fuse_norm(CohereLayerNorm(width).bfloat16(), CpuKernels()) is None
 
 
-def test_nothing_is_fused_where_nothing_is_to_be(tmp_path: Path) -> None:
+def test_fusions_none_fuses_nothing(tmp_path: Path) -> None:
     tiny.make("llama", tmp_path, **SHAPE)
     model = load_model(ShardConfig("tiny", str(tmp_path), "unix:/dev/null", dtype="bfloat16", fusions="none"))
     assert not any(isinstance(module, FusedNorm | FusedDecoderLayer) for module in model.network.modules())
