@@ -162,5 +162,5 @@ def test_experts_with_a_norm_are_rejected() -> None:
     network = network_of("mixtral", torch.float32)
     block: Any = next(module for module in network.modules() if is_experts(module))
     block.has_post_expert_norm = True
-    with pytest.raises(ValueError, match="a norm of their own"):
+    with pytest.raises(ValueError, match="experts with a norm"):
         place_experts(network)
