@@ -10,10 +10,8 @@
 // [N, kv_heads, P / TERMS, value_width, TERMS]; key_width is key_dim rounded up to 2, value_width rounded up to 16.
 #include <math.h>
 #include <omp.h>
-#include <stdint.h>
-#include <string.h>
-#if BF16 && PAIRED && defined(__AVX512BF16__)
-#include <immintrin.h>
+#include "system/simd.h"
+#if BF16 && PAIRED && defined(WITH_AVX512)
 #define TERMS 2
 #else
 #define TERMS 1
@@ -52,12 +50,6 @@ INLINE vec exp_vec(vec x) {
     return select_vec(tiny, splat(0.0f), y * (vec)((n + 127) << 23));
 }
 
-#if BF16
-typedef uint16_t element;
-#else
-typedef float element;
-#endif
-
 // `operand`: an element of a query or a weight as it is multiplied; `terms`: what a lane multiplies, TERMS of them.
 #if TERMS == 2
 typedef element operand;
@@ -94,10 +86,7 @@ INLINE vec weigh(vec x, float most) {
 INLINE vec larger(vec x, vec than) { return _mm512_max_ps(x, than); }  // `than` where x is NaN
 INLINE float largest(vec x) { return _mm512_reduce_max_ps(x); }
 INLINE float total(vec x) { return _mm512_reduce_add_ps(x); }
-INLINE uint16_t first_lanes(int64_t count) { return count >= LANES ? 0xffff : (1u << count) - 1; }
-INLINE void store_lanes(element *out, vec x, int64_t count) {
-    _mm256_mask_storeu_epi16(out, first_lanes(count), (__m256i)_mm512_cvtneps_pbh((__m512)x));
-}
+INLINE void store_first(element *out, vec x, int64_t count) { store_lanes(out, first_lanes(count), (__m512)x); }
 // A position's V to its half of the pairs at `out`, and nothing to the other half: that may be another thread's.
 INLINE void put_value(element *out, const element *value, int64_t dim, int64_t half) {
     for (int64_t c = 0; c < dim; c += LANES) {
@@ -113,18 +102,8 @@ INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_
 typedef float operand;
 typedef vec terms;
 #if BF16
-INLINE float to_float(element x) {
-    union { uint32_t i; float f; } u = {(uint32_t)x << 16};
-    return u.f;
-}
-INLINE element from_float(float x) {  // round to nearest even; NaN stays NaN
-    union { float f; uint32_t i; } u = {x};
-    return x != x ? 0x7fc0 : (element)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
-}
 INLINE terms load(const element *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
 #else
-INLINE float to_float(element x) { return x; }
-INLINE element from_float(float x) { return x; }
 INLINE terms load(const element *p) { return *(const vec *)p; }
 #endif
 INLINE terms load_first(const element *p) { return load(p); }
@@ -157,7 +136,7 @@ INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_
     for (int64_t d = 0; d < dim; d++) out[d * page_size] = key[d];
     if (dim % 2) out[dim * page_size] = 0;
 }
-INLINE void store_lanes(element *out, vec x, int64_t count) {
+INLINE void store_first(element *out, vec x, int64_t count) {
     for (int i = 0; i < LANES && i < count; i++) out[i] = from_float(x[i]);
 }
 #endif
@@ -360,7 +339,7 @@ static void attend_tile(const Layer *layer, const Step *step, const Tile *tile, 
         element *target =
             output + ((row0 + r / group) * layer->num_heads + kv_head * group + r % group) * layer->value_dim;
         for (int64_t c = 0; c < layer->value_dim; c += LANES)
-            store_lanes(target + c, *(vec *)(out + r * width + c) * scale, layer->value_dim - c);
+            store_first(target + c, *(vec *)(out + r * width + c) * scale, layer->value_dim - c);
     }
 }
 

@@ -1,7 +1,6 @@
-"""Builds a C source of ours with the machine's compiler, once per machine and source, and loads it.
+"""Builds a C source with the machine's compiler, once per machine and source, and loads it.
 
-The result lies in the user's cache folder under a hash of source, flags, compiler and processor. Knows nothing of what
-the source computes.
+The library is kept in the user's cache folder under a hash of source, headers, flags, compiler and processor.
 """
 
 import ctypes
@@ -14,6 +13,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+_SHARD = Path(__file__).parents[1]
+"""Sources include headers by their path from here."""
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 
 
@@ -31,8 +32,9 @@ def library(source: Path, *defines: str) -> ctypes.CDLL:
     compiler = next((path for name in candidates if name and (path := shutil.which(name))), None)
     if compiler is None:
         raise CompilerMissing("no C compiler (cc, gcc or clang) on this machine")
-    flags = (*FLAGS, *(f"-D{define}" for define in defines))
-    key = hashlib.sha256("\0".join([source.read_text(), compiler, *flags, _processor()]).encode()).hexdigest()[:20]
+    flags = (*FLAGS, f"-I{_SHARD}", *(f"-D{define}" for define in defines))
+    texts = [path.read_text() for path in (source, *sorted(_SHARD.rglob("*.h")))]
+    key = hashlib.sha256("\0".join([*texts, compiler, *flags, _processor()]).encode()).hexdigest()[:20]
     built = _cache_folder() / f"{source.stem}-{key}.so"
     if not built.exists():
         _build(compiler, flags, source, built)
@@ -40,7 +42,7 @@ def library(source: Path, *defines: str) -> ctypes.CDLL:
 
 
 def _build(compiler: str, flags: tuple[str, ...], source: Path, built: Path) -> None:
-    """Compile beside the target, then rename: a second process never sees half a file."""
+    """Compile next to the target, then rename it: no other process sees half a file."""
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         fresh = Path(folder) / built.name
         command = [compiler, *flags, str(source), "-o", str(fresh), "-lm"]

@@ -1,4 +1,4 @@
-"""Faults of what devices add: ranks, want of memory, attention, captured steps, guesses, twins, KV in eight bits."""
+"""Faults for devices: ranks, out of memory, attention, captured steps, drafts, fused modules, KV in eight bits."""
 
 from tests.mutants.mutant import Mutant
 
@@ -15,8 +15,8 @@ MUTANTS = [
     Mutant(
         "results of columns are not added up",
         "shard/model/tensor_parallel/partitioning.py",
-        "        if cut.is_row_parallel:\n            module.register",
-        "        if cut.is_split:\n            module.register",
+        "        if part.is_row_parallel:\n            module.register",
+        "        if part.is_split:\n            module.register",
         f"{CUT_TEST}::test_split_over_two_it_computes_the_same[llama]",
     ),
     Mutant(
@@ -27,24 +27,24 @@ MUTANTS = [
         f"{CUT_TEST}::test_odd_vocabularies_tied_heads_and_biases_are_split_too[overrides2]",
     ),
     Mutant(
-        "gate and up of experts are cut as one matrix",
+        "gate and up of experts are split as one matrix",
         "shard/model/tensor_parallel/partitioning.py",
-        "num_stacked = 2 if block.has_gate and not is_row_parallel else 1",
+        "num_stacked = 2 if block.has_gate and not is_row else 1",
         "num_stacked = 1",
         f"{CUT_TEST}::test_split_over_two_it_computes_the_same[mixtral]",
     ),
     Mutant(
         "every rank adds an adapter's bias",
         "shard/model/adapters/plan.py",
-        "if cut.rank > 0:",
-        "if cut.rank > 1:",
+        "if partition.rank > 0:",
+        "if partition.rank > 1:",
         "tests/shard/model/adapters/test_loading.py::test_a_rank_reads_its_part_of_each_factor[columns-float32-blocks]",
     ),
     Mutant(
         "DoRA divides by the length of a rank's columns",
         "shard/model/adapters/loading.py",
-        "squares = self._add_up(squares)",
-        "self._add_up(squares.clone())",
+        "squares = self._sum_over_ranks(squares)",
+        "self._sum_over_ranks(squares.clone())",
         f"{READ_TEST}::test_dora_divides_by_the_length_of_whole_rows",
     ),
     Mutant(
@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "graphs outlive the pages that they write to",
         "shard/model/model.py",
-        "        self.drop_graphs()\n        for site",
+        "        self.drop_graphs()\n        for binding",
         "        for site",
         f"{GRAPHS_TEST}::test_new_pages_drop_the_graphs",
     ),
@@ -146,7 +146,7 @@ MUTANTS = [
         "tests/shard/batch/test_head_groups.py::test_every_guess_is_in_one_task[distinct-80]",
     ),
     Mutant(
-        "a twin stays whatever it computes",
+        "a fused module is used whatever it computes",
         "shard/model/fusion/verify.py",
         "return float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max())",
         "return 0.0",

@@ -8,16 +8,12 @@
 #endif
 #include <omp.h>
 #include <pthread.h>
-#include <stdint.h>
-#include <string.h>
 #ifdef __linux__
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "model/lora/targets.h"
 
 #define MOST_RANK 512
 #define MOST_ROWS 16     // of a task
@@ -25,75 +21,23 @@
 #define RANKS 8          // rows of A side by side
 #define ALONE (1 << 16)  // so few multiplications are not worth a second thread
 
-#ifdef ELEMENT_BF16
-#define STEP 32  // terms of one instruction
-typedef uint16_t element;
-static inline float widen(element x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-static inline element narrow(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (element)((bits >> 16) | 0x40);  // not a number stays one
-    return (element)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-#else
-#define STEP 16
-typedef float element;
-static inline float widen(element x) { return x; }
-static inline element narrow(float x) { return x; }
-#endif
+#define STEP (64 / (int64_t)sizeof(element))  // terms of one instruction
 
-// One adapter's share of one module; rank, a multiple of 8, is 0 and pointers are NULL where it has none.
-typedef struct {
-    int64_t rank;
-    const element *a, *b;
-    const float *scale, *bias;  // [out] or NULL
-} Weights;
-
-// Rows `first` ... `first + count - 1` of the step belong to `slot`; count is at most MOST_ROWS.
-typedef struct {
-    int32_t slot, first, count;
-} Task;
-
-// One module of the base: its input and its output. `base_bias` [out] or NULL is what y holds beside W x.
-typedef struct {
-    const Weights *slots;
-    const element *x;
-    int64_t x_stride, num_in;
-    element *y;
-    int64_t y_stride, num_out;
-    const float *base_bias;
-} Part;
-
-#if defined(__AVX512F__) && defined(__AVX512BW__) && (!defined(ELEMENT_BF16) || defined(__AVX512BF16__))
+#ifdef WITH_AVX512
 // Each sum below takes its terms in order, whatever the number of rows or factors that one pass works on.
-#ifdef ELEMENT_BF16
+#if BF16
 typedef __m512bh terms;
 static inline terms load_terms(const element *p, int64_t n) {
     return (terms)(n >= STEP ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << n) - 1, p));
 }
 static inline __m512 add_terms(__m512 sum, terms x, terms a) { return _mm512_dpbf16_ps(sum, x, a); }
-static inline __m512 load16(const element *p, __mmask16 mask) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
-}
-static inline void store16(element *p, __mmask16 mask, __m512 x) {
-    _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x));
-}
 #else
 typedef __m512 terms;
 static inline terms load_terms(const element *p, int64_t n) {
     return n >= STEP ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 }
 static inline __m512 add_terms(__m512 sum, terms x, terms a) { return _mm512_fmadd_ps(x, a, sum); }
-static inline __m512 load16(const element *p, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, p); }
-static inline void store16(element *p, __mmask16 mask, __m512 x) { _mm512_mask_storeu_ps(p, mask, x); }
 #endif
-
-static inline __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
 
 // u[r, j] = x[r] . a[j] for ROWS rows and eight rows of A
 #define DEFINE_DOTS(ROWS)                                                                                     \
@@ -148,7 +92,7 @@ static inline __m512 changed(const Weights *w, __m512 y, __m512 delta, const flo
             for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_setzero_ps();                                 \
         for (int64_t j = 0; j < w->rank; j++, b += WIDTH) {                                                     \
             __m512 row[VECTORS];                                                                                \
-            for (int v = 0; v < VECTORS; v++) row[v] = load16(b + 16 * v, 0xffff);                              \
+            for (int v = 0; v < VECTORS; v++) row[v] = load16(b + 16 * v);                                      \
             for (int r = 0; r < ROWS; r++) {                                                                    \
                 __m512 factor = _mm512_set1_ps(u[r * w->rank + j]);                                             \
                 for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_fmadd_ps(factor, row[v], sums[r][v]);     \
@@ -156,9 +100,9 @@ static inline __m512 changed(const Weights *w, __m512 y, __m512 delta, const flo
         }                                                                                                       \
         for (int r = 0; r < ROWS; r++)                                                                          \
             for (int v = 0; v < VECTORS && 16 * v < width; v++) {                                               \
-                __mmask16 mask = first(width - 16 * v);                                                         \
+                __mmask16 mask = first_lanes(width - 16 * v);                                                   \
                 element *p = y + r * y_stride + at + 16 * v;                                                    \
-                store16(p, mask, changed(w, load16(p, mask), sums[r][v], base_bias, at + 16 * v, mask));        \
+                store_lanes(p, mask, changed(w, load_lanes(p, mask), sums[r][v], base_bias, at + 16 * v, mask)); \
             }                                                                                                   \
     }
 DEFINE_EXPAND(1) DEFINE_EXPAND(4)
@@ -178,7 +122,7 @@ static void shrink(const Weights *w, const element *x, int64_t x_stride, int64_t
         for (int64_t j = 0; j < w->rank; j++) {
             const element *a = w->a + j / 8 * 8 * wide + j % 8 * STEP;
             float sum = 0;
-            for (int64_t k = 0; k < n; k++) sum += widen(x[r * x_stride + k]) * widen(a[k / STEP * 8 * STEP + k % STEP]);
+            for (int64_t k = 0; k < n; k++) sum += to_float(x[r * x_stride + k]) * to_float(a[k / STEP * 8 * STEP + k % STEP]);
             u[r * w->rank + j] = sum;
         }
 }
@@ -188,15 +132,13 @@ static void expand(const Weights *w, const float *u, int64_t count, int64_t out,
     for (int64_t r = 0; r < count; r++)
         for (int64_t c = 0; c < out; c++) {
             const element *b = w->b + c / WIDTH * WIDTH * w->rank + c % WIDTH;
-            float sum = 0, value = widen(y[r * y_stride + c]), base = base_bias ? base_bias[c] : 0;
-            for (int64_t j = 0; j < w->rank; j++) sum += u[r * w->rank + j] * widen(b[j * WIDTH]);
+            float sum = 0, value = to_float(y[r * y_stride + c]), base = base_bias ? base_bias[c] : 0;
+            for (int64_t j = 0; j < w->rank; j++) sum += u[r * w->rank + j] * to_float(b[j * WIDTH]);
             value = w->scale ? w->scale[c] * (value - base + sum) + base : value + sum;
-            y[r * y_stride + c] = narrow(w->bias ? value + w->bias[c] : value);
+            y[r * y_stride + c] = from_float(w->bias ? value + w->bias[c] : value);
         }
 }
 #endif
-
-static int is_empty(const Weights *w) { return !w->rank && !w->scale && !w->bias; }
 
 // Every task on every part.
 void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, int threads) {
@@ -225,7 +167,7 @@ void adapt_embedding(const Part *part, const int64_t *ids, const Task *tasks, in
         float u[MOST_ROWS * MOST_RANK];
         if (is_empty(w)) continue;
         for (int64_t r = 0; r < tasks[i].count; r++)
-            for (int64_t j = 0; j < w->rank; j++) u[r * w->rank + j] = widen(w->a[ids[tasks[i].first + r] * w->rank + j]);
+            for (int64_t j = 0; j < w->rank; j++) u[r * w->rank + j] = to_float(w->a[ids[tasks[i].first + r] * w->rank + j]);
         expand(w, u, tasks[i].count, part->num_out, part->y + tasks[i].first * part->y_stride, part->y_stride, part->base_bias);
     }
 }
@@ -281,8 +223,8 @@ static void pack_b(const Factors *f, int64_t wide_rank) {
     }
 }
 
-static void *pack_all(void *told) {
-    const Packing *packing = told;
+static void *pack_all(void *argument) {
+    const Packing *packing = argument;
 #ifdef __linux__
     if (packing->niceness) setpriority(PRIO_PROCESS, syscall(SYS_gettid), getpriority(PRIO_PROCESS, 0) + packing->niceness);
 #endif

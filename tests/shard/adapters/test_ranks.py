@@ -23,12 +23,12 @@ NUM_OUT, NUM_IN = 24, 40
 def files(rank: int, size: int = 2, group: Group | None = None) -> AdapterFiles:
     """Of one module whose columns are split."""
     site = LoraTarget("linear", NUM_IN // size, NUM_OUT, StepInputs(16, torch.device("cpu")))
-    site.cut = Partition(rank, size, NUM_OUT, NUM_IN, is_row_parallel=True)
-    weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(4))[:, site.cut.columns]
+    site.partition = Partition(rank, size, NUM_OUT, NUM_IN, is_row_parallel=True)
+    weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(4))[:, site.partition.columns]
     site.squared_norms = weight.square().sum(1)
     site.project = lambda x: x @ weight.t()
     destination = Destination(torch.float32, Arena(1 << 16))
-    return AdapterFiles({"linear": site}, destination, add_up=None if group is None else group.add_up)
+    return AdapterFiles({"linear": site}, destination, sum_over_ranks=None if group is None else group.add_up)
 
 
 def adapter(folder: Path) -> Path:
@@ -75,7 +75,7 @@ def test_what_one_rank_cannot_hold_nobody_has(tmp_path: Path, monkeypatch: pytes
         if rank == 1:
             own.lay_out = full  # type: ignore[method-assign]
         else:
-            own._add_up = None  # the other does not come so far
+            own._sum_over_ranks = None  # the other does not come so far
         with pytest.raises(ValueError) as caught:
             CollectiveReader(own, group).read(path)
         said.append(str(caught.value))

@@ -74,7 +74,7 @@ def test_the_planted_pickle_would_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [torch.save, dump], ids=["zip", "bare"])
-def test_code_in_a_pickle_is_refused_and_not_run(
+def test_code_in_a_pickle_is_rejected_and_not_run(
     model: Path, tmp_path: Path, save: Callable[[dict[str, Any], Path], None]
 ) -> None:
     planted = Planted(tmp_path / "was-run")
