@@ -84,7 +84,7 @@ submits = st.builds(
         wanted=st.booleans(),
         alternatives=mostly(0, counts),
         prefill=st.booleans(),
-        distribution=st.sampled_from([0, 1]),
+        mode=st.sampled_from([0, 1]),
         prefill_alternatives=mostly(0, counts),
     ),
     cache_salt=words,
