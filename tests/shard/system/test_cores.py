@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[3]
 PROGRAM = """
 import json, os, sys, threading
 import torch
-from shard import cores
+from lorikeet.shard.system import cores
 
 torch.set_num_threads(int(sys.argv[1]))
 ready, end = threading.Event(), threading.Event()

@@ -7,7 +7,7 @@ import sys
 PROGRAM = """
 import logging, threading, warnings
 import structlog
-from shard import logs
+from lorikeet.shard.system import logs
 
 logs.configure({json_output}, "info")
 library = logging.getLogger("some.library")
