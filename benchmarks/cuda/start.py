@@ -18,7 +18,7 @@ from benchmarks.servers import REPOSITORY, tail
 
 TIMEOUT_S = 240.0
 STOP_S = 30.0
-GRAPHS = "graphs captured"
+GRAPHS = "graphs_captured"
 """The event of the shard's log, with `seconds`, `num_graphs` and `bytes`."""
 
 

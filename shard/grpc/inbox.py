@@ -1,4 +1,4 @@
-"""Queues the routers' commands for the step loop: the gRPC thread puts them, the loop drains them once per iteration."""
+"""Queues the routers' commands for the step loop: the gRPC thread puts them, the loop drains them every iteration."""
 
 import threading
 from collections import deque

@@ -1,4 +1,4 @@
-"""What the first rank tells the others, in order, over a socket that only the two have."""
+"""Commands that the first rank sends to each other rank, in order, over a private socket."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,30 +10,30 @@ from lorikeet.shard.batch.padding import Bounds, Padding
 
 @dataclass(frozen=True)
 class Begin:
-    """Be this rank, and load the model."""
+    """Load the model as this rank."""
 
     config: dict[str, Any]
     rank: int
     host: str
-    """Where the ranks meet."""
+    """Address of the rendezvous store."""
     port: int
 
 
 @dataclass(frozen=True)
 class AllocateKv:
-    """Have so many pages."""
+    """Allocate KV pages."""
 
     num_pages: int
 
 
 @dataclass(frozen=True)
 class FreeKv:
-    """Have no pages."""
+    """Free all KV pages."""
 
 
 @dataclass(frozen=True)
 class Capture:
-    """Capture these steps, and check them where that is wanted."""
+    """Capture these steps as graphs, and verify them if `is_checked`."""
 
     padding: Padding
     bounds: Sequence[Bounds]
@@ -42,7 +42,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class AllocateAdapters:
-    """Have room for adapters."""
+    """Allocate slots and host memory for adapters."""
 
     num_slots: int
     host_bytes: int
@@ -50,7 +50,7 @@ class AllocateAdapters:
 
 @dataclass(frozen=True)
 class Step:
-    """Compute along. On CPU the tokens are in here, on a device the first rank sends them by the group."""
+    """Compute a step. On CPU the command holds the tokens; on a device the first rank broadcasts them in the group."""
 
     segments: Sequence[Segment]
     num_tokens: int
@@ -61,14 +61,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Read:
-    """Bring an adapter into host memory, beside the steps."""
+    """Read an adapter into host memory, in parallel with the steps."""
 
     digest: str
 
 
 @dataclass(frozen=True)
 class Put:
-    """Let a slot mean an adapter that every rank has read."""
+    """Put an adapter that every rank has read into a slot."""
 
     slot: int
     digest: str
@@ -76,14 +76,14 @@ class Put:
 
 @dataclass(frozen=True)
 class Clear:
-    """Let a slot mean nothing."""
+    """Clear a slot."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class Forget:
-    """Let go of an adapter."""
+    """Drop an adapter from host memory."""
 
     digest: str
 

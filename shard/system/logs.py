@@ -1,6 +1,6 @@
-"""How a shard logs: lines for people or JSON, never a prompt or a token.
+"""Sets up a shard's logs: text or JSON, never with prompts or tokens.
 
-What libraries log, Python's warnings and exceptions that nobody caught take the same form.
+Logs of libraries, Python's warnings and uncaught exceptions have the same format.
 """
 
 import logging
@@ -22,7 +22,7 @@ def configure(json_output: bool, level: str) -> None:
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise ValueError(f"unknown log level {level!r}")
-    # A plain traceback: others print the values of local names, and those are tokens.
+    # A plain traceback: richer ones print the values of local names, which may be tokens.
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if json_output
@@ -49,7 +49,7 @@ def configure(json_output: bool, level: str) -> None:
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=first, processors=[strip, *last]))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(max(number, logging.WARNING))  # what libraries say of less is not for operators
+    root.setLevel(max(number, logging.WARNING))  # lower levels of libraries are of no use to operators
     logging.captureWarnings(True)
     _log_what_nobody_caught()
     if json_output:
@@ -57,7 +57,7 @@ def configure(json_output: bool, level: str) -> None:
 
 
 def adopt_libraries() -> None:
-    """Take the lines of libraries that brought handlers of their own."""
+    """Replace the handlers that libraries have installed."""
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and logger.handlers:
             logger.handlers.clear()
@@ -68,10 +68,10 @@ def _log_what_nobody_caught() -> None:
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         log.error("uncaught exception", exc_info=(kind, error, trace))
 
-    def in_thread(told: threading.ExceptHookArgs) -> None:
-        name = told.thread.name if told.thread else None
-        log.error("uncaught exception", thread=name, exc_info=told.exc_value)
+    def in_thread(args: threading.ExceptHookArgs) -> None:
+        name = args.thread.name if args.thread else None
+        log.error("uncaught exception", thread=name, exc_info=args.exc_value)
 
     sys.excepthook = uncaught
     threading.excepthook = in_thread
-    sys.unraisablehook = lambda told: log.error("uncaught exception", exc_info=told.exc_value)
+    sys.unraisablehook = lambda args: log.error("uncaught exception", exc_info=args.exc_value)

@@ -1,7 +1,6 @@
-"""Builds a C source of ours with the machine's compiler, once per machine and source, and loads it.
+"""Compiles a C source with the machine's compiler, once per machine and source, and loads the library.
 
-The result lies in the user's cache folder under a hash of source, flags, compiler and processor. Knows nothing of what
-the source computes.
+The library is cached in the user's cache folder under a hash of source, flags, compiler and processor.
 """
 
 import ctypes
@@ -18,14 +17,14 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-er
 
 
 class CompilerMissing(RuntimeError):
-    """No C compiler here, or it could not build the source for this processor."""
+    """There is no C compiler, or it cannot compile the source for this processor."""
 
 
 @cache
 def library(source: Path, *defines: str) -> ctypes.CDLL:
-    """The library of `source`, built with `-D` for each of `defines`.
+    """The library of `source`, compiled with `-D` for each of `defines`.
 
-    torch must be imported before: both share one OpenMP runtime. Raises CompilerMissing.
+    Import torch first: both must use the same OpenMP runtime. Raises CompilerMissing.
     """
     candidates = (os.environ.get("CC"), "cc", "gcc", "clang")
     compiler = next((path for name in candidates if name and (path := shutil.which(name))), None)
@@ -40,7 +39,7 @@ def library(source: Path, *defines: str) -> ctypes.CDLL:
 
 
 def _build(compiler: str, flags: tuple[str, ...], source: Path, built: Path) -> None:
-    """Compile beside the target, then rename: a second process never sees half a file."""
+    """Compile into the target's folder, then rename: another process never sees a partial file."""
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         fresh = Path(folder) / built.name
         command = [compiler, *flags, str(source), "-o", str(fresh), "-lm"]
@@ -51,7 +50,7 @@ def _build(compiler: str, flags: tuple[str, ...], source: Path, built: Path) -> 
 
 
 def _cache_folder() -> Path:
-    """A private folder of this user's cache, or a fresh temporary one where home cannot be written."""
+    """A private folder in this user's cache, or a temporary one if home is not writable."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:
         (base / "lorikeet").mkdir(mode=0o700, parents=True, exist_ok=True)

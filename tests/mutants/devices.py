@@ -50,9 +50,9 @@ MUTANTS = [
     Mutant(
         "a slot is changed on the first rank alone",
         "shard/adapters/ranks.py",
-        "        self._leader.clear(slot)\n",
+        "        self._leader.send(Clear(slot))\n",
         "",
-        f"{READ_TEST}::test_every_slot_means_the_same_everywhere",
+        f"{READ_TEST}::test_every_rank_gets_every_change_of_a_slot",
     ),
     Mutant(
         "a step without memory ends its requests",
