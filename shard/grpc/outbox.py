@@ -127,7 +127,7 @@ class StreamUpdate:
 class StreamBuffer:
     """The update that one stream has not taken yet."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], object]) -> None:
         self.wake = wake
         self.update = StreamUpdate()
         self.outputs: dict[int, Output] = {}
@@ -160,7 +160,7 @@ class Outbox:
         self._sent = threading.Condition(self._lock)
         self._buffers: dict[int, StreamBuffer] = {}
 
-    def open(self, epoch: int, wake: Callable[[], None]) -> None:
+    def open(self, epoch: int, wake: Callable[[], object]) -> None:
         """`wake` is called from the step loop's thread when there is an update to take."""
         with self._lock:
             self._buffers[epoch] = StreamBuffer(wake)

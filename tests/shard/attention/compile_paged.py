@@ -19,7 +19,7 @@ from lorikeet.shard.attention.spans import FOLD_ROWS, SPAN
 
 POINTERS = {
     "query": "*bf16", "keys": "*bf16", "values": "*bf16", "key_scales": "*fp32", "value_scales": "*fp32",
-    "sinks": "*fp32", "slopes": "*fp32", "told": "*i32", "partials": "*fp32", "stats": "*fp32", "output": "*bf16",
+    "sinks": "*fp32", "slopes": "*fp32", "tables": "*i32", "partials": "*fp32", "stats": "*fp32", "output": "*bf16",
     "key": "*bf16", "value": "*bf16", "slots": "*i64", "scale": "fp32", "cap": "fp32",
 }  # fmt: skip
 MOST_SPILT = 128
@@ -50,10 +50,10 @@ def resources(kernel: Any) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(kernel.asm["cubin"])
-        said = subprocess.run(
+        report = subprocess.run(
             [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)], capture_output=True, text=True, check=True
         ).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
     return int(registers), int(stack)
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec, paged
+from lorikeet.shard.attention.base import PagedKV
 from lorikeet.shard.attention.paged import PagedAttention
-from lorikeet.shard.attention.paged_kv import PagedKV
-from lorikeet.shard.attention.quantized_kv import FP8, dequantize, quantize
-from lorikeet.shard.attention.reference import ReferenceAttention
+from lorikeet.shard.attention.reference import FP8, ReferenceAttention, dequantize, quantize
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.config import ShardConfig
@@ -100,11 +99,11 @@ class Runner:
         self.inputs.bounds = bounds
         self.backend.prepare(self.inputs)
 
-    def step(self, *shares: tuple[int, list[int], Rows]) -> list[torch.Tensor]:
+    def step(self, *parts: tuple[int, list[int], Rows]) -> list[torch.Tensor]:
         """Start, pages and rows of each segment. Returns [rows, heads, D] of each."""
-        segments = [Segment(start, len(rows.query), pages) for start, pages, rows in shares]
+        segments = [Segment(start, len(rows.query), pages) for start, pages, rows in parts]
         self.fill(segments)
-        rows = Rows(*(torch.cat([getattr(rows, name) for *_, rows in shares]) for name in ("query", "key", "value")))
+        rows = Rows(*(torch.cat([getattr(rows, name) for *_, rows in parts]) for name in ("query", "key", "value")))
         output = self.backend.attend(self.spec, self.kv, rows.query, rows.key, rows.value)
         return list(output.split([segment.num_tokens for segment in segments]))
 
@@ -133,8 +132,8 @@ def agree(
     spec = spec_of(name)
     both = [ours(spec, dtype, kv_dtype=kv_dtype), Runner(ReferenceAttention(PAGE, kv_dtype), spec, dtype)]
     for step in steps:
-        shares = [(start, pages, draw(spec, count, dtype, start)) for start, count, pages in STEPS[step]]
-        found, wanted = (torch.cat(runner.remember().step(*shares)).float() for runner in both)
+        segments = [(start, pages, draw(spec, count, dtype, start)) for start, count, pages in STEPS[step]]
+        found, wanted = (torch.cat(runner.remember().step(*segments)).float() for runner in both)
         allowed = TOLERANCE[BFLOAT16 if kv_dtype and dtype == FLOAT16 else dtype]
         torch.testing.assert_close(found, wanted, rtol=allowed, atol=allowed)
 
@@ -182,10 +181,10 @@ def test_memory_for_spans_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("grouped")
     monkeypatch.setattr(paged, "PARTIAL_FLOATS", (3 + 1) * spec.group * spec.num_kv_heads * 16)
     rows = draw(spec, 2, BFLOAT16)
-    shares = (170, LONG, rows.part(0, 1)), (100, SHORT, rows.part(1, 1))
-    [wanted] = {torch.cat(ours(spec, BFLOAT16, 1).remember().step(*shares))}
+    segments = (170, LONG, rows.part(0, 1)), (100, SHORT, rows.part(1, 1))
+    [wanted] = {torch.cat(ours(spec, BFLOAT16, 1).remember().step(*segments))}
     runner = ours(spec, BFLOAT16, 1000)
-    assert torch.equal(torch.cat(runner.remember().step(*shares)), wanted)
+    assert torch.equal(torch.cat(runner.remember().step(*segments)), wanted)
     assert isinstance(runner.backend, PagedAttention) and runner.backend._told.num_folds == [1]
 
 
@@ -210,8 +209,8 @@ def test_the_size_of_pages_changes_no_bits() -> None:
     outputs = []
     for size, long, short in ((PAGE, [4, 5, 6], [2, 3]), (2 * PAGE, [2, 3], [1])):
         runner = ours(spec, BFLOAT16, page_size=size).remember()
-        shares = [(170, long, draw(spec, 1, BFLOAT16)), (70, short, draw(spec, 4, BFLOAT16, 1))]
-        outputs.append(torch.cat(runner.step(*shares)))
+        segments = [(170, long, draw(spec, 1, BFLOAT16)), (70, short, draw(spec, 4, BFLOAT16, 1))]
+        outputs.append(torch.cat(runner.step(*segments)))
     assert torch.equal(*outputs)
 
 

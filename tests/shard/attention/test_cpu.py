@@ -226,7 +226,7 @@ def test_storing_a_position_leaves_its_partner_alone(kind: Kind) -> None:
 
 
 def test_refuses_what_the_kernel_cannot_do() -> None:
-    with pytest.raises(ValueError, match="page size"):
+    with pytest.raises(ValueError, match="pages of a multiple of 32"):
         CpuAttention(torch.float32, 16)
     with pytest.raises(ValueError, match="float16"):
         CpuAttention(torch.float16)
