@@ -97,8 +97,7 @@ def _choose(device: torch.device, dtype: torch.dtype, page_size: int | None, kv_
 
         try:
             load(dtype == torch.bfloat16)
+            return "cpu"
         except CompilerMissing as reason:
             logger.warning("attention runs on the slow reference backend: %s", reason)
-        else:
-            return "cpu"
     return "reference"

@@ -81,14 +81,10 @@ class CpuKV(LayerKV):
         self.sinks = None if spec.sinks is None else spec.sinks.detach().float().contiguous()
         self.slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
         self.layer = Layer(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            key_dim=spec.key_dim,
+            **{name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "scaling")},
             key_width=key_width,
-            value_dim=spec.value_dim,
             value_width=value_width,
             window=spec.window or 0,
-            scaling=spec.scaling,
             softcap=spec.softcap or 0.0,
             sinks=None if self.sinks is None else self.sinks.data_ptr(),
             slopes=None if self.slopes is None else self.slopes.data_ptr(),

@@ -121,9 +121,8 @@ def attend(
         item = items + (work // KV_HEADS) * _RECORD
         kv_head = work % KV_HEADS
         first_row, first, count, start = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-        pages, first_span, end_span, partial = (
-            tables + tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
-        )  # fmt: skip
+        pages, first_span, end_span = tables + tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+        partial = tl.load(item + 7)
         valid = lanes < count
         tokens = (first + lanes) // GROUP
         heads = kv_head * GROUP + (first + lanes) % GROUP
@@ -219,10 +218,8 @@ def fold(
     for work in range(tl.program_id(0), num_folds * KV_HEADS, tl.num_programs(0)):
         record = folds + (work // KV_HEADS) * _RECORD
         kv_head = work % KV_HEADS
-        first_row, first, count, partial = (
-            tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
-        )  # fmt: skip
-        stride, num_spans = tl.load(record + 4), tl.load(record + 5)
+        first_row, first, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+        partial, stride, num_spans = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
         valid = lanes < count
         spans = tl.where(valid, num_spans, 0)
         heads = kv_head * GROUP + (first + lanes) % GROUP
@@ -293,9 +290,7 @@ def store_kv(
     )  # fmt: skip
 
 
-@store_kv.register_fake
-def _(*_args: object) -> None:
-    return None
+store_kv.register_fake(lambda *_: None)
 
 
 @torch.library.custom_op("lorikeet::attend_paged", mutates_args=("partials", "stats", "output"))
@@ -338,6 +333,4 @@ def attend_paged(
         )  # fmt: skip
 
 
-@attend_paged.register_fake
-def _(*_args: object) -> None:
-    return None
+attend_paged.register_fake(lambda *_: None)

@@ -6,21 +6,14 @@ Runs in the gRPC thread, and depends on no state of the shard beyond its fixed b
 import math
 import time
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from typing import Any
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.inbox import Commands, Refusal
 from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StreamUpdate
-from lorikeet.shard.scheduler.request import (
-    LogprobParams,
-    Method,
-    Request,
-    Rule,
-    SamplingParams,
-    Schedule,
-    Speculation,
-)
+from lorikeet.shard.scheduler.request import LogprobParams, Method, Request, Rule, SamplingParams, Schedule, Speculation
 
 MAX_MESSAGE_BYTES = 3 << 20
 """Estimated size at which a message is split; the wire's limit is 4 MiB."""
@@ -76,8 +69,7 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
     """One request, or the reason why it cannot run."""
     key = (epoch, submit.id)
     prompt_ids = list(submit.prompt_ids)
-    fault = find_fault(submit, prompt_ids, bounds)
-    if fault:
+    if fault := find_fault(submit, prompt_ids, bounds):
         return Refusal(key, fault)
     sampling, logprobs = submit.sampling, submit.logprobs
     return Request(
@@ -207,15 +199,12 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.S
     head = pb.StepOutput(
         step=status.step,
         credit=pb.Credit(
-            num_requests=status.credit_requests,
-            num_kv_tokens=status.credit_tokens,
-            acknowledged=update.acknowledged,
+            num_requests=status.credit_requests, num_kv_tokens=status.credit_tokens, acknowledged=update.acknowledged
         ),
         heartbeat=heartbeat,
         load=pb.Load(**pick(status, LOAD)),
     )
-    message = pb.StepOutput()
-    message.CopyFrom(head)
+    message = deepcopy(head)
     message.load.num_preempted = update.num_preempted
     for digest, (residency, reason) in update.adapters.items():
         message.adapters.add(digest=digest, residency=residency.value, reason=reason)
@@ -227,9 +216,7 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.S
             is_next_part = bool(message.outputs) and message.outputs[-1].id == part.key[1]
             if is_next_part or (size and size + estimate_bytes(part) > MAX_MESSAGE_BYTES):
                 yield message
-                message = pb.StepOutput()
-                message.CopyFrom(head)
-                size = 0
+                message, size = deepcopy(head), 0
             message.outputs.append(write_output(part))
             size += estimate_bytes(part)
     yield message

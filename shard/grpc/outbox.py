@@ -17,7 +17,8 @@ AdapterEvent = tuple[Residency, str]
 NO_SECONDS = (0.0, 0.0, 0.0)
 DRAFTED = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT)
 """Draft sources in the order of the wire's draft counts."""
-NO_UPDATE: Mapping[str, AdapterEvent] = {}
+AdapterEvents = Mapping[str, AdapterEvent]
+NO_EVENTS: AdapterEvents = {}
 
 
 @dataclass(slots=True)
@@ -184,20 +185,14 @@ class Outbox:
 
     def sent(self, epoch: int, update: StreamUpdate) -> None:
         """A stream has sent an update that it took."""
-        if update.step_requests is None:
-            return
         with self._lock:
             buffer = self._buffers.get(epoch)
-            if buffer is not None and buffer.update.step_requests is None:
+            if update.step_requests is not None and buffer is not None and buffer.update.step_requests is None:
                 buffer.is_announced = True
                 self._sent.notify_all()
 
     def publish(
-        self,
-        outputs: list[Output],
-        status: Status,
-        acknowledged: dict[int, int],
-        adapters: Mapping[str, AdapterEvent] = NO_UPDATE,
+        self, outputs: list[Output], status: Status, acknowledged: dict[int, int], adapters: AdapterEvents = NO_EVENTS
     ) -> None:
         """Buffer the results of an iteration. Outputs of streams that have ended are dropped."""
         with self._lock:

@@ -127,7 +127,6 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._service: ShardService
         self._health: health.aio.HealthServicer
-        self._ended: asyncio.Event
         self._thread = threading.Thread(target=self._run, args=(inbox, outbox), name="grpc", daemon=True)
 
     def start(self) -> str:
@@ -146,7 +145,7 @@ class Server:
     def stop(self) -> None:
         """Send the remaining updates, then end."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ended.set)
+            self._loop.call_soon_threadsafe(self._service.ended.set)
             self._thread.join()
 
     def _run(self, inbox: Inbox, outbox: Outbox) -> None:
@@ -160,7 +159,6 @@ class Server:
 
     async def _serve(self, inbox: Inbox, outbox: Outbox) -> None:
         self._service = ShardService(inbox, outbox)
-        self._ended = self._service.ended
         self._health = health.aio.HealthServicer()
         server = grpc.aio.server(options=OPTIONS, interceptors=self._access.interceptors)
         shard_pb2_grpc.add_ShardServicer_to_server(self._service, server)
@@ -169,7 +167,7 @@ class Server:
         address = bind(server, self._listen, self._access)
         await server.start()
         self._started.set_result(address)
-        await self._ended.wait()
+        await self._service.ended.wait()
         await self._health.enter_graceful_shutdown()
         await server.stop(END_GRACE_S)
 

@@ -1,15 +1,13 @@
 """Commands that the first rank sends to each other rank, in order, over a private socket."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lorikeet.shard.batch.inputs import HeadsRow, Segment
 from lorikeet.shard.batch.padding import Bounds, Padding
 
 
-@dataclass(frozen=True)
-class Begin:
+class Begin(NamedTuple):
     """Load the model as this rank."""
 
     config: dict[str, Any]
@@ -19,20 +17,17 @@ class Begin:
     port: int
 
 
-@dataclass(frozen=True)
-class AllocateKv:
+class AllocateKv(NamedTuple):
     """Allocate KV pages."""
 
     num_pages: int
 
 
-@dataclass(frozen=True)
-class FreeKv:
+class FreeKv(NamedTuple):
     """Free all KV pages."""
 
 
-@dataclass(frozen=True)
-class Capture:
+class Capture(NamedTuple):
     """Capture these steps as graphs, and verify them if `is_checked`."""
 
     padding: Padding
@@ -40,49 +35,43 @@ class Capture:
     is_checked: bool
 
 
-@dataclass(frozen=True)
-class AllocateAdapters:
+class AllocateAdapters(NamedTuple):
     """Allocate slots and host memory for adapters."""
 
     num_slots: int
     host_bytes: int
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Compute a step. On CPU the command holds the tokens; on a device the first rank broadcasts them in the group."""
 
     segments: Sequence[Segment]
     num_tokens: int
     token_ids: Sequence[int] | None
     logits_rows: Sequence[int]
-    heads: Sequence[HeadsRow] = field(default_factory=list)
+    heads: Sequence[HeadsRow]
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """Read an adapter into host memory, in parallel with the steps."""
 
     digest: str
 
 
-@dataclass(frozen=True)
-class Put:
+class Put(NamedTuple):
     """Put an adapter that every rank has read into a slot."""
 
     slot: int
     digest: str
 
 
-@dataclass(frozen=True)
-class Clear:
+class Clear(NamedTuple):
     """Clear a slot."""
 
     slot: int
 
 
-@dataclass(frozen=True)
-class Forget:
+class Forget(NamedTuple):
     """Drop an adapter from host memory."""
 
     digest: str

@@ -72,8 +72,7 @@ class Leader:
         """Have the other ranks compute the step that `inputs` describes."""
         on_cpu = inputs.device.type == "cpu"
         token_ids = inputs.input_ids.tolist() if on_cpu else None
-        num_tokens = inputs.input_ids.shape[0]
-        self.send(Step(inputs.segments, num_tokens, token_ids, list(inputs.host_rows), inputs.heads))
+        self.send(Step(inputs.segments, len(inputs.input_ids), token_ids, list(inputs.host_rows), inputs.heads))
         if not on_cpu:
             self.group.broadcast(inputs.input_ids)
 

@@ -48,9 +48,8 @@ class Prefault:
         """Populate pages in a thread of low priority, as long as the process lives. Does nothing if all memory is
         populated from the start.
         """
-        if not self._regions:
-            return
-        threading.Thread(target=self._run, name="prefault", daemon=True).start()
+        if self._regions:
+            threading.Thread(target=self._run, name="prefault", daemon=True).start()
 
     def advance(self) -> bool:
         """Populate the next few pages; False if enough are. Raises OSError if the system cannot."""

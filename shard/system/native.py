@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -51,13 +52,11 @@ def _build(compiler: str, flags: tuple[str, ...], source: Path, built: Path) -> 
 
 def _cache_folder() -> Path:
     """A private folder in this user's cache, or a temporary one if home is not writable."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    try:
-        (base / "lorikeet").mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(base / "lorikeet", os.W_OK):
-            return base / "lorikeet"
-    except OSError:
-        pass
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorikeet"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
     return Path(tempfile.mkdtemp(prefix="lorikeet-"))
 
 
