@@ -1,4 +1,4 @@
-"""Every line that a shard's process prints has one form: ours, libraries', warnings, and what nobody caught."""
+"""Every log line of a shard has one format: ours, those of libraries, warnings and uncaught exceptions."""
 
 import json
 import subprocess
@@ -43,8 +43,8 @@ def test_every_line_is_json() -> None:
     assert ours["timestamp"].endswith("Z") and theirs["timestamp"].endswith("Z")
 
 
-def test_people_are_told_the_same() -> None:
+def test_text_logs_have_the_same_content() -> None:
     shown = "\n".join(lines(json_output=False))
-    for said in ("ours", "theirs 4", "a warning", "ZeroDivisionError", "nobody caught this"):
-        assert said in shown
+    for text in ("ours", "theirs 4", "a warning", "ZeroDivisionError", "nobody caught this"):
+        assert text in shown
     assert "of no interest" not in shown
