@@ -82,13 +82,13 @@ def build_adapters(
     log.info("adapter_memory", slots=limits.num_slots, slot_bytes=slot_bytes, host_bytes=host_bytes, computed_by=form)
     store = Path(config.adapter_store)
     if leader is None:
-        return AdapterSlots(limits, device, AdapterReader(store, files.read, inbox).ask)
+        return AdapterSlots(limits, device, AdapterReader(store, files.read, inbox).request)
     leader.send(AllocateAdapters(limits.num_slots, host_bytes))
     reader = AdapterReader(store, CollectiveReader(files, leader.group).read_first, inbox)
 
     def read(digest: str) -> None:
         leader.send(Read(digest))
-        reader.ask(digest)
+        reader.request(digest)
 
     return AdapterSlots(limits, BroadcastingSlots(device, leader), read)
 

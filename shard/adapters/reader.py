@@ -25,16 +25,16 @@ class AdapterReader:
         self._store = store
         self._read = read
         self._inbox = inbox
-        self._requested: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="adapter reader", daemon=True).start()
 
-    def ask(self, digest: str) -> None:
+    def request(self, digest: str) -> None:
         """Request an adapter. Any thread may call this."""
-        self._requested.put(digest)
+        self._requests.put(digest)
 
     def _run(self) -> None:
         while True:
-            digest = self._requested.get()
+            digest = self._requests.get()
             path = self._store / f"{digest}.safetensors"
             try:
                 item = AdapterRead(digest, self._read(path))

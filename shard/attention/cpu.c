@@ -6,7 +6,7 @@
 // its query and the keys it sees, not on chunks, batches or threads.
 //
 // A lane adds TERMS products at once: two with AVX512-BF16, where weights are rounded to bfloat16 too, else one.
-// K lies as [N, kv_heads, key_width / TERMS, P, TERMS], so that 16 positions are one vector, V as
+// K is stored as [N, kv_heads, key_width / TERMS, P, TERMS], so that 16 positions are one vector, V as
 // [N, kv_heads, P / TERMS, value_width, TERMS]; key_width is key_dim rounded up to 2, value_width rounded up to 16.
 #include <math.h>
 #include <omp.h>
@@ -345,7 +345,7 @@ static void attend_tile(const Layer *layer, const Step *step, const Tile *tile, 
         const int64_t low = layer->window && position + 1 > layer->window ? position + 1 - layer->window : 0;
         sums[r] = softmax(layer, scores + r * span, from, from + span, low, position + 1, kv_head * group + r % group);
     }
-    const operand *p = (const operand *)scores;  // weights lie where scores were
+    const operand *p = (const operand *)scores;  // weights replace the scores
     const int64_t stride = span * (int64_t)(sizeof(float) / sizeof(operand));
     for (int64_t c = 0, r = 0, columns; c < width; c += columns * LANES, r = 0) {
         columns = c + COLUMNS * LANES <= width ? COLUMNS : 1;

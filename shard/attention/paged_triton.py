@@ -132,7 +132,7 @@ def attend(
         lowest = 0
         if WINDOW > 0:
             lowest = (tl.maximum(0, start + first // GROUP - WINDOW + 1) // COLUMNS) * COLUMNS
-        asked = tl.load(
+        queries = tl.load(
             query + rows[:, None] * query_row + heads[:, None] * query_head + key_dims[None, :],
             mask=valid[:, None] & (key_dims < KEY_DIM)[None, :],
             other=0.0,
@@ -157,7 +157,7 @@ def attend(
                     mask=is_there[:, None] & (key_dims < KEY_DIM)[None, :],
                     other=0.0,
                 )
-                scores = _dot(asked, tl.trans(found.to(asked.dtype)), tl.zeros((ROWS, COLUMNS), tl.float32), WIDENS)
+                scores = _dot(queries, tl.trans(found.to(queries.dtype)), tl.zeros((ROWS, COLUMNS), tl.float32), WIDENS)
                 scores *= scale
                 if HAS_SCALES:
                     scores *= tl.load(key_scales + slots * KV_HEADS + kv_head, mask=is_there, other=0.0)[None, :]
@@ -184,10 +184,10 @@ def attend(
                 )
                 if HAS_SCALES:
                     weights *= tl.load(value_scales + slots * KV_HEADS + kv_head, mask=is_there, other=0.0)[None, :]
-                    if asked.dtype == tl.float16:  # a small scale is out of its range
+                    if queries.dtype == tl.float16:  # a small scale is out of its range
                         weights, brought = weights.to(tl.bfloat16), brought.to(tl.bfloat16)
                     else:
-                        weights, brought = weights.to(asked.dtype), brought.to(asked.dtype)
+                        weights, brought = weights.to(queries.dtype), brought.to(queries.dtype)
                 else:
                     weights = weights.to(brought.dtype)
                 span_sums = _dot(weights, brought, span_sums * before[:, None], WIDENS)

@@ -107,7 +107,7 @@ def plan(kind: Kind, rows: Rows, num_programs: int, span: int) -> tuple[Numbers,
     owners, first, count, begins, ends = (each[order] for each in (owners, first, count, begins, ends))
     spans = ends - begins
     fair = max(1, -(-int(spans.sum()) * kind.num_kv_heads // num_programs))
-    # [tiles] memory for partial rows up to and with the tile's; the longest come first
+    # [tiles] memory for partial rows up to and including the tile's; the longest tiles are first
     taken = np.cumsum(spans.astype(np.int64) * count)
     num_split = int(((spans > fair) & (taken <= kind.num_partial_rows)).sum())
     common = np.stack([rows.first_rows[owners], first, count, rows.starts[owners], rows.page_offsets[owners]], axis=1)

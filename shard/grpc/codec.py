@@ -1,4 +1,4 @@
-"""Converts the wire's messages to the shard's types and back, and validates everything that comes in.
+"""Converts the wire's messages to the shard's types and back, and validates what routers send.
 
 Runs in the gRPC thread, and depends on no state of the shard beyond its fixed bounds.
 """

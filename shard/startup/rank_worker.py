@@ -80,7 +80,7 @@ class RankWorker:
         self._take_contents()
         match command:
             case commands.Read(digest):
-                self._reader.ask(digest)
+                self._reader.request(digest)
             case commands.Put(slot, digest):
                 while digest not in self._contents:  # the first rank may learn earlier that every rank has read it
                     self._inbox.wait()

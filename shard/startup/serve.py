@@ -72,7 +72,7 @@ def serve(config: ShardConfig) -> None:
         Path(config.ready_file).touch()
     log.info("ready", address=address, model_id=config.model_id, architecture=model.info.model_type)
     if model.info.device.type == "cpu":
-        cores.keep()
+        cores.pin_threads()
     Watchdog(engine, config.served_file, config.step_timeout_s).start()
     engine.run()
     server.stop()

@@ -5,7 +5,7 @@
 
 // cores: [count]. Pins thread i of the caller's team of `count` threads to cores[i]. Returns the number of threads for
 // which that failed.
-int keep(const int *cores, int count) {
+int pin_threads(const int *cores, int count) {
     int failed = 0;
 #pragma omp parallel num_threads(count) reduction(+ : failed)
     {

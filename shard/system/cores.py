@@ -17,7 +17,7 @@ log = structlog.get_logger()
 _SOURCE = Path(__file__).with_name("cores.c")
 
 
-def keep() -> bool:
+def pin_threads() -> bool:
     """Pin the calling thread and its OpenMP team to one core each, if there are as many threads as cores; with fewer,
     the system chooses better. Threads that the caller starts later inherit its core, so call this right before the
     steps. Returns whether the threads are pinned.
@@ -33,7 +33,7 @@ def keep() -> bool:
         own = library(_SOURCE)
     except CompilerMissing:
         return False
-    failed = own.keep((ctypes.c_int * len(cores))(*cores), len(cores))
+    failed = own.pin_threads((ctypes.c_int * len(cores))(*cores), len(cores))
     if failed:
         log.warning("thread_pinning_failed", num_threads=failed)
     return not failed

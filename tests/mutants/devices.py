@@ -45,7 +45,7 @@ MUTANTS = [
         "shard/model/adapters/loading.py",
         "squares = self._add_up(squares)",
         "self._add_up(squares.clone())",
-        f"{READ_TEST}::test_dora_divides_by_the_length_of_whole_rows",
+        f"{READ_TEST}::test_dora_divides_by_the_norm_of_whole_rows",
     ),
     Mutant(
         "a slot is changed on the first rank alone",

@@ -22,7 +22,7 @@ NUM_OUT, NUM_IN = 24, 40
 
 
 def files(rank: int, size: int = 2, group: Group | None = None) -> AdapterFiles:
-    """Of one module whose columns are split."""
+    """Files of one module whose columns are split."""
     site = LoraTarget("linear", NUM_IN // size, NUM_OUT, StepInputs(16, torch.device("cpu")))
     site.cut = Partition(rank, size, NUM_OUT, NUM_IN, is_row_parallel=True)
     weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(4))[:, site.cut.columns]

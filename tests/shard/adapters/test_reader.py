@@ -26,6 +26,6 @@ def test_an_adapter_that_cannot_be_read_fails_with_a_reason(tmp_path: Path, text
     if text is not None:
         (tmp_path / "d.safetensors").write_text(text)
     inbox = Inbox()
-    AdapterReader(tmp_path, read, inbox).ask("d")
+    AdapterReader(tmp_path, read, inbox).request("d")
     inbox.wait(20)
     assert inbox.drain() == [AdapterRead("d", None, reason)]

@@ -95,8 +95,8 @@ async def test_mutual_tls_checks_both_certificates(files: dict[str, str], serve:
     async with access.channel(address, "shards.example", []) as channel:
         info = await shard_pb2_grpc.ShardStub(channel).Info(pb.InfoRequest(), timeout=20)
         assert info.model_id == "m"
-    nobody = ShardAccess.of(RouterConfig("m", "/m", (address,), shard_tls_ca_path=files["ca"]))
-    for other, name in ((nobody, "shards.example"), (access, "elsewhere.example"), (ShardAccess(), "")):
+    without_certificate = ShardAccess.of(RouterConfig("m", "/m", (address,), shard_tls_ca_path=files["ca"]))
+    for other, name in ((without_certificate, "shards.example"), (access, "elsewhere.example"), (ShardAccess(), "")):
         async with other.channel(address, name, []) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await shard_pb2_grpc.ShardStub(channel).Info(pb.InfoRequest(), timeout=20)

@@ -110,7 +110,7 @@ def test_right_drafts_take_fewer_steps() -> None:
 
 def test_a_text_ends_at_its_stop_inside_a_block() -> None:
     text = Rig().run(make_request(1, [1, 2, 3], 20))[1].token_ids
-    stop = text[3]  # the first comes without drafts, and of the block behind it this is the third
+    stop = text[3]  # the first token has no drafts; of the block after it this is the third
     assert stop not in text[:3]
     request = make_request(1, [1, 2, 3], 20, stop_ids=frozenset({stop}), speculation=Speculation(Method.DRAFT, 6))
     output = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel())).run(request)[1]

@@ -37,8 +37,8 @@ def test_calibration_fits_the_shortest_requests(tmp_path: Path) -> None:
 def test_the_scheduler_uses_the_calibrated_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = str(tiny.make("llama", tmp_path / "base"))
     config = ShardConfig("tiny", base, "unix:/dev/null", max_total_tokens=64, num_pages=8)
-    asked = []
-    monkeypatch.setattr(calibration, "measure", lambda model, num_tokens: asked.append(num_tokens) or 77)
+    measured = []
+    monkeypatch.setattr(calibration, "measure", lambda model, num_tokens: measured.append(num_tokens) or 77)
     engine = build_engine(config, load_model(config), Inbox(), Outbox())
     assert engine.scheduler.limits.adapter_prefill_tokens == 77
-    assert asked == [64]
+    assert measured == [64]

@@ -21,7 +21,7 @@ warnings.warn("a warning")
 thread = threading.Thread(target=lambda: 1 / 0, name="a thread")
 thread.start()
 thread.join()
-raise RuntimeError("nobody caught this")
+raise RuntimeError("an uncaught error")
 """
 
 
@@ -39,12 +39,12 @@ def test_every_line_is_json() -> None:
     assert "a warning" in warning["event"]
     assert (thread["event"], thread["thread"]) == ("uncaught exception", "a thread")
     assert "ZeroDivisionError" in thread["exception"]
-    assert "RuntimeError: nobody caught this" in last["exception"]
+    assert "RuntimeError: an uncaught error" in last["exception"]
     assert ours["timestamp"].endswith("Z") and theirs["timestamp"].endswith("Z")
 
 
 def test_text_logs_have_the_same_content() -> None:
     shown = "\n".join(lines(json_output=False))
-    for text in ("ours", "theirs 4", "a warning", "ZeroDivisionError", "nobody caught this"):
+    for text in ("ours", "theirs 4", "a warning", "ZeroDivisionError", "an uncaught error"):
         assert text in shown
     assert "of no interest" not in shown
