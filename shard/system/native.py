@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -19,14 +20,14 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-er
 
 
 class CompilerMissing(RuntimeError):
-    """No C compiler here, or it could not build the source for this processor."""
+    """There is no C compiler, or it cannot compile the source for this processor."""
 
 
 @cache
 def library(source: Path, *defines: str) -> ctypes.CDLL:
-    """The library of `source`, built with `-D` for each of `defines`.
+    """The library of `source`, compiled with `-D` for each of `defines`.
 
-    torch must be imported before: both share one OpenMP runtime. Raises CompilerMissing.
+    Import torch first: both must use the same OpenMP runtime. Raises CompilerMissing.
     """
     candidates = (os.environ.get("CC"), "cc", "gcc", "clang")
     compiler = next((path for name in candidates if name and (path := shutil.which(name))), None)
@@ -42,7 +43,7 @@ def library(source: Path, *defines: str) -> ctypes.CDLL:
 
 
 def _build(compiler: str, flags: tuple[str, ...], source: Path, built: Path) -> None:
-    """Compile next to the target, then rename it: no other process sees half a file."""
+    """Compile into the target's folder, then rename: another process never sees a partial file."""
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         fresh = Path(folder) / built.name
         command = [compiler, *flags, str(source), "-o", str(fresh), "-lm"]
@@ -53,14 +54,12 @@ def _build(compiler: str, flags: tuple[str, ...], source: Path, built: Path) -> 
 
 
 def _cache_folder() -> Path:
-    """A private folder of this user's cache, or a fresh temporary one where home cannot be written."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    try:
-        (base / "lorikeet").mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(base / "lorikeet", os.W_OK):
-            return base / "lorikeet"
-    except OSError:
-        pass
+    """A private folder in this user's cache, or a temporary one if home is not writable."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorikeet"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
     return Path(tempfile.mkdtemp(prefix="lorikeet-"))
 
 

@@ -45,14 +45,14 @@ MUTANTS = [
         "shard/model/adapters/loading.py",
         "squares = self._sum_over_ranks(squares)",
         "self._sum_over_ranks(squares.clone())",
-        f"{READ_TEST}::test_dora_divides_by_the_length_of_whole_rows",
+        f"{READ_TEST}::test_dora_divides_by_the_norm_of_whole_rows",
     ),
     Mutant(
         "a slot is changed on the first rank alone",
         "shard/adapters/ranks.py",
-        "        self._leader.clear(slot)\n",
+        "        self._leader.send(Clear(slot))\n",
         "",
-        f"{READ_TEST}::test_every_slot_means_the_same_everywhere",
+        f"{READ_TEST}::test_every_rank_gets_every_change_of_a_slot",
     ),
     Mutant(
         "a step without memory ends its requests",
@@ -80,7 +80,7 @@ MUTANTS = [
         "shard/attention/varlen.py",
         'for name in ("softcap", "sinks", "alibi_slopes"):',
         'for name in ("sinks", "alibi_slopes"):',
-        "tests/shard/attention/test_varlen.py::test_what_the_kernel_has_not_is_another_s[soft cap]",
+        "tests/shard/attention/test_varlen.py::test_unsupported_layers_run_on_another_backend[soft cap]",
     ),
     Mutant(
         "a window sees one token more",
@@ -154,10 +154,10 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of a step share a scale in eight bits",
-        "shard/attention/quantized_kv.py",
+        "shard/attention/reference.py",
         "largest = x.abs().amax(-1)",
         "largest = x.abs().amax((0, -1)).expand(x.shape[:-1])",
-        "tests/shard/attention/test_create.py::test_the_reference_keeps_eight_bits",
+        "tests/shard/attention/test_create.py::test_the_reference_quantizes_each_token_alone",
     ),
     Mutant(
         "shards stand together that keep KV in other formats",
