@@ -62,7 +62,7 @@ def serve(config: ShardConfig) -> None:
     logs.adopt_libraries()  # of those that loading needed
     engine = build_engine(config, model, inbox, outbox, draft_model, ranks)
     engine.warm_up()
-    targets = model.targets + ([] if draft_model is None else draft_model.targets)
+    targets = model.bindings + ([] if draft_model is None else draft_model.bindings)
     Prefault([site.kv for site in targets if site.kv is not None], engine.scheduler.cache).start()
     # What exists now lives as long as the process: a walk of the collector over it halts a step for 0.2 s.
     gc.collect()
