@@ -195,8 +195,14 @@ def test_more_heads_than_a_slot_has_are_an_error(worlds: Worlds) -> None:
 @pytest.mark.parametrize(
     ("metadata", "sentence"),
     [
-        ('{"count":3,"version":2,"layers":1}', r"heads\.2\.weight of the adapter is nothing, the base needs \[64, 64\]"),
-        ('{"count":2,"version":1,"layers":1}', r"heads\.0\.output of the adapter is nothing, the base needs \[320, 64\]"),
+        (
+            '{"count":3,"version":2,"layers":1}',
+            r"heads\.2\.weight of the adapter is nothing, the base needs \[64, 64\]",
+        ),
+        (
+            '{"count":2,"version":1,"layers":1}',
+            r"heads\.0\.output of the adapter is nothing, the base needs \[320, 64\]",
+        ),
         ('{"count":2,"version":3,"layers":1}', "of version 3"),
         ('{"count":0,"version":2,"layers":1}', "0 heads"),
         ('{"count":2}', "does not describe its heads"),
