@@ -31,9 +31,9 @@ class FusionKernels(Protocol):
 
     forms: Sequence[NormForm] = FORMS
     """Of the norms that they compute."""
-    joins_gate_and_up = True
+    joins_gate_and_up: bool = True
     """Whether gate and up are one product."""
-    compiles_layers = False
+    compiles_layers: bool = False
     """Whether a decoder layer of fused parts is one call."""
 
     def supports_norm(self, norm: Norm) -> bool:
@@ -115,7 +115,7 @@ class CpuKernels(FusionKernels):
         cpu.rotate(qkv, shape[0] + shape[1], *_contiguous(angles))
 
     def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
-        gate, up, down = *mlp.ups, mlp.down.matrix
+        (gate, up), down = mlp.ups, mlp.down.matrix
         return cpu.gated_mlp(x, gate.packed, up.packed, gate.out_features, down.packed, down.out_features)
 
 

@@ -102,7 +102,7 @@ def attention_parts(block: Any, shared: set[int]) -> AttentionParts | None:
 
 
 def is_plain(part: Any, shared: set[int]) -> TypeGuard[nn.Linear]:
-    """Whether it is a linear layer whose weight is its own and as it came."""
+    """Whether it is a linear layer whose weight is not quantised and held by no other module."""
     return isinstance(part, nn.Linear) and not is_quantized(part) and id(part.weight) not in shared
 
 

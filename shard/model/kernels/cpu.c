@@ -2,9 +2,9 @@
 // the products by AMX where the processor and the system have it.
 //
 // Every output element is one sum in float32 over its row in order, two terms at a time (32 with AMX), and is rounded
-// once. So its bits do not depend on how many rows there are, on chunks or on threads.
+// once. So its bits do not depend on the number of rows, on chunks or on threads.
 //
-// A packed matrix lies as [out / 64, in / 2, 64, 2]: what one pass over the inputs reads is one stream.
+// A packed matrix is [out / 64, in / 2, 64, 2]: one pass over the inputs reads it sequentially.
 #include <math.h>
 #include <omp.h>
 #define BF16 1
@@ -15,11 +15,11 @@
 #include <unistd.h>
 #endif
 
-#define BLOCK 64      // outputs that one pass over the inputs sums up: four vectors
+#define BLOCK 64      // outputs of one pass over the inputs: four vectors
 #define VECTORS 4
 #define TILE 6        // rows of one pass: 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
-#define MLP_ROWS 96   // rows whose gates wait for their up projections
-#define ALONE (1 << 18)  // products of so few multiplications are not worth a second thread
+#define MLP_ROWS 96   // rows whose gates are kept until their up projections
+#define ALONE (1 << 18)  // multiplications below which a second thread costs more than it saves
 
 // weight: [n, k] -> packed, zeros beyond n
 void pack(const bf16 *weight, int64_t n, int64_t k, bf16 *packed) {
@@ -28,10 +28,9 @@ void pack(const bf16 *weight, int64_t n, int64_t k, bf16 *packed) {
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t p = 0; p < k / 2; p++)
             for (int64_t c = 0; c < BLOCK; c++) {
-                int64_t row = b * BLOCK + c;
-                bf16 *out = packed + ((b * (k / 2) + p) * BLOCK + c) * 2;
-                out[0] = row < n ? weight[row * k + 2 * p] : 0;
-                out[1] = row < n ? weight[row * k + 2 * p + 1] : 0;
+                const int64_t row = b * BLOCK + c;
+                const bf16 zeros[2] = {0, 0};
+                memcpy(packed + ((b * (k / 2) + p) * BLOCK + c) * 2, row < n ? weight + row * k + 2 * p : zeros, 4);
             }
 }
 
@@ -44,7 +43,7 @@ static inline void store(bf16 *y, int64_t width, const __m512 *sums, const float
     }
 }
 
-// y[r, 0..width) = x[r, :] . block + bias, for R rows. Meanwhile AHEAD lines per step are fetched of what is read next.
+// y[r, 0..width) = x[r, :] . block + bias, for R rows. AHEAD cache lines per step of the next block are prefetched.
 #define DEFINE_ROWS(R, AHEAD)                                                                                   \
     static void rows##R##_##AHEAD(const bf16 *x, int64_t x_stride, const bf16 *block, int64_t pairs, bf16 *y,   \
                                   int64_t y_stride, int64_t width, const float *bias, const bf16 *ahead) {      \
@@ -75,8 +74,8 @@ typedef void (*some_rows)(const bf16 *, int64_t, const bf16 *, int64_t, bf16 *, 
 #define BY_AHEAD(R) {rows##R##_0, rows##R##_1, rows##R##_2}
 static const some_rows by_rows[TILE][3] = {BY_AHEAD(1), BY_AHEAD(2), BY_AHEAD(3), BY_AHEAD(4), BY_AHEAD(5), BY_AHEAD(6)};
 
-// `next`: the block that the same thread reads after this one, or NULL. It comes in while this one, in the second cache by
-// then, meets more rows; a block that is passed but once is best left to the processor's own looking ahead.
+// `next`: the block that the same thread reads after this one, or NULL. It is prefetched while this one, by then in the
+// second-level cache, is multiplied by more rows; a block that is read once is left to the hardware prefetcher.
 static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
                            int64_t y_stride, int64_t width, const float *bias, const bf16 *next) {
     const int64_t pairs = k / 2, lines = rows <= 3 * TILE ? 2 : 1;
@@ -94,18 +93,18 @@ static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const 
 static int has_tiles;
 
 #ifdef WITH_TILES
-#define TILE_ROWS 16  // of a tile, and pairs of terms that one instruction sums up
+#define TILE_ROWS 16  // of a tile, and pairs of terms per instruction
 enum { ASK_FOR_STATE = 0x1023, TILE_DATA = 18 };  // of arch_prctl
 enum { SUMS, INPUT = VECTORS, WEIGHT, LAST_INPUT, LAST_WEIGHT };  // tiles
 static _Thread_local int64_t tiles_are_for;
 
-// Ask the system for the tiles' state, for every thread of the process. Whether products are to go through tiles.
+// Request the permission to use tiles, for every thread of the process. Returns whether products use tiles.
 int prepare(void) {
     has_tiles = syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
     return has_tiles;
 }
 
-// Shape this thread's tiles: sums and inputs have `rows` rows; `last` pairs of terms come behind the whole tiles.
+// Configure this thread's tiles: sums and inputs have `rows` rows; `last` pairs of terms follow the whole tiles.
 static void shape_tiles(int64_t rows, int64_t last) {
     if (tiles_are_for == rows * 64 + last) return;
     struct {
@@ -121,7 +120,7 @@ static void shape_tiles(int64_t rows, int64_t last) {
     tiles_are_for = rows * 64 + last;
 }
 
-// This thread has no products for now: tiles in use would be saved whenever it is interrupted.
+// Release this thread's tiles after its products: tiles in use are saved at every context switch.
 static void leave_tiles(void) {
     if (tiles_are_for) _tile_release();
     tiles_are_for = 0;
@@ -272,7 +271,7 @@ void rms_norm(const bf16 *x, int64_t rows, int64_t k, const bf16 *weight, float 
     }
 }
 
-// x[t, h, :] turned by the angles of token t, in place: halves (a, b) become (a cos - b sin, b cos + a sin), each
+// x[t, h, :] rotated by the angles of token t, in place: halves (a, b) become (a cos - b sin, b cos + a sin), each
 // product and sum rounded. x: [rows, stride], heads * dim of it; cos, sin: [rows, dim]; dim a multiple of 32
 void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, const bf16 *cos, const bf16 *sin,
             int threads) {
@@ -315,7 +314,7 @@ typedef struct {
     const float *qkv_bias, *out_bias;            // or NULL
     float input_epsilon, post_epsilon;
     const Weights *adapters[NUM_MODULES]; // by slot
-    const float *base_bias[NUM_MODULES];         // each module's share of qkv_bias or out_bias, or NULL
+    const float *base_bias[NUM_MODULES];         // each module's part of qkv_bias or out_bias, or NULL
 } DecoderLayer;
 
 // The rows of this step that belong to adapters; num_tasks may be 0.
@@ -340,7 +339,7 @@ static int is_changed(const DecoderLayer *layer, int module, const AdapterStep *
     return 0;
 }
 
-// The gated MLP; where adapters change gate or up, these are whole before they meet. hidden: [2 rows, n] scratch
+// The gated MLP; where adapters change gate or up, both are computed entirely first. hidden: [2 rows, n] scratch
 static void adapted_mlp(const DecoderLayer *layer, const AdapterStep *adapters, const bf16 *x, int64_t rows, bf16 *hidden,
                         bf16 *y, int threads) {
     const int64_t width = layer->width, n = layer->num_hidden;
@@ -359,8 +358,8 @@ static void adapted_mlp(const DecoderLayer *layer, const AdapterStep *adapters, 
     adapters->adapt(&down, 1, adapters->tasks, adapters->num_tasks, threads);
 }
 
-// One decoder layer, the very calls that its parts would make one by one. x, y: [rows, width]; cos, sin: [rows, head_dim];
-// the attention knows `attended` rows, and a row beyond them has the first one's output.
+// One decoder layer, by the same calls as its parts one by one. x, y: [rows, width]; cos, sin: [rows, head_dim];
+// the attention computes `attended` rows, and a row beyond them gets the first one's output.
 // scratch: rows * (width + (2 num_heads + 2 num_kv_heads) * head_dim + 2 num_hidden)
 void decoder_layer(const DecoderLayer *layer, attend_function *attend, const void *kv, const void *step,
                    const AdapterStep *adapters, const bf16 *x,

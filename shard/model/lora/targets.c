@@ -1,8 +1,8 @@
-// What low-rank adapters add to a product, for many adapters in one step: y = scale (W x + B A x) + bias, where W x + bias
-// is there already. A row's result is one sequence of operations whatever other rows, adapters or threads there are.
+// Low-rank adapters, many in one step: y = scale (W x + B A x) + bias, where y holds W x + bias already. A row's result is
+// the same sequence of operations with any other rows, adapters or threads.
 //
-// Factors lie in the order in which they are read, zeros wherever a count is no multiple: A as [rank / 8, in / STEP, 8, STEP],
-// B, with the scaling inside, as [out / 64, rank, 64]; of embeddings A lies as [in, rank]. Built once per element type.
+// Factors have the order in which they are read, padded with zeros: A is [rank / 8, in / STEP, 8, STEP], B, with the scaling
+// inside, [out / 64, rank, 64]; A of embeddings is [in, rank]. Built once per element type.
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -17,14 +17,14 @@
 
 #define MOST_RANK 512
 #define MOST_ROWS 16     // of a task
-#define WIDTH 64         // outputs that one pass over B sums up
-#define RANKS 8          // rows of A side by side
-#define ALONE (1 << 16)  // so few multiplications are not worth a second thread
+#define WIDTH 64         // outputs of one pass over B
+#define RANKS 8          // rows of A that are interleaved
+#define ALONE (1 << 16)  // multiplications below which a second thread costs more than it saves
 
 #define STEP (64 / (int64_t)sizeof(element))  // terms of one instruction
 
 #ifdef WITH_AVX512
-// Each sum below takes its terms in order, whatever the number of rows or factors that one pass works on.
+// Each sum below takes its terms in order, with any number of rows or factors per pass.
 #if BF16
 typedef __m512bh terms;
 static inline terms load_terms(const element *p, int64_t n) {
@@ -69,7 +69,7 @@ static void shrink(const Weights *w, const element *x, int64_t x_stride, int64_t
     }
 }
 
-// What y [16] becomes with `delta` added
+// y [16] with `delta` added
 static inline __m512 changed(const Weights *w, __m512 y, __m512 delta, const float *base_bias, int64_t at, __mmask16 mask) {
     if (w->scale) {
         __m512 base = base_bias ? _mm512_maskz_loadu_ps(mask, base_bias + at) : _mm512_setzero_ps();
@@ -140,7 +140,7 @@ static void expand(const Weights *w, const float *u, int64_t count, int64_t out,
 }
 #endif
 
-// Every task on every part.
+// Compute every task of every part.
 void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, int threads) {
     int64_t work = 0;
     for (int i = 0; i < num_parts * num_tasks; i++) {
@@ -160,7 +160,7 @@ void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, i
     }
 }
 
-// Token embeddings: A x is a row of A as it lies, [num_in, rank], chosen by the token's id.
+// Token embeddings: A x is a row of A, [num_in, rank], selected by the token's id.
 void adapt_embedding(const Part *part, const int64_t *ids, const Task *tasks, int num_tasks) {
     for (int i = 0; i < num_tasks; i++) {
         const Weights *w = part->slots + tasks[i].slot;
@@ -172,8 +172,8 @@ void adapt_embedding(const Part *part, const int64_t *ids, const Task *tasks, in
     }
 }
 
-// One adapter's factors of one module as its file has them, A [rank, in] with a_stride from row to row and B [out, rank], and room for what
-// is made of them.
+// One adapter's factors of one module as in its file, A [rank, in] with a_stride between rows and B [out, rank], and the
+// memory for the packed factors.
 typedef struct {
     const element *a, *b;
     element *packed_a, *packed_b;
@@ -185,7 +185,7 @@ typedef struct {
     int count, in_rows, niceness;
 } Packing;
 
-// For whoever reads rows: A as it is, of embeddings [in, rank], and B as [rank, out].
+// For kernels that read rows: A as it is, of embeddings [in, rank], and B as [rank, out].
 static void pack_rows(const Factors *f) {
     if (f->is_embedding)
         for (int64_t k = 0; k < f->num_in; k++)
@@ -241,8 +241,8 @@ static void *pack_all(void *argument) {
     return NULL;
 }
 
-// Lay factors out as `adapt` reads them, or in rows, in a thread that runs so much behind its caller: memory that is touched for the first
-// time costs several times what is copied into it. Returns when it has.
+// Lay factors out as `adapt` reads them, or in rows, in a thread whose niceness is increased by `niceness`: touching memory
+// for the first time costs several times as much as the copies. Returns when it has finished.
 void pack(const Factors *factors, int count, int in_rows, int niceness) {
     Packing packing = {factors, count, in_rows, niceness};
     pthread_t thread;
@@ -250,6 +250,6 @@ void pack(const Factors *factors, int count, int in_rows, int niceness) {
         pthread_join(thread, NULL);
         return;
     }
-    packing.niceness = 0;  // this thread is the caller's
+    packing.niceness = 0;  // no other thread: keep the caller's
     pack_all(&packing);
 }

@@ -164,10 +164,10 @@ class HeadsPool:
         """Record the rows of version 1 heads. hidden: [n, heads, H]; spans: first place and number per row."""
         num_rows = self._inputs.logits_rows.shape[0]
         for head, product in enumerate(heads.outputs):
-            asked = [index for index, (_, count) in enumerate(spans) if head < count]
-            if asked:
-                places = _indices([num_rows + spans[index][0] + head for index in asked], hidden.device)
-                rows = hidden[:, head].index_select(0, _indices(asked, hidden.device))
+            wanted = [index for index, (_, count) in enumerate(spans) if head < count]
+            if wanted:
+                places = _indices([num_rows + spans[index][0] + head for index in wanted], hidden.device)
+                rows = hidden[:, head].index_select(0, _indices(wanted, hidden.device))
                 self._own.append(_OwnRows(places, rows, product))
 
     def _after(self, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

@@ -110,15 +110,11 @@ def _flattened(tensors: Stacked) -> torch.Tensor:
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    return partial(_linear, weight, bias)
+    return partial(functional.linear, weight=weight, bias=bias)
 
 
 def _copied(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     return _plain(weight.clone(), None if bias is None else bias.clone())
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    return functional.linear(x, weight, bias)
 
 
 def _packed(memory: HostMemory, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
@@ -158,9 +154,7 @@ def _own_outputs(places: dict[str, Place], partition: Partition) -> dict[str, Pl
     for name, place in places.items():
         if name.endswith(".output"):
             if place.shape[0] != partition.num_out:
-                raise ValueError(
-                    f"{name} of the adapter is {list(place.shape)}, the base needs {partition.num_out} rows"
-                )
+                raise ValueError(f"{name} of the adapter is {list(place.shape)}, not of {partition.num_out} rows")
             own[name] = place.rows(partition.rows)
     return own
 

@@ -61,8 +61,8 @@ def loading(method: str | None, checkpoint: Any, dtype: torch.dtype, device: str
     if method == "bitsandbytes":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     kind = method.removeprefix("bitsandbytes-")
-    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype)
-    return {"quantization_config": asked}
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype)
+    return {"quantization_config": settings}
 
 
 def _reading(method: str, checkpoint: Any, dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -70,9 +70,9 @@ def _reading(method: str, checkpoint: Any, dtype: torch.dtype, device: str) -> d
     if method not in _TORCH_KERNELS:
         return {}
     if device == "cpu":
-        asked = copy.deepcopy(checkpoint)
-        asked.quantization_config["backend"] = _TORCH_KERNELS[method]
-        return {"config": asked}
+        settings = copy.deepcopy(checkpoint)
+        settings.quantization_config["backend"] = _TORCH_KERNELS[method]
+        return {"config": settings}
     if method == "awq" and dtype != torch.float16:
         raise ValueError("AWQ kernels on CUDA compute only in float16: use --dtype float16")
     return {}
@@ -94,8 +94,8 @@ def quantize_loaded(network: Any, method: str | None, dtype: torch.dtype, device
         module = network.get_submodule(name)
         if module.in_features % group:
             raise ValueError(f"{name} has rows of {module.in_features} weights: no multiple of its groups of {group}")
-        asked = BaseQuantizeConfig(nbits=num_bits, group_size=group)
-        network.set_submodule(name, HQQLinear(module, asked, compute_dtype=dtype, device=device))
+        settings = BaseQuantizeConfig(nbits=num_bits, group_size=group)
+        network.set_submodule(name, HQQLinear(module, settings, compute_dtype=dtype, device=device))
     network.to(device)
 
 
