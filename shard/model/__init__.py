@@ -2,7 +2,7 @@
 
 import torch
 
-from lorikeet.proto import quantization
+from lorikeet.proto.quantization import choose as choose_quantization
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.config import ShardConfig
@@ -31,7 +31,7 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     reject_unservable(checkpoint)
     text_config = checkpoint.get_text_config()
     try:
-        method = quantization.choose(config.quantize, checkpoint.to_dict())
+        method = choose_quantization(config.quantize, checkpoint.to_dict())
         if method is not None and group is not None:
             raise ValueError(f"quantised by {method} it is not split over several devices: --num-shard 1")
         fix_rotary(text_config, config.max_total_tokens)

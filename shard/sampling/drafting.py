@@ -12,7 +12,7 @@ import torch
 
 from lorikeet.shard.batch.transfer import HostCopy
 from lorikeet.shard.sampling.block import Block
-from lorikeet.shard.sampling.highest import arg_max
+from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys
 from lorikeet.shard.sampling.penalties import TokenCounts
 from lorikeet.shard.sampling.plan import Chunk, Planner, Row

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lorikeet.shard.sampling.highest import arg_max
+from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys, uniforms
 
 

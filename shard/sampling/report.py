@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from lorikeet.shard.batch.transfer import HostCopy
-from lorikeet.shard.sampling.highest import most_likely
 from lorikeet.shard.sampling.plan import Wanted
 
 _BLOCK_ELEMENTS = 1 << 22
+_ID_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -144,3 +144,12 @@ def prompt_logprobs(logits: torch.Tensor, target_ids: torch.Tensor, k: int) -> P
         ids.append(most_likely(rows, k) if k else targets.new_empty(len(rows), 0))
         values.append(distribution.gather(1, ids[-1]))
     return PromptLogprobs(torch.cat(logprobs), torch.cat(ids), torch.cat(values))
+
+
+def most_likely(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """scores: [S, V] float32. Returns [S, k] token ids by falling score."""
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(scores.shape[1], dtype=torch.long, device=scores.device)
+    keys = (ordered.to(torch.long) << _ID_BITS) | (2**_ID_BITS - 1 - ids)
+    return (2**_ID_BITS - 1) - (keys.topk(k, dim=-1).values & (2**_ID_BITS - 1))

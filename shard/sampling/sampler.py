@@ -12,12 +12,12 @@ import torch
 from lorikeet.shard.sampling import filters
 from lorikeet.shard.sampling.block import Block
 from lorikeet.shard.sampling.drafting import DraftDraws, DraftPlan
-from lorikeet.shard.sampling.highest import arg_max
+from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys, token_words
 from lorikeet.shard.sampling.penalties import TokenCounts, Watermark
 from lorikeet.shard.sampling.plan import Chunk, Filter, Plan, Planner, Row
 from lorikeet.shard.sampling.rejection import DraftDistributions, settle
-from lorikeet.shard.sampling.report import Outcome, PromptLogprobs, Sampled, prompt_logprobs
+from lorikeet.shard.sampling.report import Outcome, Sampled
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
 
@@ -174,10 +174,6 @@ class Sampler:
             slots, drafted, owners, places = (self._planner.tensor(values) for values in zip(*supposed, strict=True))
             was_emitted = places < last.index_select(0, owners)
             self._counts.add(slots, drafted, -(~was_emitted).to(torch.int32))
-
-    def prompt_logprobs(self, logits: torch.Tensor, target_ids: torch.Tensor, k: int) -> PromptLogprobs:
-        """logits: [M, V] float32; target_ids: [M]. The model's own law at each target, and its k likeliest tokens."""
-        return prompt_logprobs(logits, target_ids, k)
 
     def _plan_for(self, rows: list[int]) -> Plan:
         if self._plan is None or self._planned != rows:

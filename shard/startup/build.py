@@ -7,7 +7,7 @@ from lorikeet.proto.version import version
 from lorikeet.shard.adapters.manager import build_adapters
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.drafter import Drafter
-from lorikeet.shard.engine.engine import Engine, Pacing
+from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grpc.codec import Bounds
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import Outbox
@@ -17,9 +17,9 @@ from lorikeet.shard.model.kv_memory import choose_num_pages
 from lorikeet.shard.ranks.leader import Ranks
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
+from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation import DraftSources
 from lorikeet.shard.startup import prefill_calibration as crowd
 from lorikeet.shard.startup.capture import plan_capture
 from lorikeet.shard.startup.model_files import ModelFiles
@@ -75,7 +75,7 @@ def build_engine(
     if lag is None:
         lag = 1 if model.info.device.type == "cuda" else 0
     drafter = None if draft_model is None else build_drafter(model, draft_model, sampler)
-    return Engine(model, sampler, scheduler, (inbox, outbox), Pacing(lag, config.max_waiting), drafter)
+    return Engine(model, sampler, scheduler, (inbox, outbox), LoopConfig(lag, config.max_waiting), drafter)
 
 
 def build_kv(config: ShardConfig, model: Model, draft_model: Model | None, has_adapters: bool) -> int:
@@ -124,7 +124,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         watermark_delta=config.watermark_delta,
     )
     num_kv_tokens = cache.num_pages * cache.page_size
-    has_adapters = engine.scheduler.adapters is not None
+    has_adapters = engine.scheduler.adapters.limits.num_slots > 0
     bounds = Bounds(
         model.info.vocab_size,
         config.max_total_tokens,

@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass, replace
 
-from lorikeet.shard.batch.network import Network
+from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.engine.drafter import Drafter
-from lorikeet.shard.engine.engine import Engine, Pacing
+from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output, StreamUpdate
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
+from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation import DraftSources
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, FakeModel, states_of
 
 EPOCH = 1
@@ -31,7 +31,7 @@ class Setup:
     prefix_caching: bool = True
     commit_lag: int = 0
     max_scored: int = 512
-    draft_sources: DraftSources | None = None
+    draft_sources: DraftSources = NO_DRAFT_SOURCES
     draft: DraftModel | None = None
     network: Network | None = None
     """In place of the fake model …"""
@@ -54,13 +54,13 @@ class Rig:
         sampler = self.sampler = Sampler(
             setup.vocab_size, setup.max_running, (setup.network or self.model).inputs.device
         )
-        pacing = Pacing(setup.commit_lag, setup.max_waiting)
+        config = LoopConfig(setup.commit_lag, setup.max_waiting)
         self.engine = Engine(
             setup.network or self.model,
             sampler,
             self.scheduler,
             (self.inbox, self.outbox),
-            pacing,
+            config,
             self._drafter(setup),
         )
         self.num_wakes = 0

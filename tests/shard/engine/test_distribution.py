@@ -12,15 +12,16 @@ import torch
 
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.engine.drafter import Drafter
-from lorikeet.shard.engine.engine import Engine, Pacing
+from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
+from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import FinishReason, Method, Request, Rule, SamplingParams, Speculation
+from lorikeet.shard.scheduler.request import FinishReason, Request, SamplingParams
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation import DraftSources
+from lorikeet.shard.scheduler.speculation.types import Method, Speculation, Verification
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import params
 from tests.shard.sampling.oracle import Case
@@ -93,11 +94,11 @@ class Running:
     commit_lag: int
     num_pages: int
     step_tokens: int
-    rule: Rule | None = None
+    rule: Verification | None = None
     """How drafts are verified, where a draft model guesses."""
 
 
-def make_requests(distributions: list[Distribution], rule: Rule | None) -> list[Request]:
+def make_requests(distributions: list[Distribution], rule: Verification | None) -> list[Request]:
     """Requests for every law in turn, each with its own seed; every fifth is somebody else's."""
     requests = []
     for i in range(NUM_REQUESTS * 5 // 4):
@@ -120,9 +121,9 @@ def run(requests: list[Request], running: Running) -> int:
     )
     inbox, outbox = Inbox(), Outbox()
     sampler = Sampler(V, MAX_RUNNING, torch.device("cpu"))
-    pacing = Pacing(running.commit_lag, max_waiting=MAX_RUNNING)
+    config = LoopConfig(running.commit_lag, max_waiting=MAX_RUNNING)
     drafter = Drafter(MarkovModel(running.num_pages, DRAFT_LOGITS), sampler, V, V)
-    engine = Engine(MarkovModel(running.num_pages), sampler, scheduler, (inbox, outbox), pacing, drafter)
+    engine = Engine(MarkovModel(running.num_pages), sampler, scheduler, (inbox, outbox), config, drafter)
     outbox.open(EPOCH, wake=lambda: None)
     inbox.put(StreamOpened(EPOCH))
     for start in range(0, len(requests), MAX_RUNNING):
@@ -146,10 +147,10 @@ RUNS = {
             Case(temperature=0.8, top_p=0.9, presence_penalty=0.7, logit_bias=((4, 1.0),)),
         ],
     ),
-    "drafts, coupled": (Running(0, 2000, 512, Rule.COUPLED), [Case(top_k=8)]),
-    "drafts, rejection": (Running(0, 2000, 512, Rule.REJECTION), [Case(top_k=8)]),
+    "drafts, coupled": (Running(0, 2000, 512, Verification.SHARED_NOISE), [Case(top_k=8)]),
+    "drafts, rejection": (Running(0, 2000, 512, Verification.REJECTION), [Case(top_k=8)]),
     "drafts, rejection, all transforms, lag 1": (
-        Running(1, 2000, 512, Rule.REJECTION),
+        Running(1, 2000, 512, Verification.REJECTION),
         [Case(temperature=1.3, top_k=8, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias=((4, 1.0),))],
     ),
 }

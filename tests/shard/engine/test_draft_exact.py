@@ -13,7 +13,8 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output
 from lorikeet.shard.model import load_model
-from lorikeet.shard.scheduler.request import Method, Request, Rule, SamplingParams, Source, Speculation
+from lorikeet.shard.scheduler.request import Request, SamplingParams
+from lorikeet.shard.scheduler.speculation.types import Method, Source, Speculation, Verification
 from lorikeet.shard.startup.build import build_engine
 from lorikeet.shard.startup.draft_model import load_draft_model
 from tests import tiny
@@ -34,7 +35,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.make("llama", folder, seed=3, tokenizer=True, num_hidden_layers=1))
 
 
-def run(config: ShardConfig, width: int, rule: Rule = Rule.COUPLED) -> dict[int, Output]:
+def run(config: ShardConfig, width: int, rule: Verification = Verification.SHARED_NOISE) -> dict[int, Output]:
     """Eight requests at once, greedy and sampled."""
     inbox, outbox = Inbox(), Outbox()
     model = load_model(config)
@@ -77,8 +78,8 @@ def test_texts_do_not_depend_on_a_draft_model(config: ShardConfig, small: str, l
         assert drafted[i].sources[0] == Source.PREFILL
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_a_target_that_drafts_for_itself_is_never_wrong(config: ShardConfig, rule: Rule) -> None:
+@pytest.mark.parametrize("rule", Verification)
+def test_a_target_that_drafts_for_itself_is_never_wrong(config: ShardConfig, rule: Verification) -> None:
     itself = replace(config, draft_model=config.model_path, draft_model_id="itself")
     for output in run(itself, 3, rule).values():
         assert output.num_accepted == sum(output.num_drafted) > 0

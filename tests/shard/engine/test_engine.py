@@ -218,13 +218,13 @@ def test_suspects_have_steps_of_their_own_and_routers_know_of_each(lag: int, mon
     newest = set[int]()
     launch = rig.engine._launch
 
-    def note(shares: list[ScheduledRequest]) -> None:
+    def note(scheduled: list[ScheduledRequest]) -> None:
         nonlocal newest
         computing = rig.outbox._buffers[EPOCH].step_requests
         newest = newest if computing is None else set(computing)
-        steps.append({share.request.key[1] for share in shares})
+        steps.append({item.request.key[1] for item in scheduled})
         told.append(newest)
-        launch(shares)
+        launch(scheduled)
 
     rig.engine._launch = note  # type: ignore[method-assign]
     requests = [make_request(i, list(range(i, i + 9)), 12) for i in range(5)]
@@ -365,7 +365,7 @@ def test_every_preemption_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rig.outbox, "publish", listen)
     expected = itertools.cycle([0.010, 0.100])
-    monkeypatch.setattr(rig.engine._durations, "expected", lambda num_tokens: next(expected))
+    monkeypatch.setattr(rig.engine._step_costs, "estimate", lambda *_: next(expected))
     rig.run(*make_mix())
     assert sum(told) == rig.scheduler.num_preempted > 0
 
@@ -380,7 +380,8 @@ def test_routers_hear_of_a_step_that_will_be_longer_before_it_runs(monkeypatch: 
         publish(outputs, status, *others)
 
     monkeypatch.setattr(rig.outbox, "publish", listen)
-    monkeypatch.setattr(rig.engine._durations, "expected", {4: 0.050, 1: 0.049, 33: 0.200}.__getitem__)
+    expected = {4: 0.050, 1: 0.049, 33: 0.200}
+    monkeypatch.setattr(rig.engine._step_costs, "estimate", lambda num_tokens, _: expected[num_tokens])
     rig.submit(make_request(1, [5] * 4, 4))
     rig.step(2)  # the second is as long as the first, nearly
     rig.submit(make_request(2, [6] * 32, 4))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lorikeet.shard.batch.network import RankDesync
+from lorikeet.shard.batch.inputs import RankDesync
 from lorikeet.shard.engine.engine import is_device_broken, is_out_of_memory
 
 

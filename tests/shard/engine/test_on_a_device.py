@@ -18,8 +18,9 @@ from lorikeet.shard.model.kernels import grouped
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.site import NAME
 from lorikeet.shard.sampling import plan
-from lorikeet.shard.scheduler.request import LogprobParams, Method, Rule, SamplingParams, Speculation
-from lorikeet.shard.scheduler.speculation import DraftSources
+from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
+from lorikeet.shard.scheduler.speculation.types import Method, Speculation, Verification
 from tests import tiny
 from tests.shard.rig import Rig, Setup, make_request
 
@@ -86,7 +87,7 @@ def test_nothing_of_a_step_mixes_host_and_device(name: str, lag: int) -> None:
               draft_sources=DraftSources(8, 1, 8, 4, has_draft_model=True), vocab_size=model.info.vocab_size)
     )  # fmt: skip
     drafts = [Speculation(), Speculation(Method.LOOKUP, 3), Speculation(Method.DRAFT, 3),
-               Speculation(Method.DRAFT, 2, verify=Rule.REJECTION)]  # fmt: skip
+               Speculation(Method.DRAFT, 2, verify=Verification.REJECTION)]  # fmt: skip
     requests = []
     for index in range(8):
         scored = SCORED if index in (2, 5) else LogprobParams()

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.shard.grpc.outbox import Details, Output
-from lorikeet.shard.scheduler.request import LogprobParams, Method, Request, SamplingParams, Source, Speculation
+from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
+from lorikeet.shard.scheduler.speculation.types import Method, Source, Speculation
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, copy_of, make_request
-from tests.shard.scheduler.speculation.told import RecordingDraftSources
+from tests.shard.scheduler.scripted_drafts import ScriptedDraftSources
 
 SETUPS = {
     "default": Setup(),
@@ -88,7 +89,7 @@ def test_every_text_is_what_it_is_without(setup: Setup, chance: float) -> None:
     requests = mixed_distributions()
     alone = texts_alone(requests)
     texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
-    rig = Rig(replace(setup, draft_sources=RecordingDraftSources(texts=texts, chance=chance)))
+    rig = Rig(replace(setup, draft_sources=ScriptedDraftSources(texts=texts, chance=chance)))
     outputs = rig.run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
@@ -103,7 +104,7 @@ def test_each_law_goes_on_as_it_would(values: dict[str, object]) -> None:
     requests = make_mix(**values)
     alone = texts_alone(requests)
     texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
-    outputs = Rig(Setup(draft_sources=RecordingDraftSources(texts=texts, chance=0.8))).run(*requests)
+    outputs = Rig(Setup(draft_sources=ScriptedDraftSources(texts=texts, chance=0.8))).run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
 
@@ -111,7 +112,7 @@ def test_each_law_goes_on_as_it_would(values: dict[str, object]) -> None:
 def test_right_guesses_take_fewer_steps() -> None:
     request = make_request(1, [1, 2, 3], 40, speculation=Speculation(Method.LOOKUP, 3))
     text = [1, 2, 3, *Rig().run(copy_of(request, 1))[1].token_ids]
-    rig = Rig(Setup(draft_sources=RecordingDraftSources(texts={1: text}, chance=1.0)))
+    rig = Rig(Setup(draft_sources=ScriptedDraftSources(texts={1: text}, chance=1.0)))
     output = rig.run(request)[1]
     assert rig.model.num_steps == 1 + 39 // 4 + 1  # the last step has fewer to guess
     assert output.num_accepted == sum(output.num_drafted) == 39 - 10
@@ -121,7 +122,7 @@ def test_right_guesses_take_fewer_steps() -> None:
 def test_with_many_running_nothing_is_guessed() -> None:
     requests = [make_request(i, [i], 20, speculation=Speculation(Method.LOOKUP, 3)) for i in range(4)]
     texts = {i: [i] * 30 for i in range(4)}
-    outputs = Rig(Setup(draft_sources=RecordingDraftSources(max_batch_size=3, texts=texts))).run(*requests)
+    outputs = Rig(Setup(draft_sources=ScriptedDraftSources(max_batch_size=3, texts=texts))).run(*requests)
     assert not any(output.num_drafted for output in outputs.values())
 
 
@@ -129,7 +130,7 @@ def test_bad_logits_behind_a_draft_end_the_request_where_they_would() -> None:
     request = make_request(1, [1, 2, 3], 30, speculation=Speculation(Method.LOOKUP, 5))
     text = Rig().run(copy_of(request, 1))[1].token_ids
     poison = next(token for place, token in enumerate(text) if place > 4 and token not in text[:place] + [1, 2, 3])
-    alone, guessing = Rig(), Rig(Setup(draft_sources=RecordingDraftSources(texts={1: [1, 2, 3, *text]}, chance=1.0)))
+    alone, guessing = Rig(), Rig(Setup(draft_sources=ScriptedDraftSources(texts={1: [1, 2, 3, *text]}, chance=1.0)))
     alone.model.poison = guessing.model.poison = poison
     expected, found = alone.run(copy_of(request, 1))[1], guessing.run(request)[1]
     assert found.token_ids == expected.token_ids == text[: text.index(poison) + 1]

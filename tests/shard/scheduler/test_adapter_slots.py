@@ -116,7 +116,7 @@ class SlotsMachine(RuleBasedStateMachine):
     def step(self, copied: bool) -> None:
         if copied:
             self.device.finish()
-        self.slots.settle()
+        self.slots.poll_copies()
         assert not (copied and self.slots.is_copying)
 
     @rule(seconds=st.floats(0, 3))
@@ -271,7 +271,7 @@ def test_an_adapter_is_resident_once_it_is_copied_and_none_takes_its_slot_before
     assert is_copying and not slots.is_resident("a") and "a" not in residents(slots)
     device.finish()
     assert slots.acquire("a") is None, "within a step nothing changes"
-    slots.settle()
+    slots.poll_copies()
     assert not slots.is_copying and residents(slots) == {"a"}
     assert slots.acquire("a") is not None and slots.acquire("b") is None
 
@@ -284,7 +284,7 @@ def test_an_adapter_that_is_unloaded_on_its_way_leaves_its_slot() -> None:
     assert not device.slots and not slots.is_copying
     load(slots, "b")
     device.finish()
-    slots.settle()
+    slots.poll_copies()
     assert slots.acquire("b") is not None
 
 

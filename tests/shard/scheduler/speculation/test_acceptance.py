@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from lorikeet.shard.scheduler.request import Source
 from lorikeet.shard.scheduler.speculation.acceptance import FIRST_WEIGHT, WEIGHTS, Acceptance, Group
+from lorikeet.shard.scheduler.speculation.types import Source
 
 WIDTH = 8
 
@@ -32,25 +32,25 @@ def test_of_like_requests_the_others_count_most(rate: float) -> None:
     unlucky = Acceptance()
     for _ in range(3):
         group.observe(unlucky, 1, was_rejected=True)
-    found = group.chances(unlucky)
+    found = group.rates(unlucky)
     assert found.further == pytest.approx(rate, abs=0.12)
 
 
 def test_of_unlike_requests_each_counts_for_itself() -> None:
     group, requests = taught([0.95, 0.3])
     assert group.further.weight < taught([0.9])[0].further.weight / 3
-    good, bad = (group.chances(own).first for own in requests[-2:])
+    good, bad = (group.rates(own).first for own in requests[-2:])
     assert good > 0.85 and bad < 0.5
 
 
 def test_before_anything_is_known_a_prior_counts() -> None:
     group = Group(Source.LOOKUP)
     assert group.first.weight == pytest.approx(FIRST_WEIGHT)
-    assert group.chances(Acceptance()).first == pytest.approx(0.6)
+    assert group.rates(Acceptance()).first == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_certainty_keeps_the_weight_in_bounds(rate: float) -> None:
     group, _ = taught([rate])
     assert WEIGHTS[0] <= group.first.weight <= WEIGHTS[1]
-    assert group.chances(Acceptance()).first == pytest.approx(rate, abs=0.05)
+    assert group.rates(Acceptance()).first == pytest.approx(rate, abs=0.05)

@@ -4,14 +4,15 @@ import random
 
 import pytest
 
-from lorikeet.shard.scheduler.request import Method, Request, Schedule, Source, Speculation
+from lorikeet.shard.scheduler import draft_length
+from lorikeet.shard.scheduler.draft_length import DraftLengthController
+from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
+from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.speculation import DraftSources, Offer
-from lorikeet.shard.scheduler.speculation import draft_length as draft_length
-from lorikeet.shard.scheduler.speculation.acceptance import Chances
-from lorikeet.shard.scheduler.speculation.costs import StepCosts
-from lorikeet.shard.scheduler.speculation.draft_costs import DraftCosts
-from lorikeet.shard.scheduler.speculation.draft_length import DraftLengthController, Load
+from lorikeet.shard.scheduler.speculation.acceptance import AcceptanceRates
+from lorikeet.shard.scheduler.speculation.costs import DraftCosts, StepCosts
+from lorikeet.shard.scheduler.speculation.throughput import Load
+from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Source, Speculation
 from tests.shard.rig import make_request
 
 MOST = 8
@@ -42,7 +43,7 @@ class World:
         """Tokens and seconds."""
         tokens = seconds = 0.0
         for _ in range(num_steps):
-            wanting = [request for request in self.requests if not self.draft_length.passes(request, Source.DRAFT)]
+            wanting = [request for request in self.requests if not self.draft_length.skips(request, Source.DRAFT)]
             offers = [Offer(request, Source.DRAFT, MOST, []) for request in wanting]
             widths = self.draft_length.choose(offers, Load(len(self.requests), len(self.requests))) if offers else []
             shares = [ScheduledRequest(request, 9, 10, samples=True) for request in self.requests]
@@ -114,7 +115,7 @@ def test_newcomers_are_not_told_what_was_only_a_try() -> None:
         if world.widths[-1] == 0:
             break
     assert world.widths[-1] == 0  # a step without guesses, as if never measured, looks cheap
-    assert not world.draft_length.passes(make(number=9), Source.DRAFT)
+    assert not world.draft_length.skips(make(number=9), Source.DRAFT)
 
 
 @pytest.mark.parametrize("num_slow", [2, 6])
@@ -135,7 +136,7 @@ def test_auto_finds_the_best_width_behind_a_stair(monkeypatch: pytest.MonkeyPatc
     world = Stairs(0.94, 0.0, 0.05, num_requests=8)
     world.run(300)
     monkeypatch.setattr(
-        world.draft_length, "_chances", lambda _: Chances(0.94, 0.94)
+        world.draft_length, "_rates", lambda _: AcceptanceRates(0.94, 0.94)
     )  # else widths differ, and try more
     world.draft_length.plain = StepCosts()
     for num_drafts in 10 * (0, 24, 32, 40, 48, 64):
@@ -159,7 +160,7 @@ def test_a_new_request_learns_from_others() -> None:
     world = World(0.0, 0.05, 0.3, num_requests=4)
     world.run(300)
     newcomer = make(number=2)
-    assert world.draft_length.passes(newcomer, Source.DRAFT)
+    assert world.draft_length.skips(newcomer, Source.DRAFT)
     assert not world.draft_length.wants(newcomer)
 
 
@@ -320,7 +321,7 @@ def test_a_draft_model_that_does_not_pay_leaves_lookup_alone() -> None:
     request = make_request(1, [1, 2], 100, speculation=Speculation(Method.AUTO, 4, schedule=Schedule.AUTO))
     for _ in range(30):
         offer = Offer(request, Source.DRAFT, 4, [])
-        widths = [] if draft_length.passes(request, Source.DRAFT) else draft_length.choose([offer], Load(1, 1))
+        widths = [] if draft_length.skips(request, Source.DRAFT) else draft_length.choose([offer], Load(1, 1))
         share = ScheduledRequest(
             request,
             9,
@@ -333,7 +334,7 @@ def test_a_draft_model_that_does_not_pay_leaves_lookup_alone() -> None:
         draft_length.observe([share], 1.0 + 0.2 * share.num_tokens, (0.5, 0.0))
         if share.draft_ids:
             draft_length.verified(share, 0, was_rejected=True)
-    assert draft_length.passes(request, Source.DRAFT)
+    assert draft_length.skips(request, Source.DRAFT)
     found = Offer(request, Source.LOOKUP, 4, [1, 2, 3, 4], is_long=True)
     assert draft_length.choose([found], Load(1, 1))[0] > 0
 
@@ -341,13 +342,13 @@ def test_a_draft_model_that_does_not_pay_leaves_lookup_alone() -> None:
 def test_what_costs_too_much_is_tried_again_under_a_lighter_load() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
-    assert all(world.draft_length.passes(request, Source.DRAFT) for request in world.requests)
+    assert all(world.draft_length.skips(request, Source.DRAFT) for request in world.requests)
     newcomers = [make(number=100 + i) for i in range(16)]
-    assert sum(world.draft_length.passes(newcomer, Source.DRAFT) for newcomer in newcomers) == 15
+    assert sum(world.draft_length.skips(newcomer, Source.DRAFT) for newcomer in newcomers) == 15
     del world.requests[1:]
     found = Offer(world.requests[0], Source.LOOKUP, 1, [5])
     world.draft_length.choose([found], Load(1, 1))  # a step of one request
-    assert not world.draft_length.passes(world.requests[0], Source.DRAFT)
+    assert not world.draft_length.skips(world.requests[0], Source.DRAFT)
 
 
 def test_newcomers_who_were_told_begin_when_it_pays_for_others() -> None:
@@ -355,7 +356,7 @@ def test_newcomers_who_were_told_begin_when_it_pays_for_others() -> None:
     world = World(0.9, 0.01, 1.0, num_requests=16)
     world.run(300)
     world.requests = [make(number=100 + i) for i in range(16)]
-    assert sum(world.draft_length.passes(newcomer, Source.DRAFT) for newcomer in world.requests) == 15
+    assert sum(world.draft_length.skips(newcomer, Source.DRAFT) for newcomer in world.requests) == 15
     world._pass_cost, world.draft_length.drafting = 0.02, DraftCosts()  # it was but a moment
     world.run(60)
     tokens, seconds = world.run(60)
@@ -366,10 +367,10 @@ def test_who_was_told_begins_when_the_others_have_gone() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
     world.requests = [make(number=100 + i) for i in range(15)]
-    assert all(world.draft_length.passes(newcomer, Source.DRAFT) for newcomer in world.requests)
+    assert all(world.draft_length.skips(newcomer, Source.DRAFT) for newcomer in world.requests)
     del world.requests[1:]
     world.run(3)
-    assert not world.draft_length.passes(world.requests[0], Source.DRAFT)
+    assert not world.draft_length.skips(world.requests[0], Source.DRAFT)
 
 
 def test_who_was_told_and_begins_rests_no_longer_than_others() -> None:
@@ -377,13 +378,13 @@ def test_who_was_told_and_begins_rests_no_longer_than_others() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
     told = make(number=100)
-    assert all(world.draft_length.passes(told, Source.DRAFT) for _ in range(100))
+    assert all(world.draft_length.skips(told, Source.DRAFT) for _ in range(100))
     world.draft_length._too_expensive.clear()
-    assert not world.draft_length.passes(told, Source.DRAFT)
+    assert not world.draft_length.skips(told, Source.DRAFT)
     offer = Offer(told, Source.DRAFT, MOST, [])
     for _ in range(2):
         assert world.draft_length.choose([offer], Load(32, 32)) == [0]  # of its own accord, and to think it over soon
-    assert [world.draft_length.passes(told, Source.DRAFT) for _ in range(2)] == [True, False]
+    assert [world.draft_length.skips(told, Source.DRAFT) for _ in range(2)] == [True, False]
 
 
 def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
@@ -391,16 +392,16 @@ def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
     world.run(300)
     prompts = [ScheduledRequest(make(number=200 + i), 0, 9, samples=False) for i in range(32)]
     world.draft_length.observe(prompts, 5.0, (0.0, 0.0))
-    assert world.draft_length.passes(make(number=300), Source.DRAFT)
+    assert world.draft_length.skips(make(number=300), Source.DRAFT)
 
 
 def test_what_pays_for_one_request_is_dear_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     draft_length, requests = DraftLengthController(DraftSources(has_draft_model=True)), [make(number=1), make(number=2)]
     monkeypatch.setattr(draft_length, "_best", lambda offers, *_: [4, 0][: len(offers)])
     for _ in range(8):
-        wanting = [request for request in requests if not draft_length.passes(request, Source.DRAFT)]
+        wanting = [request for request in requests if not draft_length.skips(request, Source.DRAFT)]
         draft_length.choose([Offer(request, Source.DRAFT, MOST, []) for request in wanting], Load(2, 2))
-    assert not draft_length.passes(make(number=3), Source.DRAFT)
+    assert not draft_length.skips(make(number=3), Source.DRAFT)
 
 
 def test_what_is_learnt_of_adapters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,5 +410,5 @@ def test_what_is_learnt_of_adapters_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     for number, request in enumerate(world.requests):
         request.adapter_digest = f"adapter {number}"
     world.run(30)
-    known = world.draft_length._groups, world.draft_length._waits, world.draft_length._too_expensive
+    known = world.draft_length._groups, world.draft_length._retry_after, world.draft_length._too_expensive
     assert all(len(each) <= 5 for each in known) and known[0]
