@@ -59,7 +59,7 @@ class Drafter(NoDrafter):
             members = [item for item in drawing if item.num_drawn > depth]
             logits = self._extend(members, depth, token_ids[: len(members)])
             token_ids = self._draw(draws, logits, members, depth)
-        draws.forget()
+        draws.restore()
         found = draws.to_host()
         for item in drawing:
             item.draft_ids = found[item.request.row]

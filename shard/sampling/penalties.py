@@ -1,7 +1,4 @@
-"""What is added to or taken from scores before a law is made: logit bias, watermark, penalties; and the counts behind.
-
-Knows tensors and rows of counts; nothing of requests or of how tokens are drawn.
-"""
+"""Logit processors: logit bias, watermark and penalties, and the token counts that penalties need."""
 
 from dataclasses import dataclass
 

@@ -42,9 +42,9 @@ def test_every_guess_is_in_one_task(plan: str, num_padded: int | None) -> None:
 
 def test_more_guesses_than_were_reserved_are_an_error() -> None:
     groups = HeadGroups(8, CPU)
-    with pytest.raises(RuntimeError, match="9 guesses of heads"):
+    with pytest.raises(RuntimeError, match="9 draft tokens of heads"):
         groups.fill(as_array([HeadsRow(0, 0, 4), HeadsRow(1, 0, 5)]))
-    with pytest.raises(RuntimeError, match="5 guesses of heads"):
+    with pytest.raises(RuntimeError, match="5 draft tokens of heads"):
         groups.fill(as_array([HeadsRow(1, 0, 5)]), 4)
 
 

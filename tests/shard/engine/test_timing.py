@@ -1,4 +1,4 @@
-"""What is a gap between steps, and what is none."""
+"""The device's idle time between steps."""
 
 import time
 
@@ -9,19 +9,19 @@ from lorikeet.shard.engine.timing import IdleTime
 PAUSE_S = 0.02
 
 
-def test_what_lies_between_two_steps_is_a_gap() -> None:
+def test_time_between_two_steps_counts() -> None:
     idle = IdleTime(torch.device("cpu"))
     for _ in range(3):
         idle.stop()
         time.sleep(PAUSE_S)
         idle.start()
-    assert 0 < idle.seconds() < PAUSE_S, "what a step itself takes is none"
+    assert 0 < idle.seconds() < PAUSE_S, "the time of a step itself does not count"
     time.sleep(PAUSE_S)
     idle.stop()
     assert idle.seconds() >= PAUSE_S
 
 
-def test_a_step_begins_once() -> None:
+def test_a_second_stop_changes_nothing() -> None:
     idle = IdleTime(torch.device("cpu"))
     idle.stop()
     idle.start()
@@ -31,7 +31,7 @@ def test_a_step_begins_once() -> None:
     assert idle.seconds() < PAUSE_S
 
 
-def test_rest_is_no_gap() -> None:
+def test_time_without_requests_does_not_count() -> None:
     idle = IdleTime(torch.device("cpu"))
     idle.stop()
     idle.start()
