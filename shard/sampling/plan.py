@@ -5,7 +5,7 @@ A plan is made once and used for as long as the batch has the same rows: buildin
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, log
+from math import inf, isfinite, log
 
 import torch
 

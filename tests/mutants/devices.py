@@ -143,7 +143,7 @@ MUTANTS = [
         "shard/batch/head_groups.py",
         "sources = rows[owners][order]",
         "sources = rows[owners]",
-        "tests/shard/batch/test_head_groups.py::test_every_guess_is_in_one_task[distinct-80]",
+        "tests/shard/batch/test_head_groups.py::test_every_draft_token_is_in_one_task[distinct-80]",
     ),
     Mutant(
         "a twin stays whatever it computes",

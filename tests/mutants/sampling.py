@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-DISTRIBUTION = "tests/shard/sampling/test_distribution.py::test_draws_follow_the_law"
+DISTRIBUTION = "tests/shard/sampling/test_distribution.py::test_samples_follow_the_distribution"
 BATCH = "tests/shard/sampling/test_batch.py"
 SAMPLER, STATE = "shard/sampling/sampler.py", "shard/sampling/state.py"
 NOISE, PENALTIES = "shard/sampling/noise.py", "shard/sampling/penalties.py"
@@ -63,7 +63,7 @@ MUTANTS = [
         PENALTIES,
         "self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, changes)",
         "self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, changes * 0)",
-        f"{BATCH}::test_a_request_taken_in_again_continues",
+        f"{BATCH}::test_a_request_added_again_continues",
     ),
     Mutant(
         "a row takes its position by its index in the chunk",

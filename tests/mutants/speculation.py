@@ -11,7 +11,7 @@ KERNEL, POSITIONS = (
     f"{DISTRIBUTION}::test_every_position_follows_the_target",
 )
 ENGINE_DISTRIBUTION = (
-    "tests/shard/engine/test_distribution.py::test_three_tokens_follow_the_exact_joint_law[drafts, rejection]"
+    "tests/shard/engine/test_distribution.py::test_three_tokens_follow_the_exact_joint_distribution[drafts, rejection]"
 )
 DRAFT = "tests/shard/startup/test_draft_model.py"
 TEXT = f"{DRAFT}::test_every_text_is_what_it_is_without"

@@ -1,7 +1,7 @@
-"""The engine draws the exact joint law of three tokens: scheduling, pages, rows and sampling together.
+"""The engine draws the exact joint distribution of three tokens: scheduling, pages, rows and sampling together.
 
-The model is an order-2 Markov chain that finds its two tokens through the page table, so the law of a text after any
-prompt can be written down; thousands of requests with distinct seeds, among others of other kinds, are held to it.
+The model is an order-2 Markov chain that reads its two tokens through the page table, so the distribution of a text
+after any prompt is known; thousands of requests with distinct seeds, mixed with others, are tested against it.
 """
 
 from dataclasses import dataclass, field
@@ -95,11 +95,11 @@ class Running:
     num_pages: int
     step_tokens: int
     rule: Verification | None = None
-    """How drafts are verified, where a draft model guesses."""
+    """How drafts are verified, with a draft model."""
 
 
 def make_requests(distributions: list[Distribution], rule: Verification | None) -> list[Request]:
-    """Requests for every law in turn, each with its own seed; every fifth is somebody else's."""
+    """Requests for every distribution in turn, each with its own seed; every fifth is an unrelated one."""
     requests = []
     for i in range(NUM_REQUESTS * 5 // 4):
         distribution = distributions[i % len(distributions)]
@@ -113,7 +113,7 @@ def make_requests(distributions: list[Distribution], rule: Verification | None) 
 
 
 def run(requests: list[Request], running: Running) -> int:
-    """Run them all to the end, so many at a time. Returns how often one was preempted."""
+    """Run them all to the end, some at a time. Returns how often one was preempted."""
     scheduler = Scheduler(
         KvCache(running.num_pages, PAGE_SIZE, prefix_caching=True),
         Limits(running.step_tokens, MAX_RUNNING, True, 512),
@@ -160,7 +160,7 @@ SHORT = ("lag 0", "lag 1, few pages, small chunks", "drafts, rejection")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in RUNS])
-def test_three_tokens_follow_the_exact_joint_law(name: str) -> None:
+def test_three_tokens_follow_the_exact_joint_distribution(name: str) -> None:
     running, cases = RUNS[name]
     distributions = [Distribution(prompt_ids, case) for case in cases for prompt_ids in PROMPTS]
     requests = make_requests(distributions, running.rule)

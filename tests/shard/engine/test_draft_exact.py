@@ -1,4 +1,4 @@
-"""A real draft model beside a real target, through the shard's own way of building both: no text changes, and a target
+"""A real draft model with a real target, built as the shard builds them: no text changes, and a target
 that drafts for itself is never wrong.
 """
 
@@ -95,7 +95,7 @@ def test_a_draft_model_takes_its_part_of_the_memory(config: ShardConfig, small: 
     assert engine.scheduler.cache.num_pages == 20
 
 
-def test_another_tokenizer_is_refused_by_name(config: ShardConfig, small: str, tmp_path: Path) -> None:
+def test_another_tokenizer_is_rejected_with_an_error(config: ShardConfig, small: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
     other = replace(config, draft_model=str(tmp_path), draft_model_id="stranger")
     with pytest.raises(ValueError, match="stranger has another tokenizer than target"):

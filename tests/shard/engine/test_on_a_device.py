@@ -46,7 +46,7 @@ class Attention(VarlenAttention):
 
 
 def waited(copy: HostCopy) -> list[torch.Tensor]:
-    """Zeros in place of what a device would have sent."""
+    """Zeros instead of a device's values."""
     return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in copy._tensors]
 
 
@@ -63,7 +63,7 @@ def model_of(name: str) -> Model:
         ).eval()
     backend = Attention()
     inputs = StepInputs(backend.page_size, META)
-    # fused twins are proved by values
+    # fused modules are verified by values
     model = assemble(network, config, backend, torch.bfloat16, inputs, MOST_TOKENS, fusions="none")
     model.allocate_kv(NUM_PAGES)
     return model

@@ -1,4 +1,4 @@
-"""The rejection rule emits exactly the target's law, position by position, whatever the draft's law is."""
+"""The rejection rule emits exactly the target's distribution at each position, for any distribution of the drafts."""
 
 from dataclasses import replace
 
@@ -59,8 +59,8 @@ def test_what_is_emitted_follows_the_target(case: tuple[np.ndarray, np.ndarray])
     p, q = (torch.tensor(logits, dtype=torch.float32).expand(MANY, V) for logits in case)
     draft_probs = torch.softmax(q, dim=-1)
     drafted = torch.multinomial(draft_probs[0], MANY, replacement=True, generator=torch.Generator().manual_seed(5))
-    seeds, places = torch.arange(MANY), torch.full((MANY,), 7)
-    found = rejection_sample(p, draft_probs, drafted, seeds, places, WORDS).numpy()
+    seeds, positions = torch.arange(MANY), torch.full((MANY,), 7)
+    found = rejection_sample(p, draft_probs, drafted, seeds, positions, WORDS).numpy()
     distribution = oracle.softmax(case[0].astype(np.float64))
     assert oracle.fit(np.bincount(found, minlength=V), distribution) > SAFE
     overlap = np.minimum(distribution, oracle.softmax(case[1].astype(np.float64))).sum()
@@ -94,14 +94,14 @@ def emitted(p: np.ndarray, q: np.ndarray, case: Case, num_rows: int = N) -> tupl
 def test_every_position_follows_the_target(case: tuple[np.ndarray, np.ndarray, Case]) -> None:
     p, q, transforms = case
     tokens, counts = emitted(p, q, transforms)
-    for place, logits in enumerate(p):
+    for position, logits in enumerate(p):
         distribution = oracle.distribution(logits, transforms, [1], [2])
-        here = tokens[counts > place, place]
+        here = tokens[counts > position, position]
         if len(here) > 500:
             assert oracle.fit(np.bincount(here, minlength=V), distribution) > SAFE
 
 
-def test_equal_laws_reject_nothing() -> None:
+def test_equal_distributions_reject_nothing() -> None:
     _, counts = emitted(P4, P4[:4], Case(temperature=0.8, top_p=0.9), 500)
     assert (counts == 5).all()
 
@@ -115,13 +115,13 @@ def test_neighbouring_positions_are_independent() -> None:
     assert oracle.fit(table.ravel(), np.outer(first, distribution).ravel()) > 1e-6
 
 
-def test_nothing_left_over_is_drawn_from_the_target() -> None:
-    """Rounding may reject where the two laws are equal: then there is no residual to draw from."""
+def test_without_a_residual_the_target_is_sampled() -> None:
+    """Rounding may reject where the two distributions are equal: then there is no residual to draw from."""
     scores = torch.tensor(P4[:1]).repeat(64, 1)
     distribution = torch.softmax(scores, dim=-1)
-    seeds, places = torch.arange(64), torch.zeros(64, dtype=torch.long)
+    seeds, positions = torch.arange(64), torch.zeros(64, dtype=torch.long)
     found = rejection_sample(
-        scores, distribution * 3, torch.zeros(64, dtype=torch.long), seeds, places, token_words(V, CPU)
+        scores, distribution * 3, torch.zeros(64, dtype=torch.long), seeds, positions, token_words(V, CPU)
     )
     assert found.min() >= 0 and found.unique().numel() > 3
 

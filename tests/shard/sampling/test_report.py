@@ -61,7 +61,7 @@ def test_more_alternatives_than_tokens() -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(presence_penalty=1.0), DRAWN])
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
-def test_a_bad_row_is_told_and_alone(params: SamplingParams, value: float | None) -> None:
+def test_a_bad_row_is_reported_and_changes_no_other(params: SamplingParams, value: float | None) -> None:
     logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
     good = logits.clone()
     if value is None:

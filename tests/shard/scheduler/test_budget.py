@@ -24,16 +24,16 @@ def step(scheduler: Scheduler) -> tuple[dict[str, list[int]], int]:
     """Prompt tokens of the next step by adapter, and how many requests decode."""
     prompts: dict[str, list[int]] = {}
     num_decoding = 0
-    for share in scheduler.schedule():
-        if share.num_tokens > 1:
-            prompts.setdefault(share.request.adapter_digest, []).append(share.num_tokens)
+    for item in scheduler.schedule():
+        if item.num_tokens > 1:
+            prompts.setdefault(item.request.adapter_digest, []).append(item.num_tokens)
         else:
             num_decoding += 1
-        scheduler.commit(share, [7] if share.samples else [])
+        scheduler.commit(item, [7] if item.samples else [])
     return prompts, num_decoding
 
 
-def test_whoever_floods_takes_turns_with_others_and_a_bounded_part_of_a_step() -> None:
+def test_a_flooding_adapter_alternates_with_others_and_has_a_capped_part_of_a_step() -> None:
     scheduler = busy_scheduler(*requests_of("flood", 8, 0), *requests_of("a", 1, 100), *requests_of("", 1, 200))
     assert step(scheduler) == ({"a": [32], "": [32]}, 0)
     assert step(scheduler) == ({"flood": [16]}, 2)
@@ -74,7 +74,7 @@ def test_an_adapter_alone_has_the_step_but_not_for_a_while_after_others() -> Non
     assert step(scheduler) == ({"flood": [32] * 5}, 7)
 
 
-def test_prompts_that_are_computed_whole_know_no_turns() -> None:
+def test_prompts_computed_whole_have_no_caps() -> None:
     scheduler = Scheduler(KvCache(1000, 4), Limits(512, 64, chunked_prefill=False, adapter_prefill_tokens=16))
     for request in [*requests_of("flood", 4, 0), *requests_of("a", 1, 100)]:
         scheduler.add(request)

@@ -14,7 +14,7 @@ def test_steps_are_halved_and_grow_back() -> None:
     assert (oom_backoff.step_tokens, oom_backoff.max_running, oom_backoff.is_active) == (512, 64, False)
 
 
-def test_a_failure_begins_the_count_anew() -> None:
+def test_a_failure_restarts_the_count() -> None:
     oom_backoff = OomBackoff(64, 8)
     oom_backoff.on_oom(64, 8)
     for _ in range(CALM_STEPS - 1):

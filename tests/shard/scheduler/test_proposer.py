@@ -1,4 +1,4 @@
-"""What a proposer tells the schedules of a step."""
+"""The load that a proposer passes to the draft lengths."""
 
 from unittest.mock import create_autospec
 
@@ -12,15 +12,15 @@ from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Specula
 from tests.shard.rig import make_request
 
 
-def test_the_load_is_that_of_all_shares() -> None:
+def test_the_load_counts_all_scheduled_requests() -> None:
     proposer = Proposer(create_autospec(KvCache), DraftSources())
     loads: list[Load] = []
     proposer.draft_length.choose = lambda offers, load: loads.append(load) or [0] * len(offers)  # type: ignore[method-assign,func-returns-value]
     wanted = Speculation(Method.LOOKUP, 3, schedule=Schedule.AUTO)
-    guessing = make_request(1, [5, 6, 7, 5], 10, speculation=wanted)
-    guessing.is_fresh = False
+    drafting = make_request(1, [5, 6, 7, 5], 10, speculation=wanted)
+    drafting.is_fresh = False
     prompt = make_request(2, [1] * 9, 10)
-    shares = [ScheduledRequest(guessing, 3, 4, samples=True), ScheduledRequest(prompt, 2, 6, samples=False)]
-    proposer.propose(shares, 2, create_autospec(Budget))
+    scheduled = [ScheduledRequest(drafting, 3, 4, samples=True), ScheduledRequest(prompt, 2, 6, samples=False)]
+    proposer.propose(scheduled, 2, create_autospec(Budget))
     (load,) = loads
     assert (load.num_sampled, load.num_tokens, load.num_attended) == (1, 5, 4 + (3 + 4 + 5 + 6))

@@ -31,7 +31,7 @@ def test_the_longest_suffix_most_recently(text: list[int], shortest: int, more: 
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=30), st.lists(TOKENS, min_size=1, max_size=30))
-def test_another_text_is_looked_at_but_never_as_one_with_this(before: list[int], text: list[int]) -> None:
+def test_another_text_is_searched_but_no_match_crosses_the_border(before: list[int], text: list[int]) -> None:
     lookup = Lookup(text, 1, 4, before)
     drafted = lookup.propose(4)
     own = defined(text, 1, 4, 4)
@@ -44,7 +44,7 @@ def test_another_text_is_looked_at_but_never_as_one_with_this(before: list[int],
     assert drafted == own or drafted in in_other
 
 
-def test_what_occurs_nowhere_gives_no_guess() -> None:
+def test_a_text_without_matches_gives_no_draft() -> None:
     assert Lookup([1, 2, 3]).propose(5) == []
     assert Lookup([3]).propose(5) == []
     assert Lookup([3, 1, 3], shortest=2).propose(5) == []

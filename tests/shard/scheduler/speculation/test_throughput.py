@@ -1,4 +1,4 @@
-"""DraftTokens of several offers, weighed together: the widths that are chosen are the best of all there are."""
+"""The widths chosen for several offers give the highest throughput of all combinations."""
 
 import itertools
 
@@ -23,7 +23,7 @@ OFFERS = st.lists(
 )
 
 
-def test_the_likeliest_come_first_and_each_offer_in_order() -> None:
+def test_the_most_probable_come_first_and_each_offer_in_order() -> None:
     rates = np.array([(0.5, 0.5), (0.9, 0.5), (0.8, 0.8)])
     drafts = Candidates.of(rates, np.array([2, 2, 0]), np.array([True, False, True]), np.array([5, 7, 9]))
     assert list(drafts.values) == pytest.approx([0.9, 0.5, 0.45, 0.25])
@@ -33,7 +33,7 @@ def test_the_likeliest_come_first_and_each_offer_in_order() -> None:
     assert (drafts.num_offers, drafts.num_drawn, drafts.num_passes) == (3, 1, 2)
 
 
-def test_offers_without_guesses_are_none() -> None:
+def test_offers_without_drafts_have_no_candidates() -> None:
     drafts = Candidates.of(np.array([(0.5, 0.5)]), np.array([0]), np.array([True]), np.array([9]))
     assert (len(drafts.values), drafts.num_drawn, drafts.num_passes) == (0, 0, 0)
 
@@ -58,7 +58,7 @@ def test_no_other_widths_give_more(
     def rate(widths: tuple[int, ...]) -> float:
         tokens, depth = float(len(offers)), 0
         for offer, each, width in zip(offers, rates, widths, strict=True):
-            tokens += sum(each.first * each.further**place for place in range(width))
+            tokens += sum(each.first * each.further**depth for depth in range(width))
             depth = max(depth, width if offer.source is Source.DRAFT else 0)
         return tokens / (float(draft_length.plain.expected([len(offers) + sum(widths)])[0]) + drafting[depth])
 
