@@ -193,7 +193,6 @@ def token_output(part: Part, sampled: HostSampled, num_taken: int, seconds: tupl
         output.details = Details(list(chain.from_iterable(ids)), list(chain.from_iterable(logprobs)))
     if request.num_cached:
         output.num_cached, request.num_cached = request.num_cached, 0
-    request.num_emitted += num_taken
     return output
 
 

@@ -180,7 +180,7 @@ class Planner:
             penalties=self._penalties(rows),
             seeds=self.tensor([as_signed(row.params.seed) for row in rows]),
             temperature=self._column([max(row.params.temperature, _COLDEST) for row in rows]),
-            top_k=self._top_k(rows),
+            top_k=self._filter(rows, lambda params: params.top_k, lambda value: value > 0, torch.long),
             top_p=self._filter(rows, lambda params: params.top_p, lambda value: value < 1.0),
             min_p=self._filter(rows, lambda params: log(params.min_p) if params.min_p > 0 else -inf, isfinite),
             typical_p=self._filter(rows, lambda params: params.typical_p, lambda value: value < 1.0),
@@ -191,21 +191,18 @@ class Planner:
     def _column(self, values: Sequence[float]) -> torch.Tensor:
         return self.tensor(values, torch.float32)[:, None]
 
-    def _top_k(self, rows: list[Row]) -> Filter | None:
-        values = {at: row.params.top_k for at, row in enumerate(rows) if row.params.top_k > 0}
+    def _filter(
+        self,
+        rows: list[Row],
+        value_of: Callable[[SamplingParams], float],
+        is_used: Callable[[float], bool],
+        dtype: torch.dtype = torch.float32,
+    ) -> Filter | None:
+        values = {at: value for at, row in enumerate(rows) if is_used(value := value_of(row.params))}
         if not values:
             return None
-        column = self.tensor(list(values.values()))[:, None]
-        return Filter(self._some(list(values), rows), column, max(values.values()))
-
-    def _filter(
-        self, rows: list[Row], value_of: Callable[[SamplingParams], float], used: Callable[[float], bool]
-    ) -> Filter | None:
-        values = {at: value for at, row in enumerate(rows) if used(value := value_of(row.params))}
-        return Filter(self._some(list(values), rows), self._column(list(values.values()))) if values else None
-
-    def _some(self, used: list[int], rows: list[Row]) -> torch.Tensor | None:
-        return None if len(used) == len(rows) else self.tensor(used)
+        used = None if len(values) == len(rows) else self.tensor(list(values))
+        return Filter(used, self.tensor(list(values.values()), dtype)[:, None], int(max(values.values())))
 
     def _bias(self, rows: list[Row]) -> Bias | None:
         entries = [(at, token_id, value) for at, row in enumerate(rows) for token_id, value in row.params.logit_bias]

@@ -86,6 +86,15 @@ class CachedAdapter:
     evict_when_idle: bool = False
     """Is unloaded as soon as no request uses it."""
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether a request could use it now."""
+        return self.slot >= 0 and not (self.is_copying or self.is_draining or self.evict_when_idle)
+
+    @property
+    def may_leave(self) -> bool:
+        return self.num_users == 0 and not self.is_pinned and not self.is_copying
+
 
 @dataclass
 class Changes:
@@ -107,7 +116,7 @@ class AdapterSlots:
         """Seconds of a monotonic clock; the step loop updates it."""
         self._device = device
         self._load = load
-        self._held: OrderedDict[str, CachedAdapter] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[str, CachedAdapter] = OrderedDict()  # least recently used first
         self._loading: set[str] = set()
         self._unwanted: set[str] = set()
         """Loading adapters that were unloaded since."""
@@ -122,8 +131,8 @@ class AdapterSlots:
 
     def poll_copies(self) -> None:
         """Before a step: find the adapters whose copy into their slot is complete."""
-        for held in self._copying[:]:
-            self._poll_copy(held)
+        for adapter in self._copying[:]:
+            self._poll_copy(adapter)
 
     @property
     def is_copying(self) -> bool:
@@ -134,23 +143,21 @@ class AdapterSlots:
 
     def acquire(self, digest: str) -> int | None:
         """The slot for one more running request, or None while the adapter is in no slot."""
-        held = self._held.get(digest)
-        if held is None:
+        adapter = self._cached.get(digest)
+        if adapter is None:
             self.prefetch(digest)
             return None
-        if held.is_draining or held.evict_when_idle:
+        if adapter.slot < 0 and not adapter.evict_when_idle:
+            self._place(adapter)
+        if not adapter.is_resident:
             return None
-        if held.slot < 0 and not self._place(held):
-            return None
-        if held.is_copying:
-            return None
-        held.num_users += 1
-        self._held.move_to_end(digest)
-        return held.slot
+        adapter.num_users += 1
+        self._cached.move_to_end(digest)
+        return adapter.slot
 
     def num_heads(self, digest: str) -> int:
         """Medusa heads of an adapter in a slot."""
-        return self._held[digest].content.num_heads
+        return self._cached[digest].content.num_heads
 
     def reject_reason(self, digests: Sequence[str]) -> str:
         """Why the adapters of one request can never be in slots together; "" if they can or it is not known yet."""
@@ -164,21 +171,19 @@ class AdapterSlots:
 
     def release(self, digest: str) -> None:
         """One running request less."""
-        held = self._held[digest]
-        held.num_users -= 1
-        if held.num_users == 0 and (held.is_draining or held.evict_when_idle):
-            self._leave_slot(held)
-            if held.evict_when_idle:
-                self._drop(held)
+        adapter = self._cached[digest]
+        adapter.num_users -= 1
+        if adapter.is_draining or adapter.evict_when_idle:
+            self._leave_if_idle(adapter)
 
     # For routers
 
     def prefetch(self, digest: str) -> None:
         """Load an adapter into host memory unless it is there or loading; again, if it is being unloaded."""
-        held = self._held.get(digest)
-        if digest in self._unwanted or (held is not None and held.evict_when_idle):
+        adapter = self._cached.get(digest)
+        if digest in self._unwanted or (adapter is not None and adapter.evict_when_idle):
             self._wanted_again.add(digest)
-        elif digest not in self._held and digest not in self._loading:
+        elif digest not in self._cached and digest not in self._loading:
             self._loading.add(digest)
             self._changes.states[digest] = (Residency.LOADING, "")
             self._load(digest)
@@ -186,9 +191,9 @@ class AdapterSlots:
     def pin(self, digest: str, pinned: bool) -> None:
         """Keep an adapter in its slot, or no longer."""
         (self._pinned.add if pinned else self._pinned.discard)(digest)
-        held = self._held.get(digest)
-        if held is not None:
-            held.is_pinned = pinned
+        adapter = self._cached.get(digest)
+        if adapter is not None:
+            adapter.is_pinned = pinned
         if pinned:
             self.prefetch(digest)
 
@@ -196,17 +201,14 @@ class AdapterSlots:
         """Drop an adapter as soon as no running request uses it."""
         self._pinned.discard(digest)
         self._wanted_again.discard(digest)
-        held = self._held.get(digest)
+        adapter = self._cached.get(digest)
         if digest in self._loading:
             self._unwanted.add(digest)
-            return
-        if held is None:
+        elif adapter is None:
             self._on_evicted(digest)
-            return
-        held.evict_when_idle = True
-        if held.num_users == 0:
-            self._leave_slot(held)
-            self._drop(held)
+        else:
+            adapter.evict_when_idle = True
+            self._leave_if_idle(adapter)
 
     # For the reader
 
@@ -225,8 +227,8 @@ class AdapterSlots:
         if len(self._sizes) > MOST_SIZES:
             del self._sizes[next(iter(self._sizes))]
         self._make_host_room(content.num_bytes)
-        held = self._held[digest] = CachedAdapter(digest, content, is_pinned=digest in self._pinned)
-        self._place(held)
+        adapter = self._cached[digest] = CachedAdapter(digest, content, is_pinned=digest in self._pinned)
+        self._place(adapter)
 
     def failed(self, digest: str, reason: str) -> None:
         """An adapter could not be loaded."""
@@ -244,100 +246,95 @@ class AdapterSlots:
 
     def is_resident(self, digest: str) -> bool:
         """Whether a request could run now."""
-        held = self._held.get(digest)
-        if held is None or held.slot < 0:
-            return False
-        return not (held.is_copying or held.is_draining or held.evict_when_idle)
-
-    @property
-    def num_resident(self) -> int:
-        """Adapters in slots."""
-        return self.limits.num_slots - len(self._free)
+        adapter = self._cached.get(digest)
+        return adapter is not None and adapter.is_resident
 
     def report_all(self) -> None:
         """Report every adapter in a slot as a change, for a router that has just connected."""
-        for held in self._held.values():
-            if held.slot >= 0 and not held.is_copying:
-                self._changes.states[held.digest] = (Residency.RESIDENT, "")
+        for adapter in self._cached.values():
+            if adapter.slot >= 0 and not adapter.is_copying:
+                self._changes.states[adapter.digest] = (Residency.RESIDENT, "")
 
     def check(self, users: Iterable[str]) -> None:
         """Prove that slots and users add up. `users`: the digest of each running request. Raises RuntimeError."""
         counts = Counter(users)
-        for held in self._held.values():
-            if held.num_users != counts.pop(held.digest, 0):
+        for adapter in self._cached.values():
+            if adapter.num_users != counts.pop(adapter.digest, 0):
                 raise RuntimeError("users of adapters leaked")
-        slots = [held.slot for held in self._held.values() if held.slot >= 0]
+        slots = [adapter.slot for adapter in self._cached.values() if adapter.slot >= 0]
         if counts or sorted([*self._free, *slots]) != list(range(self.limits.num_slots)):
             raise RuntimeError("slots of adapters leaked")
 
     # Eviction
 
-    def _place(self, held: CachedAdapter) -> bool:
-        """Give an adapter a slot. False while all slots are in use; the least recently used one is drained then."""
-        while not self._fits(held):
-            victim = next((other for other in self._held.values() if other.slot >= 0 and _may_leave(other)), None)
+    def _place(self, adapter: CachedAdapter) -> None:
+        """Give an adapter a slot, or wait while all slots are in use; the least recently used one is drained then."""
+        while not self._fits(adapter):
+            victim = next((other for other in self._cached.values() if other.slot >= 0 and other.may_leave), None)
             if victim is None:
-                self._wait_for_slot(held)
-                return False
+                self._wait_for_slot(adapter)
+                return
             self._leave_slot(victim)
-        held.slot = self._free.pop()
-        self._waiting_since.pop(held.digest, None)
-        self._device.put(held.slot, held.content)
-        held.is_copying = True
-        self._copying.append(held)
-        self._poll_copy(held)
-        return True
+        adapter.slot = self._free.pop()
+        self._waiting_since.pop(adapter.digest, None)
+        self._device.put(adapter.slot, adapter.content)
+        adapter.is_copying = True
+        self._copying.append(adapter)
+        self._poll_copy(adapter)
 
-    def _poll_copy(self, held: CachedAdapter) -> None:
-        if self._device.is_ready(held.slot):
-            held.is_copying = False
-            self._copying.remove(held)
-            self._changes.states[held.digest] = (Residency.RESIDENT, "")
+    def _poll_copy(self, adapter: CachedAdapter) -> None:
+        if self._device.is_ready(adapter.slot):
+            adapter.is_copying = False
+            self._copying.remove(adapter)
+            self._changes.states[adapter.digest] = (Residency.RESIDENT, "")
 
-    def _fits(self, held: CachedAdapter) -> bool:
-        in_slots = sum(other.content.num_bytes for other in self._held.values() if other.slot >= 0)
-        return bool(self._free) and in_slots + held.content.num_bytes <= self.limits.slot_bytes
+    def _fits(self, adapter: CachedAdapter) -> bool:
+        in_slots = sum(other.content.num_bytes for other in self._cached.values() if other.slot >= 0)
+        return bool(self._free) and in_slots + adapter.content.num_bytes <= self.limits.slot_bytes
 
-    def _wait_for_slot(self, held: CachedAdapter) -> None:
-        since = self._waiting_since.setdefault(held.digest, self.now)
+    def _wait_for_slot(self, adapter: CachedAdapter) -> None:
+        since = self._waiting_since.setdefault(adapter.digest, self.now)
         if self.now - since < self.limits.cycle_seconds:
             return
-        for other in self._held.values():
+        for other in self._cached.values():
             if other.slot >= 0 and not (other.is_pinned or other.is_draining or other.is_copying):
                 other.is_draining = True
-                self._waiting_since[held.digest] = self.now
+                self._waiting_since[adapter.digest] = self.now
                 return
 
-    def _leave_slot(self, held: CachedAdapter) -> None:
-        held.is_draining = False
-        if held.is_copying:
-            held.is_copying = False
-            self._copying.remove(held)
-        if held.slot >= 0:
-            self._device.clear(held.slot)
-            self._free.append(held.slot)
-            held.slot = -1
-            self._changes.states[held.digest] = (Residency.ABSENT, "")
+    def _leave_slot(self, adapter: CachedAdapter) -> None:
+        adapter.is_draining = False
+        if adapter.is_copying:
+            adapter.is_copying = False
+            self._copying.remove(adapter)
+        if adapter.slot >= 0:
+            self._device.clear(adapter.slot)
+            self._free.append(adapter.slot)
+            adapter.slot = -1
+            self._changes.states[adapter.digest] = (Residency.ABSENT, "")
 
     def _make_host_room(self, num_bytes: int) -> None:
         """Evict unused adapters, the least recently used first; those in use stay, whatever their size."""
-        total = sum(held.content.num_bytes for held in self._held.values()) + num_bytes
-        for held in list(self._held.values()):
+        total = sum(adapter.content.num_bytes for adapter in self._cached.values()) + num_bytes
+        for adapter in list(self._cached.values()):
             if total <= self.limits.host_bytes:
                 return
-            if _may_leave(held):
-                total -= held.content.num_bytes
-                self._leave_slot(held)
-                self._leave_host(held)
+            if adapter.may_leave:
+                total -= adapter.content.num_bytes
+                self._leave_slot(adapter)
+                self._leave_host(adapter)
 
-    def _drop(self, held: CachedAdapter) -> None:
-        self._leave_host(held)
-        self._on_evicted(held.digest)
+    def _leave_if_idle(self, adapter: CachedAdapter) -> None:
+        if adapter.num_users == 0:
+            self._leave_slot(adapter)
+            if adapter.evict_when_idle:
+                self._leave_host(adapter)
+                self._on_evicted(adapter.digest)
 
-    def _leave_host(self, held: CachedAdapter) -> None:
-        del self._held[held.digest]
-        self._waiting_since.pop(held.digest, None)
-        self._device.forget(held.digest)
+    def _leave_host(self, adapter: CachedAdapter) -> None:
+        del self._cached[adapter.digest]
+        self._waiting_since.pop(adapter.digest, None)
+        self._device.forget(adapter.digest)
 
     def _on_evicted(self, digest: str) -> None:
         """An adapter was unloaded."""
@@ -373,7 +370,3 @@ class NoAdapters(AdapterSlots):
 
     def check(self, users: Iterable[str]) -> None:
         pass
-
-
-def _may_leave(held: CachedAdapter) -> bool:
-    return held.num_users == 0 and not held.is_pinned and not held.is_copying

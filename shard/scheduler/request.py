@@ -122,8 +122,6 @@ class Request:
     """Leading prompt positions whose prompt log probability has been emitted."""
     num_cached: int | None = None
     """Prompt tokens that came from the prefix cache at first admission and are yet to be reported; None before it."""
-    num_emitted: int = 0
-    """Output tokens sent so far, without those of an earlier run."""
     awaited_hash: bytes | None = None
     """Hash of the page that another request is computing and this one waits for."""
 

@@ -134,7 +134,7 @@ class SlotsMachine(RuleBasedStateMachine):
         for digest in self.device.forgotten:
             self.held.remove(digest)
         self.device.forgotten.clear()
-        assert self.held == set(self.slots._held), "what is let go of is not what is held no more"
+        assert self.held == set(self.slots._cached), "the adapters in host memory differ"
         for digest, slot in self.running:
             content = self.device.slots[slot]
             assert isinstance(content, Weights) and content.digest == digest
@@ -217,7 +217,7 @@ def test_an_adapter_unloaded_while_loading_is_dropped() -> None:
     slots.loaded("a", Weights("a", 10))
     changes = slots.take_changes()
     assert (changes.unloaded, changes.states["a"]) == (["a"], (Residency.ABSENT, ""))
-    assert slots.num_resident == 0
+    assert not slots.is_resident("a")
     load(slots, "a")
     assert slots.is_resident("a") and asked == ["a", "a"]
 

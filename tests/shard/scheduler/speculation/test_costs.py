@@ -93,3 +93,12 @@ def test_frequently_measured_numbers_do_not_look_cheaper(num_attended: int) -> N
         narrow, wide = costs.expected([2, 6])
         ratios.append(float(wide / narrow))
     assert fmean(ratios) == pytest.approx(1.06 / 1.02, rel=0.06)
+
+
+def test_the_estimate_of_a_step_includes_attention() -> None:
+    costs = StepCosts()
+    assert costs.estimate(4, 100) == 0.0
+    for attended in 20 * (0, 100):
+        costs.observe(4, attended, 1.0 + attended / 1000)
+    assert costs.estimate(4, 50) == pytest.approx(1.05, rel=0.01)
+    assert costs.estimate(4, 500) == pytest.approx(1.5, rel=0.02)
