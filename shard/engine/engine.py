@@ -33,7 +33,7 @@ from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.report import prompt_logprobs
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.request import FinishReason, Request
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.scheduler.speculation.costs import StepCosts
 from lorikeet.shard.scheduler.speculation.types import Verification
@@ -175,8 +175,8 @@ class Engine:
                     self._commit(self._launched.popleft())
             # Nor may the step after it be taken for its own: both start once the routers know of them.
             self._outbox.announce_step(keys, ACK_TIMEOUT_S if must_wait else 0.0)
-        num_attended = sum(item.num_attended for item in scheduled)
-        expected = self._step_costs.estimate(sum(item.num_tokens for item in scheduled), num_attended)
+        load = load_of(scheduled)
+        expected = self._step_costs.estimate(load.num_tokens, load.num_attended)
         if abs(expected - self._expected) > max(STEP_TIME_CHANGE_S, STEP_TIME_CHANGE * self._expected):
             self._expected = expected
             self._outbox.publish([], self._status(), self._intake.acknowledged)
@@ -185,7 +185,7 @@ class Engine:
     def _launch(self, scheduled: list[ScheduledRequest]) -> None:
         """forward → sample. A failure is that of the step's requests, unless the device itself is broken."""
         self._num_steps += 1
-        step = Step(self._num_steps, scheduled, time.monotonic())
+        step = Step(self._num_steps, scheduled, load_of(scheduled), time.monotonic())
         self.running_step = (step.number, step.started)
         self._launched.append(step)
         self._is_clean = False
@@ -196,8 +196,8 @@ class Engine:
         except Exception as error:
             if is_device_broken(error):
                 raise
-            sizes = {"step": step.number, "num_tokens": step.num_tokens, "num_requests": len(scheduled)}
-            if is_out_of_memory(error) and self.scheduler.oom_backoff.on_oom(step.num_tokens, len(scheduled)):
+            sizes = {"step": step.number, "num_tokens": step.load.num_tokens, "num_requests": len(scheduled)}
+            if is_out_of_memory(error) and self.scheduler.oom_backoff.on_oom(step.load.num_tokens, len(scheduled)):
                 log.warning("step_out_of_memory", **sizes)
                 if self._network.inputs.device.type == "cuda":
                     torch.cuda.empty_cache()  # the free memory is fragmented
@@ -270,9 +270,9 @@ class Engine:
         for part in step.layout.parts:
             self._commit_part(part, results, (sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]))
         now = time.monotonic()
-        self._last = (round((now - step.started) * 1000), step.num_tokens)
+        self._last = (round((now - step.started) * 1000), step.load.num_tokens)
         elapsed = now - max(step.started, self._committed_at)
-        self._step_costs.observe(step.num_tokens, step.num_attended, elapsed)
+        self._step_costs.observe(step.load.num_tokens, step.load.num_attended, elapsed)
         draft_length = self.scheduler.proposer.draft_length
         if draft_length.is_used:
             draft_length.observe(step.scheduled, elapsed, draft_seconds)

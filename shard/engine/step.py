@@ -17,6 +17,7 @@ from lorikeet.shard.grpc.outbox import DRAFTED, Details, Output
 from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
 from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.scheduler.speculation.throughput import Load
 from lorikeet.shard.scheduler.speculation.types import Source
 
 STEP_END = b"\1"
@@ -105,6 +106,7 @@ class Step:
 
     number: int
     scheduled: list[ScheduledRequest]
+    load: Load
     started: float
     """time.monotonic() of the launch."""
     timer: PhaseTimer = field(default_factory=PhaseTimer)
@@ -120,15 +122,6 @@ class Step:
     """Why the step failed."""
     is_retried: bool = False
     """Whether its requests are computed again, in smaller steps."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.scheduled)
-
-    @property
-    def num_attended(self) -> int:
-        """Positions that the tokens attend to, summed over them."""
-        return sum(item.num_attended for item in self.scheduled)
 
     def to_host(self) -> HostResults:
         """Waits for the step."""

@@ -1,4 +1,4 @@
-"""Filters: which tokens of a distribution may be drawn. Each is a threshold per row, so equal scores are kept or
+"""Filters: which tokens of a distribution may be sampled. Each is a threshold per row, so equal scores are kept or
 excluded together.
 
 Works on scores whose excluded tokens are already -inf; each filter sees the distribution that the one before it left.

@@ -21,13 +21,13 @@ class HostSampled:
 
     token_ids: list[int]
     logprobs: list[float]
-    """NaN for rows that did not ask."""
+    """NaN for rows that did not request them."""
     alternative_ids: list[list[int]]
-    """As many per row as it asked for, most likely first."""
+    """As many per row as it requested, most likely first."""
     alternative_logprobs: list[list[float]]
     """-inf for a token that the row's filters exclude."""
     bad: list[bool]
-    """Rows whose scores had a NaN or nothing finite; their token means nothing."""
+    """Rows whose scores had a NaN or nothing finite; their token is undefined."""
 
 
 class Sampled:
@@ -86,7 +86,7 @@ class HostPromptLogprobs:
 
 
 class PromptLogprobs:
-    """Log probabilities of M prompt tokens on their way from the device."""
+    """Log probabilities of M prompt tokens, being copied from the device."""
 
     def __init__(self, logprobs: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
         """logprobs: [M] float32; ids: [M, k] most likely tokens; values: [M, k] float32."""

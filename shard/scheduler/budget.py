@@ -74,10 +74,9 @@ class Budget:
 
         Without chunks a request waits until all it lacks fits, or is alone in the budget if it never would.
         """
-        num_known = len(request.token_ids) + request.num_in_flight
-        if num_known >= request.num_prompt + request.max_new_tokens:
+        if request.num_known >= request.num_prompt + request.max_new_tokens:
             return 0
-        num_behind = num_known - request.num_computed
+        num_behind = request.num_known - request.num_computed
         if num_behind <= 1:
             return 0 if self.pass_for_capped else num_behind
         if not self._is_chunked:

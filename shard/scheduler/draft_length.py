@@ -13,7 +13,7 @@ import numpy as np
 
 from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
 from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.speculation.acceptance import FIRST_RETRY, LIGHTER, AcceptanceRates, DraftState, Group
 from lorikeet.shard.scheduler.speculation.costs import DraftCosts, StepCosts
 from lorikeet.shard.scheduler.speculation.throughput import Candidates, Load
@@ -21,8 +21,6 @@ from lorikeet.shard.scheduler.speculation.types import DraftKind, Method, Schedu
 
 LAST_RETRY = 512
 """Most steps without drafts after which one is tried again; doubled each time it was rejected."""
-LEAST_SECONDS = 1e-6
-"""Clocks of host and device may differ, and no step takes no time."""
 LIKELY = 0.3
 """Above this acceptance rate a draft is withheld because of its cost, not because it would be rejected."""
 HOPELESS, HOPELESS_RETRY = 0.2, 64
@@ -160,12 +158,11 @@ class DraftLengthController:
         pass and in its others.
         """
         self._load = len(step)
-        num_tokens = sum(item.num_tokens for item in step)
+        load = load_of(step)
         has_prompts = any(item.end - item.start > 1 or not item.samples for item in step)
         with_heads = any(item.num_heads for item in step)
         costs = self.with_prompts if has_prompts else self.with_heads if with_heads else self.plain
-        num_attended = sum(item.num_attended for item in step)
-        costs.observe(num_tokens, num_attended, max(LEAST_SECONDS, seconds - sum(draft_seconds)))
+        costs.observe(load.num_tokens, load.num_attended, seconds - sum(draft_seconds))
         drawn = [item for item in step if item.num_drawn]
         if drawn and not has_prompts:
             num_passes = max(item.num_drawn for item in drawn)

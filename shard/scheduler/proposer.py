@@ -11,8 +11,7 @@ from lorikeet.shard.scheduler.draft_length import DraftLengthController
 from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.speculation.throughput import Load
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.speculation.types import Source
 
 ALWAYS_FITS = 2
@@ -43,12 +42,7 @@ class Proposer:
                 offers.append((item, offer))
         if not offers:
             return
-        load = Load(
-            sum(item.samples for item in scheduled),
-            sum(item.num_tokens for item in scheduled),
-            sum(item.num_attended for item in scheduled),
-        )
-        widths = self.draft_length.choose([offer for _, offer in offers], load)
+        widths = self.draft_length.choose([offer for _, offer in offers], load_of(scheduled))
         for (item, offer), width in zip(offers, widths, strict=True):
             self._add(item, offer, width)
 

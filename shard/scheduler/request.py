@@ -26,7 +26,7 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are drawn. The neutral value of each transform is its default.
+    """How a request's tokens are sampled. The neutral value of each transform is its default.
 
     Order: logit bias, watermark, repetition, frequency and presence penalty, temperature, top_k, top_p, min_p,
     typical_p. Without `do_sample` the arg max of the penalised scores is taken; temperature and filters play no part.

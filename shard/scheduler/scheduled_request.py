@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.scheduler.speculation.acceptance import DraftState
+from lorikeet.shard.scheduler.speculation.throughput import Load
 from lorikeet.shard.scheduler.speculation.types import Source
 
 
@@ -58,3 +59,9 @@ class ScheduledRequest:
         return (
             self.samples and self.end - self.start == 1 and self.end == len(request.token_ids) and not request.is_fresh
         )
+
+
+def load_of(step: Sequence[ScheduledRequest]) -> Load:
+    """What a step computes, its drafts included."""
+    num_tokens, num_attended = sum(item.num_tokens for item in step), sum(item.num_attended for item in step)
+    return Load(sum(item.samples for item in step), num_tokens, num_attended)

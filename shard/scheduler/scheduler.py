@@ -235,7 +235,7 @@ class Scheduler:
             budget.spend(request, num_tokens)
         start = request.num_computed
         end = request.num_computed = start + num_tokens
-        samples = end == len(request.token_ids) + request.num_in_flight
+        samples = end == request.num_known
         request.isolation_steps = max(0, request.isolation_steps - samples)
         request.num_in_flight += samples
         request.num_launched += 1

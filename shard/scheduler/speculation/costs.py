@@ -24,6 +24,8 @@ FOLLOWED, MOST_FOLLOWED = 1 / 8, 1.25
 """Part of the error of the newest steps, by their median, that updates the machine's estimated speed, and the largest
 error that counts. A mean would lie above the medians that are expected, and the machine would look slower and slower.
 """
+LEAST_SECONDS = 1e-6
+"""Clocks of host and device may differ, and no step takes no time."""
 LEAST_TOKENS = 1 / 32
 """The least part of a step that is not attention."""
 MEAN_OVER, MEMORY = 64, 0.998
@@ -105,6 +107,7 @@ class StepCosts:
 
     def observe(self, num_tokens: int, num_attended: int, seconds: float) -> None:
         """Record a step."""
+        seconds = max(seconds, LEAST_SECONDS)
         self._num_observed += 1
         bucket = _bucket(num_tokens)
         samples = self._samples.setdefault(bucket, _Samples(num_tokens))
@@ -134,21 +137,24 @@ class StepCosts:
 
     def estimate(self, num_tokens: int, num_attended: int) -> float:
         """Seconds of one step; 0 before any step was recorded."""
-        if not self._samples:
-            return 0.0
-        return float(self.expected([num_tokens])[0]) + self.per_attended * num_attended
+        samples, slope = self._samples.get(_bucket(num_tokens)), self._attention.slope
+        if samples is not None and self._is_fresh(samples):  # without the curve, which new samples make obsolete
+            return self._slowness * samples.typical(slope) + slope * num_attended
+        return float(self.expected([num_tokens])[0]) + slope * num_attended if self._samples else 0.0
 
     @property
     def per_attended(self) -> float:
         """Seconds for each attended position. Only where `is_known`."""
         return self._current()[2]
 
+    def _is_fresh(self, samples: _Samples) -> bool:
+        return samples.newest > self._num_observed - FORGOTTEN
+
     def _current(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float]:
         """[n] numbers of tokens, [n] their seconds, and those for an attended position."""
         if self._curve is None:
             slope = self._attention.slope
-            fresh = [each for each in self._samples.values() if each.newest > self._num_observed - FORGOTTEN]
-            fresh.sort(key=lambda each: each.num_tokens)
+            fresh = sorted(filter(self._is_fresh, self._samples.values()), key=lambda each: each.num_tokens)
             numbers = np.array([each.num_tokens for each in fresh], np.float64)
             self._curve = (numbers, np.array([each.typical(slope) for each in fresh], np.float64), slope)
         return self._curve
@@ -179,8 +185,10 @@ class DraftCosts:
         """
         if not (num_drawn and self.first.is_known):
             return np.zeros(most + 1)
-        first = self.first.estimate(num_drawn, num_attended)
-        further = self.further.estimate(num_drawn, num_attended) if self.further.is_known else first
+        first, further = (
+            float(costs.expected([num_drawn])[0]) + costs.per_attended * num_attended
+            for costs in (self.first, self.further if self.further.is_known else self.first)
+        )
         passes = np.arange(most + 1)
         return np.minimum(passes, 1) * first + np.maximum(passes - 1, 0) * further
 
