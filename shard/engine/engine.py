@@ -14,16 +14,7 @@ from lorikeet.shard.batch.inputs import Network, RankDesync
 from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.engine.drafter import NoDrafter
 from lorikeet.shard.engine.intake import Intake
-from lorikeet.shard.engine.step import (
-    HostResults,
-    Part,
-    Step,
-    accepted_ids,
-    error_output,
-    fill_inputs,
-    score_output,
-    token_output,
-)
+from lorikeet.shard.engine.step import HostResults, Part, Step, error_output, fill_inputs
 from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import AdapterEvent, Outbox, Output, Status
@@ -280,15 +271,15 @@ class Engine:
 
     def _commit_part(self, part: Part, results: HostResults, seconds: tuple[float, float, float]) -> None:
         item = part.item
-        token_ids = accepted_ids(part, results.sampled)
+        token_ids = part.accepted_ids(results.sampled)
         if item.samples and not token_ids:
             self._fail(item, BAD_LOGITS, retryable=False)
             return
         num_taken = self.scheduler.commit(item, token_ids)
         if num_taken >= 0 and part.scored:
-            self._outputs.append(score_output(part, results.scores))
+            self._outputs.append(part.score_output(results.scores))
         if num_taken > 0:
-            self._outputs.append(token_output(part, results.sampled, num_taken, seconds))
+            self._outputs.append(part.token_output(results.sampled, num_taken, seconds))
             self.has_served = self.has_served or item.request.finish_reason is not FinishReason.NONE
             if part.heads:
                 first = part.heads.start + (num_taken - 1) * item.num_heads

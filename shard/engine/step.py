@@ -34,6 +34,58 @@ class Part(NamedTuple):
     heads: range
     """Entries of the step's `head_ids`, `item.num_heads` for each sampled row."""
 
+    def accepted_ids(self, sampled: HostSampled) -> list[int]:
+        """The target's tokens up to the first that is no draft. Empty if the first row's logits are bad; where a later
+        row's are, the tokens before it.
+        """
+        token_ids: list[int] = []
+        draft_ids = self.item.draft_ids
+        for index, row in enumerate(self.sampled):
+            if sampled.bad[row]:
+                break
+            token_ids.append(sampled.token_ids[row])
+            if index < len(draft_ids) and token_ids[-1] != draft_ids[index]:
+                break
+        return token_ids
+
+    def token_output(self, sampled: HostSampled, num_taken: int, seconds: tuple[float, float, float]) -> Output:
+        """The output of a request whose first `num_taken` sampled tokens were committed; `seconds` were spent drafting,
+        verifying and accepting.
+        """
+        item, request, params = self.item, self.item.request, self.item.request.logprobs
+        rows = slice(self.sampled.start, self.sampled.start + num_taken)
+        token_ids = sampled.token_ids[rows]
+        output = Output(
+            request.key,
+            token_ids,
+            sources(item, token_ids),
+            bytes(num_taken - 1) + STEP_END,
+            sampled.logprobs[rows] if params.wanted else [],
+            finish_reason=request.finish_reason,
+        )
+        if item.draft_ids:
+            output.num_drafted = tuple(len(item.draft_ids) if item.source is source else 0 for source in DRAFTED)
+            output.num_accepted = num_accepted(item, token_ids)
+            output.seconds = seconds
+        if params.alternatives:
+            ids, logprobs = sampled.alternative_ids[rows], sampled.alternative_logprobs[rows]
+            output.details = Details(list(chain.from_iterable(ids)), list(chain.from_iterable(logprobs)))
+        if request.num_cached:
+            output.num_cached, request.num_cached = request.num_cached, 0
+        return output
+
+    def score_output(self, scores: HostPromptLogprobs) -> Output:
+        """The log probabilities of the prompt tokens that a committed step scored for a request."""
+        request = self.item.request
+        request.num_scored = scored_span(self.item).stop
+        rows = slice(self.scored.start, self.scored.stop)
+        num_alternatives = request.logprobs.prefill_alternatives
+        details = Details(prefill_logprobs=scores.logprobs[rows])
+        for ids, logprobs in zip(scores.alternative_ids[rows], scores.alternative_logprobs[rows], strict=True):
+            details.prefill_alternative_ids += ids[:num_alternatives]
+            details.prefill_alternative_logprobs += logprobs[:num_alternatives]
+        return Output(request.key, details=details)
+
 
 @dataclass
 class Layout:
@@ -147,48 +199,6 @@ def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler) -> None:
     inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads)
 
 
-def accepted_ids(part: Part, sampled: HostSampled) -> list[int]:
-    """The target's tokens up to the first that is no draft. Empty if the first row's logits are bad; where a later
-    row's are, the tokens before it.
-    """
-    token_ids: list[int] = []
-    draft_ids = part.item.draft_ids
-    for index, row in enumerate(part.sampled):
-        if sampled.bad[row]:
-            break
-        token_ids.append(sampled.token_ids[row])
-        if index < len(draft_ids) and token_ids[-1] != draft_ids[index]:
-            break
-    return token_ids
-
-
-def token_output(part: Part, sampled: HostSampled, num_taken: int, seconds: tuple[float, float, float]) -> Output:
-    """The output of a request whose first `num_taken` sampled tokens were committed; `seconds` are those of drafting,
-    verifying and accepting.
-    """
-    item, request, params = part.item, part.item.request, part.item.request.logprobs
-    rows = slice(part.sampled.start, part.sampled.start + num_taken)
-    token_ids = sampled.token_ids[rows]
-    output = Output(
-        request.key,
-        token_ids,
-        sources(item, token_ids),
-        bytes(num_taken - 1) + STEP_END,
-        sampled.logprobs[rows] if params.wanted else [],
-        finish_reason=request.finish_reason,
-    )
-    if item.draft_ids:
-        output.num_drafted = tuple(len(item.draft_ids) if item.source is source else 0 for source in DRAFTED)
-        output.num_accepted = num_accepted(item, token_ids)
-        output.seconds = seconds
-    if params.alternatives:
-        ids, logprobs = sampled.alternative_ids[rows], sampled.alternative_logprobs[rows]
-        output.details = Details(list(chain.from_iterable(ids)), list(chain.from_iterable(logprobs)))
-    if request.num_cached:
-        output.num_cached, request.num_cached = request.num_cached, 0
-    return output
-
-
 def num_accepted(item: ScheduledRequest, token_ids: Sequence[int]) -> int:
     """Draft tokens among the emitted tokens of a request."""
     return sum(token_id == draft_id for token_id, draft_id in zip(token_ids, item.draft_ids, strict=False))
@@ -205,19 +215,6 @@ def sources(item: ScheduledRequest, token_ids: Sequence[int]) -> bytes:
     if item.request.num_output == len(token_ids):  # not after a preemption, nor where an earlier run has emitted some
         found[0] = Source.PREFILL
     return bytes(found)
-
-
-def score_output(part: Part, scores: HostPromptLogprobs) -> Output:
-    """The log probabilities of the prompt tokens that a committed step scored for a request."""
-    request = part.item.request
-    request.num_scored = scored_span(part.item).stop
-    rows = slice(part.scored.start, part.scored.stop)
-    num_alternatives = request.logprobs.prefill_alternatives
-    details = Details(prefill_logprobs=scores.logprobs[rows])
-    for ids, logprobs in zip(scores.alternative_ids[rows], scores.alternative_logprobs[rows], strict=True):
-        details.prefill_alternative_ids += ids[:num_alternatives]
-        details.prefill_alternative_logprobs += logprobs[:num_alternatives]
-    return Output(request.key, details=details)
 
 
 def error_output(request: Request, error: str, retryable: bool) -> Output:
