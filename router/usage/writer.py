@@ -16,8 +16,8 @@ from lorikeet.router.usage.record import Record
 
 log = structlog.get_logger()
 
-MOST_RECORDS = 4096
-MOST_CHARACTERS = 64 * 1024 * 1024
+MAX_RECORDS = 4096
+MAX_CHARACTERS = 64 * 1024 * 1024
 """Of texts, in all records that wait."""
 
 
@@ -62,7 +62,7 @@ class BackgroundWriter:
         """Take a record, or count it as lost; returns at once."""
         size = _num_characters(record)
         with self._news:
-            if len(self._waiting) < MOST_RECORDS and self._num_characters + size <= MOST_CHARACTERS:
+            if len(self._waiting) < MAX_RECORDS and self._num_characters + size <= MAX_CHARACTERS:
                 self._waiting.append((record, size))
                 self._num_characters += size
                 self._news.notify()

@@ -12,7 +12,7 @@ import pytest
 
 from lorikeet.router.usage.file import UsageFile
 from lorikeet.router.usage.writer import Unwritten
-from tests.router.usage.test_outlet import RECORD, named
+from tests.router.usage.test_writer import RECORD, named
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from lorikeet.router.usage import post
 from lorikeet.router.usage.post import UsagePost, shown_url
 from lorikeet.router.usage.writer import Unwritten
 from tests.router.usage.receiver import Receiver
-from tests.router.usage.test_outlet import RECORD
+from tests.router.usage.test_writer import RECORD
 
 EVENT = {"tokens": 5, "adapter_id": "", "input": None, "output": None, "api_token": None, "model_id": "m"}
 

@@ -8,7 +8,7 @@ import structlog
 
 from lorikeet.router.metrics.histogram import Counter
 from lorikeet.router.usage.record import Record
-from lorikeet.router.usage.writer import BackgroundWriter, Unwritten
+from lorikeet.router.usage.writer import MAX_CHARACTERS, MAX_RECORDS, BackgroundWriter, Unwritten
 
 RECORD = Record(
     time="2026-01-01T00:00:00.000Z",
@@ -76,21 +76,21 @@ def test_nobody_waits_for_a_writer_that_hangs_and_losses_are_counted() -> None:
     out = BackgroundWriter("file", [writer], dropped)
     began = time.monotonic()
     with structlog.testing.capture_logs() as lines:
-        for number in range(writer.MOST_RECORDS + 12):
+        for number in range(MAX_RECORDS + 12):
             out.put(named(str(number)))
         assert time.monotonic() - began < 5
         num_lost = dropped.values["file"]
         assert num_lost in (11, 12)  # the writer may hold one
         writer.may_write.set()
         out.close(10)
-    assert len(writer.written) == writer.MOST_RECORDS + 12 - num_lost
+    assert len(writer.written) == MAX_RECORDS + 12 - num_lost
     assert [(line["event"], line["to"]) for line in lines] == [("usage_dropped", "file")]
 
 
 def test_texts_are_bounded_too() -> None:
     writer, dropped = Slow(), Counter()
     out = BackgroundWriter("url", [writer], dropped)
-    text = "x" * (writer.MOST_CHARACTERS // 4)
+    text = "x" * (MAX_CHARACTERS // 4)
     for _ in range(8):
         out.put(dataclasses.replace(RECORD, input=text))
     assert dropped.values["url"] in (3, 4)
@@ -103,7 +103,7 @@ def test_room_comes_back() -> None:
     writer, dropped = Slow(), Counter()
     writer.may_write.set()
     out = BackgroundWriter("url", [writer], dropped)
-    text = "x" * (writer.MOST_CHARACTERS // 2)
+    text = "x" * (MAX_CHARACTERS // 2)
     for number in range(8):
         out.put(dataclasses.replace(RECORD, input=text, output=["y", "z"]))
         end = time.monotonic() + 10
