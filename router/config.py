@@ -57,7 +57,7 @@ class RouterConfig:
     """What guesses for requests that don't say: auto, lookup, medusa, draft or off."""
     speculative_schedule: str = "auto"
     """How many tokens are guessed, up to that number, where a request doesn't say: constant, heuristic or auto."""
-    speculative_verify: str = "coupled"
+    speculative_verify: str = "shared-noise"
     """How guesses are verified where a request doesn't say: coupled or rejection."""
     draft_model_id: str | None = None
     """The name the draft model was asked for by; None is what the shard says."""

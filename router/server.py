@@ -124,7 +124,7 @@ class RouterServer:
             await dispatcher.drain(0.0)
 
     async def _until_ready(self, service: Service) -> None:
-        while not (service.dispatcher.ready and service.settled):  # noqa: ASYNC110 - two things in several places
+        while not (service.dispatcher.ready and service.adapters_checked):  # noqa: ASYNC110 - two things in several places
             await asyncio.sleep(0.02)
 
     async def _tell_ready(self, service: Service) -> None:

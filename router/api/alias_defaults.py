@@ -1,17 +1,17 @@
-"""An alias's own defaults, put into a request's body where the request says nothing. Knows both families' words."""
+"""Fills an alias's default parameters into the body of a request, for LoRAX's and for OpenAI's routes."""
 
 from typing import Any
 
 from lorikeet.adapters.catalogue import Entry
 from lorikeet.router.adapters.selection import Selection
-from lorikeet.router.schemas.speculation import rules_heads_out
+from lorikeet.router.schemas.speculation import DEPRECATED_FIELDS, excludes_heads
 
 _NOT_OPENAI = ("do_sample", "return_full_text", "truncate")
-"""Words that OpenAI's routes don't have."""
+"""Parameters that OpenAI's routes don't have."""
 
 
 def native_defaults(body: dict[str, Any], selection: Selection) -> dict[str, Any]:
-    """Of a body of LoRAX's routes. What is not as it should be is left for the reader to refuse."""
+    """Of a body of LoRAX's routes. Invalid bodies are returned as they are; the reader rejects them."""
     given = body.get("parameters")
     parameters = {} if given is None else given
     if not isinstance(parameters, dict) or parameters.get("merged_adapters") is not None:
@@ -43,7 +43,9 @@ def _entry(name: Any, fields: dict[str, Any], selection: Selection) -> Entry | N
 
 
 def _filled(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """A null is as good as nothing. Heads are no default of a request whose own words leave no guess to them."""
-    if rules_heads_out(fields.get("speculative_method"), fields.get("speculative_tokens")):
+    """Null counts as absent. `heads_id` is no default of a request whose method or draft length excludes heads."""
+    if excludes_heads(fields.get("speculative_method"), fields.get("speculative_tokens")):
         defaults.pop("heads_id", None)
-    return {**fields, **{name: value for name, value in defaults.items() if fields.get(name) is None}}
+    given = {DEPRECATED_FIELDS.get(name, name) for name, value in fields.items() if value is not None}
+    missing = {name: value for name, value in defaults.items() if DEPRECATED_FIELDS.get(name, name) not in given}
+    return {**fields, **missing}

@@ -1,6 +1,6 @@
-"""Headers of answers: LoRAX's timings and counts, the request's id, and the names of ignored fields.
+"""Response headers: LoRAX's timings and counts, the request's id, the adapter, and the names of ignored fields.
 
-Every value that a client chose is made safe here.
+Values that a client chose are sanitized here.
 """
 
 import re
@@ -18,12 +18,12 @@ _MAX_NAME = 64
 
 
 def safe(value: str) -> str:
-    """`value` as a header may carry it."""
+    """`value` with `?` for every character that a header must not hold."""
     return _UNSAFE.sub("?", value)
 
 
 def request_id(given: str | None) -> str:
-    """The client's own id without what could break a header or a log line, or a new one."""
+    """The client's id without characters that could break a header or a log line; a new id where nothing is left."""
     cleaned = _NOT_IN_ID.sub("", given or "")[:128]
     return cleaned or secrets.token_hex(16)
 
@@ -37,7 +37,7 @@ def ignored_fields(names: list[str]) -> dict[str, str]:
 
 
 def adapter_headers(generation: Generation | None) -> dict[str, str]:
-    """Which adapter answered, by its name, its source and its content; nothing for the base model."""
+    """Name, source and content of the adapter; nothing for the base model."""
     adapter = None if generation is None else generation.request.adapter
     if generation is None or adapter is None:
         return {}
@@ -57,7 +57,7 @@ def compute_type(service: Service) -> str:
 
 @dataclass(frozen=True)
 class Counts:
-    """What the headers count."""
+    """Counts shown in headers."""
 
     characters: int
     prompt_tokens: int
@@ -66,7 +66,7 @@ class Counts:
 
 
 def stream_headers(service: Service, characters: int, generation: Generation | None) -> dict[str, str]:
-    """Of a stream, known before its first token; without a generation it tells of a failure."""
+    """Of a stream, known before its first token; `generation` is None for a request that failed."""
     return {
         "x-compute-type": compute_type(service),
         "x-compute-characters": str(characters),
@@ -77,7 +77,7 @@ def stream_headers(service: Service, characters: int, generation: Generation | N
 
 
 def answer_headers(service: Service, timing: Timing, generation: Generation, counts: Counts) -> dict[str, str]:
-    """Of an answer that is complete."""
+    """Of a complete answer."""
     done_at = now()
     queued_at = timing.validated_at
     sent_at = generation.sent_at or queued_at

@@ -1,7 +1,7 @@
-"""What every request passes first: its id, the closed door while draining, its log line and count, a net for bugs.
+"""The outermost ASGI middleware: request ids, rejection while draining, log lines, metrics, usage, unexpected errors.
 
-Pure ASGI and outermost. The routes to the model are called from here without the framework's layers in between: each
-layer costs a stream a call and a resumption per token.
+It calls the generation routes directly, without the framework's layers: each layer costs a stream one call and one
+resumption per token.
 """
 
 import traceback
@@ -33,7 +33,7 @@ from lorikeet.router.usage.record import Ending
 _OPEN_WHILE_DRAINING = frozenset(("/health", "/ping", "/ready", "/startup", "/metrics", "/info"))
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status in logs of a request whose client did not wait for it."""
+"""The logged status of a request whose client disconnected before the answer."""
 
 Handle = Callable[[Request], Awaitable[Response]]
 
@@ -41,7 +41,7 @@ _log = structlog.get_logger(__name__)
 
 
 class RequestMiddleware:
-    """Around the whole application; `generating` are the POST routes to the model, counted and called directly."""
+    """Wraps the application; `generating` are the POST routes to the model, which it counts and calls directly."""
 
     def __init__(self, app: ASGIApp, generating: Mapping[str, Handle], service: Service, metrics: Metrics) -> None:
         self._app = app
@@ -61,7 +61,7 @@ class RequestMiddleware:
         handle = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
         if handle is not None:
             self._metrics.request_arrived()
-        # Answers to another origin's pages need headers that the framework's layers add.
+        # CORS headers are added by the framework's layers.
         direct = None if "origin" in headers else handle
         with structlog.contextvars.bound_contextvars(request_id=identity):
             try:
@@ -77,10 +77,10 @@ class RequestMiddleware:
             except (ClientGone, ClientDisconnect):
                 call.status = CLIENT_CLOSED_REQUEST
             except Exception as error:
-                # Neither the exception's text nor its locals: both may hold a prompt.
+                # The exception's text and locals may hold a prompt, so neither is logged.
                 frames = traceback.extract_tb(error.__traceback__)
                 where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-                _log.error("request broke", kind=type(error).__name__, where=where)
+                _log.error("request_crashed", kind=type(error).__name__, where=where)
                 await call.fail(InternalError(), receive)
             finally:
                 call.log()
@@ -94,13 +94,13 @@ def _stays_open(scope: Scope) -> bool:
 
 
 class _RequestScope:
-    """One request on its way out: adds the id, remembers the status."""
+    """One request: adds its id to the response and records the status."""
 
     def __init__(self, scope: Scope, send: Send, identity: str, *, closes: bool) -> None:
         self._scope = scope
         self._send = send
         self._headers = [(b"x-request-id", identity.encode())]
-        if closes:  # the next request goes to another router
+        if closes:  # so that the next request goes to another router
             self._headers.append((b"connection", b"close"))
         self._began_at = now()
         self.status = 0
@@ -119,10 +119,10 @@ class _RequestScope:
 
     def log(self) -> None:
         seconds = round(now() - self._began_at, 6)
-        say = _log.debug if self._scope["method"] == "GET" else _log.info
+        write = _log.debug if self._scope["method"] == "GET" else _log.info
         path = self._scope["path"][:128]
-        told = self._scope["state"].get("told", {})
-        say("request", method=self._scope["method"], path=path, status=self.status, seconds=seconds, **told)
+        fields = self._scope["state"].get("log_fields", {})
+        write("request", method=self._scope["method"], path=path, status=self.status, seconds=seconds, **fields)
 
     def count(self, metrics: Metrics) -> None:
         if self._error is None:
@@ -135,7 +135,7 @@ class _RequestScope:
 
     @property
     def _error(self) -> str | None:
-        """What it failed by."""
+        """The reason of a failure, as metrics count it."""
         failure = self._scope["state"].get("failure")
         if self.status == CLIENT_CLOSED_REQUEST:
             return "dropped"
@@ -143,7 +143,7 @@ class _RequestScope:
 
 
 def failure_response(error: RouterError, path: str) -> Response:
-    """`error` in the shape of the route's family; a body that could not be read is plain text on LoRAX's routes."""
+    """`error` in the shape of the route's API; LoRAX's routes answer an unreadable body with plain text."""
     row = answer(error)
     headers = failure_headers(error)
     if path.startswith("/v1/"):

@@ -9,11 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.router.api.alias_defaults import native_defaults
-from lorikeet.router.api.collect import Completed, collect_all
+from lorikeet.router.api.collect import Completed, collect_all, speculation_report
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
-from lorikeet.router.api.routes.speculated import speculation_report
-from lorikeet.router.api.service import Service, Timing, cancel_all, now, random_seed, told
+from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, now, random_seed
 from lorikeet.router.api.sse import EventStream, event
 from lorikeet.router.errors import RouterError, lorax_body
 from lorikeet.router.receipts.receipt import check_receipt
@@ -83,19 +82,16 @@ class NativeRoutes:
         answer: dict[str, Any] = {"generated_text": self._shown_text(native, whole)}
         if parameters.details or parameters.decoder_input_details:
             losers = sequences[:best] + sequences[best + 1 :]
-            answer["details"] = self._details(native, wanted, whole, losers if num_sequences > 1 else None)
-            report = speculation_report([generations[best]])
-            if report is not None:
-                answer["details"]["speculation"] = report
+            answer["details"] = self._details(native, wanted, whole, losers) | _speculation(generations[best])
         if receipt is not None:
             answer.get("details", answer)["receipt"] = receipt
-        request.state.told = told(wanted, len(whole.tokens), whole.finish_reason)
+        request.state.log_fields = log_fields(wanted, len(whole.tokens), whole.finish_reason)
         counts = Counts(len(native.inputs), len(wanted.prompt_ids), len(whole.tokens), whole.num_skipped)
         headers = answer_headers(self._service, timing, generations[best], counts)
         return answer, headers | ignored_fields(native.ignored)
 
     async def _stream(self, request: Request, native: NativeRequest, arrived_at: float) -> EventStream:
-        """Begins once it is known which adapter answers. The status of a stream is 200 whatever happens, as LoRAX's."""
+        """A stream that starts once the adapter is resolved. Its status is 200 even after a failure, as in LoRAX."""
         timing = Timing(arrived_at)
         generation: Generation | None = None
         try:
@@ -113,7 +109,7 @@ class NativeRoutes:
     async def _events(
         self, request: Request, native: NativeRequest, generation: Generation
     ) -> AsyncGenerator[bytes, None]:
-        """One item per chunk with an event per token; a failure is the last event, as the status is sent already."""
+        """One item per chunk with an event per token; a failure is the last event, since the status is already sent."""
         wanted = generation.request
         try:
             texts: list[str] = []
@@ -126,7 +122,7 @@ class NativeRoutes:
                     break
                 if chunk.tokens:
                     yield b"".join([token_event(token) for token in chunk.tokens])
-            request.state.told = told(wanted, num_tokens, chunk.finish_reason)
+            request.state.log_fields = log_fields(wanted, num_tokens, chunk.finish_reason)
             details: dict[str, Any] | None = None
             if native.parameters.details:
                 details = {
@@ -134,24 +130,22 @@ class NativeRoutes:
                     "prompt_tokens": len(wanted.prompt_ids),
                     "generated_tokens": num_tokens,
                     "seed": wanted.seed if wanted.sampling.do_sample else None,
+                    **_speculation(generation),
                 }
-                report = speculation_report([generation])
-                if report is not None:
-                    details["speculation"] = report
             whole = Completed(seed=wanted.seed, text="".join(texts))
             last = [token_event(token) for token in chunk.tokens[:-1]]
             token = _token(chunk.tokens[-1]) if chunk.tokens else None
-            told_last = {"token": token, "generated_text": self._shown_text(native, whole), "details": details}
+            final = {"token": token, "generated_text": self._shown_text(native, whole), "details": details}
             if wanted.receipt:
-                (told_last if details is None else details)["receipt"] = await self._service.receipts.of(generation)
-            last.append(event(told_last))
+                (final if details is None else details)["receipt"] = await self._service.receipts.of(generation)
+            last.append(event(final))
             yield b"".join(last)
         except RouterError as error:
             request.state.failure = error
             yield event(lorax_body(error))
 
     async def _prepare(self, request: Request, native: NativeRequest, *, streaming: bool) -> GenerationRequest:
-        """Check, tokenize, check lengths, settle the adapter. Raises ValidationError or AdapterProblem."""
+        """Check, tokenize, check lengths, resolve the adapter. Raises ValidationError or AdapterProblem."""
         config, request_id = self._service.config, request.state.request_id
         caller = self._service.caller(request)
         fields = check_rules(native, config, streaming=streaming)
@@ -173,7 +167,7 @@ class NativeRoutes:
             speculation=speculation,
             seed=random_seed() if parameters.seed is None else parameters.seed,
             sampling=parameters.sampling(),
-            stop_strings=parameters.stop,
+            stop_strings=tuple(parameters.stop),
             ignore_eos=parameters.ignore_eos_token,
             num_alternatives=parameters.return_k_alternatives or 0,
             prefill_logprobs=parameters.decoder_input_details,
@@ -193,34 +187,40 @@ class NativeRoutes:
         return native.inputs + whole.text if native.parameters.return_full_text else whole.text
 
     def _details(
-        self,
-        native: NativeRequest,
-        wanted: GenerationRequest,
-        whole: Completed,
-        losers: list[Completed] | None,
+        self, native: NativeRequest, wanted: GenerationRequest, whole: Completed, losers: list[Completed]
     ) -> dict[str, Any]:
-        details: dict[str, Any] = {
-            "finish_reason": whole.finish_reason.value,
-            "prompt_tokens": len(wanted.prompt_ids),
-            "generated_tokens": len(whole.tokens),
-            "skipped_tokens": whole.num_skipped,
-            "seed": whole.seed if wanted.sampling.do_sample else None,
-            "prefill": _prefill(whole),
-            "tokens": [_token(token) for token in whole.tokens],
-        }
-        if losers is not None:
+        counts = {"prompt_tokens": len(wanted.prompt_ids), "generated_tokens": len(whole.tokens)}
+        counts["skipped_tokens"] = whole.num_skipped
+        details = _sequence(wanted, whole, counts)
+        if losers:
             details["best_of_sequences"] = [
                 {
                     "generated_text": self._shown_text(native, loser),
-                    "finish_reason": loser.finish_reason.value,
-                    "generated_tokens": len(loser.tokens),
-                    "seed": loser.seed if wanted.sampling.do_sample else None,
-                    "prefill": _prefill(loser),
-                    "tokens": [_token(token) for token in loser.tokens],
+                    **_sequence(wanted, loser, {"generated_tokens": len(loser.tokens)}),
                 }
                 for loser in losers
             ]
         return details
+
+
+def _sequence(wanted: GenerationRequest, whole: Completed, counts: dict[str, int]) -> dict[str, Any]:
+    """What `details` and each of `best_of_sequences` have in common, in LoRAX's order."""
+    return {
+        "finish_reason": whole.finish_reason.value,
+        **counts,
+        "seed": whole.seed if wanted.sampling.do_sample else None,
+        "prefill": [
+            {"id": token_id, "text": text, "logprob": None if logprob is None else round(logprob, 7)}
+            for token_id, text, logprob in whole.prefill
+        ],
+        "tokens": [_token(token) for token in whole.tokens],
+    }
+
+
+def _speculation(generation: Generation) -> dict[str, Any]:
+    """`details.speculation`, absent where the request could not speculate."""
+    report = speculation_report([generation])
+    return {} if report is None else {"speculation": report}
 
 
 async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
@@ -228,7 +228,7 @@ async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
 
 
 def _token(token: Token) -> dict[str, Any]:
-    """LoRAX's token. A logprob of minus infinity becomes null, as JSON has no word for it."""
+    """LoRAX's token. A logprob of minus infinity becomes null, since JSON cannot represent it."""
     shown: dict[str, Any] = {
         "id": token.id,
         "text": token.text,
@@ -246,7 +246,7 @@ def _token(token: Token) -> dict[str, Any]:
 
 
 def token_event(token: Token) -> bytes:
-    """The event of a token that is not the last. Its usual shape is put together by hand: half the time per token."""
+    """The event of any token but the last. Its usual shape is formatted by hand, which halves the time per token."""
     if token.alternatives is not None:
         return event({"token": _token(token), "generated_text": None, "details": None})
     return _TOKEN_EVENT % (
@@ -257,10 +257,3 @@ def token_event(token: Token) -> bytes:
         b"true" if token.skipped else b"false",
         _SOURCES[token.source],
     )
-
-
-def _prefill(whole: Completed) -> list[dict[str, Any]]:
-    return [
-        {"id": token_id, "text": text, "logprob": None if logprob is None else round(logprob, 7)}
-        for token_id, text, logprob in whole.prefill
-    ]

@@ -1,6 +1,6 @@
-"""`POST /predict`: a prompt in, a text out, as the serving script of LLMSpeculativeSampling has it.
+"""`POST /predict`: from a prompt to a text, in the format of LLMSpeculativeSampling's server.
 
-What that script fixes are defaults here; every other field is one of `/generate`'s parameters. Knows no shape but this.
+Constants of that server are defaults here; every other field is one of `/generate`'s parameters.
 """
 
 from dataclasses import replace
@@ -20,20 +20,20 @@ from lorikeet.router.schemas.native import NativeRequest, read_native
 
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 40, "top_k": 10, "top_p": 0.9, "return_full_text": True}
 DEFAULT_TOKENS = 4
-"""SpeculationStats per step, where the server allows as many."""
-_NO_PLACE = ("details", "decoder_input_details", "receipt", "stream")
+"""Draft tokens per step, where the server allows as many."""
+_UNSUPPORTED = ("details", "decoder_input_details", "receipt", "stream")
 """Fields that ask for more than a text."""
 
 
 class PredictRoute:
-    """The handler; all but the shape of body and answer is `/generate`'s."""
+    """The handler, which differs from `/generate` in the format of body and answer only."""
 
     def __init__(self, service: Service, native: NativeRoutes) -> None:
         self._service = service
         self._native = native
 
     async def predict(self, request: Request) -> Response:
-        """A bare JSON string: the prompt and what follows it."""
+        """Answers with a JSON string: the prompt and the generated text."""
         arrived_at = now()
         body = await read_json(request, self._service.config.max_body_bytes)
         answer, headers = await self._native.answered(request, self._read(body), arrived_at)
@@ -43,9 +43,9 @@ class PredictRoute:
         if not Fields(body).required_text("prompt"):
             raise ValidationError("`prompt` cannot be empty", "prompt")
         parameters = {name: value for name, value in body.items() if name != "prompt"}
-        for name in _NO_PLACE:
+        for name in _UNSUPPORTED:
             if parameters.pop(name, None) not in (None, False):
-                raise UnsupportedField(name, "has no place in this route's answer, which is a text")
+                raise UnsupportedField(name, "is not supported by this route, whose answer is only a text")
         filled = native_defaults({"parameters": parameters}, self._service.selection)["parameters"]
         most = self._service.config.speculative_tokens_max
         defaults = {**DEFAULTS, "speculative_tokens": min(DEFAULT_TOKENS, most)}

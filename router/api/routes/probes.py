@@ -1,4 +1,4 @@
-"""Whether the server lives, can answer, and has answered: `/health`, `/ping`, `/`, `/ready`, `/startup`."""
+"""Liveness, readiness and startup probes: `/health`, `/ping`, `/`, `/ready`, `/startup`."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -6,7 +6,7 @@ from starlette.responses import Response
 from lorikeet.router.api.collect import collect
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.service import Service, now
-from lorikeet.router.errors import Failed, Refused, RouterError, ShuttingDown, Unhealthy
+from lorikeet.router.errors import Failed, Refused, ShuttingDown, Unhealthy
 from lorikeet.router.requests.types import GenerationRequest
 
 
@@ -17,18 +17,18 @@ class ProbeRoutes:
         self._service = service
 
     async def health(self, request: Request) -> Response:
-        """Stays 200 while draining: what runs is still answered."""
+        """200 while draining too, since running requests are still answered."""
         if not self._service.dispatcher.healthy:
             raise Unhealthy()
         return Response()
 
     async def ready(self, request: Request) -> Response:
-        """Whether new requests are welcome."""
+        """Whether new requests are accepted."""
         self._check()
         return Response()
 
     async def startup(self, request: Request) -> Response:
-        """Generates one token, all the way through."""
+        """Generates one token end to end."""
         self._check()
         prompt_ids = await self._service.tokenizer.encode("Who?")
         probe = GenerationRequest(
@@ -42,16 +42,11 @@ class ProbeRoutes:
                 finally:
                     generation.cancel()
         except (Failed, Refused) as error:
-            raise _as_unhealthy(error) from error
+            raise (error if isinstance(error, ShuttingDown) else Unhealthy()) from error
         return Response()
 
     def _check(self) -> None:
         if self._service.dispatcher.draining:
             raise ShuttingDown()
-        if not self._service.dispatcher.ready or not self._service.settled:
+        if not self._service.dispatcher.ready or not self._service.adapters_checked:
             raise Unhealthy()
-
-
-def _as_unhealthy(error: RouterError) -> RouterError:
-    """A probe knows 200 and 503 only."""
-    return error if isinstance(error, ShuttingDown) else Unhealthy()

@@ -109,7 +109,7 @@ async def test_a_line_that_a_full_disk_cut_is_ended_before_the_next(
         return num_written
 
     async with serving(tmp_path, receipts_path=str(path)) as server:
-        monkeypatch.setattr("lorikeet.router.receipts.receipts.os.write", limited)
+        monkeypatch.setattr("lorikeet.router.usage.file.os.write", limited)
         server.says("ab")
         for each, num_lines in ((1 << 20, 1), (20, 1), (0, 1), (1 << 20, 3)):
             room[0] = each

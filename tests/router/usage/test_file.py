@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.router.usage.file import UsageFile
-from lorikeet.router.usage.writer import Unwritten
+from lorikeet.router.usage.record import Unwritten
 from tests.router.usage.test_writer import RECORD, named
 
 
@@ -44,7 +44,7 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
     file.write(named("whole"))
     length = path.stat().st_size
     with no_file_above(length + 100):
-        with pytest.raises(Unwritten, match="took a part of a line only"):
+        with pytest.raises(Unwritten, match="only a part of a line was written"):
             file.write(named("torn"))
         for _ in range(2):
             with pytest.raises(Unwritten, match="File too large"):

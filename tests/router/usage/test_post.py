@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.router.usage import post
 from lorikeet.router.usage.post import UsagePost, shown_url
-from lorikeet.router.usage.writer import Unwritten
+from lorikeet.router.usage.record import Unwritten
 from tests.router.usage.receiver import Receiver
 from tests.router.usage.test_writer import RECORD
 

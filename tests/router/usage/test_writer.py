@@ -7,8 +7,8 @@ import time
 import structlog
 
 from lorikeet.router.metrics.histogram import Counter
-from lorikeet.router.usage.record import Record
-from lorikeet.router.usage.writer import MAX_CHARACTERS, MAX_RECORDS, BackgroundWriter, Unwritten
+from lorikeet.router.usage.record import Record, Unwritten
+from lorikeet.router.usage.writer import MAX_CHARACTERS, MAX_RECORDS, BackgroundWriter
 
 RECORD = Record(
     time="2026-01-01T00:00:00.000Z",
