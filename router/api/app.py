@@ -13,10 +13,8 @@ from lorikeet.router.api.middleware import Handle, RequestMiddleware, failure_re
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
-from lorikeet.router.api.routes.information import InformationRoutes
-from lorikeet.router.api.routes.native import NativeRoutes
-from lorikeet.router.api.routes.predict import PredictRoute
-from lorikeet.router.api.routes.probes import ProbeRoutes
+from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoutes
+from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
 from lorikeet.router.api.service import Service, make_service
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher

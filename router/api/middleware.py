@@ -80,7 +80,7 @@ class RequestMiddleware:
                 # The exception's text and locals may hold a prompt, so neither is logged.
                 frames = traceback.extract_tb(error.__traceback__)
                 where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-                _log.error("request_crashed", kind=type(error).__name__, where=where)
+                _log.error("unhandled_exception", kind=type(error).__name__, where=where)
                 await call.fail(InternalError(), receive)
             finally:
                 call.log()

@@ -1,8 +1,9 @@
-"""The router's components as routes use them, and the steps that routes share."""
+"""The router's components as routes use them, and steps that routes share: defaults of aliases, checks, submission."""
 
 import secrets
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 
@@ -24,7 +25,8 @@ from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import FinishReason, GenerationRequest, Speculation
 from lorikeet.router.schemas.adapters import AdapterFields
-from lorikeet.router.schemas.speculation import Offer, SpeculationFields, make_offer, resolve_speculation
+from lorikeet.router.schemas.body import read_json
+from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage.writer import Usage
 
@@ -75,6 +77,36 @@ class Service:
     def adapters_checked(self) -> bool:
         """Whether the operator's adapters were checked."""
         return self.preloader is None or self.preloader.settled.is_set()
+
+    def native_defaults(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A body of LoRAX's routes with its alias's parameters; invalid bodies are left to the reader."""
+        given = body.get("parameters")
+        parameters = {} if given is None else given
+        if not isinstance(parameters, dict) or parameters.get("merged_adapters") is not None:
+            return body
+        defaults = self._defaults(parameters.get("adapter_id"), parameters)
+        return {**body, "parameters": fill_defaults(parameters, defaults)} if defaults else body
+
+    def openai_defaults(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A body of OpenAI's routes with its alias's parameters, which have LoRAX's names."""
+        defaults = self._defaults(body.get("model"), body)
+        for name in ("do_sample", "return_full_text", "truncate"):  # not in OpenAI's routes
+            defaults.pop(name, None)
+        max_tokens = defaults.pop("max_new_tokens", None)
+        if max_tokens is not None and body.get("max_completion_tokens") is None:
+            defaults["max_tokens"] = max_tokens
+        return fill_defaults(body, defaults) if defaults else body
+
+    def _defaults(self, name: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        source = fields.get("adapter_source")
+        if not isinstance(name, str | None) or not isinstance(source, str | None) or self.selection.is_base(name):
+            return {}
+        entry = self.selection.entry(name, source)
+        return {} if entry is None else dict(entry.parameters)
+
+    async def body(self, request: Request) -> dict[str, Any]:
+        """The request's JSON object. Raises a leaf of BodyRejected."""
+        return await read_json(request, self.config.max_body_bytes)
 
     def caller(self, request: Request) -> Caller:
         """Who sent `request`."""
@@ -180,11 +212,7 @@ def now() -> float:
 
 def log_fields(request: GenerationRequest, num_generated: int, finish: FinishReason) -> dict[str, int | str]:
     """Of the log line of a request that was answered: numbers only."""
-    return {
-        "prompt_tokens": len(request.prompt_ids),
-        "generated_tokens": num_generated,
-        "finish_reason": finish.value,
-    }
+    return {"prompt_tokens": len(request.prompt_ids), "generated_tokens": num_generated, "finish_reason": finish.value}
 
 
 def random_seed() -> int:

@@ -153,9 +153,4 @@ def are_token_ids(items: list[Any]) -> bool:
     return bool(items) and all(type(item) is int and 0 <= item < 2**31 for item in items)
 
 
-_RANGES = {
-    "i32": (-(2**31), 2**31 - 1),
-    "u32": (0, 2**32 - 1),
-    "u64": (0, 2**64 - 1),
-    "usize": (0, 2**64 - 1),
-}
+_RANGES = {"i32": (-(2**31), 2**31 - 1), "u32": (0, 2**32 - 1), "u64": (0, 2**64 - 1), "usize": (0, 2**64 - 1)}

@@ -165,24 +165,23 @@ def _check_best_of(parameters: NativeParameters, config: RouterConfig) -> None:
 
 
 def _check_sampling(parameters: NativeParameters) -> None:
-    if parameters.temperature is not None and parameters.temperature < 0.0:
-        raise ValidationError("`temperature` must be non-negative", "temperature")
-    if parameters.repetition_penalty is not None and parameters.repetition_penalty <= 0.0:
-        raise ValidationError("`repetition_penalty` must be strictly positive", "repetition_penalty")
-    for name in ("frequency_penalty", "presence_penalty"):
-        penalty = getattr(parameters, name)
-        if penalty is not None and not -2.0 <= penalty <= 2.0:
-            raise ValidationError(f"`{name}` must be >= -2.0 and <= 2.0", name)
-    if parameters.top_p is not None and not 0.0 < parameters.top_p <= 1.0:
-        raise ValidationError("`top_p` must be > 0.0 and < 1.0", "top_p")
-    if parameters.min_p is not None and not 0.0 <= parameters.min_p <= 1.0:
-        raise ValidationError("`min_p` must be >= 0.0 and <= 1.0", "min_p")
-    if parameters.typical_p is not None and not 0.0 < parameters.typical_p < 1.0:
-        raise ValidationError("`typical_p` must be > 0.0 and < 1.0", "typical_p")
-    for name in ("top_k", "return_k_alternatives"):
-        count = getattr(parameters, name)
-        if count is not None and count <= 0:
-            raise ValidationError(f"`{name}` must be strictly positive", name)
+    for name, is_valid, rule in _SAMPLING_RULES:
+        value = getattr(parameters, name)
+        if value is not None and not is_valid(value):
+            raise ValidationError(f"`{name}` must be {rule}", name)
+
+
+_SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda value: value >= 0.0, "non-negative"),
+    ("repetition_penalty", lambda value: value > 0.0, "strictly positive"),
+    ("frequency_penalty", lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0"),
+    ("presence_penalty", lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0"),
+    ("top_p", lambda value: 0.0 < value <= 1.0, "> 0.0 and < 1.0"),
+    ("min_p", lambda value: 0.0 <= value <= 1.0, ">= 0.0 and <= 1.0"),
+    ("typical_p", lambda value: 0.0 < value < 1.0, "> 0.0 and < 1.0"),
+    ("top_k", lambda value: value > 0, "strictly positive"),
+    ("return_k_alternatives", lambda value: value > 0, "strictly positive"),
+)
 
 
 def _check_counts(request: NativeRequest, config: RouterConfig) -> None:

@@ -11,12 +11,7 @@ from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.requests.types import Sampling
 from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.fields import Fields, are_token_ids
-from lorikeet.router.schemas.speculation import (
-    SpeculationFields,
-    check_speculation,
-    read_prediction,
-    read_speculation,
-)
+from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -71,7 +66,7 @@ class CommonFields:
     speculation: SpeculationFields
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class OpenAIRequest:
     """What the bodies of both routes have in common."""
 
@@ -80,10 +75,10 @@ class OpenAIRequest:
     """Alternatives per token; None for no logprobs at all, 0 for those of the tokens alone."""
     best_of: int
     """Sequences per prompt."""
+    ignored: list[str]
     echo: bool = False
     only_prompt: bool = False
     """Whether the prompt is scored and nothing is generated."""
-    ignored: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +110,7 @@ def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionReq
         raise UnsupportedField("receipt", "is of a text, and `max_tokens` is 0")
     best_of = _best_of(fields, common, config)
     _check_num_sequences(len(prompts) * best_of, config)
-    return CompletionRequest(
-        common=common,
-        prompts=prompts,
-        echo=echo,
-        best_of=best_of,
-        num_logprobs=num_logprobs,
-        only_prompt=max_tokens == 0,
-        ignored=fields.ignored(),
-    )
+    return CompletionRequest(common, num_logprobs, best_of, fields.ignored(), echo, max_tokens == 0, prompts=prompts)
 
 
 def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
@@ -144,13 +131,8 @@ def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
         raise ValidationError("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
     common = _common(fields, config, model, limit)
     _check_num_sequences(common.num_choices, config)
-    return ChatRequest(
-        common=common,
-        messages=messages,
-        num_logprobs=(top or 0) if wants_logprobs else None,
-        best_of=common.num_choices,
-        ignored=fields.ignored(),
-    )
+    num_logprobs = (top or 0) if wants_logprobs else None
+    return ChatRequest(common, num_logprobs, common.num_choices, fields.ignored(), messages=messages)
 
 
 def _num_logprobs(fields: Fields, name: str) -> int | None:

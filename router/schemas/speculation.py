@@ -4,23 +4,22 @@ Speculation never changes the distribution of a text, so nothing here is about s
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.errors import UnsupportedField, ValidationError
+from lorikeet.router.errors import UnsupportedField, ValidationError, WrongJsonType
 from lorikeet.router.requests.types import ALL_HEADS, NO_SPECULATION, Speculation
 from lorikeet.router.schemas.adapters import BASE_NAMES
 from lorikeet.router.schemas.fields import Fields
 
 METHODS = {"auto": "auto", "lookup": "lookup", "ngram": "lookup", "medusa": "medusa", "draft": "draft", "off": "off"}
 SCHEDULES = ("constant", "heuristic", "auto")
-VERIFICATIONS = {
-    "shared-noise": "shared-noise",
-    "rejection": "rejection",
+VERIFICATIONS = {name: name for name in ("shared-noise", "rejection")} | {
     "google": "rejection",
     "deepmind": "rejection",
-    "coupled": "shared-noise",
 }
-"""Google's and DeepMind's papers have the same rule (Leviathan et al. 2023, Chen et al. 2023). Deprecated: coupled."""
+"""Google's and DeepMind's papers have the same rule (Leviathan et al. 2023; Chen et al. 2023)."""
+DEPRECATED_VALUES = {"coupled": "shared-noise"}
 DEPRECATED_FIELDS = {"speculative_verify": "speculative_verification"}
 DEFAULT_TOKENS = 3
 """Draft tokens where a request names a method, and neither it nor the server a number."""
@@ -68,24 +67,22 @@ def make_offer(config: RouterConfig, shards_draft_model: str) -> Offer:
         config.speculative_tokens_max,
         METHODS[config.speculative_method],
         config.speculative_schedule,
-        VERIFICATIONS[config.speculative_verify],
+        VERIFICATIONS[DEPRECATED_VALUES.get(config.speculative_verify, config.speculative_verify)],
         has_draft_model,
     )
 
 
 def read_speculation(fields: Fields) -> SpeculationFields:
-    """Raises WrongJsonType, or ValidationError where a field is given under both of its names."""
+    """Raises WrongJsonType."""
     verification, deprecated = fields.text("speculative_verification"), fields.text("speculative_verify")
     if verification is not None and deprecated is not None:
-        raise ValidationError(
-            "`speculative_verify` is the deprecated name of `speculative_verification`: set only one of them",
-            "speculative_verify",
-        )
+        raise WrongJsonType("duplicate field `speculative_verification`", "speculative_verification")
+    verification = verification if deprecated is None else deprecated
     return SpeculationFields(
         fields.integer("speculative_tokens", "u32"),
         fields.text("speculative_method"),
         fields.text("speculative_schedule"),
-        deprecated if verification is None else verification,
+        DEPRECATED_VALUES.get(verification or "", verification),
         fields.take("heads_id") not in (None, "", *BASE_NAMES),
     )
 
@@ -112,6 +109,18 @@ def read_prediction(fields: Fields) -> str | None:
 def excludes_heads(method: object, num_tokens: object) -> bool:
     """Whether a request with these fields never uses Medusa heads."""
     return num_tokens == 0 or (method in METHODS and METHODS[str(method)] not in ("auto", "medusa"))
+
+
+def fill_defaults(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`fields` of a body with the defaults of those that are absent or null.
+
+    `heads_id` is no default of a request whose method or draft length excludes heads.
+    """
+    given = {DEPRECATED_FIELDS.get(name, name) for name, value in fields.items() if value is not None}
+    if excludes_heads(fields.get("speculative_method"), fields.get("speculative_tokens")):
+        given.add("heads_id")
+    missing = {name: value for name, value in defaults.items() if DEPRECATED_FIELDS.get(name, name) not in given}
+    return {**fields, **missing}
 
 
 def check_speculation(wanted: SpeculationFields, max_tokens: int) -> None:

@@ -28,7 +28,6 @@ from lorikeet.router.errors import (
     adapter_problem,
 )
 from lorikeet.router.requests.adapter_ref import Adapter, Loaded
-from lorikeet.router.schemas.body import read_json
 from lorikeet.router.schemas.fields import Fields
 
 _UNLOAD_SECONDS = 300.0
@@ -138,7 +137,7 @@ class AdminRoutes:
         """Raises AdminOnly for everyone but administrators."""
         keys = self._service.selection.keys
         if not keys.has_admin:
-            raise AdminOnly("administration is disabled: start the server with an admin key")
+            raise AdminOnly("administration is disabled: the server was started without an admin key")
         key = self._service.caller(request).key
         if key is None or not key.admin:
             raise AdminOnly("this route needs the admin key as bearer token")
@@ -149,7 +148,7 @@ class AdminRoutes:
         self._check(request)
         if request.headers.get("content-length") == "0":
             return Fields({})
-        return Fields(await read_json(request, self._service.config.max_body_bytes))
+        return Fields(await self._service.body(request))
 
     def _named(self, fields: Fields) -> tuple[str, list[Ref]]:
         """The name in a body and all its versions."""

@@ -4,14 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lorikeet.router.api.collect import Alternatives, Completed
-from lorikeet.router.api.routes.openai import (
-    FINISH_REASONS,
-    LOWEST_LOGPROB,
-    OpenAIRoute,
-    Prompt,
-    VisibleTokens,
-    decoded,
-)
+from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIRoute, Prompt, VisibleTokens
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
@@ -42,7 +35,7 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
                 raise ValidationError("`prompt` cannot be empty", "prompt")
             return Prompt(ids, given)
         self._service.check_ids(given, "prompt")
-        return Prompt(given, decoded(self._service, given) if echo else "")
+        return Prompt(given, self._decode(given) if echo else "")
 
     def _choice(self, wanted: CompletionRequest, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         echoed = prompt.text if wanted.echo else ""

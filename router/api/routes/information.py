@@ -1,4 +1,4 @@
-"""Routes about the server: `/info`, `/metrics`, `/tokenize`, `/v1/models`, and the unsupported routes (501)."""
+"""Probes, `/info`, `/metrics`, `/tokenize`, `/v1/models`, and the unsupported routes, which answer 501."""
 
 import time
 from typing import Any
@@ -9,16 +9,60 @@ from starlette.responses import Response
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.directory import Listed
+from lorikeet.router.api.collect import collect
+from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import ignored_fields
-from lorikeet.router.api.service import Service
-from lorikeet.router.errors import ModelNotFound, NoFastTokenizer, NotServed
+from lorikeet.router.api.service import Service, now
+from lorikeet.router.errors import Failed, ModelNotFound, NoFastTokenizer, NotServed, Refused, ShuttingDown, Unhealthy
 from lorikeet.router.requests.caller import Caller
-from lorikeet.router.schemas.body import read_json
+from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.usage.post import shown_url
 
 _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")
 """Keys of LoRAX's `/info` that are flags of the launcher only."""
+
+
+class ProbeRoutes:
+    """`/health`, `/ping` and `/` (liveness), `/ready` and `/startup`: 200 with an empty body, or 503."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, request: Request) -> Response:
+        """200 while draining too, since running requests are still answered."""
+        if not self._service.dispatcher.healthy:
+            raise Unhealthy()
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        """Whether new requests are accepted."""
+        self._check()
+        return Response()
+
+    async def startup(self, request: Request) -> Response:
+        """Generates one token end to end."""
+        self._check()
+        prompt_ids = await self._service.tokenizer.encode("Who?")
+        probe = GenerationRequest(
+            prompt_ids, max_new_tokens=1, seed=0, request_id=request.state.request_id, is_probe=True
+        )
+        try:
+            async with ClientWatch(request.receive):
+                [generation] = self._service.submit(request, [probe], now())
+                try:
+                    await collect(generation)
+                finally:
+                    generation.cancel()
+        except (Failed, Refused) as error:
+            raise (error if isinstance(error, ShuttingDown) else Unhealthy()) from error
+        return Response()
+
+    def _check(self) -> None:
+        if self._service.dispatcher.draining:
+            raise ShuttingDown()
+        if not self._service.dispatcher.ready or not self._service.adapters_checked:
+            raise Unhealthy()
 
 
 class InformationRoutes:
@@ -34,13 +78,7 @@ class InformationRoutes:
         effective = config.effective_configuration or {}
         flags = effective.get("flags", {})
         launcher = {name: flags.get(name.replace("_", "-")) for name in _FROM_LAUNCHER}
-        limits = (
-            "max_concurrent_requests",
-            "max_best_of",
-            "max_stop_sequences",
-            "max_input_length",
-            "max_total_tokens",
-        )
+        limits = ("concurrent_requests", "best_of", "stop_sequences", "input_length", "total_tokens")
         heads = self._service.selection.directory.default_heads
         device = None if shard is None else shard.device.partition(":")[0]
         content = {
@@ -49,7 +87,7 @@ class InformationRoutes:
             "model_dtype": None if shard is None else shard.dtype,
             "model_device_type": device,
             "model_pipeline_tag": None,
-            **{name: getattr(config, name) for name in limits},
+            **{f"max_{name}": getattr(config, f"max_{name}") for name in limits},
             "waiting_served_ratio": launcher["waiting_served_ratio"],
             "max_batch_total_tokens": None if shard is None else shard.num_pages * shard.page_size,
             "max_waiting_tokens": launcher["max_waiting_tokens"],
@@ -79,7 +117,7 @@ class InformationRoutes:
         """The raw vocabulary entries and their character offsets."""
         if not self._service.tokenizer.is_fast:
             raise NoFastTokenizer()
-        fields = Fields(await read_json(request, self._service.config.max_body_bytes))
+        fields = Fields(await self._service.body(request))
         inputs = fields.required_text("inputs")
         special = fields.optional_flag("add_special_tokens")
         tokens = await self._service.tokenizer.encode_with_offsets(inputs, special is not False)

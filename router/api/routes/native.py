@@ -1,4 +1,7 @@
-"""LoRAX's generation routes: `/generate`, `/generate_stream`, and `/` with `/invocations`, which take `stream`."""
+"""LoRAX's generation routes: `/generate`, `/generate_stream`, and `/` with `/invocations`, which take `stream`.
+
+`/predict` is here too, as `/generate` with a different body and answer.
+"""
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -8,17 +11,16 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.alias_defaults import native_defaults
 from lorikeet.router.api.collect import Completed, collect_all, speculation_report
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, now, random_seed
 from lorikeet.router.api.sse import EventStream, event
-from lorikeet.router.errors import RouterError, lorax_body
+from lorikeet.router.errors import RouterError, UnsupportedField, ValidationError, lorax_body
 from lorikeet.router.receipts.receipt import check_receipt
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import SOURCE_NAMES, GenerationRequest, Token
-from lorikeet.router.schemas.body import read_json
+from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.native import NativeRequest, check_lengths, check_rules, read_native
 
 _TOKEN_EVENT = (
@@ -26,6 +28,12 @@ _TOKEN_EVENT = (
     b'"generated_text":null,"details":null}\n\n'
 )
 _SOURCES = tuple(name.encode() for name in SOURCE_NAMES)
+
+_PREDICT_DEFAULTS: dict[str, Any] = {"max_new_tokens": 40, "top_k": 10, "top_p": 0.9, "return_full_text": True}
+_PREDICT_TOKENS = 4
+"""Draft tokens per step, where the server allows as many."""
+_UNSUPPORTED = ("details", "decoder_input_details", "receipt", "stream")
+"""Fields that ask for more than a text."""
 
 
 class NativeRoutes:
@@ -36,25 +44,22 @@ class NativeRoutes:
 
     async def generate(self, request: Request) -> Response:
         arrived_at = now()
-        body = await read_json(request, self._service.config.max_body_bytes)
-        return await self._answer(request, self._read(body), arrived_at, as_list=False)
+        return await self._answer(request, self._read(await self._service.body(request)), arrived_at, as_list=False)
 
     async def generate_stream(self, request: Request) -> Response:
         arrived_at = now()
-        body = await read_json(request, self._service.config.max_body_bytes)
-        return await self._stream(request, self._read(body), arrived_at)
+        return await self._stream(request, self._read(await self._service.body(request)), arrived_at)
 
     async def compat(self, request: Request) -> Response:
         """`/` and `/invocations`: one route for both, and a list of one when not streaming."""
         arrived_at = now()
-        body = await read_json(request, self._service.config.max_body_bytes)
-        native = self._read(body, with_stream=True)
+        native = self._read(await self._service.body(request), with_stream=True)
         if native.stream:
             return await self._stream(request, native, arrived_at)
         return await self._answer(request, native, arrived_at, as_list=True)
 
     def _read(self, body: dict[str, Any], with_stream: bool = False) -> NativeRequest:
-        return read_native(native_defaults(body, self._service.selection), with_stream=with_stream)
+        return read_native(self._service.native_defaults(body), with_stream=with_stream)
 
     async def _answer(self, request: Request, native: NativeRequest, arrived_at: float, *, as_list: bool) -> Response:
         answer, headers = await self.answered(request, native, arrived_at)
@@ -221,6 +226,38 @@ def _speculation(generation: Generation) -> dict[str, Any]:
     """`details.speculation`, absent where the request could not speculate."""
     report = speculation_report([generation])
     return {} if report is None else {"speculation": report}
+
+
+class PredictRoute:
+    """`POST /predict`: from a prompt to a text, in the format of LLMSpeculativeSampling's server.
+
+    Constants of that server are defaults here; every other field is one of `/generate`'s parameters.
+    """
+
+    def __init__(self, service: Service, native: NativeRoutes) -> None:
+        self._service = service
+        self._native = native
+
+    async def predict(self, request: Request) -> Response:
+        """Answers with a JSON string: the prompt and the generated text."""
+        arrived_at = now()
+        native = self._read(await self._service.body(request))
+        answer, headers = await self._native.answered(request, native, arrived_at)
+        return Response(orjson.dumps(answer["generated_text"]), headers=headers, media_type="application/json")
+
+    def _read(self, body: dict[str, Any]) -> NativeRequest:
+        if not Fields(body).required_text("prompt"):
+            raise ValidationError("`prompt` cannot be empty", "prompt")
+        parameters = {name: value for name, value in body.items() if name != "prompt"}
+        for name in _UNSUPPORTED:
+            if parameters.pop(name, None) not in (None, False):
+                raise UnsupportedField(name, "is not supported by this route, whose answer is only a text")
+        filled = self._service.native_defaults({"parameters": parameters})["parameters"]
+        most = self._service.config.speculative_tokens_max
+        defaults = {**_PREDICT_DEFAULTS, "speculative_tokens": min(_PREDICT_TOKENS, most)}
+        filled = {**defaults, **{name: value for name, value in filled.items() if value is not None}}
+        native = read_native({"inputs": body["prompt"], "parameters": filled}, with_stream=False)
+        return replace(native, ignored=[name.removeprefix("parameters.") for name in native.ignored])
 
 
 async def _only(item: bytes) -> AsyncGenerator[bytes, None]:

@@ -11,7 +11,6 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.alias_defaults import openai_defaults
 from lorikeet.router.api.collect import Completed, collect_all, interleave, speculation_report
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
@@ -23,7 +22,6 @@ from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Speculation, Token
-from lorikeet.router.schemas.body import read_json
 from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths
 
 FINISH_REASONS = {
@@ -84,8 +82,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         """Answer one request. Raises RouterError."""
         service = self._service
         timing = Timing(now())
-        body = openai_defaults(await read_json(request, service.config.max_body_bytes), service.selection)
-        wanted = self._read(body)
+        wanted = self._read(service.openai_defaults(await service.body(request)))
         stream = wanted.common.stream
         service.check_room()
         async with ClientWatch(request.receive):
@@ -134,7 +131,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             group = f"{caller.request_id}/{index}" if len(prompts) > 1 else caller.request_id
             first = GenerationRequest(
                 prompt_ids=prompt.ids,
-                text=prompt.text or (decoded(service, prompt.ids) if service.config.log_texts else ""),
+                text=prompt.text or (self._decode(prompt.ids) if service.config.log_texts else ""),
                 # Scoring a prompt needs a step like any other: its one token is dropped.
                 max_new_tokens=check_lengths(
                     len(prompt.ids), 1 if wanted.only_prompt else common.max_tokens, service.config
@@ -162,6 +159,12 @@ class OpenAIRoute(ABC, Generic[Wanted]):
                 seed = random_seed() if common.seed is None else (common.seed + number) % 2**64
                 requests.append(replace(first, seed=seed))
         return requests
+
+    def _decode(self, ids: list[int]) -> str:
+        """The text of a prompt that came as token ids."""
+        detokenizer = self._service.tokenizer.detokenizer(())
+        hidden_ids = self._service.tokenizer.special_ids
+        return "".join(detokenizer.push(each) for each in ids if each not in hidden_ids) + detokenizer.flush()
 
     async def _speculation(self, common: CommonFields) -> Speculation:
         """With the tokens of `prediction`, as far as the lookup reads them."""
@@ -230,14 +233,6 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         elif receipts:
             yield event(frame.around([]) | receipts)
         yield DONE
-
-
-def decoded(service: Service, ids: list[int]) -> str:
-    """The text of a prompt that came as token ids."""
-    detokenizer = service.tokenizer.detokenizer(())
-    hidden_ids = service.tokenizer.special_ids
-    shown = "".join(detokenizer.push(token_id) for token_id in ids if token_id not in hidden_ids)
-    return shown + detokenizer.flush()
 
 
 @dataclass(frozen=True)

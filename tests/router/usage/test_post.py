@@ -46,7 +46,7 @@ def test_three_more_attempts(statuses: tuple[int, ...]) -> None:
 def test_what_is_given_up(statuses: tuple[int, ...], num_attempts: int) -> None:
     with Receiver(*statuses) as receiver:
         writer = UsagePost(receiver.url)
-        with pytest.raises(Unwritten, match=f"REQUEST_LOGGER_URL answers {statuses[0]}"):
+        with pytest.raises(Unwritten, match=f"REQUEST_LOGGER_URL answered {statuses[0]}"):
             writer.write(RECORD)
         writer.close()
     assert len(receiver.events) == num_attempts
@@ -103,5 +103,5 @@ def test_shown_url(url: str, shown: str) -> None:
     "url", ["", "a.example", "ftp://a.example", "http://", "http://me:se/cret@a", "http://[secret"]
 )
 def test_what_is_no_url_is_not_repeated(url: str) -> None:
-    with pytest.raises(ValueError, match=r"^REQUEST_LOGGER_URL is no http:// or https:// URL$"):
+    with pytest.raises(ValueError, match=r"^REQUEST_LOGGER_URL must be an http:// or https:// URL$"):
         UsagePost(url)

@@ -61,9 +61,9 @@ async def test_aliases_go_between_request_and_defaults(tmp_path: Path) -> None:
         ({"prompt": ""}, 422, "`prompt` cannot be empty"),
         ({"prompt": "Hi", "top_k": 0}, 422, "`top_k` must be strictly positive"),
         ({"prompt": "Hi", "max_new_tokens": 5000}, 422, "must be <= 2048"),
-        ({"prompt": "Hi", "details": True}, 422, "`details` has no place"),
-        ({"prompt": "Hi", "stream": True}, 422, "`stream` has no place"),
-        ({"prompt": "Hi", "speculative_method": "draft"}, 422, "needs a draft model"),
+        ({"prompt": "Hi", "details": True}, 422, "`details` is not supported by this route"),
+        ({"prompt": "Hi", "stream": True}, 422, "`stream` is not supported by this route"),
+        ({"prompt": "Hi", "speculative_method": "draft"}, 422, "requires --draft-model-id"),
         ([], 422, "expected a JSON object"),
     ],
 )
