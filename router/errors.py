@@ -10,7 +10,7 @@ RouterError
 │   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
 │   │   └── one leaf per status
 │   ├── AdminOnly, AlreadyLoaded, ReloadRefused
-│   └── ChatTemplateError, NoFastTokenizer, ModelNotFound, UnknownRoute, UnknownMethod
+│   └── ChatTemplateError, ModelNotFound, UnknownRoute, UnknownMethod
 ├── Refused                     the server cannot accept it now
 │   └── Overloaded (QueueTimeout), ShuttingDown, NoShard, Unhealthy, NotServed
 └── Failed                      it started and failed
@@ -88,10 +88,6 @@ class NoHeads(UnsupportedField):
 
 class ChatTemplateError(InvalidRequest):
     template = "Failed applying chat template to inputs: {}"
-
-
-class NoFastTokenizer(InvalidRequest):
-    template = "No fast tokenizer or tokenizer.json for this model"
 
 
 class ModelNotFound(InvalidRequest):
@@ -259,7 +255,6 @@ ANSWERS: dict[type[RouterError], Answer] = {
     ValidationError: Answer(422, "validation", "validation", 400),
     UnsupportedField: Answer(422, "validation", "validation", 422),
     ChatTemplateError: Answer(422, "template_error", "template", 400),
-    NoFastTokenizer: Answer(404, "no fast tokenizer", "bad_request", 404),
     ModelNotFound: Answer(404, "model_not_found", "validation", 404, openai_code="model_not_found"),
     UnknownRoute: Answer(404, "not_found", "bad_request", 404, openai_code="unknown_url"),
     UnknownMethod: Answer(405, "method_not_allowed", "bad_request", 405),

@@ -63,10 +63,10 @@ class RouterServer:
 
     async def run(self) -> int:
         """Serve; returns the exit code."""
-        config = self._config
-        dispatcher = Dispatcher(config, self._tokenizer, self._metrics)
-        app = create_app(dispatcher, self._tokenizer, config, self._metrics)
-        self._server = server = _Uvicorn(
+        dispatcher = Dispatcher(self._config, self._tokenizer, self._metrics)
+        app = create_app(dispatcher, self._tokenizer, self._config, self._metrics)
+        service: Service = app.state.service
+        self._server = _Uvicorn(
             uvicorn.Config(
                 app,
                 http="httptools",
@@ -79,9 +79,19 @@ class RouterServer:
                 lifespan="off",
             )
         )
-        service: Service = app.state.service
         self._handle_signals(service)
         await dispatcher.start()
+        await self._serve(self._server, service)
+        await service.receipts.close()
+        await service.templates.close()
+        await dispatcher.stop()
+        await asyncio.to_thread(service.usage.close)
+        self._tokenizer.close()
+        return 0 if self._problem is None else 1
+
+    async def _serve(self, server: _Uvicorn, service: Service) -> None:
+        """Serve until a signal or a broken adapter, then drain or hand over."""
+        config, dispatcher = self._config, service.dispatcher
         preloading = asyncio.create_task(self._preload(service))
         if config.replacement_file is not None and await asyncio.to_thread(Path(config.replacement_file).exists):
             await self._until_ready(service)
@@ -103,14 +113,8 @@ class RouterServer:
         await serving
         for task in (*background, *signals):
             task.cancel()
-        await service.receipts.close()
-        await service.templates.close()
-        await dispatcher.stop()
-        await asyncio.to_thread(service.usage.close)
-        self._tokenizer.close()
-        return 0 if self._problem is None else 1
 
-    async def _finish_connections(self, server: "_Uvicorn", dispatcher: Dispatcher) -> None:
+    async def _finish_connections(self, server: _Uvicorn, dispatcher: Dispatcher) -> None:
         """Wait for the open connections, and end them at `drain_timeout_s`."""
         log.info("router_handover", num_active=dispatcher.num_active)
         try:
@@ -121,7 +125,7 @@ class RouterServer:
             await dispatcher.drain(0.0)
 
     async def _until_ready(self, service: Service) -> None:
-        while not (service.dispatcher.ready and service.adapters_checked):  # noqa: ASYNC110 - two conditions in several places
+        while not (service.dispatcher.ready and service.adapters_checked):  # noqa: ASYNC110 - several conditions
             await asyncio.sleep(0.02)
 
     async def _touch_ready_file(self, service: Service) -> None:

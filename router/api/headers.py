@@ -36,23 +36,23 @@ def ignored_fields(names: list[str]) -> dict[str, str]:
     return {"x-ignored-fields": ", ".join(shown)}
 
 
-def adapter_headers(generation: Generation | None) -> dict[str, str]:
-    """Name, source and content of the adapter; nothing for the base model."""
+def _common_headers(service: Service, characters: int, generation: Generation | None) -> dict[str, str]:
+    """LoRAX's `gpu+optimized` where there is a GPU, the model, and the adapter, if any."""
+    info = service.dispatcher.info
+    headers = {
+        "x-compute-type": "cpu+optimized" if info is not None and info.device.startswith("cpu") else "gpu+optimized",
+        "x-compute-characters": str(characters),
+        "x-model-id": safe(service.config.model_id),
+    }
     adapter = None if generation is None else generation.request.adapter
     if generation is None or adapter is None:
-        return {}
-    return {
+        return headers
+    return headers | {
         "x-adapter-id": safe(adapter.name),
         "x-adapter-source": adapter.source,
         "x-adapter-revision": safe(adapter.revision),
         "x-adapter-digest": generation.digest,
     }
-
-
-def compute_type(service: Service) -> str:
-    """LoRAX's `gpu+optimized` where there is a GPU."""
-    info = service.dispatcher.info
-    return "cpu+optimized" if info is not None and info.device.startswith("cpu") else "gpu+optimized"
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,7 @@ class Counts:
 
 def stream_headers(service: Service, characters: int, generation: Generation | None) -> dict[str, str]:
     """Of a stream, known before its first token; `generation` is None for a request that failed."""
-    return {
-        "x-compute-type": compute_type(service),
-        "x-compute-characters": str(characters),
-        "x-accel-buffering": "no",
-        "x-model-id": safe(service.config.model_id),
-        **adapter_headers(generation),
-    }
+    return {"x-accel-buffering": "no", **_common_headers(service, characters, generation)}
 
 
 def answer_headers(service: Service, timing: Timing, generation: Generation, counts: Counts) -> dict[str, str]:
@@ -86,9 +80,8 @@ def answer_headers(service: Service, timing: Timing, generation: Generation, cou
     first = first_token_at - sent_at
     total = _milliseconds(done_at - timing.arrived_at)
     return {
-        "x-compute-type": compute_type(service),
+        **_common_headers(service, counts.characters, generation),
         "x-compute-time": total,
-        "x-compute-characters": str(counts.characters),
         "x-total-time": total,
         "x-prompt-tokens": str(counts.prompt_tokens),
         "x-generated-tokens": str(counts.generated_tokens),
@@ -100,8 +93,6 @@ def answer_headers(service: Service, timing: Timing, generation: Generation, cou
         "x-time-per-token": _milliseconds(inference / max(counts.generated_tokens, 1)),
         "x-time-to-first-token": _milliseconds(first),
         "x-time-per-output-token": _milliseconds((inference - first) / max(counts.generated_tokens - 1, 1)),
-        "x-model-id": safe(service.config.model_id),
-        **adapter_headers(generation),
     }
 
 

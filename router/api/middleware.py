@@ -65,28 +65,36 @@ class RequestMiddleware:
         direct = None if "origin" in headers else handle
         with structlog.contextvars.bound_contextvars(request_id=identity):
             try:
-                if self._service.dispatcher.draining and not _stays_open(scope):
-                    raise ShuttingDown()
-                if direct is None:
-                    await self._app(scope, receive, call.send)
-                else:
-                    response = await direct(Request(scope, receive))
-                    await response(scope, receive, call.send)
-            except RouterError as error:
-                await call.fail(error, receive)
-            except (ClientGone, ClientDisconnect):
-                call.status = CLIENT_CLOSED_REQUEST
-            except Exception as error:
-                # The exception's text and locals may hold a prompt, so neither is logged.
-                frames = traceback.extract_tb(error.__traceback__)
-                where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-                _log.error("unhandled_exception", kind=type(error).__name__, where=where)
-                await call.fail(InternalError(), receive)
+                await self._answer(scope, receive, call, direct)
             finally:
-                call.log()
+                ending = call.finish()
                 if handle is not None:
-                    call.count(self._metrics)
-                    self._usage.ended(Request(scope), call.ending())
+                    if ending.error is None:
+                        self._metrics.request_succeeded(ending.ended_at - ending.began_at)
+                    else:
+                        self._metrics.request_failed(ending.error)
+                    self._usage.ended(Request(scope), ending)
+
+    async def _answer(self, scope: Scope, receive: Receive, call: "_RequestScope", direct: Handle | None) -> None:
+        """Answer by calling `direct`, or the framework where it is None; failures become answers."""
+        try:
+            if self._service.dispatcher.draining and not _stays_open(scope):
+                raise ShuttingDown()
+            if direct is None:
+                await self._app(scope, receive, call.send)
+            else:
+                response = await direct(Request(scope, receive))
+                await response(scope, receive, call.send)
+        except RouterError as error:
+            await call.fail(error, receive)
+        except (ClientGone, ClientDisconnect):
+            call.status = CLIENT_CLOSED_REQUEST
+        except Exception as error:
+            # The exception's text and locals may hold a prompt, so neither is logged.
+            frames = traceback.extract_tb(error.__traceback__)
+            where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+            _log.error("unhandled_exception", kind=type(error).__name__, where=where)
+            await call.fail(InternalError(), receive)
 
 
 def _stays_open(scope: Scope) -> bool:
@@ -117,29 +125,16 @@ class _RequestScope:
         if not self.status:
             await failure_response(error, self._scope["path"])(self._scope, receive, self.send)
 
-    def log(self) -> None:
-        seconds = round(now() - self._began_at, 6)
-        write = _log.debug if self._scope["method"] == "GET" else _log.info
-        path = self._scope["path"][:128]
-        fields = self._scope["state"].get("log_fields", {})
-        write("request", method=self._scope["method"], path=path, status=self.status, seconds=seconds, **fields)
-
-    def count(self, metrics: Metrics) -> None:
-        if self._error is None:
-            metrics.request_succeeded(now() - self._began_at)
-        else:
-            metrics.request_failed(self._error)
-
-    def ending(self) -> Ending:
-        return Ending(self._scope["path"], self.status, self._error, self._began_at, now())
-
-    @property
-    def _error(self) -> str | None:
-        """The reason of a failure, as metrics count it."""
-        failure = self._scope["state"].get("failure")
-        if self.status == CLIENT_CLOSED_REQUEST:
-            return "dropped"
-        return None if failure is None else answer(failure).counted_as
+    def finish(self) -> Ending:
+        """Log the request; returns how it ended, with the error as metrics count it."""
+        method, path, state = self._scope["method"], self._scope["path"], self._scope["state"]
+        failure = state.get("failure")
+        error = "dropped" if self.status == CLIENT_CLOSED_REQUEST else failure and answer(failure).counted_as
+        ending = Ending(path, self.status, error, self._began_at, now())
+        seconds, fields = round(ending.ended_at - ending.began_at, 6), state.get("log_fields", {})
+        write = _log.debug if method == "GET" else _log.info
+        write("request", method=method, path=path[:128], status=self.status, seconds=seconds, **fields)
+        return ending
 
 
 def failure_response(error: RouterError, path: str) -> Response:

@@ -188,8 +188,7 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         )
     if "" in stop:
         raise ValidationError("`stop` must not contain an empty string", "stop")
-    prediction = read_prediction(fields)
-    speculation = replace(read_speculation(fields), prediction=prediction)
+    speculation = replace(read_speculation(fields), prediction=read_prediction(fields))
     check_speculation(speculation, config.speculative_tokens_max)
     stream = fields.flag("stream")
     if fields.has("stream_options") and not stream:
@@ -214,10 +213,9 @@ def _sampling(fields: Fields) -> Sampling:
     """Samples at temperature 1 by default; 0 is greedy."""
     temperature = _within(fields, "temperature", 0.0, 2.0, 1.0)
     top_p = _within(fields, "top_p", 0.0, 1.0, 1.0)
-    typical_p = fields.number("typical_p")
+    typical_p, repetition_penalty = fields.number("typical_p"), fields.number("repetition_penalty")
     if typical_p is not None and not 0.0 < typical_p <= 1.0:
         raise ValidationError("`typical_p` must be > 0.0 and <= 1.0", "typical_p")
-    repetition_penalty = fields.number("repetition_penalty")
     if repetition_penalty is not None and repetition_penalty <= 0.0:
         raise ValidationError("`repetition_penalty` must be strictly positive", "repetition_penalty")
     top_k = fields.integer("top_k", "i32")
@@ -240,11 +238,9 @@ def _sampling(fields: Fields) -> Sampling:
 
 def _within(fields: Fields, name: str, low: float, high: float, default: float) -> float:
     value = fields.number(name)
-    if value is None:
-        return default
-    if not low <= value <= high:
+    if value is not None and not low <= value <= high:
         raise ValidationError(f"`{name}` must be >= {low} and <= {high}", name)
-    return value
+    return default if value is None else value
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:

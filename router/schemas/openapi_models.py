@@ -65,21 +65,15 @@ class _Speculative(BaseModel):
         None, description="What proposes draft tokens; the text does not depend on it"
     )
     speculative_schedule: Literal["constant", "heuristic", "auto"] | None = Field(
-        None, description="Draft length: always the maximum, by the last step's acceptance, or the fastest one"
+        None, description="Draft length: always the maximum, by the last step's acceptance, or the fastest"
     )
     speculative_verification: Literal["shared-noise", "rejection", "google", "deepmind"] | None = Field(
         None,
         description="Verification of a draft model's tokens: shared-noise keeps the text, rejection its distribution; "
         "requests with a `seed` always use shared-noise",
     )
-    speculative_verify: str | None = Field(
-        None,
-        deprecated=True,
-        description="The deprecated name of `speculative_verification`; `coupled` is shared-noise",
-    )
-    heads_id: str | None = Field(
-        None, description="An adapter whose Medusa heads are used with the request's adapter; named like that"
-    )
+    speculative_verify: str | None = Field(None, deprecated=True, description="Use `speculative_verification`")
+    heads_id: str | None = Field(None, description="An adapter whose Medusa heads are used; named like `adapter_id`")
 
 
 class _Parameters(_Speculative):

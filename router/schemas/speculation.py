@@ -14,10 +14,7 @@ from lorikeet.router.schemas.fields import Fields
 
 METHODS = {"auto": "auto", "lookup": "lookup", "ngram": "lookup", "medusa": "medusa", "draft": "draft", "off": "off"}
 SCHEDULES = ("constant", "heuristic", "auto")
-VERIFICATIONS = {name: name for name in ("shared-noise", "rejection")} | {
-    "google": "rejection",
-    "deepmind": "rejection",
-}
+VERIFICATIONS = {"shared-noise": "shared-noise", **dict.fromkeys(("rejection", "google", "deepmind"), "rejection")}
 """Google's and DeepMind's papers have the same rule (Leviathan et al. 2023; Chen et al. 2023)."""
 DEPRECATED_VALUES = {"coupled": "shared-noise"}
 DEPRECATED_FIELDS = {"speculative_verify": "speculative_verification"}

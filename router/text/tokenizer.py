@@ -40,8 +40,6 @@ def _content(token: str | dict[str, Any] | None) -> str | None:
 class Tokenizer:
     """Encodes text, decodes ids, and renders messages as a prompt."""
 
-    is_fast = True
-
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
@@ -92,10 +90,6 @@ class Tokenizer:
             num_workers=config.validation_workers,
             digest=of_files(folder, [name for name in FILES if (folder / name).is_file()]),
         )
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self.template_source is not None
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`."""

@@ -13,7 +13,7 @@ from lorikeet.router.api.collect import collect
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import ignored_fields
 from lorikeet.router.api.service import Service, now
-from lorikeet.router.errors import Failed, ModelNotFound, NoFastTokenizer, NotServed, Refused, ShuttingDown, Unhealthy
+from lorikeet.router.errors import Failed, ModelNotFound, NotServed, Refused, ShuttingDown, Unhealthy
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.schemas.fields import Fields
@@ -115,8 +115,6 @@ class InformationRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """The raw vocabulary entries and their character offsets."""
-        if not self._service.tokenizer.is_fast:
-            raise NoFastTokenizer()
         fields = Fields(await self._service.body(request))
         inputs = fields.required_text("inputs")
         special = fields.optional_flag("add_special_tokens")

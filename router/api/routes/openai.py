@@ -102,63 +102,61 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         characters = sum(len(prompt.text) for prompt in prompts)
         ignored = ignored_fields(wanted.ignored)
         if stream:
-            return EventStream(
-                self._events(request, wanted, prompts, generations),
-                stream_headers(service, characters, generations[0]) | ignored,
-                on_close=lambda: cancel_all(generations),
-            )
+            headers = stream_headers(service, characters, generations[0]) | ignored
+            events = self._events(request, wanted, prompts, generations)
+            return EventStream(events, headers, on_close=lambda: cancel_all(generations))
         num_prompt = sum(len(prompt.ids) for prompt in prompts)
         num_generated = 0 if wanted.only_prompt else sum(len(sequence.tokens) for sequence in sequences)
+        num_skipped = sum(sequence.num_skipped for sequence in sequences)
         request.state.log_fields = log_fields(requests[0], num_generated, sequences[0].finish_reason)
-        counts = Counts(characters, num_prompt, num_generated, sum(sequence.num_skipped for sequence in sequences))
-        num_cached = sum(sequence.num_cached for sequence in sequences[:: wanted.best_of])
-        whole = self._envelope(self.object_name, wanted.common).around(
-            self._choices(wanted, prompts, sequences), usage(num_prompt, num_cached, num_generated, generations)
-        )
+        frame = self._envelope(self.object_name, wanted.common)
+        whole = frame.around(self._choices(wanted, prompts, sequences), usage(wanted, prompts, generations)) | receipts
+        counts = Counts(characters, num_prompt, num_generated, num_skipped)
         headers = answer_headers(service, timing, generations[0], counts) | ignored
-        return Response(orjson.dumps(whole | receipts), headers=headers, media_type="application/json")
+        return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
 
     async def _requests(
         self, wanted: Wanted, prompts: list[Prompt], caller: Caller, adapter: Adapter | None
     ) -> list[GenerationRequest]:
         """`best_of` per prompt, in the order of the prompts. Those of a prompt share its KV, not the seed."""
-        common, count, service = wanted.common, wanted.num_logprobs or 0, self._service
-        speculation = await self._speculation(common)
-        heads = await service.heads(caller, common.heads, speculation)
-        check_receipt(common.receipt, speculation, len(prompts) * wanted.best_of)
+        common, config = wanted.common, self._service.config
+        shared = await self._shared_request(wanted, caller, adapter)
+        check_receipt(common.receipt, shared.speculation, len(prompts) * wanted.best_of)
         requests: list[GenerationRequest] = []
         for index, prompt in enumerate(prompts):
             group = f"{caller.request_id}/{index}" if len(prompts) > 1 else caller.request_id
-            first = GenerationRequest(
-                prompt_ids=prompt.ids,
-                text=prompt.text or (self._decode(prompt.ids) if service.config.log_texts else ""),
-                # Scoring a prompt needs a step like any other: its one token is dropped.
-                max_new_tokens=check_lengths(
-                    len(prompt.ids), 1 if wanted.only_prompt else common.max_tokens, service.config
-                ),
-                seed=random_seed() if common.seed is None else common.seed,
-                sampling=common.sampling,
-                stop_strings=common.stop,
-                include_stop=False,
-                ignore_eos=common.ignore_eos,
-                num_alternatives=count,
-                prefill_logprobs=wanted.echo and wanted.num_logprobs is not None,
-                num_prefill_alternatives=count if wanted.echo else 0,
-                raw_logprobs=True,
-                group_id=group if wanted.best_of > 1 else "",
-                request_id=group,
-                adapter=adapter,
-                cache_salt=caller.cache_salt,
-                speculation=speculation,
-                heads=heads,
-                receipt=common.receipt,
-                is_probe=wanted.only_prompt,
-            )
-            requests.append(first)
-            for number in range(1, wanted.best_of):
+            text = prompt.text or (self._decode(prompt.ids) if config.log_texts else "")
+            # Scoring a prompt needs a step like any other: its one token is dropped.
+            max_tokens = check_lengths(len(prompt.ids), 1 if wanted.only_prompt else common.max_tokens, config)
+            for number in range(wanted.best_of):
+                request = replace(shared, prompt_ids=prompt.ids, text=text, max_new_tokens=max_tokens, request_id=group)
                 seed = random_seed() if common.seed is None else (common.seed + number) % 2**64
-                requests.append(replace(first, seed=seed))
+                requests.append(replace(request, seed=seed, group_id=group if wanted.best_of > 1 else ""))
         return requests
+
+    async def _shared_request(self, wanted: Wanted, caller: Caller, adapter: Adapter | None) -> GenerationRequest:
+        """What all sequences of a request have in common."""
+        common, count = wanted.common, wanted.num_logprobs or 0
+        speculation = await self._speculation(common)
+        return GenerationRequest(
+            prompt_ids=[],
+            max_new_tokens=0,
+            seed=0,
+            sampling=common.sampling,
+            stop_strings=common.stop,
+            include_stop=False,
+            ignore_eos=common.ignore_eos,
+            num_alternatives=count,
+            prefill_logprobs=wanted.echo and wanted.num_logprobs is not None,
+            num_prefill_alternatives=count if wanted.echo else 0,
+            raw_logprobs=True,
+            adapter=adapter,
+            cache_salt=caller.cache_salt,
+            speculation=speculation,
+            heads=await self._service.heads(caller, common.heads, speculation),
+            receipt=common.receipt,
+            is_probe=wanted.only_prompt,
+        )
 
     def _decode(self, ids: list[int]) -> str:
         """The text of a prompt that came as token ids."""
@@ -227,9 +225,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             yield event(openai_body(error))
             return
         if wanted.common.include_usage:
-            num_prompt = sum(len(prompt.ids) for prompt in prompts)
-            num_cached = sum(generation.num_cached for generation in generations[:: wanted.best_of])
-            yield event(frame.around([], usage(num_prompt, num_cached, num_generated, generations)) | receipts)
+            yield event(frame.around([], usage(wanted, prompts, generations)) | receipts)
         elif receipts:
             yield event(frame.around([]) | receipts)
         yield DONE
@@ -258,8 +254,11 @@ class Envelope:
         }
 
 
-def usage(num_prompt: int, num_cached: int, num_completion: int, generations: list[Generation]) -> dict[str, Any]:
+def usage(wanted: OpenAIRequest, prompts: list[Prompt], generations: list[Generation]) -> dict[str, Any]:
     """LoRAX's keys first, in its order; speculative decoding's counts are where OpenAI has those of predictions."""
+    num_prompt = sum(len(prompt.ids) for prompt in prompts)
+    num_completion = 0 if wanted.only_prompt else sum(generation.num_generated for generation in generations)
+    num_cached = sum(generation.num_cached for generation in generations[:: wanted.best_of])
     counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "total_tokens": num_prompt + num_completion,

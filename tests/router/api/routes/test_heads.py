@@ -54,7 +54,7 @@ async def server(shared: Serving) -> AsyncIterator[Serving]:
 
 @pytest.fixture
 async def default(shared_default: Serving) -> AsyncIterator[Serving]:
-    """A server that was started with heads as its adapter."""
+    """A server whose default adapter has heads only."""
     shared_default.shard.submits.clear()
     yield shared_default
     await shared_default.idle()
@@ -95,17 +95,17 @@ async def test_heads_with_an_adapter(server: Serving, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_adapter_may_bring_its_own(server: Serving, path: str) -> None:
+async def test_adapters_with_heads(server: Serving, path: str) -> None:
     most = 4 if path == "/predict" else 255
     assert await sent(server, path, "both") == ("both", "", most)
-    # Heads alone leave the base model as it is, and its pages with it.
+    # Heads alone do not change the base model, so its pages are shared.
     assert await sent(server, path, "heads") == ("", "heads", most)
     assert await sent(server, path, "heads", heads_id="more") == ("", "more", most)
     assert await sent(server, path, "heads", speculative_tokens=0) == ("", "", 0)
     assert await sent(server, path, "heads", speculative_method="off") == ("", "", 0)
 
 
-async def test_an_adapter_of_heads_alone_is_the_one_that_answers(server: Serving) -> None:
+async def test_an_adapter_of_heads_only_is_named_in_the_answer(server: Serving) -> None:
     response = await server.client.post("/generate", json=body("/generate", "heads", details=True))
     assert response.headers["x-adapter-id"] == "heads"
     assert response.headers["x-adapter-digest"] == server.shard.submits[-1].heads.digest
@@ -157,7 +157,7 @@ async def test_heads_that_could_not_be_used_are_rejected(server: Serving, words:
             response.status_code in (400, 422)
             and "`heads_id` needs `speculative_method` medusa or auto" in response.text
         )
-        none = request_to(path, "lora", heads_id="__base_model__", **words)  # which names no heads
+        none = request_to(path, "lora", heads_id="__base_model__", **words)  # no heads
         assert (await server.client.post(path, json=none)).status_code == 200
 
 
@@ -185,7 +185,7 @@ async def test_heads_are_authorised_like_adapters(tmp_path: Path) -> None:
         ({"speculative_method": "medusa"}, (422, 422), "`speculative_method` medusa needs heads"),
     ],
 )
-async def test_what_is_refused(server: Serving, parameters: dict[str, Any], statuses: Any, part: str) -> None:
+async def test_rejected_heads(server: Serving, parameters: dict[str, Any], statuses: Any, part: str) -> None:
     for path in ("/generate", "/predict"):
         response = await server.client.post(path, json=request_to(path, "lora", **parameters))
         assert response.status_code == statuses[0], response.text
@@ -209,7 +209,7 @@ async def test_a_server_of_the_base_model_alone_rejects_heads(tmp_path: Path) ->
             assert "`heads_id` is not supported" in response.text
 
 
-async def test_an_administrator_sees_how_many_there_are(tmp_path: Path) -> None:
+async def test_admin_routes_show_the_number_of_heads(tmp_path: Path) -> None:
     made(tmp_path, *HOLDS)
     fields: dict[str, Any] = {"loader_answer": finds_heads, "admin_key_sha256": sha256("admin")}
     async with serving(tmp_path, adapters=True, **fields) as server:

@@ -1,4 +1,4 @@
-"""`/info`, `/tokenize`, `/metrics`, and the published schema, which must name what the readers read."""
+"""`/info`, `/tokenize`, `/metrics`, and the published schema, which must match the readers."""
 
 import dataclasses
 from typing import Any

@@ -133,7 +133,7 @@ async def test_several_choices_are_counted_together(server: Serving) -> None:
     [("bc", 3, 1, 3), ("d", 4, 1, 3), ("f", 6, 2, 6), ("h", 8, 3, 10)],
     ids=["inside a block, in a message of two steps", "at a bonus", "at an accepted draft", "before the last draft"],
 )
-async def test_what_a_stop_string_cut_off_is_not_counted_as_emitted(
+async def test_tokens_cut_off_by_a_stop_string_are_not_counted(
     server: Serving, stop: str, num_tokens: int, accepted: int, drafted: int
 ) -> None:
     script(server)
@@ -179,7 +179,7 @@ async def test_the_report_has_zeros_without_draft_tokens(server: Serving) -> Non
     assert report["sources"] == {"target": 2}
 
 
-async def test_metrics_count_what_texts_hold(server: Serving) -> None:
+async def test_metrics_count_the_tokens_of_texts(server: Serving) -> None:
     script(server)
 
     def count(name: str, method: str) -> float:

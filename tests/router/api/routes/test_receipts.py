@@ -51,7 +51,7 @@ async def asked(server: Serving, path: str, body: dict[str, Any]) -> dict[str, A
 
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("details", [False, True])
-async def test_an_answer_holds_it_in_its_details_if_it_has_some(server: Serving, path: str, details: bool) -> None:
+async def test_an_answer_has_it_in_its_details(server: Serving, path: str, details: bool) -> None:
     server.says(" there!")
     body = {"inputs": "Hi", "parameters": {"max_new_tokens": 2, "details": details, "receipt": True}}
     response = await server.client.post(path, json=body, headers={"x-request-id": "mine"})
@@ -65,7 +65,7 @@ async def test_an_answer_holds_it_in_its_details_if_it_has_some(server: Serving,
 
 
 @pytest.mark.parametrize("details", [False, True])
-async def test_a_stream_s_last_event_holds_it(server: Serving, details: bool) -> None:
+async def test_a_stream_has_it_in_its_last_event(server: Serving, details: bool) -> None:
     server.says(" there!")
     parameters = {"max_new_tokens": 2, "details": details, "receipt": True}
     events = await server.events("/generate_stream", {"inputs": "Hi", "parameters": parameters})
@@ -76,7 +76,7 @@ async def test_a_stream_s_last_event_holds_it(server: Serving, details: bool) ->
 
 @pytest.mark.parametrize(("path", "body"), BOTH)
 @pytest.mark.parametrize("with_usage", [False, True])
-async def test_openai_s_answers_and_streams_hold_it_beside_the_choices(
+async def test_openai_answers_and_streams_have_it_next_to_the_choices(
     server: Serving, path: str, body: dict[str, Any], with_usage: bool
 ) -> None:
     server.says(" there!")
@@ -172,7 +172,7 @@ async def test_a_replay_sends_the_same_request(server: Serving, path: str, body:
     again = await asked(server, *read.request())
     assert determining(server.shard.submits[0]) == determining(server.shard.submits[1])
     for receipt in (first, again):
-        del receipt["output"]["finish_reason"]  # each family has its own word for a stop string at the last token
+        del receipt["output"]["finish_reason"]  # the two APIs name a stop string at the last token differently
     for name in ("parameters", "adapter", "prompt", "output", "base_digest", "tokenizer_digest"):
         assert first[name] == again[name]
 
@@ -244,19 +244,19 @@ async def test_a_receipt_covers_exactly_one_text(server: Serving, path: str, bod
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_without_the_base_s_digest_there_is_an_error_and_no_half_receipt(tmp_path: Path, stream: bool) -> None:
+async def test_without_the_digest_of_the_base_there_is_an_error(tmp_path: Path, stream: bool) -> None:
     async with serving(tmp_path) as server:
         server.shard.base_digest = ""
         server.says("ab")
         parameters = {"max_new_tokens": 2, "receipt": True}
         if stream:
             events = await server.events("/generate_stream", {"inputs": "Hi", "parameters": parameters})
-            said = events[-1]
+            last = events[-1]
         else:
             response = await server.client.post("/generate", json={"inputs": "Hi", "parameters": parameters})
             assert response.status_code == 424
-            said = response.json()
-        assert "there is no receipt: the model's files have changed" in said["error"]
+            last = response.json()
+        assert "there is no receipt: the model's files have changed" in last["error"]
         assert (await generate(server, max_new_tokens=2))["generated_text"] == "ab"
 
 
@@ -276,7 +276,7 @@ async def test_shards_with_different_files_give_no_receipt(tmp_path: Path) -> No
             assert response.status_code == 424 and "the shards hold different files" in response.text
 
 
-async def test_an_adapter_that_is_not_there_is_still_not_there(server: Serving) -> None:
+async def test_a_replay_with_a_missing_adapter_is_rejected(server: Serving) -> None:
     server.says("ab")
     first = await asked(
         server, "/generate", {"inputs": "Hi", "parameters": {"adapter_id": "one", "max_new_tokens": 2, "receipt": True}}
@@ -304,7 +304,7 @@ async def test_an_adapter_that_is_not_there_is_still_not_there(server: Serving) 
         ([True], 422, "invalid type: sequence, expected a string"),
     ],
 )
-async def test_what_are_no_token_ids(server: Serving, inputs: list[Any], status: int, part: str) -> None:
+async def test_invalid_token_ids(server: Serving, inputs: list[Any], status: int, part: str) -> None:
     response = await server.client.post("/generate", json={"inputs": inputs, "parameters": {"max_new_tokens": 2}})
     assert response.status_code == status and part in response.text
 

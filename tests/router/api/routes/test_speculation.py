@@ -72,7 +72,7 @@ async def ask_all(server: Serving, **parameters: Any) -> list[tuple[Any, ...]]:
         ({"speculative_tokens": 1, "speculative_verify": "coupled"}, ("auto", 1, 1, "auto", "shared-noise")),
     ],
 )
-async def test_what_is_asked_reaches_the_shard(server: Serving, parameters: dict[str, Any], sent: Any) -> None:
+async def test_speculative_fields_reach_the_shard(server: Serving, parameters: dict[str, Any], sent: Any) -> None:
     assert await ask_all(server, **parameters) == [sent] * 5
 
 
@@ -189,7 +189,7 @@ async def test_a_prediction_is_looked_up_and_reported(server: Serving, predictio
         {"type": "content", "content": [{"type": "image", "text": "x"}]},
     ],
 )
-async def test_what_is_no_prediction(server: Serving, prediction: Any) -> None:
+async def test_invalid_predictions(server: Serving, prediction: Any) -> None:
     for path, body in BOTH:
         response = await server.client.post(path, json={**body, "prediction": prediction})
         assert response.status_code in (400, 422)
@@ -197,7 +197,7 @@ async def test_what_is_no_prediction(server: Serving, prediction: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["medusa", "draft", "off"])
-async def test_a_prediction_that_the_method_would_ignore_is_refused(server: Serving, method: str) -> None:
+async def test_a_prediction_that_the_method_would_ignore_is_rejected(server: Serving, method: str) -> None:
     wanted = {"prediction": PREDICTIONS[0], "speculative_method": method}
     for path, body in BOTH:
         response = await server.client.post(path, json={**body, **wanted})
