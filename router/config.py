@@ -1,4 +1,7 @@
-"""The configuration of a router process: one frozen dataclass, read from the JSON file that the launcher writes."""
+"""What a router process is told at start: one frozen dataclass, read from the JSON file that the launcher wrote.
+
+Knows names and defaults only; nothing here opens a socket.
+"""
 
 import json
 from dataclasses import dataclass, field, fields
@@ -10,21 +13,21 @@ from lorikeet.adapters.sources.settings import SourceSettings
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """All settings of a router."""
+    """Everything a router needs to know."""
 
     model_id: str
-    """The model's name as given to the launcher; clients use it as `model`."""
+    """The name the model was asked for by, as clients write it in `model`."""
     model_path: str
     """Local folder with configuration, tokenizer and chat template."""
     shard_addresses: tuple[str, ...]
-    """gRPC addresses: `unix:/private/folder/shard-0.sock` or `host:port`; `dns:host:port` stands for all addresses that
-    the name resolves to, `file:/path` for those in a JSON list."""
+    """gRPC addresses: `unix:/private/folder/shard-0.sock` or `host:port`; `dns:host:port` is all that the name stands
+    for just now, `file:/path` a JSON list."""
     shard_secret_path: str | None = None
-    """File with the secret that is sent to shards on TCP."""
+    """File with the secret that is shown to shards on TCP."""
     shard_tls_ca_path: str | None = None
-    """CA certificates of shards on TCP, which enables TLS."""
+    """Certificates of the authority of shards on TCP, which encrypt then."""
     shard_tls_cert_path: str | None = None
-    """Client certificate for shards, and …"""
+    """The certificate that is shown to them, and …"""
     shard_tls_key_path: str | None = None
     """… its key."""
     model_sha: str | None = None
@@ -35,78 +38,78 @@ class RouterConfig:
     hostname: str = "0.0.0.0"
     port: int = 3000
     listen_fd: int | None = None
-    """An inherited, bound socket, instead of `hostname` and `port`."""
+    """A bound socket that was inherited, in place of `hostname` and `port`."""
     ready_file: str | None = None
-    """File that the router creates once requests are accepted."""
+    """Path of a file that appears once requests are welcome; None tells nobody."""
     replacement_file: str | None = None
-    """File that exists while another router serves on the socket: this one then listens only once it is ready."""
+    """Path of a file that is there while another router serves on the socket: this one listens once it is ready."""
     max_concurrent_requests: int = 1024
-    """Queued and running requests; further ones get 429."""
+    """Requests inside the server (queued and running); above it 429."""
     max_best_of: int = 2
     max_stop_sequences: int = 4
     max_input_length: int = 4095
     max_total_tokens: int = 4096
     speculative_tokens: int | None = None
-    """Default number of draft tokens per step; None is 4 with a draft model, else 0."""
+    """Tokens guessed per step for requests that say nothing about it; None is 4 with a draft model, else 0."""
     speculative_tokens_max: int = 16
-    """Maximum number of draft tokens of a request."""
+    """What a request may ask for."""
     speculative_method: str = "auto"
-    """Default method of speculation: auto, lookup, medusa, draft or off."""
+    """What guesses for requests that don't say: auto, lookup, medusa, draft or off."""
     speculative_schedule: str = "auto"
-    """Default schedule of the number of draft tokens: constant, heuristic or auto."""
-    speculative_verify: str = "shared-noise"
-    """Default verification of draft tokens: shared-noise or rejection."""
+    """How many tokens are guessed, up to that number, where a request doesn't say: constant, heuristic or auto."""
+    speculative_verify: str = "coupled"
+    """How guesses are verified where a request doesn't say: coupled or rejection."""
     draft_model_id: str | None = None
-    """The draft model's name as given to the launcher; None for what the shard reports."""
+    """The name the draft model was asked for by; None is what the shard says."""
     stuck_files: tuple[str, ...] = ()
-    """By shard: path of a file whose creation asks the launcher to kill the shard, which hangs."""
+    """By shard: path of a file that asks the launcher to end it, since it hangs; none where nobody looks."""
     step_timeout_s: float = 120.0
-    """A shard whose step takes longer is considered hung, and its requests are retried; 0 is never."""
+    """A shard whose step takes longer is given up, and its requests go elsewhere; 0 is never."""
     recovery_timeout_s: float = 300.0
-    """How long requests wait for a shard when none is connected."""
+    """So long requests wait for a shard to come back when there is none."""
     loader_address: str | None = None
-    """Unix socket of the adapter loader; None serves the base model only."""
+    """Unix socket of the adapters' loader; None serves the base model alone."""
     sources: SourceSettings = field(default_factory=SourceSettings)
     adapter_id: str | None = None
-    """Default adapter."""
+    """Adapter of requests that name none."""
     adapter_source: str = "hub"
-    """Source of `adapter_id`."""
+    """Where `adapter_id` comes from."""
     default_adapter_source: str | None = None
-    """Default source of adapters; None is `adapter_source`."""
+    """Where adapters of requests come from that name no source; None is `adapter_source`."""
     preloaded_adapter_ids: tuple[str, ...] = ()
     preloaded_adapter_source: str | None = None
     catalogue_path: str | None = None
     """YAML file of adapters by alias."""
     strict_adapters: bool = False
-    """Whether an adapter of the operator that cannot be served ends the router."""
+    """A named adapter that cannot be served ends the router."""
     keys_path: str | None = None
-    """YAML file of the server's API keys."""
+    """YAML file of the server's own API keys."""
     admin_key_sha256: str | None = None
     max_queued_per_adapter: int | None = None
-    """Queued requests per adapter; further ones get 429. None is `max_concurrent_requests`."""
+    """Requests that wait for one adapter; above it 429. None is `max_concurrent_requests`."""
     auth_cache_ttl_s: float = 60.0
-    """How long a source's answer about a caller's access is cached."""
+    """So long a source's word on a caller's right is good."""
     auth_stale_s: float = 900.0
-    """How long after its last confirmation access to a private adapter holds while the source is unreachable."""
+    """So long after its last proof a right to a private adapter holds where the source gives no answer."""
     hub_token: str | None = field(default=None, repr=False)
-    """The operator's token, for adapters that the operator names."""
+    """The operator's own, for adapters that the operator names."""
     use_hub_token_for_all: bool = False
-    """Whether requests without a token use the operator's."""
+    """Requests without a token use the operator's."""
     max_body_bytes: int = 16 * 1024 * 1024
     validation_workers: int = 2
-    """Tokenizer threads."""
+    """Threads that tokenize."""
     receipts_path: str | None = None
-    """File that gets a receipt per finished text, with hashes instead of tokens."""
+    """A file that gets a line per finished text: what it follows from, as hashes where those are tokens."""
     usage_log: str | None = None
-    """File that gets a line of JSON for every ended request."""
+    """File that gets a line of JSON for every request that has ended."""
     request_logger_url: str | None = field(default=None, repr=False)
-    """URL that gets a POST for every request that generated tokens. It may hold credentials."""
+    """Gets a POST for every request that generated something. It may hold credentials."""
     log_texts: bool = False
-    """Whether these records hold prompts and outputs."""
+    """Prompts and outputs go there too."""
     request_timeout_s: float | None = None
-    """Time after its arrival when a request fails with 504; None is never."""
+    """Ends a request so long after its arrival, with 504; None never."""
     max_queue_seconds: float | None = None
-    """Time in the queue after which a request gets 429; None is never."""
+    """A request that waited so long for a shard gets 429; None never."""
     drain_timeout_s: float = 60.0
     cors_allow_origin: tuple[str, ...] = ()
     cors_allow_header: tuple[str, ...] = ()
@@ -116,21 +119,23 @@ class RouterConfig:
     json_output: bool = False
     log_level: str = "info"
     parent_pid: int | None = None
-    """The router exits when this process does."""
+    """The router ends when this process is gone."""
     effective_configuration: dict[str, Any] | None = None
-    """Every launcher flag with its effective value, for `/info`."""
+    """Every launcher flag with its effective value, shown by `/info`."""
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read the JSON file at `path`. Raises ValueError, which names unknown fields."""
+        """Read the JSON file at `path`. Raises ValueError that names unknown fields."""
         values = json.loads(Path(path).read_text())
         unknown = sorted(set(values) - {each.name for each in fields(cls)})
         if unknown:
             raise ValueError(f"unknown router configuration fields: {', '.join(unknown)}")
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        if "sources" in values:
-            values["sources"] = SourceSettings.from_dict(values["sources"])
-        return cls(**values)
+        settled: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        if "sources" in settled:
+            settled["sources"] = SourceSettings.from_dict(settled["sources"])
+        return cls(**settled)
 
     @property
     def most_queued_per_adapter(self) -> int:

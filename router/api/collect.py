@@ -6,10 +6,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.api.service import cancel_all
 from lorikeet.router.errors import IncompleteGeneration
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import SOURCE_NAMES, Chunk, FinishReason, Source, Token
+from lorikeet.router.requests.types import SOURCE_NAMES, Chunk, FinishReason, Token
 
 Alternatives = list[tuple[int, str, float]]
 
@@ -39,7 +40,7 @@ class Completed:
 
 async def collect(generation: Generation) -> Completed:
     """Read `generation` to its end. Raises what it raises."""
-    whole = Completed(seed=generation.seed)
+    whole = Completed(seed=generation.request.seed)
     texts: list[str] = []
     while True:
         chunk = await generation.next()
@@ -130,8 +131,8 @@ def speculation_report(generations: Sequence[Generation]) -> dict[str, Any] | No
         "steps": sum(generation.num_generated - generation.num_skipped for generation, _ in measured),
         "drafted": sum(each.num_drafted for each in stats),
         "accepted": sum(each.num_accepted for each in stats),
-        "resampled": sources[Source.RESAMPLE],
-        "bonus": sources[Source.BONUS],
+        "resampled": sources[pb.SOURCE_RESAMPLE],
+        "bonus": sources[pb.SOURCE_BONUS],
         "draft_seconds": round(sum(each.draft_seconds for each in stats), 6),
         "verify_seconds": round(sum(each.verify_seconds for each in stats), 6),
         "accept_seconds": round(sum(each.accept_seconds for each in stats), 6),

@@ -94,7 +94,7 @@ def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str)
         queue_seconds=_rounded(generations[0].waited_s) if generations else None,
         first_token_seconds=_rounded(min(first_tokens) - ending.began_at) if first_tokens else None,
         total_seconds=round(ending.ended_at - ending.began_at, 6),
-        finish_reasons=[None if each.finish is None else each.finish.value for each in generations],
+        finish_reasons=[None if each.finish_reason is None else each.finish_reason.value for each in generations],
         error=ending.error,
         input=_texts([request.text for request, _ in _by_prompt(generations)], generations),
         output=_texts(["".join(each.read_texts or ()) for each in generations], generations),

@@ -87,7 +87,7 @@ async def router(folder: Path, **fields: Any) -> AsyncIterator[Router]:
         process = subprocess.Popen([sys.executable, "-m", "lorikeet.router", str(path)], stderr=log)  # noqa: ASYNC220
     try:
         url = f"http://127.0.0.1:{json.loads(path.read_text())['port']}"
-        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             yield Router(process, client, log_path)
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -124,14 +124,16 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         check_receipt(common.receipt, shared.speculation, len(prompts) * wanted.best_of)
         requests: list[GenerationRequest] = []
         for index, prompt in enumerate(prompts):
-            group = f"{caller.request_id}/{index}" if len(prompts) > 1 else caller.request_id
+            request_id = f"{caller.request_id}/{index}" if len(prompts) > 1 else caller.request_id
             text = prompt.text or (self._decode(prompt.ids) if config.log_texts else "")
             # Scoring a prompt needs a step like any other: its one token is dropped.
             max_tokens = check_lengths(len(prompt.ids), 1 if wanted.only_prompt else common.max_tokens, config)
+            one_prompt = replace(
+                shared, prompt_ids=prompt.ids, text=text, max_new_tokens=max_tokens, request_id=request_id
+            )
             for number in range(wanted.best_of):
-                request = replace(shared, prompt_ids=prompt.ids, text=text, max_new_tokens=max_tokens, request_id=group)
                 seed = random_seed() if common.seed is None else (common.seed + number) % 2**64
-                requests.append(replace(request, seed=seed, group_id=group if wanted.best_of > 1 else ""))
+                requests.append(replace(one_prompt, seed=seed))
         return requests
 
     async def _shared_request(self, wanted: Wanted, caller: Caller, adapter: Adapter | None) -> GenerationRequest:
