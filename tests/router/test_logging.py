@@ -1,4 +1,4 @@
-"""The format of log lines, on the console and as JSON."""
+"""Log lines as an operator's system reads them."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ warnings.warn("a warning")
 thread = threading.Thread(target=lambda: 1 / 0)
 thread.start()
 thread.join()
-raise RuntimeError("uncaught failure")
+raise RuntimeError("nobody caught this")
 """
 
 
@@ -46,10 +46,10 @@ def test_json_lines_carry_the_request_s_id() -> None:
     assert ours["timestamp"].endswith("Z")
     assert "a warning" in warning["event"]
     assert "ZeroDivisionError" in thread["exception"]
-    assert "RuntimeError: uncaught failure" in last["exception"]
+    assert "RuntimeError: nobody caught this" in last["exception"]
 
 
-def test_the_console_shows_the_same() -> None:
+def test_the_console_has_the_same() -> None:
     shown = lines("debug", json_output=False)
     assert "ours" in shown[0]
     assert "request_id=r1" in shown[0]
@@ -57,9 +57,9 @@ def test_the_console_shows_the_same() -> None:
     assert not any("never" in line or "what a caller wrote" in line for line in shown)
 
 
-def test_the_level_is_applied() -> None:
-    events = [json.loads(line)["event"] for line in lines("error", json_output=True)]
-    assert events == ["broken", "uncaught_exception", "uncaught_exception"]
+def test_the_level_holds() -> None:
+    told = [json.loads(line)["event"] for line in lines("error", json_output=True)]
+    assert told == ["broken", "uncaught_exception", "uncaught_exception"]
 
 
 def test_an_unknown_level_is_named() -> None:
