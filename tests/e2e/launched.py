@@ -56,7 +56,7 @@ class Launched:
                 str(self.port),
                 *arguments,
             ],
-            env=kept | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | environment,
+            env=kept | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

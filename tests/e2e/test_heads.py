@@ -34,7 +34,7 @@ def train(folder: Path, *arguments: str) -> dict[str, Any]:
             folder / "out",
             *arguments,
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -286,7 +286,7 @@ def test_with_json_output_every_line_is_json(model: Path, tmp_path: Path, damage
     loud = {
         "PATH": str(tmp_path / "bin"),
         "CC": "",
-        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}",
         "XDG_CACHE_HOME": str(tmp_path),
     }
     with Launched("--model-id", str(folder), "--dtype", "bfloat16", "--json-output", *wrong, *SMALL, **loud) as server:

@@ -59,7 +59,7 @@ def replayed(url: str, path: Path, *arguments: str) -> tuple[int, str]:
     """What the command answers and prints."""
     ended = subprocess.run(
         [sys.executable, "-m", "lorikeet.launcher.cli.replay", str(path), "--url", url, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,4 @@
-"""docs/seeds.md names a test, and flags, for each of its rows: all of them exist."""
+"""docs/migrating-other.md names a test, and flags, for each of its rows: all of them exist."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from lorikeet.launcher.cli import generate
 from lorikeet.launcher.config.flags import FLAGS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "seeds.md").read_text()
+PAGE = (ROOT / "docs" / "migrating-other.md").read_text()
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ") and "| here |" not in line]
 
 

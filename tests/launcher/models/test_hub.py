@@ -47,7 +47,7 @@ def launch(
     """Run the launcher against `server`, or against nothing that listens."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     endpoint = server.url if server is not None else "http://127.0.0.1:1"
-    kept |= {"HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    kept |= {"HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_DISABLE_TELEMETRY": "1"}
     return subprocess.run(
         [sys.executable, "-m", "lorikeet.launcher", "--huggingface-hub-cache", str(cache), *arguments],
         env=kept | environment,

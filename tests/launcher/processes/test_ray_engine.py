@@ -77,7 +77,7 @@ def running(cluster: RayCluster, folder: Path, *, num: int = 2, **shard: Any) ->
         "module": "tests.launcher.processes.stand_in",
     }
     (folder / "ray.json").write_text(json.dumps(config))
-    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": cluster.address}
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT / "src"), "RAY_ADDRESS": cluster.address}
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "lorikeet.launcher.processes.ray_engine", str(folder / "ray.json")],

@@ -22,7 +22,7 @@ from lorikeet.launcher.processes.restart_policy import Marks
 from lorikeet.launcher.processes.supervisor import SAME_REQUEST_S, Address, Processes, ShardStart, Signals, Supervisor
 
 ROOT = Path(__file__).parents[3]
-ENVIRONMENT = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT = dict(os.environ) | {"PYTHONPATH": str(ROOT / "src")}
 LOG = logging.getLogger("tests.launcher")
 
 
