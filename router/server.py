@@ -7,7 +7,6 @@ SIGUSR1 hands over to another router on the same socket: the open connections ar
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -21,6 +20,7 @@ import structlog
 import uvicorn
 import uvloop
 
+from lorikeet.proto.process import signal_at_parent_death
 from lorikeet.router.api.app import create_app
 from lorikeet.router.api.service import Service
 from lorikeet.router.config import RouterConfig
@@ -33,7 +33,6 @@ log = structlog.get_logger()
 
 SAME_REQUEST_S = 0.5
 """Signals that are less than this apart count as one: `timeout` sends two at once."""
-_PR_SET_PDEATHSIG = 1
 FLUSH_TIMEOUT_S = 5
 """How long connections may take to flush after the last generation has ended."""
 
@@ -230,8 +229,8 @@ async def _run(config: RouterConfig) -> int:
 
 def serve(config: RouterConfig) -> int:
     """Run a router until a signal ends it; returns the exit code. A failure is logged in one line."""
-    if config.parent_pid is not None and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if config.parent_pid is not None:
+        signal_at_parent_death()
     try:
         return uvloop.run(_run(config))
     except (ValueError, OSError) as error:

@@ -64,7 +64,7 @@ def make_offer(config: RouterConfig, shards_draft_model: str) -> Offer:
         config.speculative_tokens_max,
         METHODS[config.speculative_method],
         config.speculative_schedule,
-        VERIFICATIONS[DEPRECATED_VALUES.get(config.speculative_verify, config.speculative_verify)],
+        VERIFICATIONS[config.speculative_verification],
         has_draft_model,
     )
 
