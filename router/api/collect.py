@@ -37,7 +37,7 @@ class Completed:
 
 async def collect(generation: Generation) -> Completed:
     """Everything that `generation` gives. Raises what it raises."""
-    whole = Completed(seed=generation.seed)
+    whole = Completed(seed=generation.request.seed)
     texts: list[str] = []
     while True:
         chunk = await generation.next()

@@ -108,7 +108,7 @@ def _adapter(adapter: Adapter, digest: str) -> dict[str, Any]:
 
 def _speculation(generation: Generation) -> dict[str, Any]:
     """What guessed, which changes nothing."""
-    heads = generation.contents.heads_pin
+    heads = generation.adapters.heads_pin
     return {"method": generation.request.speculation.method, "heads_digest": None if heads is None else heads[1]}
 
 

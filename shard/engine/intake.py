@@ -22,7 +22,6 @@ class Intake:
         self._inbox = inbox
         self._scheduler = scheduler
         self._max_open = max_open
-        self._draining: set[int] = set()
 
     def apply(self) -> list[Output]:
         """Take in all that came since the last call. Returns what is to be said about it."""
@@ -57,8 +56,6 @@ class Intake:
                 self._scheduler.finish(request, FinishReason.ABORTED)
                 outputs.append(Output(request.key, finish_reason=FinishReason.ABORTED))
         self._move_adapters(commands)
-        if commands.drain:
-            self._draining.add(epoch)
 
     def _move_adapters(self, commands: Commands) -> None:
         adapters = self._scheduler.adapters
@@ -89,7 +86,7 @@ class Intake:
             return Refusal(submit.key, f"request id {submit.key[1]} was used twice")
         if isinstance(submit, Refusal):
             return submit
-        if self.is_ending or submit.key[0] in self._draining:
+        if self.is_ending:
             return Refusal(submit.key, "the shard takes no more requests", retryable=True)
         if num_open - self._scheduler.num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
             return Refusal(submit.key, "more requests than credit", retryable=True)
@@ -100,7 +97,6 @@ class Intake:
     def _end(self, epoch: int) -> None:
         """A router is gone: nobody waits for its requests any more."""
         self.acknowledged.pop(epoch, None)
-        self._draining.discard(epoch)
         for request in [request for key, request in self._scheduler.requests.items() if key[0] == epoch]:
             self._scheduler.finish(request, FinishReason.ABORTED)
 

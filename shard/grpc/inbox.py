@@ -44,7 +44,6 @@ class Commands:
     """(digest, whether it is to stay)."""
     unloads: list[str] = field(default_factory=list)
     """Digests of adapters that are not needed any more."""
-    drain: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ import structlog
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.dispatch import dispatcher as dispatch
-from lorikeet.router.dispatch import send_loop as send_loop
+from lorikeet.router.dispatch import dispatcher, send_loop
 from lorikeet.router.dispatch.dispatcher import Dispatcher
-from lorikeet.router.requests import deadlines
-from lorikeet.router.requests import generation as generation
+from lorikeet.router.requests import generation
 from lorikeet.router.shards import client as shard_client
 from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
@@ -30,7 +28,7 @@ from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import EPOCH, Rig, Setup
 
-CLOCKED: tuple[ModuleType, ...] = (deadlines, dispatch, generation, send_loop, shard_client, shard_engine, shard_codec)
+CLOCKED: tuple[ModuleType, ...] = (dispatcher, generation, send_loop, shard_client, shard_engine, shard_codec)
 TURNS = 6
 """Of the loop, after which nothing is left to do at the same moment."""
 
@@ -109,7 +107,7 @@ class Shard:
         client._outbox.clear()
         client.connected = client.serving = True
         client.is_taken_out = False
-        self.link.shard_up(pb.ShardInfo(num_pages=setup.num_pages, page_size=setup.page_size, prefix_caching=True))
+        self.link.on_connect(pb.ShardInfo(num_pages=setup.num_pages, page_size=setup.page_size, prefix_caching=True))
         self.rig.engine.step()
         self.say()
 
@@ -118,7 +116,7 @@ class Shard:
         self.rig = None
         self.link.client.connected = self.link.client.serving = False
         self.link.client.is_taken_out = is_taken_out
-        self.link.shard_down("gone")
+        self.link.on_disconnect("gone")
 
     def drain(self) -> None:
         """Be told to end: what runs is finished, what is new refused."""
@@ -155,9 +153,9 @@ class Shard:
         if update.step_requests is not None:
             self.heard = update.step_requests
         for message in write_update(update, pb.Heartbeat()):
-            self.link.shard_output(pb.StepOutput.FromString(message.SerializeToString()))
+            self.link.on_output(pb.StepOutput.FromString(message.SerializeToString()))
         self.rig.outbox.sent(EPOCH, update)
-        self.link.shard_quiet()
+        self.link.on_quiet()
 
     def _shares(self) -> list[ScheduledRequest]:
         assert self.rig is not None

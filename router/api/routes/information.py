@@ -7,6 +7,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.directory import Listed
 from lorikeet.router.api.headers import ignored_fields
 from lorikeet.router.api.service import Service
@@ -56,13 +57,17 @@ class InformationRoutes:
             "docker_label": None,
             "request_logger_url": None if config.request_logger_url is None else shown_url(config.request_logger_url),
             "max_body_bytes": config.max_body_bytes,
-            "shards": [_shard(link.info) for link in self._service.dispatcher.links if link.info is not None],
+            "shards": [self._shard(link.info) for link in self._service.dispatcher.links if link.info is not None],
             "speculate": max(self._service.offer.num_tokens, 0 if heads is None else heads.num_heads),
             "speculative_method": self._service.offer.method,
             "draft_model_id": config.draft_model_id or (shard.draft_model_id if shard is not None else "") or None,
             "effective_configuration": effective,
         }
         return _json(content)
+
+    def _shard(self, shard: pb.ShardInfo) -> dict[str, Any]:
+        fields = {descriptor.name: getattr(shard, descriptor.name) for descriptor in shard.DESCRIPTOR.fields}
+        return {**fields, "speculate": self._service.offer.num_tokens}
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus text, or LoRAX's JSON by the Accept header."""
@@ -129,11 +134,6 @@ class InformationRoutes:
             "owned_by": "lorikeet",
             "max_model_len": self._service.config.max_total_tokens,
         }
-
-
-def _shard(shard: Any) -> dict[str, Any]:
-    """What one shard said of itself."""
-    return {descriptor.name: getattr(shard, descriptor.name) for descriptor in shard.DESCRIPTOR.fields}
 
 
 def _json(content: Any, headers: dict[str, str] | None = None) -> Response:

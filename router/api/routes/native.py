@@ -177,7 +177,6 @@ class NativeRoutes:
             ignore_eos=parameters.ignore_eos_token,
             num_alternatives=parameters.return_k_alternatives or 0,
             prefill_logprobs=parameters.decoder_input_details,
-            group_id=request_id if (parameters.best_of or 1) > 1 else "",
             request_id=request_id,
             receipt=parameters.receipt,
         )

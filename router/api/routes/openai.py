@@ -71,7 +71,6 @@ def requests_for(
         prefill_logprobs=logprobs.prompt and logprobs.num_alternatives is not None,
         num_prefill_alternatives=count if logprobs.prompt else 0,
         raw_logprobs=True,
-        group_id=group.id if num_sequences > 1 else "",
         request_id=group.id,
         adapter=group.adapter,
         cache_salt=group.cache_salt,

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import SOURCE_NAMES, Source
+from lorikeet.router.requests.types import SOURCE_NAMES
 
 
 def speculation_report(generations: Sequence[Generation]) -> dict[str, Any] | None:
@@ -30,8 +31,8 @@ def speculation_report(generations: Sequence[Generation]) -> dict[str, Any] | No
         "steps": sum(generation.num_generated - generation.num_skipped for generation, _ in told),
         "drafted": sum(speculation_stats.num_drafted for _, speculation_stats in told),
         "accepted": sum(speculation_stats.num_accepted for _, speculation_stats in told),
-        "resampled": sources[Source.RESAMPLE],
-        "bonus": sources[Source.BONUS],
+        "resampled": sources[pb.SOURCE_RESAMPLE],
+        "bonus": sources[pb.SOURCE_BONUS],
         "draft_seconds": round(sum(speculation_stats.draft_seconds for _, speculation_stats in told), 6),
         "verify_seconds": round(sum(speculation_stats.verify_seconds for _, speculation_stats in told), 6),
         "accept_seconds": round(sum(speculation_stats.accept_seconds for _, speculation_stats in told), 6),

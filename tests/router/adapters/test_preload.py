@@ -11,7 +11,7 @@ from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.config import RouterConfig
 
 
-async def test_a_change_at_the_moment_of_its_end_does_not_keep_it() -> None:
+async def test_a_change_during_cancellation_does_not_prevent_it() -> None:
     config = RouterConfig("model", "", ("unix:none",))
     directory = Directory(config)
     preloader = AdapterPreloader(Selection(config, None, directory, Keys()), None)  # type: ignore[arg-type]  # nothing is pinned
@@ -19,7 +19,7 @@ async def test_a_change_at_the_moment_of_its_end_does_not_keep_it() -> None:
     async def incomplete() -> bool:
         return False  # so that it waits for a while, not for ever: only such a wait can swallow its end
 
-    preloader._settle = incomplete  # type: ignore[method-assign]
+    preloader._reconcile = incomplete  # type: ignore[method-assign]
     running = asyncio.create_task(preloader.run())
     await preloader.settled.wait()
     for _ in range(5):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,8 +18,8 @@ from hypothesis.stateful import (
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoShard, PoisonRequest, RouterError
-from lorikeet.router.requests.crash_suspect import TRIAL
-from lorikeet.router.requests.generation import Generation, State
+from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.routing import ISOLATION_STEPS
 from lorikeet.router.requests.types import FinishReason, GenerationRequest
 from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ class Asked:
     got_text: str = ""
     got: FinishReason | RouterError | None = None
     """How it ended."""
-    num_ends: int = 0
+    num_crashes: int = 0
     """Shards that ended, and steps that failed, with it in the last step that was begun or heard of."""
     last_alone: bool = False
     """Whether it was alone in the step of the newest of these."""
@@ -77,16 +78,16 @@ class Asked:
 
 def undisturbed(request: GenerationRequest) -> Asked:
     """The request by itself, one token after the other."""
-    made = Generation(0, request, TOKENIZER, lambda generation: None)
+    made = Generation(0, request, TOKENIZER, Mock())
     stop_ids = frozenset[int]() if request.ignore_eos else EOS_IDS
     ids = generate_alone(request.prompt_ids, request.max_new_tokens, stop_ids)
     for place, token_id in enumerate(ids, 1):
         output = pb.RequestOutput(token_ids=[token_id], sources=b"\1", step_ends=b"\1", logprobs=[0.0])
         if place == len(ids):
             output.finish_reason = pb.FINISH_EOS if token_id in stop_ids else pb.FINISH_LENGTH
-        if made.state is not State.DONE:
+        if not made.is_over:
             made.feed(output, 0.0)
-    return Asked(made, made.emitted_ids, made._text, made._finish)
+    return Asked(made, made.emitted_ids, made._text, made.finish_reason)
 
 
 class ResumptionMachine(RuleBasedStateMachine):
@@ -163,7 +164,7 @@ class ResumptionMachine(RuleBasedStateMachine):
             for submit in shard.listen():
                 asked = self.asked(shard.link, submit.id)
                 if asked is not None and asked.must_try:
-                    assert submit.isolation_steps >= TRIAL, "a suspect without a trial"
+                    assert submit.isolation_steps >= ISOLATION_STEPS, "a suspect without a trial"
                     asked.must_try = False
         try:
             shard.step()
@@ -215,7 +216,7 @@ class ResumptionMachine(RuleBasedStateMachine):
         for wire_id in wire_ids:
             asked = self.asked(shard.link, wire_id)
             if asked is not None:
-                asked.num_ends += 1
+                asked.num_crashes += 1
                 asked.last_alone = shard.begun == [wire_id]
                 asked.must_try = asked.must_try or wire_id in shard.heard
 
@@ -226,7 +227,7 @@ class ResumptionMachine(RuleBasedStateMachine):
 
     @property
     def living(self) -> list[Asked]:
-        return [asked for asked in self.all if asked.generation.state is not State.DONE]
+        return [asked for asked in self.all if not asked.generation.is_over]
 
     # What holds
 
@@ -241,21 +242,21 @@ class ResumptionMachine(RuleBasedStateMachine):
             made = asked.generation
             assert made.emitted_ids == asked.ids[: len(made.emitted_ids)]
             assert asked.got_ids == made.emitted_ids[: len(asked.got_ids)]
-            assert (made.state is State.DONE) == (asked.got is not None)
+            assert (made.is_over) == (asked.got is not None)
 
     def ended_rightly(self, asked: Asked) -> None:
         got = asked.got
         if isinstance(got, FinishReason):
             assert (asked.got_ids, asked.got_text, got) == (asked.ids, asked.text, asked.reason)
         elif isinstance(got, PoisonRequest):
-            assert asked.num_ends >= 2 and asked.last_alone
+            assert asked.num_crashes >= 2 and asked.last_alone
         elif isinstance(got, DeadlineExceeded):
             assert asked.deadline is not None and self.fleet.clock.now >= asked.deadline - 0.001
         elif isinstance(got, NoShard):
             assert self.fleet.clock.now - self.none_since >= RECOVERY_S
         elif not asked.is_cancelled:
             assert isinstance(got, GenerationFailed) and "RuntimeError" in str(got)
-            assert asked.num_ends >= 2 and asked.last_alone
+            assert asked.num_crashes >= 2 and asked.last_alone
 
     @invariant()
     def each_is_in_one_place(self) -> None:
@@ -265,10 +266,13 @@ class ResumptionMachine(RuleBasedStateMachine):
         places = [*dispatcher._queued.values(), *(each for link in dispatcher.links for each in link.running.values())]
         assert {id(each) for each in places} == {id(asked.generation) for asked in self.living}
         assert len(places) == len(self.living) == dispatcher.num_active
-        assert dispatcher.queue_length == len(dispatcher._queued)
+        assert len(dispatcher._queue) == len(dispatcher._queued)
         for link in dispatcher.links:
-            assert all(each.link is link and each.wire_id == wire_id for wire_id, each in link.running.items())
-            assert link.num_of.total() == len(link.running)
+            assert all(
+                (each.routing.shard_address, each.routing.wire_id) == (link.address, wire_id)
+                for wire_id, each in link.running.items()
+            )
+            assert link.num_by_affinity.total() == len(link.running)
             assert link.client.connected or not link.running
 
     def teardown(self) -> None:
@@ -295,7 +299,7 @@ class ResumptionMachine(RuleBasedStateMachine):
     def clean(self) -> None:
         assert all(reader.done() for reader in self.readers)
         assert not any(asked.generation.timers for asked in self.all)
-        assert not self.dispatcher._delivery.num_untold and not self.dispatcher.queue_length
+        assert not self.dispatcher._delivery.num_updated and not len(self.dispatcher._queue)
         for shard in self.shards:
             for _ in range(2):
                 if shard.is_there:

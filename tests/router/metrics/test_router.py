@@ -51,11 +51,11 @@ def samples(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
-def test_gaps_of_each_shard_add_up_from_one_word_to_the_next() -> None:
+def test_idle_seconds_of_each_shard_are_added_up() -> None:
     metrics = filled()
     for index, gap_us in [(0, 400), (0, 1500), (1, 9000), (1, 9100), (0, 0), (0, 200)]:
         metrics.record_output(pb.StepOutput(load=pb.Load(gap_us=gap_us)), 0, index)
-    assert samples(metrics)["lorikeet_step_gap_seconds_total"] == pytest.approx((1500 + 100 + 200) / 1e6)
+    assert samples(metrics)["lorikeet_device_idle_seconds_total"] == pytest.approx((1500 + 100 + 200) / 1e6)
 
 
 def test_names_are_lorax_s_own() -> None:
@@ -72,7 +72,7 @@ def test_names_are_lorax_s_own() -> None:
     assert not any(name.endswith("_total") and name.startswith("lorax") for name in names)
 
 
-def test_ours_stand_beside_them() -> None:
+def test_our_own_metrics() -> None:
     found = samples(filled())
     assert found["lorikeet_generated_tokens_total"] == 2
     assert found["lorikeet_preemptions_total"] == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.shards.client import MANY_WAITING, ShardClient
+from lorikeet.router.shards.client import JOIN_READERS, ShardClient
 
 NUM_TOKENS = 200
 
@@ -26,18 +26,18 @@ class Listener:
         self.num_tokens = 0
         self.ended = asyncio.Event()
 
-    def shard_incompatible(self, info: pb.ShardInfo) -> str:
+    def incompatibility(self, info: pb.ShardInfo) -> str:
         return ""
 
-    def shard_serving(self) -> None:
+    def on_serving_change(self) -> None:
         """It always does."""
 
-    def shard_up(self, info: pb.ShardInfo) -> None:
+    def on_connect(self, info: pb.ShardInfo) -> None:
         # One request that emits at every step; how many have news is this listener's own word.
         submit = pb.Submit(id=1, prompt_ids=[1], max_new_tokens=NUM_TOKENS)
         asyncio.get_running_loop().call_soon(self.client.submit, [submit])
 
-    def shard_output(self, output: pb.StepOutput) -> int:
+    def on_output(self, output: pb.StepOutput) -> int:
         self.num_outputs += 1
         until = time.process_time() + self._seconds
         while time.process_time() < until:
@@ -46,12 +46,12 @@ class Listener:
             self.num_tokens += len(part.token_ids)
             if part.finish_reason:
                 self.ended.set()
-        return MANY_WAITING
+        return JOIN_READERS
 
-    def shard_quiet(self) -> None:
+    def on_quiet(self) -> None:
         self.num_quiets += 1
 
-    def shard_down(self, reason: str) -> None:
+    def on_disconnect(self, reason: str) -> None:
         self.ended.set()
 
 
@@ -80,7 +80,7 @@ async def test_only_a_busy_process_waits_for_one_more_message(tmp_path: Path, se
         assert joined < listener.num_outputs / 4
 
 
-async def test_why_there_is_no_connection_is_said_once(
+async def test_the_reason_for_no_connection_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lorikeet.router.shards.client.EXPLAIN_SECONDS", 0.1)

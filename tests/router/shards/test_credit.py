@@ -16,13 +16,13 @@ from hypothesis.stateful import (
 from lorikeet.router.shards.credit import CreditAccount
 
 
-def test_nothing_is_known_before_the_shard_speaks() -> None:
+def test_credit_is_unknown_before_the_first_report() -> None:
     account = CreditAccount()
     assert not account.known
     assert not account.covers(0)
 
 
-def test_what_is_on_its_way_counts() -> None:
+def test_requests_in_flight_are_subtracted() -> None:
     account = CreditAccount()
     account.update(3, 100, 0)
     account.sent(40)
@@ -39,7 +39,7 @@ def test_what_is_on_its_way_counts() -> None:
 
 @given(st.lists(st.one_of(st.integers(1, 50), st.none()), max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_words_that_cross_are_added_up(moves: list[int | None]) -> None:
+def test_reports_that_cross_requests_are_reconciled(moves: list[int | None]) -> None:
     """Numbers: the router sends that many tokens. None: the shard takes one request and speaks."""
     account, sent, seen = CreditAccount(), list[int](), list[int]()
     requests, tokens = 20, 600
@@ -123,5 +123,5 @@ class CreditMachine(RuleBasedStateMachine):
         assert self.account.num_kv_tokens == num_tokens - sum(unseen) >= 0
 
 
-def test_random_lives_of_a_credit() -> None:
+def test_random_sequences_of_credit() -> None:
     run_state_machine_as_test(CreditMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))

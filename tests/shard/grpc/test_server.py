@@ -245,7 +245,6 @@ BAD_SUBMITS = {
     "medusa is no method of speculation": make_submit(1, [1], speculation=pb.Speculation(method="medusa")),
     "twice is no schedule of speculation": make_submit(1, [1], speculation=pb.Speculation(schedule="twice")),
     "typical is no verification": make_submit(1, [1], speculation=pb.Speculation(verify="typical")),
-    "grammars are not supported": make_submit(1, [1], grammar="root ::= [a]"),
     "alternatives can be given": make_submit(1, [1], logprobs=pb.Logprobs(alternatives=VOCAB_SIZE + 1)),
     "temperature is out of range": make_submit(1, [1], sampling=pb.Sampling(temperature=float("nan"))),
     "top_p is out of range": make_submit(1, [1], sampling=pb.Sampling(top_p=1.5)),
