@@ -66,10 +66,6 @@ class Admission:
     def pinned(self) -> frozenset[str]:
         return frozenset(self._pins)
 
-    def leave(self, generation: Generation) -> None:
-        """It ended, possibly while it waited for a content."""
-        self.loading.leave(generation)
-
     async def content(self, adapter: Adapter) -> Loaded:
         """The content of an adapter, loaded if necessary. Raises AdapterError."""
         return await self.loading.content(adapter)
@@ -142,12 +138,9 @@ class Admission:
 
     def note_gauges(self) -> None:
         """Update the gauges before they are exported."""
-        self._metrics.gauges |= {
-            "resident": sum(link.residency.num_resident for link in self._links),
-            "known": self.loading.num_known,
-            "loading": self.loading.num_loading,
-            "pinned": len(self._pins),
-        }
+        known, loading, pinned = self.loading.num_known, self.loading.num_loading, len(self._pins)
+        resident = sum(link.residency.num_resident for link in self._links)
+        self._metrics.gauges.update(resident=resident, known=known, loading=loading, pinned=pinned)
 
     def update(self, link: ShardLink, states: Iterable[pb.AdapterState]) -> None:
         """A shard reports changes of its adapters."""
@@ -189,12 +182,6 @@ class Admission:
 
     def on_loaded(self, adapter: Adapter, content: Loaded, seconds: float) -> None:
         self._metrics.loaded(content.tier, seconds)
-        log.info(
-            "adapter_loaded",
-            adapter=adapter.name[:256],
-            digest=content.digest[:16],
-            tier=content.tier,
-            rank=content.rank,
-            num_bytes=content.num_bytes,
-            seconds=round(seconds, 3),
-        )
+        digest, seconds = content.digest[:16], round(seconds, 3)
+        fields = {"tier": content.tier, "rank": content.rank, "num_bytes": content.num_bytes, "seconds": seconds}
+        log.info("adapter_loaded", adapter=adapter.name[:256], digest=digest, **fields)

@@ -4,6 +4,7 @@ Holds aliases and their problems. A reload takes the whole new file or changes n
 """
 
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ class Directory:
             self._add_flag(name, preloaded)
         self._added: dict[str, Entry] = {}
         self._file: dict[str, Entry] = {}
+        self._entries = ChainMap(self._added, self._file, self._flags)
         self._unread: dict[str, str] = {}
         self._wrong: dict[str, tuple[Entry, str]] = {}
         """Problems that the validation of an entry's adapter has found."""
@@ -66,7 +68,7 @@ class Directory:
             self.replace(catalogue)
 
     def find(self, alias: str) -> Entry | None:
-        return self._added.get(alias) or self._file.get(alias) or self._flags.get(alias)
+        return self._entries.get(alias)
 
     def problem(self, alias: str) -> str:
         """Why an alias is not served; "" for one that is, or that is not listed."""
@@ -78,10 +80,7 @@ class Directory:
 
     def entries(self) -> Iterator[Entry]:
         """Every alias once."""
-        for alias in {**self._flags, **self._file, **self._added}:
-            entry = self.find(alias)
-            assert entry is not None
-            yield entry
+        yield from self._entries.values()
 
     def listed(self) -> Iterator[Listed]:
         """All entries, with those that are not served."""
@@ -123,7 +122,8 @@ class Directory:
 
     def replace(self, catalogue: Catalogue) -> None:
         """Take a new file."""
-        self._file = dict(catalogue.entries)
+        self._file.clear()
+        self._file.update(catalogue.entries)
         self._unread = dict(catalogue.problems)
         self._wrong = {alias: found for alias, found in self._wrong.items() if self.find(alias) == found[0]}
         self._changed()
@@ -135,10 +135,11 @@ class Directory:
 
     def remove(self, alias: str) -> bool:
         """Remove an entry; whether it was listed. An entry of the file is listed again after a restart."""
-        there = [entries.pop(alias, None) for entries in (self._added, self._file, self._flags)]
-        self._wrong.pop(alias, None)
+        was_listed = alias in self._entries
+        for entries in (*self._entries.maps, self._wrong):
+            entries.pop(alias, None)
         self._changed()
-        return any(entry is not None for entry in there)
+        return was_listed
 
     def _add_flag(self, name: str, source: Source) -> None:
         ref = refs.parse(name, source)

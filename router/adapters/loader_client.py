@@ -72,7 +72,8 @@ class LoaderClient:
             finally:
                 self._writer = None
                 writer.close()
-                self._lose()
+                for call in list(self._calls.values()):
+                    self._fail(call, "the adapter loader ended during the call")
             log.warning("loader_lost")
 
     def ask(self, body: dict[str, Any]) -> Call:
@@ -84,7 +85,7 @@ class LoaderClient:
         if self._writer is not None:
             self._send(call)
         else:
-            call.timer = loop.call_later(CONNECT_SECONDS, self._no_loader, call)
+            call.timer = loop.call_later(CONNECT_SECONDS, self._fail, call, "the adapter loader is not running")
         return call
 
     def cancel(self, call: Call) -> None:
@@ -135,14 +136,10 @@ class LoaderClient:
             else:
                 call.answer.set_result(answer)
 
-    def _no_loader(self, call: Call) -> None:
+    @staticmethod
+    def _fail(call: Call, reason: str) -> None:
         if not call.answer.done():
-            call.answer.set_exception(LoaderLost("the adapter loader is not running"))
-
-    def _lose(self) -> None:
-        for call in list(self._calls.values()):
-            if not call.answer.done():
-                call.answer.set_exception(LoaderLost("the adapter loader ended during the call"))
+            call.answer.set_exception(LoaderLost(reason))
 
     def _forget(self, call: Call) -> None:
         self._calls.pop(call.number, None)
@@ -155,12 +152,7 @@ class LoaderClient:
 def loaded(answer: dict[str, Any]) -> Loaded:
     """Parse an answer to `fetch` or `merge`. Raises LoaderFailed."""
     try:
-        return Loaded(
-            str(answer["digest"]),
-            int(answer["num_bytes"]),
-            int(answer["rank"]),
-            str(answer["tier"]),
-            int(answer.get("num_heads", 0)),
-        )
+        digest, tier, num_heads = str(answer["digest"]), str(answer["tier"]), int(answer.get("num_heads", 0))
+        return Loaded(digest, int(answer["num_bytes"]), int(answer["rank"]), tier, num_heads)
     except (KeyError, TypeError, ValueError):
         raise LoaderFailed("the adapter loader's answer could not be read") from None

@@ -11,7 +11,7 @@ from lorikeet.adapters.refs import Ref, Source
 from lorikeet.adapters.rights import Rights
 from lorikeet.router.adapters.directory import Directory
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.errors import AdapterProblem, ModelNotFound, UnsupportedField, ValidationError, adapter_problem
+from lorikeet.router.errors import ModelNotFound, UnsupportedField, ValidationError, adapter_problem
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, MergeFields
@@ -41,12 +41,13 @@ class Selection:
             if entry is not None:
                 return await self.named(entry, caller, fields.user or caller.request_id)
             return await self._dynamic(fields, caller)
-        except AdapterNotFound as error:
-            if fields.is_model:
-                raise ModelNotFound((fields.name or "")[:256], str(error)) from None
-            raise self._problem(error, fields) from None
         except AdapterError as error:
-            raise self._problem(error, fields) from None
+            if isinstance(error, AdapterNotFound) and fields.is_model:
+                raise ModelNotFound((fields.name or "")[:256], str(error)) from None
+            problem = adapter_problem(error)
+            if fields.field != "adapter_id":
+                problem.param = fields.field
+            raise problem from None
 
     async def choose_heads(self, fields: AdapterFields, caller: Caller) -> Heads | None:
         """The heads used in addition to the adapter: the request's, else the operator's. Raises as `choose`."""
@@ -73,23 +74,18 @@ class Selection:
 
     async def named(self, entry: Entry, caller: Caller, who: str) -> Adapter:
         """The adapter of an alias, accessed with the operator's token. Raises AdapterError."""
-        self._check_key(entry, caller)
+        if not self.may_see(entry, caller):
+            if caller.key is None:
+                raise AdapterNotAllowed(f"{entry.alias} is for holders of certain API keys", status=401)
+            raise AdapterNotAllowed(f"the API key {caller.key.name} may not use {entry.alias}", status=403)
         return await self.opened(entry, entry.choose(who).ref)
 
     async def opened(self, entry: Entry, ref: Ref) -> Adapter:
         """One version of an alias, for any caller. Raises AdapterError."""
-        assert self.rights is not None
-        token = self.operators_token(ref)
+        token, alias, template = self.operators_token(ref), entry.alias, entry.chat_template
         share = next((version.share for version in entry.versions if version.ref == ref), 1.0)
-        pin = (await self.rights.resolve(ref, token)).pin
-        return Adapter(
-            entry.alias,
-            (pin,),
-            token=token,
-            alias=entry.alias,
-            weight=entry.weight * share,
-            chat_template=entry.chat_template,
-        )
+        pins = (await self._pin(ref, token),)
+        return Adapter(alias, pins, token=token, alias=alias, weight=entry.weight * share, chat_template=template)
 
     def operators_token(self, ref: Ref) -> str | None:
         return self._config.hub_token if ref.source is Source.HUB else None
@@ -107,13 +103,6 @@ class Selection:
         if name not in SOURCES:
             raise ValidationError(f"`adapter_source` must be one of {', '.join(SOURCES)}", "adapter_source")
         return Source(name)
-
-    def _check_key(self, entry: Entry, caller: Caller) -> None:
-        if self.may_see(entry, caller):
-            return
-        if caller.key is None:
-            raise AdapterNotAllowed(f"{entry.alias} is for holders of certain API keys", status=401)
-        raise AdapterNotAllowed(f"the API key {caller.key.name} may not use {entry.alias}", status=403)
 
     async def _dynamic(self, fields: AdapterFields, caller: Caller) -> Adapter:
         """An adapter that the operator has not listed: the caller's own token decides."""
@@ -155,16 +144,10 @@ class Selection:
         assert self.rights is not None
         return (await self.rights.resolve(ref, token)).pin
 
-    def _base_only(self, fields: AdapterFields) -> Exception:
+    @staticmethod
+    def _base_only(fields: AdapterFields) -> Exception:
         if fields.is_model:
             return ModelNotFound((fields.name or "")[:256])
         if fields.merge is not None:
             return UnsupportedField("merged_adapters")
         return UnsupportedField(fields.field, _BASE_ONLY)
-
-    @staticmethod
-    def _problem(error: AdapterError, fields: AdapterFields) -> AdapterProblem:
-        problem = adapter_problem(error)
-        if fields.field != "adapter_id":
-            problem.param = fields.field
-        return problem

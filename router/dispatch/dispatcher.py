@@ -203,7 +203,7 @@ class Dispatcher:
         number, address = generation.routing.number, generation.routing.shard_address
         if self._queued.pop(number, None) is not None:
             if not self._queue.remove(number) and self.admission is not None:
-                self.admission.leave(generation)
+                self.admission.loading.leave(generation)
         elif (link := next((link for link in self.links if link.address == address), None)) is not None:
             self.metrics.aborts.add(link.abort(generation, time.monotonic()))
         self.on_end()

@@ -4,7 +4,7 @@ Observing is a bisection and two additions, because some of it happens for every
 JSON form are made on request.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -23,6 +23,7 @@ PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATIONS = [0.00015 * 1.5**power for power in range(35)]
 _LATENCIES = [0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03,
               0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5]  # fmt: skip
+_BATCH_SIZES = [2**power for power in range(11)]
 _GAUGES = {
     "lorax_queue_length": "Requests in the router's queue",
     "lorax_batch_current_size": "Requests running in the shard",
@@ -69,6 +70,9 @@ class Metrics:
         def length(name: str, top: int) -> Histogram:
             return Histogram(_linear(top), f"lorax_{name}", name.replace("_", " "))
 
+        def own(bounds: Sequence[float], name: str, text: str) -> Histogram:
+            return Histogram(bounds, f"lorikeet_{name}", text)
+
         def counter(name: str, text: str, label: str = "") -> Counter:
             return Counter(f"lorikeet_{name}_total", text, label)
 
@@ -91,31 +95,24 @@ class Metrics:
         self.batch_success = Counter("lorax_batch_inference_success", "Steps that succeeded", "method")
         self.batch_duration = {"prefill": Histogram(_DURATIONS), "decode": Histogram(_DURATIONS)}
         # Ours.
-        text = "Seconds from a request's arrival in the queue to its first token"
-        self.time_to_first_token = Histogram(_DURATIONS, "lorikeet_time_to_first_token", text)
-        text = "Seconds between tokens of one request"
-        self.inter_token_latency = Histogram(_LATENCIES, "lorikeet_inter_token_latency", text)
-        self.queue_seconds = Histogram(_DURATIONS, "lorikeet_queue_seconds", "Seconds in the router's queue")
-        sizes = [2**power for power in range(11)]
-        self.batch_size = Histogram(sizes, "lorikeet_dispatch_batch_size", "Requests per message to a shard")
+        self.time_to_first_token = own(_DURATIONS, "time_to_first_token", "Seconds from arrival to the first token")
+        self.inter_token_latency = own(_LATENCIES, "inter_token_latency", "Seconds between tokens of one request")
+        self.queue_seconds = own(_DURATIONS, "queue_seconds", "Seconds in the router's queue")
+        self.batch_size = own(_BATCH_SIZES, "dispatch_batch_size", "Requests per message to a shard")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens sent to shards")
         self.generated_tokens = counter("generated_tokens", "Tokens received from shards")
         self.cached_prompt_tokens = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache")
         self.prefix_hits = counter("prefix_hits", "Requests with a part of their prompt in the prefix cache")
         self.preemptions = counter("preemptions", "Requests preempted because KV pages ran out")
-        text = "Seconds in which devices were idle between steps, waiting for the host"
-        self.device_idle_seconds = counter("device_idle_seconds", text)
+        self.device_idle_seconds = counter("device_idle_seconds", "Seconds that devices were idle between steps")
         self.drafted_tokens = counter("drafted_tokens", "Draft tokens verified")
         self.accepted_tokens = counter("accepted_tokens", "Draft tokens accepted")
         self.aborts = counter("aborts", "Requests ended by the router: cancelled, or complete at a stop string")
         self.shard_messages = counter("shard_messages", "Messages received from shards")
         self.shard_reconnects = counter("shard_reconnects", "Streams lost")
-        text = "Requests continued elsewhere after their shard was lost or rejected them"
-        self.requests_retried = counter("requests_retried", text)
-        text = "Requests sent to a shard, by the reason for choosing it"
-        self.routing_decisions = counter("routing_decisions", text, "reason")
-        text = "Ended requests that could not be written to the operator's file or sent to the URL"
-        self.usage_dropped = counter("usage_dropped", text, "to")
+        self.requests_retried = counter("requests_retried", "Requests whose shard was lost or rejected them, retried")
+        self.routing_decisions = counter("routing_decisions", "Requests sent, by the reason for their shard", "reason")
+        self.usage_dropped = counter("usage_dropped", "Usage records that could not be written or posted", "to")
         self.adapters = AdapterMetrics()
         self.speculation = SpeculationMetrics()
         self.gauges: dict[str, float] = {}

@@ -3,7 +3,8 @@
 Bounded: there are three methods, and adapters have the labels of the adapter metrics.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client.core import Metric
 
@@ -69,22 +70,18 @@ class SpeculationMetrics:
             return
         prefix = "lorikeet_speculation_"
         for name, text in _FAMILIES.items():
-            samples = [
-                ({"method": method, "adapter": each}, value) for (method, each), value in self.values[name].items()
-            ]
-            yield counter_family(f"{prefix}{name}_total", text, samples)
-        samples = [
-            ({"method": method, "adapter": each, "position": str(position)}, value)
-            for (method, each, position), value in self.accepted_at.items()
-        ]
-        name = f"{prefix}accepted_tokens_per_position_total"
-        yield counter_family(name, "Draft tokens accepted, by position in the step", samples)
-        samples = [
-            ({"method": method, "adapter": each, "phase": phase}, value)
-            for phase in PHASES
-            for (method, each), value in self.values[phase].items()
-        ]
-        yield counter_family(f"{prefix}seconds_total", "Seconds of steps that verified draft tokens, by phase", samples)
+            yield counter_family(f"{prefix}{name}_total", text, _samples(self.values[name]))
+        text, samples = "Draft tokens accepted, by position in the step", _samples(self.accepted_at, "position")
+        yield counter_family(f"{prefix}accepted_tokens_per_position_total", text, samples)
+        seconds = {(*key, phase): value for phase in PHASES for key, value in self.values[phase].items()}
+        text = "Seconds of steps that verified draft tokens, by phase"
+        yield counter_family(f"{prefix}seconds_total", text, _samples(seconds, "phase"))
+
+
+def _samples(values: Mapping[Any, float], *more: str) -> list[tuple[dict[str, str], float]]:
+    """Of numbers by method, adapter and `more` labels."""
+    names = ("method", "adapter", *more)
+    return [(dict(zip(names, map(str, key), strict=True)), value) for key, value in values.items()]
 
 
 def accepted_positions(sources: Iterable[int], ends: bytes) -> Iterator[tuple[str, int]]:

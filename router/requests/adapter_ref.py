@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -54,15 +54,7 @@ class Adapter:
         """The call to the loader."""
         if self.merging is None:
             return {"fetch": self.pins[0].as_dict()}
-        return {
-            "merge": {
-                "pins": [pin.as_dict() for pin in self.pins],
-                "weights": list(self.merging.weights),
-                "strategy": self.merging.strategy,
-                "density": self.merging.density,
-                "majority_sign_method": self.merging.majority_sign_method,
-            }
-        }
+        return {"merge": {"pins": [pin.as_dict() for pin in self.pins], **asdict(self.merging)}}
 
     @property
     def source(self) -> str:

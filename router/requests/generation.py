@@ -6,8 +6,7 @@ output that was not read yet is joined into one chunk.
 
 import asyncio
 import time
-from dataclasses import dataclass, field
-from types import TracebackType
+from collections.abc import Iterable
 from typing import Protocol, Self
 
 from lorikeet.proto import shard_pb2 as pb
@@ -31,22 +30,6 @@ class GenerationEvents(Protocol):
 
     def on_complete(self, generation: "Generation") -> None:
         """The text is complete."""
-
-
-@dataclass(slots=True)
-class _PromptLogprobs:
-    """Of tokens 1 … n-1 of the prompt, and of the most likely tokens at each of these positions."""
-
-    values: list[float] = field(default_factory=list)
-    alternative_ids: list[int] = field(default_factory=list)
-    alternative_values: list[float] = field(default_factory=list)
-
-    def take(self, output: pb.RequestOutput) -> None:
-        if len(output.prefill_alternative_ids) != len(output.prefill_alternative_logprobs):
-            raise ValueError("alternatives and their log probabilities differ in number")
-        self.values.extend(output.prefill_logprobs)
-        self.alternative_ids.extend(output.prefill_alternative_ids)
-        self.alternative_values.extend(output.prefill_alternative_logprobs)
 
 
 class Generation:
@@ -88,8 +71,8 @@ class Generation:
         self._text = ""
         self._is_mid_step = False
         """Whether the step of the last token continues in the next message."""
-        self._prompt_logprobs = _PromptLogprobs() if request.prefill_logprobs else None
-        """None when not requested, and once they are in a chunk."""
+        self._prefill = pb.RequestOutput() if request.prefill_logprobs else None
+        """Collects the prompt's log probabilities; None when not requested, and once they are in a chunk."""
         self._error: RouterError | None = None
         self._is_exhausted = False
         self._waiter: asyncio.Future[None] | None = None
@@ -104,9 +87,9 @@ class Generation:
             self._is_exhausted = self._error is not None
             await self._wait()
         chunk = Chunk(self._tokens, self._text, self.finish_reason, self.num_cached)
-        if self._prompt_logprobs is not None:
-            self._add_prefill(chunk, self._prompt_logprobs)
-            self._prompt_logprobs = None
+        if self._prefill is not None:
+            self._add_prefill(chunk, self._prefill)
+            self._prefill = None
         if self.read_texts is not None:
             self.read_texts.append(self._text)
         self._tokens, self._text = [], ""
@@ -147,9 +130,7 @@ class Generation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.cancel()
 
     # Writing
@@ -162,8 +143,12 @@ class Generation:
         ids, sources = list(output.token_ids), output.sources
         if sources and max(sources) > _LAST_SOURCE:
             raise ValueError(f"{max(sources)} is not a token source")
-        if self._prompt_logprobs is not None:
-            self._prompt_logprobs.take(output)
+        if self._prefill is not None:
+            if len(output.prefill_alternative_ids) != len(output.prefill_alternative_logprobs):
+                raise ValueError("alternatives and their log probabilities differ in number")
+            self._prefill.prefill_logprobs.extend(output.prefill_logprobs)
+            self._prefill.prefill_alternative_ids.extend(output.prefill_alternative_ids)
+            self._prefill.prefill_alternative_logprobs.extend(output.prefill_alternative_logprobs)
         if not self.emitted_ids and ids:
             self.first_token_at = now
             self.num_cached = output.num_cached_tokens
@@ -193,8 +178,8 @@ class Generation:
         self.routing.requeue()
         self._is_mid_step = False
         if not self.emitted_ids:
-            if self._prompt_logprobs is not None:  # the next shard sends all of them again
-                self._prompt_logprobs = _PromptLogprobs()
+            if self._prefill is not None:
+                self._prefill.Clear()  # the next shard sends all of them again
         elif self.emitted_ids[-1] in self._tokenizer.eos_ids and not self.request.ignore_eos:
             self._end(pb.FINISH_EOS, "")
         elif self.num_generated >= self.request.max_new_tokens:
@@ -227,7 +212,8 @@ class Generation:
             source = sources[index] if sources else pb.SOURCE_TARGET
             token = Token(token_id, text, logprob, token_id in special_ids, skipped, source)
             if num_alternatives:
-                token.alternatives = self._alternatives(output, index, num_alternatives)
+                span = slice(index * num_alternatives, (index + 1) * num_alternatives)
+                token.alternatives = self._scored(output.alternative_ids[span], output.alternative_logprobs[span])
             tokens.append(token)
             self.num_skipped += skipped
             skipped = bool(step_ends) and not step_ends[index]
@@ -247,11 +233,9 @@ class Generation:
         self.emitted_ids += ids
         return len(ids)
 
-    def _alternatives(self, output: pb.RequestOutput, index: int, count: int) -> list[tuple[int, str, float]]:
-        span = slice(index * count, (index + 1) * count)
+    def _scored(self, ids: Iterable[int], logprobs: Iterable[float]) -> list[tuple[int, str, float]]:
         text = self._tokenizer.token_text
-        values = zip(output.alternative_ids[span], output.alternative_logprobs[span], strict=True)
-        return [(token_id, text(token_id), logprob) for token_id, logprob in values]
+        return [(token_id, text(token_id), logprob) for token_id, logprob in zip(ids, logprobs, strict=True)]
 
     def _end_at_stop(self, is_last: bool) -> None:
         # LoRAX tests the length first, and its text is the same either way; OpenAI's clients expect "stop".
@@ -279,16 +263,15 @@ class Generation:
         if self._stop is not None and self._stop.matched is None:
             self._text += self._stop.flush()
 
-    def _add_prefill(self, chunk: Chunk, logprobs: _PromptLogprobs) -> None:
+    def _add_prefill(self, chunk: Chunk, prefill: pb.RequestOutput) -> None:
         """Put the prompt's log probabilities into the first chunk."""
         text = self._tokenizer.token_text
         ids = self.request.prompt_ids
-        values: list[float | None] = [None, *logprobs.values]
+        values: list[float | None] = [None, *prefill.prefill_logprobs]
         chunk.prefill = [(token_id, text(token_id), value) for token_id, value in zip(ids, values, strict=False)]
         count = self.request.num_prefill_alternatives
         if count:
-            pairs = zip(logprobs.alternative_ids, logprobs.alternative_values, strict=True)
-            triples = [(token_id, text(token_id), value) for token_id, value in pairs]
+            triples = self._scored(prefill.prefill_alternative_ids, prefill.prefill_alternative_logprobs)
             chunk.prefill_alternatives = [[], *(triples[at : at + count] for at in range(0, len(triples), count))]
 
     def _close(self) -> None:

@@ -76,14 +76,9 @@ class ShardClient:
     """Keeps one stream to one shard open while `run` runs."""
 
     def __init__(
-        self,
-        address: str,
-        listener: ShardListener,
-        step_timeout_s: float = 0.0,
-        access: ShardAccess = OPEN,
-        name: str = "",
+        self, address: str, listener: ShardListener, timeout_s: float = 0.0, access: ShardAccess = OPEN, name: str = ""
     ) -> None:
-        """The stream of a shard whose step takes longer than `step_timeout_s` is closed; 0 is no limit. `name`: that of
+        """The stream of a shard whose step takes longer than `timeout_s` is closed; 0 is no limit. `name`: that of
         its certificate, where it is not the address's.
         """
         self.address = address
@@ -97,7 +92,7 @@ class ShardClient:
         """Whether this connection attempt has received a message."""
         self.is_taken_out = False
         """Whether the last stream was closed because the shard hung."""
-        self._step_timeout_s = step_timeout_s
+        self._step_timeout_s = timeout_s
         self._num_missed = 0
         self._fault: asyncio.Future[str] | None = None
         self._listener = listener

@@ -13,12 +13,8 @@ _SPECULATION = list(pb.Speculation.DESCRIPTOR.fields_by_name)
 
 def adapter_pin(adapter: Adapter, digest: str) -> pb.AdapterPin:
     """The shard identifies the adapter by its digest; the other fields are for logs."""
-    return pb.AdapterPin(
-        source=adapter.source,
-        id=",".join(pin.id for pin in adapter.pins),
-        revision=adapter.revision,
-        digest=digest,
-    )
+    ids = ",".join(pin.id for pin in adapter.pins)
+    return pb.AdapterPin(source=adapter.source, id=ids, revision=adapter.revision, digest=digest)
 
 
 def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms: int = 0) -> pb.Submit:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import RouterError
 from lorikeet.router.requests.generation import Generation, GenerationEvents
 from lorikeet.router.shards.affinity import AdapterResidency, PrefixIndex
 from lorikeet.router.shards.client import ShardClient
-from lorikeet.router.shards.credentials import OPEN, ShardAccess
+from lorikeet.router.shards.credentials import ShardAccess
 from lorikeet.router.shards.credit import CreditAccount
 from lorikeet.router.shards.send_timing import SendTiming
 
@@ -66,19 +67,12 @@ class ShardLink:
     """Keeps one stream to one shard."""
 
     def __init__(
-        self,
-        index: int,
-        address: str,
-        events: RouterEvents,
-        step_timeout_s: float = 0.0,
-        stuck_file: str = "",
-        access: ShardAccess = OPEN,
-        name: str = "",
+        self, index: int, address: str, name: str, access: ShardAccess, config: RouterConfig, events: RouterEvents
     ) -> None:
-        """`stuck_file` is created to ask the process that started the shard to kill it, because it hangs."""
+        """`name` is that of the certificate, where it is not the address's."""
         self.index = index
         self.address = address
-        self.client = ShardClient(address, self, step_timeout_s, access, name)
+        self.client = ShardClient(address, self, config.step_timeout_s, access, name)
         self.info: pb.ShardInfo | None = None
         """None before the first connection."""
         self.running: dict[int, Generation] = {}
@@ -86,7 +80,11 @@ class ShardLink:
         self.num_by_affinity: Counter[str] = Counter()
         """Of these, by their affinity key."""
         self._events = events
-        self._stuck_file = stuck_file
+        self.incompatibility = events.incompatibility
+        self.on_serving_change = events.on_serving_change
+        self.on_quiet = events.on_quiet
+        self._stuck_file = config.stuck_files[index] if index < len(config.stuck_files) else ""
+        """Created to ask the process that started the shard to kill it, because it hangs."""
         self._reset(num_cached_tokens=0)
 
     def _reset(self, num_cached_tokens: int) -> None:
@@ -174,12 +172,6 @@ class ShardLink:
 
     # ShardListener
 
-    def incompatibility(self, info: pb.ShardInfo) -> str:
-        return self._events.incompatibility(info)
-
-    def on_serving_change(self) -> None:
-        self._events.on_serving_change()
-
     def on_connect(self, info: pb.ShardInfo) -> None:
         self.info = info
         self._reset(info.num_pages * info.page_size if info.prefix_caching else 0)
@@ -188,13 +180,10 @@ class ShardLink:
     def on_output(self, output: pb.StepOutput) -> int:
         return self._events.on_output(self, output)
 
-    def on_quiet(self) -> None:
-        self._events.on_quiet()
-
     def on_disconnect(self, reason: str) -> None:
         self.credit = CreditAccount()
         self.residency = AdapterResidency()
-        self._events.on_quiet()
+        self.on_quiet()
         if self.client.is_taken_out and self._stuck_file:
             Path(self._stuck_file).touch()
         lost = list(self.running.values())

@@ -25,12 +25,9 @@ class ShardAccess:
         secret = "" if config.shard_secret_path is None else Path(config.shard_secret_path).read_text().strip()
         if config.shard_tls_ca_path is None:
             return cls(secret)
-        own = [
-            None if path is None else Path(path).read_bytes()
-            for path in (config.shard_tls_key_path, config.shard_tls_cert_path)
-        ]
-        authority = Path(config.shard_tls_ca_path).read_bytes()
-        return cls(secret, grpc.ssl_channel_credentials(authority, *own))
+        paths = (config.shard_tls_ca_path, config.shard_tls_key_path, config.shard_tls_cert_path)
+        files = [None if path is None else Path(path).read_bytes() for path in paths]
+        return cls(secret, grpc.ssl_channel_credentials(*files))
 
     def channel(self, address: str, name: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """To a shard whose certificate is for `name`; "" for the address's own name."""

@@ -98,10 +98,7 @@ class Members:
             log.warning("shards_not_found" if is_empty else "shards_found_again", source=source)
 
     def _join(self, address: str, name: str) -> ShardLink:
-        """`name` is that of the certificate, where it is not the address's."""
-        index, files = self._num_made, self._config.stuck_files
-        stuck_file = files[index] if index < len(files) else ""
-        link = ShardLink(index, address, self._events, self._config.step_timeout_s, stuck_file, self._access, name)
+        link = ShardLink(self._num_made, address, name, self._access, self._config, self._events)
         self._num_made += 1
         self.links.append(link)
         return link

@@ -87,7 +87,7 @@ async def test_output_is_complete_and_in_order(tmp_path: Path) -> None:
         start = WORDS.index(ids[0])
         assert ids == [WORDS[(start + index) % len(WORDS)] for index in range(12)]
         assert generation.emitted_ids == ids
-        assert generation.queued_at <= generation.sent_at <= generation.first_token_at
+        assert generation.routing.queued_at <= generation.routing.sent_at <= generation.first_token_at
         assert here.dispatcher.info is not None
         assert here.dispatcher.info.model_id == "simulated"
         assert here.dispatcher.healthy

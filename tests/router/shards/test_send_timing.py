@@ -7,21 +7,21 @@ from lorikeet.router.shards.send_timing import LONGEST_GATHER_SECONDS, QUIET_SEC
 
 def stepping(at: float, seconds: float) -> SendTiming:
     timing = SendTiming()
-    timing.step_began(at)
-    timing.step_takes(seconds)
+    timing.on_step(at)
+    timing.set_step_time(seconds)
     return timing
 
 
 def test_an_idle_shard_gets_the_first_request_at_once() -> None:
     timing = SendTiming()
-    timing.arrived(1.0, is_first=True)
+    timing.on_arrival(1.0, is_first=True)
     assert timing.send_at(1.0, shard_idle=True) == 1.0
 
 
 def test_later_requests_wait_for_the_step() -> None:
     timing = SendTiming()
-    timing.sent()
-    timing.step_takes(0.050)
+    timing.on_send()
+    timing.set_step_time(0.050)
     assert timing.send_at(1.001, shard_idle=False) == math.inf
 
 
@@ -29,17 +29,17 @@ def test_one_message_gathers_until_shortly_before_the_step_ends() -> None:
     timing = stepping(1.0, 0.020)
     at = timing.send_at(1.001, shard_idle=False)
     assert 1.015 < at < 1.020
-    timing.sent()
+    timing.on_send()
     assert timing.send_at(1.019, shard_idle=False) == math.inf
-    timing.step_began(1.020)
+    timing.on_step(1.020)
     assert 1.035 < timing.send_at(1.021, shard_idle=False) < 1.040
 
 
 def test_the_step_time_may_be_updated_during_the_step() -> None:
     timing = stepping(1.0, 0.020)
-    timing.step_takes(0.200)
+    timing.set_step_time(0.200)
     assert 1.15 < timing.send_at(1.001, shard_idle=False) < 1.2
-    timing.step_takes(0.010)
+    timing.set_step_time(0.010)
     assert timing.send_at(1.001, shard_idle=False) < 1.01
 
 
@@ -50,12 +50,12 @@ def test_short_and_unknown_steps_are_waited_for() -> None:
 
 def test_a_shard_that_has_just_become_idle_gets_a_burst_together() -> None:
     timing = SendTiming()
-    timing.became_idle(1.0)
-    timing.arrived(1.001, is_first=True)
+    timing.on_idle(1.0)
+    timing.on_arrival(1.001, is_first=True)
     assert timing.send_at(1.001, shard_idle=True) == 1.001 + QUIET_SECONDS
     for millisecond in range(2, 9):
-        timing.arrived(1 + millisecond / 1000, is_first=False)
+        timing.on_arrival(1 + millisecond / 1000, is_first=False)
     assert timing.send_at(1.008, shard_idle=True) == 1.001 + LONGEST_GATHER_SECONDS
     later = 1.0 + RETURNING_SECONDS + 0.01
-    timing.arrived(later, is_first=True)
+    timing.on_arrival(later, is_first=True)
     assert timing.send_at(later, shard_idle=True) == later
