@@ -1,6 +1,6 @@
 """Loads the contents of adapters: one call to the loader per content, for all requests that wait for it.
 
-A known content is used for a minute; then the loader is asked again, which protects the file from eviction while it is
+A known content is used for a minute; then the loader is called again, which protects the file from eviction while it is
 in use, and loads it again where it is gone.
 """
 

@@ -19,7 +19,7 @@ from lorikeet.router.requests.adapter_ref import Heads
 log = structlog.get_logger()
 
 RETRY_SECONDS = 10.0
-"""Until a source that did not answer is asked again."""
+"""Until a source that did not answer is tried again."""
 RECHECK_SECONDS = 60.0
 """Until an adapter with a problem is validated again."""
 NUM_AT_ONCE = 16

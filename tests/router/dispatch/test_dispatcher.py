@@ -1,4 +1,4 @@
-"""The dispatcher against a shard without a model, over a real socket: batches, credit, ends, and a shard that goes."""
+"""The dispatcher with a simulated shard over a real socket: batches, credit, ends, and a lost shard."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ WORDS = tuple(range(200, 240))
 
 @dataclass
 class Stage:
-    """A dispatcher, the shard it talks to, and every message the shard got."""
+    """A dispatcher, its shard, and every message that the shard received."""
 
     dispatcher: Dispatcher
     shard: SimulatedShard
@@ -154,7 +154,7 @@ async def test_an_idle_shard_gets_a_request_beyond_its_kv_credit(tmp_path: Path)
 
 
 async def test_a_shard_where_all_wait_for_adapters_gets_the_next_request_at_once(tmp_path: Path) -> None:
-    """It runs no step after whose end a batch could leave."""
+    """It runs no step at whose end a batch could be sent."""
     async with stage(tmp_path) as here:
         here.shard.may_end.clear()
         first = here.dispatcher.submit(request())

@@ -1,4 +1,4 @@
-"""The fair queue: nothing lost, nobody starved, shares by weight, first come first served within a key."""
+"""The fair queue: no request is lost or starved, shares follow the weights, and each flow is first in, first out."""
 
 from collections import defaultdict
 
@@ -24,7 +24,7 @@ def anything(request_id: int) -> bool:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Random arrivals, departures, cancellations and charges, beside a list per key."""
+    """Random arrivals, departures, cancellations and charges, compared with a list per key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.left)
     @rule(data=st.data(), tokens=st.integers(0, 100))
     def come_back(self, data: st.DataObject, tokens: int) -> None:
-        """A request that had left is the first of its key again, however many wait."""
+        """A request that had left is the first of its flow again, without a limit."""
         request_id = data.draw(st.sampled_from(sorted(self.left)))
         key = self.left.pop(request_id)
         self.queue.requeue(key, request_id, tokens)
@@ -65,17 +65,17 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def pop_without_room(self) -> None:
-        """What does not fit stays where it is, and is still the next one."""
-        asked: list[int] = []
+        """A request that does not fit stays the next one."""
+        tried: list[int] = []
 
         def nothing(request_id: int) -> bool:
-            asked.append(request_id)
+            tried.append(request_id)
             return False
 
         assert self.queue.pop(nothing) is None
-        if asked:
+        if tried:
             found = self.queue.pop(anything)
-            assert found == asked[0]
+            assert found == tried[0]
             key = next(key for key, ids in self.waiting.items() if found in ids)
             assert self.waiting[key].pop(0) == found
 

@@ -1,4 +1,4 @@
-"""Requests whose shard is lost: they go on elsewhere, or there after its restart, as if nothing had happened."""
+"""Requests whose shard is lost continue on another one, or on its successor, with the same output."""
 
 import asyncio
 import time
@@ -59,7 +59,7 @@ class Fleet:
 
     @property
     def marked(self) -> list[bool]:
-        """By shard: whether whoever started it is asked to end it."""
+        """By shard: whether its parent process is asked to kill it."""
         return [Path(mark).exists() for mark in self.marks]
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -87,7 +87,7 @@ async def fleet(folder: Path, num_shards: int, **fields: Any) -> AsyncIterator[F
 
 
 def text_of(seed: int, num_tokens: int) -> list[int]:
-    """What a simulated shard gives, wherever it goes on."""
+    """The output of a simulated shard, wherever the request continues."""
     return [WORDS[(seed * 37 + index) % len(WORDS)] for index in range(num_tokens)]
 
 
@@ -132,7 +132,7 @@ async def test_requests_wait_for_the_only_shard_to_return(tmp_path: Path) -> Non
 
 
 async def test_requests_wait_while_the_only_shard_shuts_down(tmp_path: Path) -> None:
-    """It finishes what it runs and says that it takes nothing new; its successor is not there yet."""
+    """It finishes its requests and accepts no new ones; its successor has not started yet."""
     async with fleet(tmp_path, 2) as here:
         shard = await here.start(0)
         running = here.submit(200)
@@ -209,7 +209,7 @@ async def test_a_shard_whose_step_hangs_is_taken_out(tmp_path: Path) -> None:
 
 
 async def test_only_the_request_that_crashes_shards_fails(tmp_path: Path) -> None:
-    """Two requests are computed when a shard ends; the next one ends in a step of the first of them alone."""
+    """A shard crashes in a step of two requests; the next one crashes in a step of only the first of them."""
     async with fleet(tmp_path, 1) as here:
         shard = await here.start(0)
         poison, other = here.submit(1000, 1), here.submit(1000, 2)
@@ -221,7 +221,7 @@ async def test_only_the_request_that_crashes_shards_fails(tmp_path: Path) -> Non
         (link,) = here.dispatcher.links
         await here.until(
             lambda: link.step_requests == {poison.routing.wire_id, other.routing.wire_id}
-        )  # what the shard itself says
+        )  # as reported by the shard itself
         alone = pb.StepRequests(ids=[poison.routing.wire_id])
         link.on_output(pb.StepOutput(step_requests=alone))
         await here.end(0)
@@ -249,7 +249,7 @@ async def test_a_cleared_request_survives_any_number_of_crashes(tmp_path: Path) 
 
 @pytest.mark.parametrize("computed", [True, False])
 async def test_a_retryable_error_is_retried(tmp_path: Path, computed: bool) -> None:
-    """A step that failed makes suspects, and fails the one that was alone in it; a refusal does neither."""
+    """A failed step makes its requests suspects, and fails one that was isolated; a rejection does neither."""
     async with fleet(tmp_path, 1) as here:
         shard = await here.start(0)
         made = here.submit(50)
@@ -282,7 +282,7 @@ async def test_a_retryable_error_is_retried(tmp_path: Path, computed: bool) -> N
 
 
 async def test_a_lost_finish_reason_is_derived_from_the_tokens(tmp_path: Path) -> None:
-    """The last token came, and the shard was gone before it could say that nothing follows."""
+    """The last token arrived, and the shard was lost before it sent the finish reason."""
     async with fleet(tmp_path, 1) as here:
         shard = await here.start(0)
         shard.may_end.clear()

@@ -1,4 +1,4 @@
-"""Numbers of adapters: each under its own label, and no more labels than a dashboard bears."""
+"""Metrics of adapters: each has its own label, and the number of labels is bounded."""
 
 from lorikeet.adapters.pin import Pin
 from lorikeet.adapters.refs import Source

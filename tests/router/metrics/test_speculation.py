@@ -1,4 +1,4 @@
-"""Numbers of guesses: by what guessed and for which adapter, and they add up whatever a message holds."""
+"""Metrics of draft tokens by method and adapter: they add up for any message."""
 
 from lorikeet.adapters.pin import Pin
 from lorikeet.adapters.refs import Source

@@ -1,4 +1,4 @@
-"""One generation fed by hand: text, stop strings, endings, and what a slow reader finds."""
+"""One generation with scripted outputs: text, stop strings, ends, and slow readers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def tokenizer() -> Iterator[Tokenizer]:
 
 
 class Fed:
-    """A generation, its chunks as a reader that is always late finds them, and the calls to cancel."""
+    """A generation, its chunks for a reader that is always late, and the calls to `on_cancel`."""
 
     def __init__(self, tokenizer: Tokenizer, **fields: Any) -> None:
         self.cancelled: list[Generation] = []
@@ -138,9 +138,9 @@ def test_a_stop_string_ends_the_request_at_its_token(
             break
     text = "".join(chunk.text for chunk in chunks)
     assert text == ("the quick brown fox jumps" if include_stop else "the quick brown ")
-    told = [token for chunk in chunks for token in chunk.tokens]
-    assert "".join(token.text for token in told) == "the quick brown fox jumps"
-    assert len(told) == fed.generation.num_generated == len(fed.generation.emitted_ids) < len(ids)
+    read = [token for chunk in chunks for token in chunk.tokens]
+    assert "".join(token.text for token in read) == "the quick brown fox jumps"
+    assert len(read) == fed.generation.num_generated == len(fed.generation.emitted_ids) < len(ids)
     assert chunks[-1].finish_reason is FinishReason.STOP_SEQUENCE
     if not include_stop:
         assert not any(chunk.text.endswith("f") for chunk in chunks)

@@ -1,4 +1,4 @@
-"""When a request is said to be what ends shards."""
+"""When a request is identified as the cause of crashes."""
 
 from lorikeet.router.requests.routing import ISOLATION_STEPS, MAX_ISOLATION_STEPS, PoisonRequestTracker
 

@@ -1,4 +1,4 @@
-"""Accounts of guesses hold for every history of steps, whatever messages they come in and wherever a text is cut."""
+"""Counts of draft tokens are right for any history of steps, however it is divided into messages and truncated."""
 
 import random
 from itertools import pairwise
@@ -20,10 +20,10 @@ def step(draw: random.Random, backend_ids: list[int]) -> tuple[list[int], list[i
     """Tokens and sources of one step, and its drafts by method."""
     drafted = draw.randrange(6)
     accepted = draw.randint(0, drafted)
-    guesser = draw.choice(DRAFT_SOURCES)
+    source = draw.choice(DRAFT_SOURCES)
     own = pb.SOURCE_TARGET if not drafted else pb.SOURCE_BONUS if accepted == drafted else pb.SOURCE_RESAMPLE
     tokens = [draw.choice(backend_ids) for _ in range(accepted + 1)]
-    return tokens, [guesser] * accepted + [own], [drafted * (guesser is each) for each in DRAFT_SOURCES]
+    return tokens, [source] * accepted + [own], [drafted * (source == each) for each in DRAFT_SOURCES]
 
 
 def message(steps: list[tuple[list[int], list[int], list[int]]]) -> pb.RequestOutput:
@@ -67,7 +67,7 @@ def test_accounts_hold(seed: int) -> None:
     num = generation.num_generated
     speculation_stats = generation.speculation_stats
     assert speculation_stats is not None
-    # What was told is the beginning of what was sent, and cut only behind a stop string.
+    # The text is a prefix of what was sent, truncated only after a stop string.
     assert num == len(flat) or (stop and generation.is_over)
     assert dict(speculation_stats.sources) == {source: flat[:num].count(source) for source in set(flat[:num])}
     assert sum(speculation_stats.sources.values()) == num

@@ -1,4 +1,4 @@
-"""What the router believes of a shard's cache."""
+"""The router's estimate of a shard's prefix cache."""
 
 from lorikeet.router.shards.affinity import BLOCK, MAX_BLOCKS, PrefixIndex, keys_of
 

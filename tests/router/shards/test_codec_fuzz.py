@@ -1,4 +1,4 @@
-"""Whatever a shard says: requests fail alone, each ends once, and the router goes on."""
+"""Random messages of shards: requests fail alone, each ends once, and the router continues."""
 
 import asyncio
 
@@ -75,7 +75,7 @@ heads = st.builds(
 )  # fmt: skip
 
 
-class ShardWordsMachine(RuleBasedStateMachine):
+class ShardMessagesMachine(RuleBasedStateMachine):
     """One dispatcher, and two shards that say anything."""
 
     @initialize()
@@ -111,7 +111,7 @@ class ShardWordsMachine(RuleBasedStateMachine):
         self.readers.append(self.fleet.do(self.fleet.loop.create_task, self.read(made)))
 
     async def read(self, made: Generation) -> None:
-        """As a route does; what it cannot show ends this request alone as well."""
+        """As a route does; output that it cannot serialize ends only this request."""
         try:
             async for chunk in made:
                 for token in chunk.tokens:
@@ -123,8 +123,8 @@ class ShardWordsMachine(RuleBasedStateMachine):
             self.ends[made.routing.number] = self.ends.get(made.routing.number, 0) + 1
 
     @rule(index=st.integers(0, 1), head=heads, parts=st.lists(st.tuples(st.integers(0, 8), outputs), max_size=4))
-    def say(self, index: int, head: pb.StepOutput, parts: list[tuple[int, pb.RequestOutput]]) -> None:
-        """Mostly of requests that run there; one may be named twice."""
+    def send(self, index: int, head: pb.StepOutput, parts: list[tuple[int, pb.RequestOutput]]) -> None:
+        """Mostly for requests that run there; a request may occur twice."""
         link = self.dispatcher.links[index]
         if not link.client.connected:
             return
@@ -141,10 +141,10 @@ class ShardWordsMachine(RuleBasedStateMachine):
         part=outputs,
         changes=st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 255)), min_size=1),
     )
-    def say_something_else(
+    def send_corrupted(
         self, index: int, head: pb.StepOutput, part: pb.RequestOutput, changes: list[tuple[int, int]]
     ) -> None:
-        """Bytes of it are others; gRPC refuses what is no message at all."""
+        """A message with random bytes changed; gRPC rejects what cannot be parsed."""
         part.id = next(iter(self.dispatcher.links[index].running), 0)
         head.outputs.append(part)
         data = bytearray(head.SerializeToString())
@@ -176,7 +176,7 @@ class ShardWordsMachine(RuleBasedStateMachine):
         self.fleet.do(self.all[choice % len(self.all)].cancel)
 
     @invariant()
-    def each_is_in_one_place_and_ends_once(self) -> None:
+    def every_request_has_one_owner_and_one_end(self) -> None:
         if not hasattr(self, "fleet"):
             return
         dispatcher = self.dispatcher
@@ -196,7 +196,7 @@ class ShardWordsMachine(RuleBasedStateMachine):
         try:
             b"".join(str(family).encode() for family in self.dispatcher.metrics.collect())
             self.fleet.do(self.dispatcher._fail_all, RouterError)
-            self.each_is_in_one_place_and_ends_once()
+            self.every_request_has_one_owner_and_one_end()
             assert not self.dispatcher.num_active and not self.dispatcher._delivery.num_updated
             assert not any(made.timers for made in self.all)
         finally:
@@ -205,5 +205,5 @@ class ShardWordsMachine(RuleBasedStateMachine):
 
 def test_random_messages_of_shards() -> None:
     run_state_machine_as_test(
-        ShardWordsMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
+        ShardMessagesMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
     )

@@ -62,7 +62,7 @@ async def test_shards_of_a_file_join_and_leave(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_an_only_shard_may_return_with_another_model(tmp_path: Path) -> None:
-    """Beside others it must be like them."""
+    """As long as another shard is connected it must be compatible."""
     addresses = tuple(f"unix:{tmp_path}/{name}.sock" for name in "ab")
     tokenizer = Tokenizer(byte_level(), eos_ids=frozenset({1}))
     dispatcher = Dispatcher(RouterConfig("model", str(tmp_path), addresses), tokenizer)
@@ -96,8 +96,14 @@ async def test_addresses_of_sources(tmp_path: Path) -> None:
 
 
 def info(**values: object) -> pb.ShardInfo:
-    told = {"version": version(), "model_id": "m", "dtype": "float32", "vocab_size": 9, "max_total_tokens": 5} | values
-    return pb.ShardInfo(**told)  # type: ignore[arg-type]
+    fields = {
+        "version": version(),
+        "model_id": "m",
+        "dtype": "float32",
+        "vocab_size": 9,
+        "max_total_tokens": 5,
+    } | values
+    return pb.ShardInfo(**fields)  # type: ignore[arg-type]
 
 
 async def test_adjacent_versions_are_compatible(monkeypatch: pytest.MonkeyPatch) -> None:

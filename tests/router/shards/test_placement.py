@@ -1,4 +1,4 @@
-"""Several shards behind one router: an adapter's requests go where it is, the base model's where room is."""
+"""Several shards behind one router: requests go to the shard with their adapter or prefix, else to the least loaded."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -98,10 +98,10 @@ async def test_an_adapter_s_requests_stay_together_and_adapters_spread(tmp_path:
         assert all(len(shards) == 1 for shards in here.where.values())
         per_shard = Counter(next(iter(shards)) for shards in here.where.values())
         assert len(per_shard) == 3 and max(per_shard.values()) <= 16
-        # The shard was told before, and nobody else was.
+        # Only that shard was sent a prefetch before.
         for index, shard in enumerate(here.shards):
-            told = {pin.id for command in shard.commands for pin in command.prefetches}
-            assert told == {name for name, shards in here.where.items() if index in shards}
+            prefetched = {pin.id for command in shard.commands for pin in command.prefetches}
+            assert prefetched == {name for name, shards in here.where.items() if index in shards}
 
 
 async def test_requests_of_the_base_model_go_to_the_least_loaded_shard(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ async def test_an_adapter_of_a_full_shard_overflows_to_an_idle_one(tmp_path: Pat
             shard.answer = lambda submit: Script([7], hangs=True)
         running = [here.submit("a", 50) for _ in range(24)]
         await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 12)
-        # The other one takes half as many: from there on it has enough to do for its own adapters.
+        # The other one takes half as many: then it has enough load of its own.
         assert sorted(here.where["a"].values()) == [4, 8]
         for generation in running:
             generation.cancel()
@@ -161,7 +161,7 @@ async def test_prefixes_of_other_salts_are_ignored(tmp_path: Path) -> None:
 
 
 async def test_a_popular_prefix_overflows_to_other_shards(tmp_path: Path) -> None:
-    """One shard does not get all that begins alike while others have nothing to do, and nothing waits for it."""
+    """Requests with a common prefix neither wait for their shard nor leave the others idle."""
     async with replicas(tmp_path, 2, room=8) as here:
         for shard in here.shards:
             shard.answer = lambda submit: Script([7], hangs=True)
