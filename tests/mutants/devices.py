@@ -1,4 +1,4 @@
-"""Faults of what devices add: ranks, want of memory, attention, captured steps, guesses, twins, KV in eight bits."""
+"""Faults for devices: ranks, out of memory, attention, captured steps, drafts, fused modules, KV in eight bits."""
 
 from tests.mutants.mutant import Mutant
 
@@ -13,8 +13,8 @@ MUTANTS = [
     Mutant(
         "results of columns are not added up",
         "shard/model/tensor_parallel/partitioning.py",
-        "        if cut.is_row_parallel:\n            module.register",
-        "        if cut.is_split:\n            module.register",
+        "        if part.is_row_parallel:\n            module.register",
+        "        if part.is_split:\n            module.register",
         f"{CUT_TEST}::test_split_over_two_it_computes_the_same[llama]",
     ),
     Mutant(
@@ -25,51 +25,51 @@ MUTANTS = [
         f"{CUT_TEST}::test_odd_vocabularies_tied_heads_and_biases_are_split_too[overrides2]",
     ),
     Mutant(
-        "gate and up of experts are cut as one matrix",
+        "gate and up of experts are split as one matrix",
         "shard/model/tensor_parallel/partitioning.py",
-        "num_stacked = 2 if block.has_gate and not is_row_parallel else 1",
+        "num_stacked = 2 if block.has_gate and not is_row else 1",
         "num_stacked = 1",
         f"{CUT_TEST}::test_split_over_two_it_computes_the_same[mixtral]",
     ),
     Mutant(
         "every rank adds an adapter's bias",
         "shard/model/adapters/plan.py",
-        "if cut.rank > 0:",
-        "if cut.rank > 1:",
+        "if partition.rank > 0:",
+        "if partition.rank > 1:",
         "tests/shard/model/adapters/test_loading.py::test_a_rank_reads_its_part_of_each_factor[columns-float32-blocks]",
     ),
     Mutant(
         "DoRA divides by the length of a rank's columns",
         "shard/model/adapters/loading.py",
-        "squares = self._add_up(squares)",
-        "self._add_up(squares.clone())",
-        f"{READ_TEST}::test_dora_divides_by_the_length_of_whole_rows",
+        "squares = self._sum_over_ranks(squares)",
+        "self._sum_over_ranks(squares.clone())",
+        f"{READ_TEST}::test_dora_divides_by_the_norm_of_whole_rows",
     ),
     Mutant(
         "a slot is changed on the first rank alone",
         "shard/adapters/ranks.py",
-        "        self._leader.clear(slot)\n",
+        "        self._leader.send(Clear(slot))\n",
         "",
-        f"{READ_TEST}::test_every_slot_means_the_same_everywhere",
+        f"{READ_TEST}::test_every_rank_gets_every_change_of_a_slot",
     ),
     Mutant(
         "a step without memory ends its requests",
         "shard/engine/engine.py",
-        "if step.is_to_be_repeated:",
+        "if step.is_retried:",
         "if not step.error:",
         f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
     ),
     Mutant(
         "what was forgone once is forgone for ever",
         "shard/engine/engine.py",
-        "        self.scheduler.oom_backoff.passed()\n",
+        "        self.scheduler.oom_backoff.on_success()\n",
         "",
         f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
     ),
     Mutant(
         "a token of a step that is computed again is still on its way",
         "shard/scheduler/scheduler.py",
-        "            request.num_in_flight -= share.samples\n            self._preempt(request)",
+        "            request.num_in_flight -= item.samples\n            self._preempt(request)",
         "            self._preempt(request)",
         f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
     ),
@@ -78,7 +78,7 @@ MUTANTS = [
         "shard/attention/varlen.py",
         'for name in ("softcap", "sinks", "alibi_slopes"):',
         'for name in ("sinks", "alibi_slopes"):',
-        "tests/shard/attention/test_varlen.py::test_what_the_kernel_has_not_is_another_s[soft cap]",
+        "tests/shard/attention/test_varlen.py::test_unsupported_layers_run_on_another_backend[soft cap]",
     ),
     Mutant(
         "a window sees one token more",
@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         "graphs outlive the pages that they write to",
         "shard/model/model.py",
-        "        self.drop_graphs()\n        for site",
+        "        self.drop_graphs()\n        for binding",
         "        for site",
         f"{GRAPHS_TEST}::test_new_pages_drop_the_graphs",
     ),
@@ -137,14 +137,14 @@ MUTANTS = [
         "tests/shard/attention/test_varlen.py::test_under_bounds_shapes_and_addresses_stay",
     ),
     Mutant(
-        "a draft_token is made from a neighbour's row",
+        "a draft token is computed from another row",
         "shard/batch/head_groups.py",
         "sources = rows[owners][order]",
         "sources = rows[owners]",
-        "tests/shard/batch/test_head_groups.py::test_every_guess_is_in_one_task[distinct-80]",
+        "tests/shard/batch/test_head_groups.py::test_every_draft_token_is_in_one_task[distinct-80]",
     ),
     Mutant(
-        "a twin stays whatever it computes",
+        "a fused module is used whatever it computes",
         "shard/model/fusion/verify.py",
         "return float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max())",
         "return 0.0",
@@ -152,10 +152,10 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of a step share a scale in eight bits",
-        "shard/attention/quantized_kv.py",
+        "shard/attention/reference.py",
         "largest = x.abs().amax(-1)",
         "largest = x.abs().amax((0, -1)).expand(x.shape[:-1])",
-        "tests/shard/attention/test_create.py::test_the_reference_keeps_eight_bits",
+        "tests/shard/attention/test_create.py::test_the_reference_quantizes_each_token_alone",
     ),
     Mutant(
         "shards stand together that keep KV in other formats",
@@ -172,10 +172,10 @@ MUTANTS = [
         f"{COMPATIBILITY_TEST}[change6]",
     ),
     Mutant(
-        "what follows a rest counts as a gap",
-        "shard/engine/gaps.py",
-        'what follows is no gap."""\n        self._last = None',
-        'what follows is no gap."""',
-        "tests/shard/engine/test_gaps.py::test_rest_is_no_gap",
+        "the time without requests counts as idle time",
+        "shard/engine/timing.py",
+        'until the next step."""\n        self._started = None',
+        'until the next step."""',
+        "tests/shard/engine/test_timing.py::test_time_without_requests_does_not_count",
     ),
 ]

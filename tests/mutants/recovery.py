@@ -29,9 +29,9 @@ MUTANTS = [
     Mutant(
         "a suspect's steps compute others too",
         "shard/scheduler/scheduler.py",
-        "return request.isolation_steps == 0 if self._alone is None else request is self._alone",
+        "return request.isolation_steps == 0 if self._isolated is None else request is self._isolated",
         "return True",
-        "tests/shard/engine/test_engine.py::test_suspects_have_steps_of_their_own_and_routers_know_of_each[0]",
+        "tests/shard/engine/test_engine.py::test_isolated_requests_are_computed_alone_and_announced[0]",
     ),
     Mutant(
         "a suspect's step announce_step before routers know of it",
@@ -59,7 +59,7 @@ MUTANTS = [
         "shard/grpc/auth.py",
         "return hmac.compare_digest(str(shown).encode(), self._expected)",
         "return True",
-        "tests/shard/grpc/test_auth.py::test_the_secret_opens_it_and_health_is_told_to_all",
+        "tests/shard/grpc/test_auth.py::test_calls_need_the_secret_and_health_needs_none",
     ),
     Mutant(
         "a prompt's beginning is known to whoever asks",

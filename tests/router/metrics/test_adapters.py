@@ -1,7 +1,6 @@
 """Metrics of adapters: each has its own label, and the number of labels is bounded."""
 
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Source
+from lorikeet.adapters.refs import Pin, Source
 from lorikeet.router.metrics.adapters import MAX_LABELS, OTHER
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.adapter_ref import Adapter

@@ -1,7 +1,6 @@
 """Metrics of draft tokens by method and adapter: they add up for any message."""
 
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Source
+from lorikeet.adapters.refs import Pin, Source
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.metrics.adapters import MAX_LABELS, OTHER
 from lorikeet.router.metrics.router import Metrics

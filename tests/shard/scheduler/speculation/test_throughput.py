@@ -1,0 +1,71 @@
+"""The widths chosen for several offers give the highest throughput of all combinations."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorikeet.shard.scheduler.draft_length import DraftLengthController
+from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
+from lorikeet.shard.scheduler.speculation.acceptance import AcceptanceRates
+from lorikeet.shard.scheduler.speculation.throughput import Candidates, Load
+from lorikeet.shard.scheduler.speculation.types import Source
+from tests.shard.scheduler.test_draft_length import make
+
+OFFERS = st.lists(
+    st.tuples(
+        st.sampled_from([Source.DRAFT, Source.LOOKUP]), st.integers(0, 3), st.floats(0.05, 0.95), st.floats(0.1, 0.95)
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def test_the_most_probable_come_first_and_each_offer_in_order() -> None:
+    rates = np.array([(0.5, 0.5), (0.9, 0.5), (0.8, 0.8)])
+    drafts = Candidates.of(rates, np.array([2, 2, 0]), np.array([True, False, True]), np.array([5, 7, 9]))
+    assert list(drafts.values) == pytest.approx([0.9, 0.5, 0.45, 0.25])
+    assert list(drafts.owners) == [1, 0, 1, 0]
+    assert list(drafts.passes) == [0, 1, 0, 2]
+    assert list(drafts.attended) == [8, 6, 9, 7]
+    assert (drafts.num_offers, drafts.num_drawn, drafts.num_passes) == (3, 1, 2)
+
+
+def test_offers_without_drafts_have_no_candidates() -> None:
+    drafts = Candidates.of(np.array([(0.5, 0.5)]), np.array([0]), np.array([True]), np.array([9]))
+    assert (len(drafts.values), drafts.num_drawn, drafts.num_passes) == (0, 0, 0)
+
+
+@settings(deadline=None)
+@given(OFFERS, st.lists(st.floats(0.001, 1.0), min_size=14, max_size=14), st.floats(0.001, 2.0), st.floats(0.001, 2.0))
+def test_no_other_widths_give_more(
+    offered: list[tuple[Source, int, float, float]], steps: list[float], first: float, further: float
+) -> None:
+    """Against every combination there is."""
+    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+    for number, seconds in enumerate(np.cumsum(steps), 1):
+        draft_length.plain.observe(number, 0, float(seconds))
+    num_drawn = sum(source is Source.DRAFT and width > 0 for source, width, _, _ in offered)
+    draft_length.drafting.observe(max(1, num_drawn), 0, (first, further), 2)
+    drafting = [0.0, *(first + further * depth for depth in range(9))]
+    offers = [Offer(make(number=i), source, width, []) for i, (source, width, _, _) in enumerate(offered)]
+    rates = [AcceptanceRates(first, further) for _, _, first, further in offered]
+    rates_of = {id(draft_length._draft_state(offer)): each for offer, each in zip(offers, rates, strict=True)}
+    draft_length._rates = lambda draft_state: rates_of[id(draft_state)]  # type: ignore[method-assign]
+
+    def rate(widths: tuple[int, ...]) -> float:
+        tokens, depth = float(len(offers)), 0
+        for offer, each, width in zip(offers, rates, widths, strict=True):
+            tokens += sum(each.first * each.further**depth for depth in range(width))
+            depth = max(depth, width if offer.source is Source.DRAFT else 0)
+        return tokens / (float(draft_length.plain.expected([len(offers) + sum(widths)])[0]) + drafting[depth])
+
+    found = tuple(
+        draft_length._best(
+            offers, [draft_length._draft_state(offer) for offer in offers], Load(len(offers), len(offers))
+        )
+    )
+    best = max(map(rate, itertools.product(*(range(offer.width + 1) for offer in offers))))
+    assert rate(found) == pytest.approx(best)
