@@ -74,7 +74,7 @@ def answer_headers(service: Service, timing: Timing, generation: Generation, cou
     """Of a complete answer."""
     done_at = now()
     queued_at = timing.validated_at
-    sent_at = generation.sent_at or queued_at
+    sent_at = generation.routing.sent_at or queued_at
     first_token_at = generation.first_token_at or done_at
     inference = done_at - sent_at
     first = first_token_at - sent_at

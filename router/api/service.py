@@ -174,7 +174,7 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
     selection = Selection(config, rights, directory, read_keys(config))
     preloader = None if dispatcher.admission is None else AdapterPreloader(selection, dispatcher.admission)
     receipts = Receipts(config, tokenizer.digest, dispatcher.links)
-    dispatcher.when_finished = receipts.finished
+    dispatcher.on_complete = receipts.finished
     return Service(
         dispatcher,
         tokenizer,

@@ -52,7 +52,7 @@ def may_have_receipt(request: GenerationRequest) -> bool:
 def make_receipt(generation: Generation, served: Served) -> dict[str, Any]:
     """Of a finished text, without its tokens; the caller adds the digest of the base's files."""
     request, finish, info = generation.request, generation.finish_reason, served.info
-    heads = generation.contents.heads_pin
+    heads = generation.adapters.heads_pin
     assert finish is not None
     return {
         "receipt": FORMAT,

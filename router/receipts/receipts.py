@@ -30,7 +30,7 @@ class Receipts:
         self._tokenizer_digest = tokenizer_digest
         self._links = links
         self._file = None if config.receipts_path is None else _File(config.receipts_path)
-        self._unwritten: list[tuple[dict[str, Any], ShardLink | None]] = []
+        self._unwritten: list[tuple[dict[str, Any], str]] = []
         self._writing: asyncio.Task[None] | None = None
 
     def prepare(self, request: GenerationRequest) -> None:
@@ -42,7 +42,7 @@ class Receipts:
 
     async def of(self, generation: Generation) -> dict[str, Any]:
         """The client's receipt. Raises GenerationFailed where the base's digest is unknown."""
-        base_digest = await self._base_digest(generation.link)
+        base_digest = await self._base_digest(generation.routing.shard_address)
         return {**add_tokens(self._made(generation), generation), "base_digest": base_digest}
 
     def finished(self, generation: Generation) -> None:
@@ -50,7 +50,7 @@ class Receipts:
         if self._file is None or not may_have_receipt(generation.request):
             return
         try:
-            self._unwritten.append((self._made(generation), generation.link))
+            self._unwritten.append((self._made(generation), generation.routing.shard_address))
         except GenerationFailed as error:  # the text itself is complete
             log.error("receipt_not_written", request_id=generation.request.request_id, reason=str(error))
             return
@@ -74,21 +74,22 @@ class Receipts:
         self._file = None
 
     def _made(self, generation: Generation) -> dict[str, Any]:
-        info = self._link(generation.link).info
+        info = self._link(generation.routing.shard_address).info
         assert info is not None
         config = self._config
         return make_receipt(generation, Served(config.model_id, self._tokenizer_digest, config.max_total_tokens, info))
 
-    def _link(self, link: ShardLink | None) -> ShardLink:
-        """`link`, or any other where that shard has gone: all have the same files. Raises GenerationFailed."""
-        found = link or next((each for each in self._links if each.info is not None), None)
+    def _link(self, address: str) -> ShardLink:
+        """The shard of a text, or any other if that one is gone: all have the same files. Raises GenerationFailed."""
+        known = [link for link in self._links if link.info is not None]
+        found = next((link for link in known if link.address == address), known[0] if known else None)
         if found is None:
             raise GenerationFailed("there is no receipt: no shard is connected")
         return found
 
-    async def _base_digest(self, link: ShardLink | None) -> str:
+    async def _base_digest(self, address: str) -> str:
         try:
-            found = await asyncio.shield(self._link(link).digest())
+            found = await asyncio.shield(self._link(address).digest())
         except grpc.aio.AioRpcError as error:
             raise GenerationFailed(f"there is no receipt: {error.details()}") from None
         except (ConnectionError, grpc.aio.UsageError):
@@ -100,9 +101,9 @@ class Receipts:
     async def _write(self, file: "_File") -> None:
         while self._unwritten:
             lines = []
-            for receipt, link in list(self._unwritten):
+            for receipt, address in list(self._unwritten):
                 try:
-                    base_digest = await self._base_digest(link)
+                    base_digest = await self._base_digest(address)
                     lines.append(orjson.dumps({**receipt, "base_digest": base_digest}) + b"\n")
                 except GenerationFailed as error:
                     log.error("receipt_not_written", request_id=receipt["request_id"], reason=str(error))

@@ -91,7 +91,7 @@ def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str)
         generated_tokens=sum(each.num_generated for each in generations),
         drafted_tokens=sum(each.num_drafted for each in speculation_stats),
         accepted_tokens=sum(each.num_accepted for each in speculation_stats),
-        queue_seconds=_rounded(generations[0].waited_s) if generations else None,
+        queue_seconds=_rounded(generations[0].routing.waited_s) if generations else None,
         first_token_seconds=_rounded(min(first_tokens) - ending.began_at) if first_tokens else None,
         total_seconds=round(ending.ended_at - ending.began_at, 6),
         finish_reasons=[None if each.finish_reason is None else each.finish_reason.value for each in generations],

@@ -19,7 +19,6 @@ class Intake:
         self._inbox = inbox
         self._scheduler = scheduler
         self._max_open = max_open
-        self._draining: set[int] = set()
 
     def apply(self) -> list[Output]:
         """Apply all commands since the last call. Returns the outputs that they cause."""
@@ -54,8 +53,6 @@ class Intake:
                 self._scheduler.finish(request, FinishReason.ABORTED)
                 outputs.append(Output(request.key, finish_reason=FinishReason.ABORTED))
         self._move_adapters(commands)
-        if commands.drain:
-            self._draining.add(epoch)
 
     def _move_adapters(self, commands: Commands) -> None:
         adapters = self._scheduler.adapters
@@ -79,7 +76,7 @@ class Intake:
             return Refusal(submit.key, f"request id {submit.key[1]} was used twice")
         if isinstance(submit, Refusal):
             return submit
-        if self.is_ending or submit.key[0] in self._draining:
+        if self.is_ending:
             return Refusal(submit.key, "the shard takes no more requests", retryable=True)
         if num_open - self._scheduler.num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
             return Refusal(submit.key, "more requests than credit", retryable=True)
@@ -89,6 +86,5 @@ class Intake:
     def _end(self, epoch: int) -> None:
         """A router is gone: abort its requests."""
         self.acknowledged.pop(epoch, None)
-        self._draining.discard(epoch)
         for request in [request for key, request in self._scheduler.requests.items() if key[0] == epoch]:
             self._scheduler.finish(request, FinishReason.ABORTED)

@@ -68,7 +68,6 @@ def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
         prefetches=[adapter.digest for adapter in command.prefetches if is_digest(adapter.digest)],
         pins=[(pin.digest, pin.pinned) for pin in command.pins if is_digest(pin.digest)],
         unloads=[digest for digest in command.unload_digests if is_digest(digest)],
-        drain=command.drain,
     )
 
 
@@ -132,8 +131,6 @@ def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
         return fault
     if fault := find_speculation_fault(submit, bounds):
         return fault
-    if submit.grammar:
-        return "grammars are not supported yet"
     logprobs = submit.logprobs
     if max(logprobs.alternatives, logprobs.prefill_alternatives) > min(MAX_ALTERNATIVES, bounds.vocab_size):
         return f"at most {min(MAX_ALTERNATIVES, bounds.vocab_size)} alternatives can be returned"

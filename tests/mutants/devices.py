@@ -6,9 +6,7 @@ CUT_TEST = "tests/shard/model/tensor_parallel/test_partitioning.py"
 READ_TEST = "tests/shard/adapters/test_ranks.py"
 ENGINE_TEST = "tests/shard/engine/test_engine_memory.py"
 GRAPHS_TEST = "tests/shard/model/test_graphs.py"
-ALIKE_TEST = (
-    "tests/router/shards/test_discovery.py::test_a_shard_that_could_not_go_on_with_another_s_requests_is_not_used"
-)
+COMPATIBILITY_TEST = "tests/router/shards/test_discovery.py::test_a_shard_that_differs_from_the_others_is_incompatible"
 FIT_TEST = "tests/shard/batch/test_padding.py::test_a_step_fits_the_least_bounds_that_hold_it"
 
 MUTANTS = [
@@ -161,17 +159,17 @@ MUTANTS = [
     ),
     Mutant(
         "shards stand together that keep KV in other formats",
-        "router/shards/compatibility.py",
+        "router/shards/discovery.py",
         '"kv_cache_dtype", ',
         "",
-        f"{ALIKE_TEST}[change5]",
+        f"{COMPATIBILITY_TEST}[change5]",
     ),
     Mutant(
         "shards stand together that are split otherwise",
-        "router/shards/compatibility.py",
+        "router/shards/discovery.py",
         '"num_ranks", ',
         "",
-        f"{ALIKE_TEST}[change6]",
+        f"{COMPATIBILITY_TEST}[change6]",
     ),
     Mutant(
         "the time without requests counts as idle time",

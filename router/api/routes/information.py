@@ -98,13 +98,17 @@ class InformationRoutes:
             "docker_label": None,
             "request_logger_url": None if config.request_logger_url is None else shown_url(config.request_logger_url),
             "max_body_bytes": config.max_body_bytes,
-            "shards": [_shown(link.info) for link in self._service.dispatcher.links if link.info is not None],
+            "shards": [self._shard(link.info) for link in self._service.dispatcher.links if link.info is not None],
             "speculate": max(self._service.offer.num_tokens, 0 if heads is None else heads.num_heads),
             "speculative_method": self._service.offer.method,
             "draft_model_id": config.draft_model_id or (shard.draft_model_id if shard is not None else "") or None,
             "effective_configuration": effective,
         }
         return _json(content)
+
+    def _shard(self, shard: pb.ShardInfo) -> dict[str, Any]:
+        fields = {descriptor.name: getattr(shard, descriptor.name) for descriptor in shard.DESCRIPTOR.fields}
+        return {**fields, "speculate": self._service.offer.num_tokens}
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus text, or LoRAX's JSON by the Accept header."""
@@ -165,10 +169,6 @@ class InformationRoutes:
             "owned_by": "lorikeet",
             "max_model_len": self._service.config.max_total_tokens,
         }
-
-
-def _shown(shard: pb.ShardInfo) -> dict[str, Any]:
-    return {descriptor.name: getattr(shard, descriptor.name) for descriptor in shard.DESCRIPTOR.fields}
 
 
 def _json(content: Any, headers: dict[str, str] | None = None) -> Response:

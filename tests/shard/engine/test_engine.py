@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lorikeet.shard.grpc.inbox import Commands, StreamEnded
+from lorikeet.shard.grpc.inbox import StreamEnded
 from lorikeet.shard.grpc.outbox import Details, Output, Status
 from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
@@ -314,15 +314,6 @@ def test_the_latest_is_preempted_and_comes_back_first() -> None:
     assert rig.scheduler.running == [first]
     assert rig.scheduler.waiting[0] is second
     assert rig.run()[2].token_ids == generate_alone([6, 7, 8, 9, 10], 12)
-
-
-def test_a_draining_stream_finishes_what_it_has() -> None:
-    rig = Rig()
-    rig.inbox.put(Commands(EPOCH, submits=[make_request(1, [1], 4)], drain=True))
-    rig.step()
-    outputs = rig.run(make_request(2, [1], 4))
-    assert outputs[1].token_ids == generate_alone([1], 4)
-    assert outputs[2].finish_reason is FinishReason.ERROR and outputs[2].retryable
 
 
 def test_stop_finishes_running_requests_and_a_second_stop_does_not() -> None:

@@ -76,8 +76,6 @@ submits = st.builds(
     heads=mostly(None, adapters),
     speculation=mostly(None, speculations),
     prediction_ids=mostly([], st.lists(token_ids, max_size=9)),
-    grammar=mostly("", texts),
-    group_id=texts,
     deadline_ms=mostly(0, counts),
     logprobs=st.builds(
         pb.Logprobs,
@@ -134,7 +132,6 @@ class WireMachine(RuleBasedStateMachine):
             changed = pb.Command.FromString(bytes(data))
         except DecodeError:
             return
-        changed.drain = False
         self.send(changed)
 
     @rule(num_steps=st.integers(1, 6), is_taken=st.booleans())
