@@ -1,6 +1,6 @@
 """`python -m lorikeet.adapters LOADER.json`: the process that loads adapters for one host. Imports no torch.
 
-Exit code 0 after a clean end, else 1.
+The exit code is 0 after a clean shutdown, else 1.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 def main() -> int:
-    """Run the process; every failure is one line of log that says what is wrong."""
+    """Run the process; every failure is one log line."""
     try:
         path = Path(sys.argv[1])
         config = LoaderConfig.read(path)
@@ -26,11 +26,12 @@ def main() -> int:
     except (ValueError, OSError, IndexError) as error:
         print(f"adapters: {error}", file=sys.stderr)
         return 1
-    process.end_with_parent(config.parent_pid) if config.parent_pid is not None else None
+    if config.parent_pid is not None:
+        process.end_with_parent(config.parent_pid)
     try:
         asyncio.run(server.run(config, path))
     except (ValueError, OSError) as error:
-        log.error("cannot load adapters", reason=str(error))
+        log.error("loader_failed", reason=str(error))
         return 1
     return 0
 

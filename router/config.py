@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lorikeet.adapters.sources.settings import SourceSettings
+from lorikeet.adapters.sources.registry import SourceSettings
 from lorikeet.proto.config_file import ConfigFile
 
 

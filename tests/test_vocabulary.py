@@ -1,4 +1,4 @@
-"""One vocabulary: words that the field's documentation does not use for what they meant here, and what to write instead.
+"""One vocabulary: words that do not mean in the field what they meant here, and what to write instead.
 
 CHANGELOG and docs/log keep the words of their day.
 """

@@ -23,8 +23,8 @@ from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.harness import Harness, Run, Wanted
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.moe import experts
-from lorikeet.shard.model.site import NAME
 
 
 def configured(setup: Setup, folder: Path, **settings: Any) -> ShardConfig:

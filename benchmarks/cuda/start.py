@@ -18,7 +18,7 @@ from benchmarks.servers import REPOSITORY, tail
 
 TIMEOUT_S = 240.0
 STOP_S = 30.0
-GRAPHS = "graphs captured"
+GRAPHS = "graphs_captured"
 """The event of the shard's log, with `seconds`, `num_graphs` and `bytes`."""
 
 
@@ -98,7 +98,7 @@ def events(text: str) -> dict[str, Any]:
             graphs = {key: told[key] for key in ("seconds", "num_graphs", "bytes")}
             earlier = found.get("graphs", dict.fromkeys(graphs, 0))  # target and draft model each have their own
             found["graphs"] = {key: earlier[key] + value for key, value in graphs.items()}
-        if told.get("event") == "kv memory":
+        if told.get("event") == "kv_memory":
             found["num_kv_tokens"] = told["num_tokens"]
     return found
 

@@ -242,7 +242,7 @@ def test_running_requests_finish_and_new_ones_are_rejected(model: Path, ask: Cal
         assert "second signal" not in server.output
 
 
-@pytest.mark.parametrize("when", ["loading", pytest.param("kv memory", marks=pytest.mark.long)])
+@pytest.mark.parametrize("when", ["loading", pytest.param("kv_memory", marks=pytest.mark.long)])
 def test_signals_before_readiness_end_the_server(model: Path, when: str) -> None:
     with Launched("--model-id", str(model), *SMALL) as server:
         server.wait_for(when)

@@ -116,7 +116,7 @@ def test_a_shard_accepts_only_its_secret(tmp_path: Path, model: Path) -> None:
         wrong.write_text("another secret, as long")
         for flags in ((), ("--shard-secret-file", str(wrong))):
             router = here.router(*flags)
-            router.wait_for("UNAUTHENTICATED: this shard asks for its secret")
+            router.wait_for("UNAUTHENTICATED: this shard requires its secret")
             assert httpx.get(f"{router.url}/ready").status_code == 503
             router.signal(signal.SIGTERM)
             router.wait()

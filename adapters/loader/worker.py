@@ -1,6 +1,6 @@
-"""A reader: one process that does one job at a time, fetches files or turns them into the served layout.
+"""A worker process: does one job at a time, which downloads files or converts them to the served layout.
 
-Whatever an adapter's files do to it stays in it. Reads a JSON object per line from its socket and answers each.
+Malicious files can affect this process only. It reads one JSON object per line from its socket and answers each.
 """
 
 import asyncio
@@ -15,31 +15,31 @@ from typing import Any
 
 import structlog
 
-from lorikeet.adapters import digests
+from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterError, LoaderFailed, NotServed, SourceUnreachable
 from lorikeet.adapters.formats import contents, tokenizer
 from lorikeet.adapters.formats.base_values import BaseValues
-from lorikeet.adapters.formats.layout import Base, Layout, lay_out, settled, write
-from lorikeet.adapters.formats.reader import Reader
-from lorikeet.adapters.formats.reading import Found
+from lorikeet.adapters.formats.layout import Base, Layout, lay_out, without_unchanged, write
+from lorikeet.adapters.formats.peft_plans import PlannedReader
+from lorikeet.adapters.formats.peft_reading import ModuleChange
 from lorikeet.adapters.formats.skeleton import Skeleton, base_hash, choose_dtype, weights_hash
-from lorikeet.adapters.judging import AdapterValidator, look
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.merging import merge
-from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Entry, Store
+from lorikeet.adapters.validation import AdapterValidator, read_headers
 
 log = structlog.get_logger()
 
 _BYTES_PER_CPU_S = 20 << 20
 
 
-class Work:
-    """What jobs need, made once: the base's skeleton and facts about it."""
+class WorkerContext:
+    """What all jobs share and the fork server loads once: the base's skeleton, hashes and tokenizer."""
 
     def __init__(self, config: LoaderConfig) -> None:
-        """Raises ValueError or OSError where the base cannot be read."""
+        """Raises ValueError or OSError if the base cannot be read."""
         self.config = config
         skeleton = Skeleton(config.model_path, config.trust_remote_code)
         self.base = Base(
@@ -49,103 +49,105 @@ class Work:
             kinds=frozenset(config.kinds),
             values=BaseValues(skeleton),
         )
-        self.reader = Reader(skeleton)
+        self.reader = PlannedReader(skeleton)
         self.reader.warm()
         self.tokenizers = tokenizer.Tokenizers(skeleton.model_path)
 
-    def facts(self) -> tuple[str, str, str]:
-        """By which the store tells files of this base from others."""
+    def base_key(self) -> tuple[str, str, str]:
+        """What identifies files for this base in the store."""
         return self.base.hash, self.base.weights_hash, str(self.base.dtype).removeprefix("torch.")
 
 
-class Jobs:
-    """The jobs of one reader."""
+class WorkerJobs:
+    """The jobs of one worker."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._store = Store(work.config.adapter_store, work.config.store_bytes, work.facts())
-        self._sources = Sources(work.config.sources)
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._store = Store(context.config.adapter_store, context.config.store_bytes, context.base_key())
+        self._sources = Sources(context.config.sources)
+        self._max_bytes = context.config.sources.max_adapter_bytes
         self._loop = asyncio.Runner()
-        """One for all looks: making a loop and its threads takes longer than a look."""
+        """One for all checks: creating a loop and its threads takes longer than a check."""
 
     def fetch(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Bring a pin's files here."""
+        """Download a pin's files."""
         pin = Pin.from_dict(job["pin"])
-        signal.signal(signal.SIGALRM, functools.partial(_give_up, pin.id))
+        signal.signal(signal.SIGALRM, functools.partial(_time_out, pin.id))
         folder = self._sources[pin.source].fetch(pin, job.get("token"), Path(job["folder"]), _within)
         return {"folder": str(folder)}
 
     def check(self, job: dict[str, Any]) -> dict[str, Any]:
-        """AdapterValidator a pin by its configuration and the headers of its weights. Nothing is kept."""
+        """Validate a pin by its configuration and the headers of its weights. Nothing is stored."""
         pin = Pin.from_dict(job["pin"])
-        seen = self._loop.run(look(self._sources[pin.source], pin, job.get("token")))
-        self._allow(0)
-        verdict = AdapterValidator.over(self._work.reader, self._work.tokenizers, self._work.base.kinds).validate(seen)
-        told = {"rank": verdict.rank, "modules": verdict.num_modules, "num_bytes": verdict.num_bytes}
-        return {"verdict": {**told, "num_heads": verdict.num_heads}}
+        headers = self._loop.run(read_headers(self._sources[pin.source], pin, job.get("token")))
+        self._limit_cpu(0)
+        context = self._context
+        found = AdapterValidator(context.reader, context.tokenizers, context.base.kinds).validate(headers)
+        size = {"num_bytes": found.num_bytes, "num_heads": found.num_heads}
+        return {"validation": {"rank": found.rank, "modules": found.num_modules, **size}}
 
     def convert(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Have the store hold the served layout of the files in a folder."""
-        folder, limit = Path(job["folder"]), self._work.config.sources.max_adapter_bytes
-        with contents.opened(folder, limit) as opened:
+        """Store the served layout of the files in a folder."""
+        folder = Path(job["folder"])
+        with contents.opened(folder, self._max_bytes) as opened:
             digest = opened.digest
             if self._store.touch(digest):
                 return {"entry": self._store.entry(digest).as_dict()}
-            self._allow(opened.num_bytes)
-            self._work.tokenizers.check(folder)
-            layout, notes = opened.lay_out(self._work.reader, self._work.base)
-            for note in notes:
-                log.warning("an adapter is odd", adapter=job.get("name"), note=note)
+            self._limit_cpu(opened.num_bytes)
+            self._context.tokenizers.check(folder)
+            layout, warnings = opened.lay_out(self._context.reader, self._context.base)
+            for warning in warnings:
+                log.warning("adapter_warning", adapter=job.get("name"), warning=warning)
             opened.check_unchanged()
             return {"entry": self._put(digest, layout).as_dict()}
 
     def merge(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The same for several adapters as one."""
-        limit = self._work.config.sources.max_adapter_bytes
-        wanted = digests.Merge.from_dict(job["merge"])
-        parts: list[list[Found]] = []
-        names: list[str] = []
+        """Store the served layout of several adapters merged into one."""
+        wanted = Merge.from_dict(job["merge"])
+        parts: list[list[ModuleChange]] = []
+        digests: list[str] = []
         with ExitStack() as held:
             for folder in map(Path, job["folders"]):
-                opened = held.enter_context(contents.opened(folder, limit))
+                opened = held.enter_context(contents.opened(folder, self._max_bytes))
                 if opened.values is None or opened.changes is None or opened.heads is not None:
                     raise NotServed(f"merging adapters with Medusa heads ({opened.heads_name}) is not served")
-                names.append(opened.digest)
-                self._allow(opened.num_bytes)
-                self._work.tokenizers.check(folder)
-                parts.append(list(settled(self._work.reader.read(opened.values, opened.changes), self._work.base)))
+                digests.append(opened.digest)
+                self._limit_cpu(opened.num_bytes)
+                self._context.tokenizers.check(folder)
+                changes = self._context.reader.read(opened.values, opened.changes)
+                parts.append(list(without_unchanged(changes, self._context.base)))
                 opened.check_unchanged()
-            digest = wanted.digest(names)
+            digest = wanted.digest(digests)
             if self._store.touch(digest):
                 return {"entry": self._store.entry(digest).as_dict()}
-            self._allow(sum(len(part) for part in parts) << 20)
-            layout = lay_out(merge(parts, wanted, digest), self._work.base)
+            self._limit_cpu(sum(len(part) for part in parts) << 20)
+            layout = lay_out(merge(parts, wanted, digest), self._context.base)
             return {"entry": self._put(digest, layout).as_dict()}
 
-    def _allow(self, num_bytes: int) -> None:
-        """Let the next part take so much processor time; then the system ends this process, whatever it is in."""
+    def _limit_cpu(self, num_bytes: int) -> None:
+        """Limit the processor time of the next part; beyond it the system ends this process in any state."""
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, self._work.config.reading_cpu_s + num_bytes / _BYTES_PER_CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, self._context.config.reading_cpu_s + num_bytes / _BYTES_PER_CPU_S)
 
     def _put(self, digest: str, layout: Layout) -> Entry:
-        num_bytes = self._store.add(digest, lambda path: write(layout, path, digest, self._work.base))
+        num_bytes = self._store.add(digest, lambda path: write(layout, path, digest, self._context.base))
         return Entry(digest, num_bytes, layout.rank, layout.num_heads)
 
 
 def _within(seconds: float) -> None:
-    """Let the next part of a fetch take so long."""
+    """Limit the time of the next part of a fetch."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def _give_up(id: str, *_: object) -> None:
-    """Raised in the middle of whatever waits, so that it lets go of its files and locks."""
+def _time_out(id: str, *_: object) -> None:
+    """Raise in the middle of a blocking call, so that it releases its files and locks."""
     raise SourceUnreachable(f"the source of {id} takes too long to answer")
 
 
-def serve(work: Work, connection: socket.socket) -> None:
+def serve(context: WorkerContext, connection: socket.socket) -> None:
     """Do jobs until the other end closes."""
-    jobs = Jobs(work)
+    jobs = WorkerJobs(context)
     known = {"fetch": jobs.fetch, "check": jobs.check, "convert": jobs.convert, "merge": jobs.merge}
     with connection.makefile("rwb") as stream:
         for line in stream:
@@ -155,7 +157,7 @@ def serve(work: Work, connection: socket.socket) -> None:
 
 
 def _done(do: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """The answer, or the fault of this adapter alone, in a sentence that names it."""
+    """The answer, or the error of this adapter in a sentence that names it."""
     name = str(job.get("name", "the adapter"))
     try:
         answer: dict[str, Any] = do(job)
@@ -168,7 +170,7 @@ def _done(do: Any, job: dict[str, Any]) -> dict[str, Any]:
     except MemoryError:
         return {"error": LoaderFailed(f"there is not enough memory to read {name}", status=503).as_dict()}
     except Exception as error:
-        log.exception("adapter not read", adapter=name)
+        log.exception("adapter_read_failed", adapter=name)
         return {"error": LoaderFailed(f"the loader failed on {name}: {type(error).__name__}").as_dict()}
     finally:
         for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):

@@ -1,7 +1,8 @@
-"""`y = x Wᵉ` of rows that are sorted by matrix, as one Triton kernel, for where torch has no such launch of its own.
+"""Matrix products in Triton: the tile loop that kernels for adapters, heads and experts share, and `y = x Wᵉ` of rows
+that are sorted by matrix, for devices where torch has no such kernel.
 
-A task is a tile of neighbouring rows of one matrix. Every sum takes its terms in the order of the inputs, so a row's
-bits follow from its matrix, itself and the height of tiles, which follows from the number of rows alone.
+A task of the latter is a tile of neighbouring rows of one matrix. Every sum takes its terms in the order of the inputs,
+so a row's bits depend on its matrix, itself and the height of tiles, which depends on the number of rows alone.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (Triton compiles the kernels' text, annotations too)
@@ -22,6 +23,40 @@ DEPTH = 64
 
 
 @triton.jit
+def multiply_add(left, right, sums, WIDENS: tl.constexpr):
+    """left: [m, k], right: [k, n], sums: [m, n] float32. Returns sums + left right."""
+    if WIDENS:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+@triton.jit
+def multiply_rows(
+    left, right, stride, start, stop, num_in, is_row, is_output,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, WIDTH] float32: left · right over the inputs from `start` to `stop`, DEPTH at a time and in their order.
+
+    left: [ROWS, 1], right: [1, WIDTH] addresses of the first inputs; those of `right` are `stride` elements apart;
+    is_row: [ROWS], is_output: [WIDTH].
+    """
+    offsets = tl.arange(0, DEPTH)
+    sums = tl.zeros((ROWS, WIDTH), tl.float32)
+    for first in range(start, stop, DEPTH):
+        inputs = first + offsets
+        is_input = inputs < num_in
+        terms = tl.load(left + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+        places = right + inputs[:, None].to(tl.int64) * stride
+        weights = tl.load(places, mask=is_input[:, None] & is_output[None, :], other=0.0)
+        sums = multiply_add(terms, weights, sums, WIDENS)
+    return sums
+
+
+WIDENS = not isinstance(multiply_add, triton.JITFunction)
+"""Triton's interpreter cannot multiply bfloat16."""
+
+
+@triton.jit
 def multiply(
     x, matrices, y, tasks, num_in, num_out, x_stride, matrix_stride, in_stride, out_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, WIDENS: tl.constexpr,
@@ -36,30 +71,13 @@ def multiply(
     lanes = tl.arange(0, ROWS)
     rows = (first + lanes).to(tl.int64)
     outputs = block * WIDTH + tl.arange(0, WIDTH)
-    offsets = tl.arange(0, DEPTH)
     weights = matrices + matrix.to(tl.int64) * matrix_stride + outputs[None, :].to(tl.int64) * out_stride
-    sums = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in range(0, num_in, DEPTH):
-        inputs = start + offsets
-        left = tl.load(
-            x + rows[:, None] * x_stride + inputs[None, :],
-            mask=(lanes < count)[:, None] & (inputs < num_in)[None, :],
-            other=0.0,
-        )
-        right = tl.load(
-            weights + inputs[:, None].to(tl.int64) * in_stride,
-            mask=(inputs < num_in)[:, None] & (outputs < num_out)[None, :],
-            other=0.0,
-        )
-        if WIDENS:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        sums = tl.dot(left, right, sums, input_precision="ieee")
+    sums = multiply_rows(
+        x + rows[:, None] * x_stride, weights, in_stride, 0, num_in, num_in, lanes < count, outputs < num_out,
+        ROWS, WIDTH, DEPTH, WIDENS,
+    )  # fmt: skip
     mask = (lanes < count)[:, None] & (outputs < num_out)[None, :]
     tl.store(y + rows[:, None] * num_out + outputs[None, :], sums.to(y.dtype.element_ty), mask=mask)
-
-
-_WIDENS = not isinstance(multiply, triton.JITFunction)
-"""Triton's interpreter cannot multiply bfloat16."""
 
 
 def multiply_tiles(x: torch.Tensor, matrices: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:
@@ -75,7 +93,7 @@ def multiply_tasks(x: torch.Tensor, matrices: torch.Tensor, tasks: torch.Tensor,
     y = x.new_empty(x.shape[0], matrices.shape[2])
     multiply[(tasks.shape[0], triton.cdiv(matrices.shape[2], WIDTH))](
         x, matrices, y, tasks, x.shape[1], matrices.shape[2], x.stride(0), *matrices.stride(), ROWS=num_rows,
-        WIDTH=WIDTH, DEPTH=DEPTH, WIDENS=_WIDENS,
+        WIDTH=WIDTH, DEPTH=DEPTH, WIDENS=WIDENS,
     )  # fmt: skip
     return y
 

@@ -1,4 +1,4 @@
-"""What an engine says about adapters is said in the step in which it happened: an idle engine has no next one."""
+"""Events of adapters are published in the step in which they happen, because an idle engine has no next step."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Weights:
 
 
 class Device:
-    """Slots without anything in them."""
+    """Slots that store nothing."""
 
     def put(self, slot: int, content: Content) -> None: ...
 
@@ -32,10 +32,10 @@ class Device:
 
 
 def make() -> tuple[Rig, list[str]]:
-    """A rig with one slot, and what is asked of its reader."""
-    rig, asked = Rig(), list[str]()
-    rig.scheduler.adapters = AdapterSlots(SlotLimits(1, 100, 100), Device(), asked.append)
-    return rig, asked
+    """A rig with one slot, and the digests requested from its reader."""
+    rig, requested = Rig(), list[str]()
+    rig.scheduler.adapters = AdapterSlots(SlotLimits(1, 100, 100), Device(), requested.append)
+    return rig, requested
 
 
 def ask(rig: Rig, number: int, digest: str) -> StreamUpdate:
@@ -51,7 +51,7 @@ def drain(rig: Rig) -> StreamUpdate:
     return update
 
 
-def test_who_had_to_leave_its_slot_is_told_with_who_took_it() -> None:
+def test_eviction_and_replacement_are_published_together() -> None:
     rig, _ = make()
     for number, digest in enumerate((A, B)):
         rig.inbox.put(Commands(EPOCH, prefetches=[digest]))
@@ -67,7 +67,7 @@ def test_who_had_to_leave_its_slot_is_told_with_who_took_it() -> None:
     }
 
 
-def test_an_unload_that_waited_for_the_last_request_is_told_when_that_ends() -> None:
+def test_a_deferred_unload_is_published_when_the_last_request_ends() -> None:
     rig, _ = make()
     rig.inbox.put(Commands(EPOCH, prefetches=[A]))
     rig.step()
