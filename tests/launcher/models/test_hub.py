@@ -46,7 +46,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def launch(capfd: pytest.CaptureFixture[str]) -> Launch:
-    """Runs the launcher in this process against `server`, or a port without a listener; downloads are child processes."""
+    """Runs the launcher in this process against `server`, or an unused port; downloads are child processes."""
 
     def run(
         server: HubServer | None, cache: Path, *arguments: str, **environment: str
