@@ -16,7 +16,8 @@ from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.scheduler.request import Method, Request, Schedule, Speculation
+from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Speculation
 
 FORCED = 1e9
 """A logit that no other reaches."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.case import Case, Cases, Raw
-from lorikeet.shard.scheduler.request import NO_SPECULATION, Method, Schedule, Speculation
+from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Schedule, Speculation
 
 if TYPE_CHECKING:
     from benchmarks.speed_pair import Pair

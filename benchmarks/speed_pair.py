@@ -20,7 +20,8 @@ from benchmarks.replay import Text, share_repeated
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.scheduler.request import NO_SPECULATION, Method, SamplingParams, Schedule, Speculation
+from lorikeet.shard.scheduler.request import SamplingParams
+from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Schedule, Speculation
 
 
 class Pair:

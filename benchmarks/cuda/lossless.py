@@ -19,7 +19,8 @@ from benchmarks.cuda.setup import Setup
 from benchmarks.guessing import BASE, DRAFT, FAMILY
 from benchmarks.harness import Harness, Run, Wanted
 from lorikeet.shard.model import load_model
-from lorikeet.shard.scheduler.request import Method, SamplingParams, Speculation
+from lorikeet.shard.scheduler.request import SamplingParams
+from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from lorikeet.shard.startup.draft_model import load_draft_model
 
 METHODS = (Method.LOOKUP, Method.MEDUSA, Method.DRAFT)

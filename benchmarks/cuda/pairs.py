@@ -18,7 +18,7 @@ from benchmarks.cuda.served import Store
 from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.dial import Dial, DialledModel
 from benchmarks.harness import Harness, Run, Wanted
-from lorikeet.shard.scheduler.request import Method, Speculation
+from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 
 CHANCE = 0.94
 NUM_HEADS = 3

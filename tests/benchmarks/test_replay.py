@@ -23,8 +23,10 @@ from benchmarks.replay import (
     replay,
     share_repeated,
 )
-from lorikeet.shard.scheduler.request import Method, SamplingParams, Speculation
-from lorikeet.shard.scheduler.speculation import DraftSources, Lookup
+from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.scheduler.request import SamplingParams
+from lorikeet.shard.scheduler.speculation.lookup import Lookup
+from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from tests.shard.rig import Rig, Setup, make_request
 
 PUBLISHED = (1.96, 2.89, 3.77, 4.63, 5.44, 6.23, 6.94, 7.64, 8.33, 9.00)

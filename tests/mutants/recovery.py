@@ -29,9 +29,9 @@ MUTANTS = [
     Mutant(
         "a suspect's steps compute others too",
         "shard/scheduler/scheduler.py",
-        "return request.isolation_steps == 0 if self._alone is None else request is self._alone",
+        "return request.isolation_steps == 0 if self._isolated is None else request is self._isolated",
         "return True",
-        "tests/shard/engine/test_engine.py::test_suspects_have_steps_of_their_own_and_routers_know_of_each[0]",
+        "tests/shard/engine/test_engine.py::test_isolated_requests_are_computed_alone_and_announced[0]",
     ),
     Mutant(
         "a suspect's step announce_step before routers know of it",

@@ -161,7 +161,7 @@ class Shard:
 
     def _shares(self) -> list[ScheduledRequest]:
         assert self.rig is not None
-        return self.rig.engine._launched[-1].shares
+        return self.rig.engine._launched[-1].scheduled
 
 
 class Unwired:
