@@ -44,7 +44,7 @@ class Speculation:
     num_heads: int = 0
     """Guesses of heads in a step at most."""
     schedule: str = ""
-    verify: str = "coupled"
+    verify: str = "shared-noise"
     needs_heads: bool = False
     """Whether the request asked for heads by name, and is refused without."""
     prediction_ids: tuple[int, ...] = ()
