@@ -136,8 +136,9 @@ class Directory:
     def remove(self, alias: str) -> bool:
         """Remove an entry; whether it was listed. An entry of the file is listed again after a restart."""
         was_listed = alias in self._entries
-        for entries in (*self._entries.maps, self._wrong):
+        for entries in self._entries.maps:
             entries.pop(alias, None)
+        self._wrong.pop(alias, None)
         self._changed()
         return was_listed
 
