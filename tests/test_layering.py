@@ -38,7 +38,7 @@ FOLDERS = {
                "adapters", "dispatch", "api/routes", "api", ""),
     "shard": (
         "system", "scheduler/speculation", "scheduler", "sampling", "batch", "attention",
-        "model/kernels", "model/quantization", "model/lora", "model/tensor_parallel", "model/moe", "model/medusa",
+        "model/kernels", "model/quantization", "model/lora", "model/moe", "model/tensor_parallel", "model/medusa",
         "model/adapters",
         "model/fusion", "model", "ranks", "grpc", "engine", "adapters", "startup", "",
     ),
