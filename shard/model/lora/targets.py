@@ -14,7 +14,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn import functional
 
 from lorikeet.shard.batch.inputs import AdapterRows, StepInputs
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
@@ -67,21 +66,6 @@ class SlotWeights:
             return self
         return replace(self, a=(self.a.t() if is_embedding else self.a).contiguous(), b=self.b.contiguous())
 
-    def packed(self, is_embedding: bool) -> "SlotWeights":
-        """In the layout of targets.c; unchanged where there is no compiled code."""
-        if self.a is None or self.b is None or self.a.device.type != "cpu" or compiled(self.a.dtype) is None:
-            return self
-        rank = _up(self.a.shape[0], RANK_BLOCK)
-        a = _padded(self.a, rank, self.a.shape[1])
-        if is_embedding:
-            a = a.t().contiguous()
-        else:
-            step = 64 // self.a.element_size()
-            a = _padded(a, rank, _up(a.shape[1], step)).view(rank // RANK_BLOCK, RANK_BLOCK, -1, step)
-            a = a.transpose(1, 2).contiguous()
-        b = _padded(self.b, rank, _up(self.b.shape[1], OUT_BLOCK)).view(rank, -1, OUT_BLOCK)
-        return replace(self, a=a, b=b.transpose(0, 1).contiguous(), is_packed=True)
-
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that are not None, by name."""
@@ -94,15 +78,6 @@ class SlotWeights:
         if self.b is None:
             return 0
         return self.b.shape[1] if self.is_packed else self.b.shape[0]
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
-def _padded(matrix: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
-    """matrix: [rows, columns]. Returns [num_rows, num_columns], zeros beyond."""
-    return functional.pad(matrix, (0, num_columns - matrix.shape[1], 0, num_rows - matrix.shape[0]))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is made of a file in the served layout against `SlotWeights.packed` and `.arranged`, bit for bit."""
+"""What is made of a file in the served layout against `packed` and `SlotWeights.arranged`, bit for bit."""
 
 import json
 import os
@@ -20,6 +20,7 @@ from lorikeet.shard.model.lora.partition import Partition
 from lorikeet.shard.model.lora.served_file import FORMAT
 from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights
 from lorikeet.shard.system.native import CompilerMissing
+from tests.shard.model.lora.layout import packed
 
 SHAPES = [(64, 64), (96, 33), (130, 200), (31, 1), (1, 127), (1024, 256)]
 RANKS = (1, 2, 8, 16, 17, 64, 320)
@@ -77,7 +78,7 @@ def test_blocks_equal_torch_s_layout(tmp_path: Path, dtype: torch.dtype, rank: i
     found = read(write(tmp_path / "file", tensors), targets, dtype)
     for name, target in targets.items():
         assert found[name].is_packed
-        assert_equal(found[name], wanted_of(tensors, target).packed(target.is_embedding))
+        assert_equal(found[name], packed(wanted_of(tensors, target), target.is_embedding))
 
 
 @pytest.mark.parametrize("has_compiler", [True, False])
@@ -135,7 +136,7 @@ def test_a_rank_reads_its_part_of_each_factor(
     else:
         rows = torch.cat([torch.arange(200)[part] for part in partition.rows])
         wanted = SlotWeights(a, b[rows].t(), None, bias[rows])
-    assert_equal(read(path, {"linear": target}, dtype)["linear"], wanted.packed(False) if form == "blocks" else wanted)
+    assert_equal(read(path, {"linear": target}, dtype)["linear"], packed(wanted) if form == "blocks" else wanted)
 
 
 @pytest.mark.parametrize("key", ["A", "B", "bias"])
@@ -162,7 +163,7 @@ def test_files_with_equal_headers_share_only_the_plan(tmp_path: Path) -> None:
     assert len(files._plans) == 1
     for content, tensors in contents:
         for index, target in enumerate(content.targets):
-            assert_equal(content.weights(index), wanted_of(tensors, target).packed(target.is_embedding))
+            assert_equal(content.weights(index), packed(wanted_of(tensors, target), target.is_embedding))
 
 
 def test_plans_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +173,7 @@ def test_plans_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for rank in (1, 2, 3, 1):
         tensors = make_tensors(targets, rank, torch.float32)
         content = files.read(write(tmp_path / "file", tensors))
-        assert_equal(content.weights(0), wanted_of(tensors, content.targets[0]).packed(is_embedding=False))
+        assert_equal(content.weights(0), packed(wanted_of(tensors, content.targets[0])))
     assert len(files._plans) == 2
 
 

@@ -32,6 +32,7 @@ from lorikeet.shard.model.model import Model
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from tests import tiny
 from tests.shard.model.fusion.device_cases import DEVICE
+from tests.shard.model.lora.layout import packed
 from tests.shard.model.lora.triton_cases import MIXES, NUM_SLOTS, Bench
 
 ONE = {"num_hidden_layers": 1}
@@ -197,7 +198,7 @@ def compute_compiled(bench: Bench) -> None:
         target.kernels = None
         for slot in range(NUM_SLOTS):
             weights = bench.plain.get((slot, target.name))
-            target.put(slot, None if weights is None else weights.packed(target.is_embedding))
+            target.put(slot, None if weights is None else packed(weights, target.is_embedding))
 
 
 def segments_of(slots: list[int], counts: tuple[int, ...] = (3, 1, 2, 1, 1)) -> list[Segment]:

@@ -6,6 +6,7 @@ import torch
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.model.lora import targets as lora
 from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_embedding, adapt_row
+from tests.shard.model.lora.layout import packed
 
 NUM_SLOTS = 12
 SHAPES = [(64, 64), (96, 33), (130, 200), (1024, 256)]
@@ -43,7 +44,7 @@ def make_target(
     plain[9] = SlotWeights(bias=torch.randn(num_out, generator=generator))
     plain[11] = None
     for slot, weights in plain.items():
-        target.put(slot, None if weights is None else weights.packed(is_embedding=False))
+        target.put(slot, None if weights is None else packed(weights))
     return target, plain
 
 
@@ -122,7 +123,7 @@ def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
     target = LoraTarget("embedding", 50, 24, inputs)
     target.allocate(2)
     a, b = torch.randn(4, 50).to(dtype), torch.randn(4, 24).to(dtype)
-    target.put(1, SlotWeights(a, b).packed(is_embedding=True))
+    target.put(1, packed(SlotWeights(a, b), is_embedding=True))
     fill(inputs, [-1, 1], [3, 20])
     ids = torch.randint(0, 50, (23,))
     base = torch.randn(23, 24).to(dtype)
