@@ -11,7 +11,7 @@ from lorikeet.adapters.sources.registry import Sources
 from lorikeet.router.errors import adapter_problem
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.text.chat_template import template_of
-from lorikeet.router.text.outside import OutsideTemplates
+from lorikeet.router.text.template_process import TemplateProcess
 from lorikeet.router.text.tokenizer import Tokenizer
 
 FILES = frozenset({"chat_template.jinja", "chat_template.json", "tokenizer_config.json"})
@@ -27,7 +27,7 @@ class Templates:
         self._sources = sources
         self._own: OrderedDict[Pin, str | None] = OrderedDict()
         """Templates of adapters; None for adapters without one."""
-        self._outside = OutsideTemplates()
+        self._outside = TemplateProcess()
 
     async def render(self, adapter: Adapter | None, messages: list[dict[str, Any]]) -> str:
         """The prompt for `messages`. Raises ChatTemplateError or a leaf of AdapterProblem."""

@@ -42,7 +42,7 @@ class Speculation:
     num_heads: int = 0
     """At most so many draft tokens per step from Medusa heads."""
     schedule: str = ""
-    verify: str = "coupled"
+    verify: str = "shared-noise"
     needs_heads: bool = False
     """Whether the request asked for heads explicitly, and fails without them."""
     prediction_ids: tuple[int, ...] = ()

@@ -80,6 +80,6 @@ MUTANTS = [
         "router/receipts/receipt.py",
         'if speculation.verify == "rejection":',
         'if speculation.verify == "never":',
-        "tests/router/api/routes/test_receipts.py::test_a_text_of_the_rejection_rule_has_none",
+        "tests/router/api/routes/test_receipts.py::test_a_text_verified_by_rejection_has_none",
     ),
 ]

@@ -75,7 +75,7 @@ def test_every_option_of_a_request_is_its_field() -> None:
         "speculative_tokens": 2,
         "speculative_method": "draft",
         "speculative_schedule": "constant",
-        "speculative_verify": "google",
+        "speculative_verification": "google",
     }
 
 

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 )
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.api.collect import speculation_report
 from lorikeet.router.api.routes.native import token_event
-from lorikeet.router.api.routes.speculated import speculation_report
 from lorikeet.router.errors import RouterError
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import GenerationRequest, Speculation

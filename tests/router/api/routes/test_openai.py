@@ -1,4 +1,4 @@
-"""OpenAI's routes: shapes, semantics and errors, asked over plain HTTP."""
+"""OpenAI's routes over plain HTTP: shapes, semantics and errors."""
 
 import time
 from typing import Any
@@ -272,7 +272,7 @@ async def test_streamed_logprobs(server: Serving) -> None:
     assert [offset for logprobs in found if logprobs for offset in logprobs["text_offset"]] == [0, 1]
 
 
-async def test_a_stream_holds_back_what_could_become_a_stop(server: Serving) -> None:
+async def test_a_stream_withholds_what_could_become_a_stop(server: Serving) -> None:
     server.says("abSTOxSTOPyz", hangs=True)
     body = {**COMPLETION, "stream": True, "stop": "STOP", "max_tokens": 50}
     *chunks, _ = await server.events("/v1/completions", body)
@@ -281,7 +281,7 @@ async def test_a_stream_holds_back_what_could_become_a_stop(server: Serving) -> 
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_stream_that_breaks_says_so_and_does_not_end_well(server: Serving) -> None:
+async def test_a_failed_stream_ends_with_an_error_and_without_done(server: Serving) -> None:
     server.says("ab", error="out of pages")
     for path, body in BOTH:
         events = await server.events(path, {**body, "stream": True})
