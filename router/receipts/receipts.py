@@ -80,7 +80,7 @@ class Receipts:
         return make_receipt(generation, Served(config.model_id, self._tokenizer_digest, config.max_total_tokens, info))
 
     def _link(self, address: str) -> ShardLink:
-        """The shard of a text, or any other if that one is gone: all have the same files. Raises GenerationFailed."""
+        """The shard, or any other if that one is gone: all have the same files. Raises GenerationFailed."""
         known = [link for link in self._links if link.info is not None]
         found = next((link for link in known if link.address == address), known[0] if known else None)
         if found is None:
