@@ -37,6 +37,7 @@ EXEMPT = (
     "tests/test_vocabulary.py",
     "demo/base/",
     "demo/draft/",
+    "demo/data/tasks/",
     "LICENSE",
 )
 

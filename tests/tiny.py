@@ -113,7 +113,7 @@ SEEDS = {"qwen3": 1, "gemma2": 1, "gemma3_text": 10, "phi": 1, "gpt_neox": 1, "c
 
 
 def config_of(name: str, **overrides: Any) -> Any:
-    """The configuration of a case, untied unless told otherwise, without tokens that end a text."""
+    """The configuration of a case, untied by default, without tokens that end a text."""
     model_type, values = VARIANTS[name]
     ends = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
     return AutoConfig.for_model(model_type, **{"tie_word_embeddings": False, **ends, **values, **overrides})

@@ -47,7 +47,7 @@ def copy_tree(destination: Path) -> Path:
     return destination
 
 
-def verdicts(tree: Path, tests: list[str]) -> list[str | None]:
+def results(tree: Path, tests: list[str]) -> list[str | None]:
     """Why each test case failed in `tree`, None for those that passed. Raises where there is nothing to judge by."""
     report = tree / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
@@ -62,7 +62,7 @@ def verdicts(tree: Path, tests: list[str]) -> list[str | None]:
 def is_noticed(mutant: Mutant, tree: Path) -> str:
     """Plant a fault in a copy of the tree. Returns why its test did not notice it by a value, "" where it did."""
     mutant.plant(tree)
-    reasons = [reason for reason in verdicts(tree, [mutant.test]) if reason is not None]
+    reasons = [reason for reason in results(tree, [mutant.test]) if reason is not None]
     if not reasons:
         return f"{mutant.test} passes although {mutant.name}"
     broken = [reason for reason in reasons if not reason.startswith(WRONG)]

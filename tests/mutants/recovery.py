@@ -6,7 +6,7 @@ LOST_TEST = "tests/router/dispatch/test_recovery.py"
 
 MUTANTS = [
     Mutant(
-        "what was emitted is told to the next shard as prompt",
+        "output of an earlier run counts as prompt in the next shard",
         "router/shards/codec.py",
         "num_emitted=len(generation.emitted_ids)",
         "num_emitted=0",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.faults import FAULTS, OF_DEVICES, OF_RECOVERY
-from tests.mutants.mutant import Mutant, copy_tree, is_noticed, verdicts
+from tests.mutants.mutant import Mutant, copy_tree, is_noticed, results
 
 SAMPLE = [*FAULTS[3:27:8], *OF_RECOVERY[2::6], *OF_DEVICES[6:7]]
 
@@ -16,7 +16,7 @@ SAMPLE = [*FAULTS[3:27:8], *OF_RECOVERY[2::6], *OF_DEVICES[6:7]]
 @pytest.mark.long
 def test_without_a_fault_all_pass(tmp_path: Path) -> None:
     tests = sorted({mutant.test for mutant in SAMPLE})
-    assert not any(verdicts(copy_tree(tmp_path), tests))
+    assert not any(results(copy_tree(tmp_path), tests))
 
 
 @pytest.mark.parametrize("mutant", SAMPLE, ids=lambda mutant: mutant.name)

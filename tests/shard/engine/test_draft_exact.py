@@ -97,6 +97,6 @@ def test_a_draft_model_takes_its_part_of_the_memory(config: ShardConfig, small: 
 
 def test_another_tokenizer_is_rejected_with_an_error(config: ShardConfig, small: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
-    other = replace(config, draft_model=str(tmp_path), draft_model_id="stranger")
-    with pytest.raises(ValueError, match="stranger has another tokenizer than target"):
+    other = replace(config, draft_model=str(tmp_path), draft_model_id="unrelated")
+    with pytest.raises(ValueError, match="unrelated has another tokenizer than target"):
         load_draft_model(other, load_model(config))

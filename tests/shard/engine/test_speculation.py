@@ -1,6 +1,4 @@
-"""Guessing ahead changes no text: over a model that notices every wrong page, slot and position, with drafts that are
-right now and then.
-"""
+"""Speculative decoding changes no text, over a model that detects every wrong page, slot and position."""
 
 import random
 from dataclasses import replace

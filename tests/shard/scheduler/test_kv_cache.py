@@ -43,17 +43,17 @@ def test_only_full_pages_before_the_last_token_are_shared() -> None:
 def test_adapter_and_salt_keep_pages_apart(other: dict[str, str]) -> None:
     cache = KvCache(16, 4)
     owner = fill(cache, list(range(9)))
-    stranger = make_request(list(range(9)), **other)
-    assert cache.admit(stranger, 0) is Admission.ADMITTED
-    assert not set(owner.page_ids) & set(stranger.page_ids)
+    other_tenant = make_request(list(range(9)), **other)
+    assert cache.admit(other_tenant, 0) is Admission.ADMITTED
+    assert not set(owner.page_ids) & set(other_tenant.page_ids)
 
 
 def test_adapter_and_salt_cannot_be_taken_for_each_other() -> None:
     cache = KvCache(16, 4)
     owner = fill(cache, list(range(9)), adapter="ab", salt="c")
-    stranger = make_request(list(range(9)), adapter="a", salt="bc")
-    assert cache.admit(stranger, 0) is Admission.ADMITTED
-    assert not set(owner.page_ids) & set(stranger.page_ids)
+    other_tenant = make_request(list(range(9)), adapter="a", salt="bc")
+    assert cache.admit(other_tenant, 0) is Admission.ADMITTED
+    assert not set(owner.page_ids) & set(other_tenant.page_ids)
 
 
 def test_equal_pages_after_different_beginnings_are_different() -> None:

@@ -57,8 +57,8 @@ def theirs(folder: Path, method: str, dtype: torch.dtype = torch.float32) -> Any
         if method in HQQ and isinstance(module, nn.Linear) and name != "lm_head":
             from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
-            told_hqq = BaseQuantizeConfig(nbits=int(method[4]), group_size=32 if method == "hqq-2bit" else 64)
-            network.set_submodule(name, HQQLinear(module, told_hqq, compute_dtype=dtype, device="cpu"))
+            hqq_config = BaseQuantizeConfig(nbits=int(method[4]), group_size=32 if method == "hqq-2bit" else 64)
+            network.set_submodule(name, HQQLinear(module, hqq_config, compute_dtype=dtype, device="cpu"))
     return network
 
 
