@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.case import Case, Cases, Raw
 from tests.mutants.faults import FAULTS, OF_DEVICES, OF_RECOVERY
-from tests.mutants.mutant import Mutant, copy_tree, is_noticed, verdicts
+from tests.mutants.mutant import Mutant, copy_tree, is_noticed, results
 
 NUM_FAULTS, NUM_OF_RECOVERY, NUM_OF_DEVICES = len(FAULTS), len(OF_RECOVERY), len(OF_DEVICES)
 SETTINGS: dict[str, Any] = {"faults": NUM_FAULTS}
@@ -30,7 +30,7 @@ def measure(finished: frozenset[str] = frozenset(), faults: Sequence[Mutant] = F
         with tempfile.TemporaryDirectory() as folder:
             sound, planted = Path(folder) / "sound", Path(folder) / "planted"
             if fault.test not in passed:
-                passed[fault.test] = not any(verdicts(copy_tree(sound), [fault.test]))
+                passed[fault.test] = not any(results(copy_tree(sound), [fault.test]))
             reason = is_noticed(fault, copy_tree(planted))
         if not passed[fault.test]:
             reason = f"{fault.test} fails without a fault"
