@@ -284,7 +284,7 @@ def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
         "port": settings["port"],
         "listen_fd": listen_fd,
         "ready_file": str(plan.router_ready),
-        "beside_mark": str(plan.router_beside),
+        "replacement_file": str(plan.router_beside),
         "max_concurrent_requests": settings["max-concurrent-requests"],
         "max_best_of": settings["max-best-of"],
         "max_stop_sequences": settings["max-stop-sequences"],

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.closed_loop import OURS, VLLM, over_vllm, share_of_limit, void
-from benchmarks.limit import Machine, tokens_per_second
+from benchmarks.models.limit import Machine, tokens_per_second
+from benchmarks.serving.closed_loop import OURS, VLLM, over_vllm, share_of_limit, void
 
 MACHINE = Machine(454e9, 33e9)
 
@@ -13,8 +13,8 @@ MACHINE = Machine(454e9, 33e9)
 def raw(ours: float, theirs: float, clients: int = 8) -> dict[str, Any]:
     """Shares of the limit as a round would tell them."""
     limit = tokens_per_second(MACHINE, clients)
-    told = {OURS: {"tokens_per_second": ours * limit}, VLLM: {"tokens_per_second": theirs * limit}}
-    return {"clients": clients, "flops": MACHINE.flops, "bytes_per_s": MACHINE.bytes_per_s, **told}
+    result = {OURS: {"tokens_per_second": ours * limit}, VLLM: {"tokens_per_second": theirs * limit}}
+    return {"clients": clients, "flops": MACHINE.flops, "bytes_per_s": MACHINE.bytes_per_s, **result}
 
 
 def test_shares_and_ratio() -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import guessing_speed, harness
-from benchmarks.guessing_speed import Size
+from benchmarks.models import engine
+from benchmarks.speculation import speed
+from benchmarks.speculation.speed import Size
 from tests import tiny
 
 TINY = {
@@ -16,29 +17,29 @@ TINY = {
 
 @pytest.fixture
 def size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Size:
-    monkeypatch.setattr(harness, "MODELS", tmp_path)
-    target = harness.random_llama("target", 1, 8.0, **{**TINY, "num_hidden_layers": 2})
+    monkeypatch.setattr(engine, "MODELS", tmp_path)
+    target = engine.random_llama("target", 1, 8.0, **{**TINY, "num_hidden_layers": 2})
     return Size(1, 1, 16, 2, (2,), target, TINY, "float32")
 
 
 def test_schedules_are_compared_under_a_load(size: Size) -> None:
-    (case,) = guessing_speed.schedules(2, size=size)
+    (case,) = speed.schedules(2, size=size)
     assert case.raw["best"] == 2
-    assert all(value(case.raw) > 0 for value in guessing_speed.SCHEDULE_FIGURES.values())
+    assert all(value(case.raw) > 0 for value in speed.SCHEDULE_FIGURES.values())
     assert case.raw["fixed"]["accepted"] > 0
 
 
 def test_what_hopeless_drafts_cost_under_a_load(size: Size) -> None:
-    (case,) = guessing_speed.hopeless(2, size=size)
-    assert all(value(case.raw) > 0 for value in guessing_speed.HOPELESS_FIGURES.values())
-    assert case.raw["hopeless"]["accepted"] == 0
+    (case,) = speed.rejected(2, size=size)
+    assert all(value(case.raw) > 0 for value in speed.REJECTED_FIGURES.values())
+    assert case.raw["rejected"]["accepted"] == 0
     assert case.raw["off"]["drafted"] == case.raw["limited"]["drafted"] == 0
 
 
 def test_a_small_round(size: Size) -> None:
-    (case,) = guessing_speed.measure(size=size)
+    (case,) = speed.measure(size=size)
     assert case.error == ""
-    assert all(value(case.raw) >= 0 for value in guessing_speed.FIGURES.values())
+    assert all(value(case.raw) >= 0 for value in speed.FIGURES.values())
     drafted = case.raw["drafted 8"]
     assert drafted["accepted"] > 0
     assert drafted["steps"] < drafted["tokens"]
@@ -51,7 +52,7 @@ def test_figures_follow_from_a_round() -> None:
         "target 1 x 8": 0.013, "draft 1 x 1": 0.001, "off 1": {"tokens_per_second": 100.0},
         "drafted 1": {"tokens_per_second": 250.0, "tokens": 440, "steps": 100},
     }  # fmt: skip
-    assert guessing_speed.cost(8, raw) == pytest.approx(1.3)
-    assert guessing_speed.cost_over_bytes(raw) == pytest.approx(1.0)
-    assert guessing_speed.efficiency(1, raw) == pytest.approx(2.5 / (4.4 / (0.4 + 1.2)))
-    assert guessing_speed.efficiency_of_bytes(raw) == pytest.approx(2.5 / (4.4 / (0.4 + 1)))
+    assert speed.cost(8, raw) == pytest.approx(1.3)
+    assert speed.cost_over_bytes(raw) == pytest.approx(1.0)
+    assert speed.efficiency(1, raw) == pytest.approx(2.5 / (4.4 / (0.4 + 1.2)))
+    assert speed.efficiency_of_bytes(raw) == pytest.approx(2.5 / (4.4 / (0.4 + 1)))

@@ -1,6 +1,6 @@
 """The search for the highest rate: what a probe says and which one counts."""
 
-from benchmarks.open_loop import FIRST_TOKEN_S, highest_rate, holds
+from benchmarks.serving.open_loop import FIRST_TOKEN_S, highest_rate, holds
 
 
 def probe(rate: float, slow: int) -> dict[str, object]:

@@ -170,7 +170,7 @@ def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
         "served_file",
         "ready_file",
         "listen_fd",
-        "beside_mark",
+        "replacement_file",
         "stuck_files",
         "adapter_store",
         "loader_address",

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import simulated_shard
-from benchmarks.simulated_shard import SimulatedModel
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.version import version
 from lorikeet.router.config import RouterConfig
@@ -19,6 +17,8 @@ from lorikeet.router.shards import discovery as members
 from lorikeet.router.shards.compatibility import incompatible
 from lorikeet.router.shards.discovery import addresses_of
 from lorikeet.router.text.tokenizer import Tokenizer
+from tests.router import simulated_shard
+from tests.router.simulated_shard import SimulatedModel
 from tests.router.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.anyio

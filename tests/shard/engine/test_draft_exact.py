@@ -1,4 +1,4 @@
-"""A real draft model beside a real target, through the shard's own way of building both: no text changes, and a target
+"""A real draft model next to a real target, through the shard's own way of building both: no text changes, and a target
 that drafts for itself is never wrong.
 """
 
