@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=hub/id or folder] [PORT=8080] [ARGS="more launcher flags"]
 #   make test  [ARGS="-k words"]      make check     make fmt
-#   make bench [ARGS=…]               make proof [PART=name]      make bench-cuda [PART=name]
+#   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
 #   make setup                        make proto    make docs
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch from there; without it from pip's own index.
@@ -11,6 +11,7 @@ PYTHON ?= python3
 MODEL ?=
 PORT ?= 8080
 ARGS ?=
+SUITE ?= $(PART)
 PART ?=
 TORCH_INDEX ?=
 VENV := .venv
@@ -65,14 +66,15 @@ fmt: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# Lists the benchmarks; `make bench NAME=serving.start` runs one.
 bench: $(VENV)/.installed-dev
-	$(PY) -m benchmarks $(ARGS)
+	$(PY) -m benchmarks$(if $(NAME),.$(NAME)) $(ARGS)
 
 proof: $(VENV)/.installed-dev
-	$(PY) -m benchmarks.proof $(if $(PART),--part $(PART)) $(ARGS)
+	$(PY) -m benchmarks.proof $(if $(SUITE),--suite $(SUITE)) $(ARGS)
 
 bench-cuda: $(VENV)/.installed-dev
-	$(PY) -m benchmarks.cuda $(if $(PART),--part $(PART)) $(ARGS)
+	$(PY) -m benchmarks.cuda $(if $(SUITE),--suite $(SUITE)) $(ARGS)
 
 proto: $(VENV)/.installed-dev
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src lorikeet/proto/shard.proto

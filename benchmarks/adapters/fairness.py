@@ -25,9 +25,7 @@ import uvloop
 from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.evidence.statistics import percentile
-from benchmarks.load import adapted, completions, servers
-from benchmarks.load.rounds import EXTRA as EXTRAS
-from benchmarks.load.rounds import OURS, in_turn
+from benchmarks.load import adapted, completions, rounds, servers
 from benchmarks.models.prompts import prompts
 
 ROUNDS = 6
@@ -41,7 +39,7 @@ HEAVY, LIGHT, WEIGHT = "heavy", "light", 3.0
 CLIENTS_EACH = 24
 RUNNING = 8
 """Requests that the shard computes at once in the second measurement."""
-EXTRA = EXTRAS[OURS]
+EXTRA = rounds.EXTRA[rounds.OURS]
 SEED = 41_000
 LENGTH = completions.Length(32, 16)
 
@@ -67,7 +65,7 @@ def flood(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
         for number in range(size.rounds):
             raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
             errors: list[str] = []
-            for way in in_turn(("calm", "flood"), number):
+            for way in rounds.in_turn(("calm", "flood"), number):
                 others, flooding = uvloop.run(_arrivals(server, names, size, SEED + number, way == "flood"))
                 errors += [answer.error for answer in others if answer.error]
                 raw[way] = {

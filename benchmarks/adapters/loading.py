@@ -27,9 +27,7 @@ import uvloop
 from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.evidence.statistics import percentile
-from benchmarks.load import adapted, completions, servers
-from benchmarks.load.rounds import EXTRA as EXTRAS
-from benchmarks.load.rounds import OURS
+from benchmarks.load import adapted, completions, rounds, servers
 from benchmarks.models.prompts import prompts
 
 ROUNDS = 10
@@ -37,7 +35,7 @@ CLIENTS = 8
 NUM_COLD = 64
 PER_SECOND = 4.0
 SEED = 31_000
-EXTRA = EXTRAS[OURS]
+EXTRA = rounds.EXTRA[rounds.OURS]
 SHORT = completions.Length(16, 1)
 
 

@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from benchmarks.cuda import engines, speeds
 from benchmarks.cuda.setup import LlamaShape, Setup, Speeds, floors
 from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.models.engine import EngineHarness
+from tests.shard.engine.harness import EngineHarness
 
 MEMORY = 0.5
 """Suite of the free memory that its KV may take: it shares the card."""

@@ -5,7 +5,6 @@ shard loads it.
 import gc
 import json
 import tempfile
-from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -18,11 +17,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.cuda.setup import LlamaShape, Setup
-from benchmarks.models.engine import EngineHarness, EngineRequest, Run
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.moe import experts
 from lorikeet.shard.model.site import NAME
+from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 
 def configured(setup: Setup, folder: Path, **settings: Any) -> ShardConfig:
@@ -140,13 +139,6 @@ def steadily(harness: EngineHarness, requests: list[EngineRequest]) -> dict[str,
         return step_of(harness.run(requests))
     finally:
         gc.unfreeze()
-
-
-def in_turn(ways: Mapping[str, Any], number: int) -> list[str]:
-    """The ways in the order of a round: each comes first once."""
-    names = list(ways)
-    first = number % len(names)
-    return [*names[first:], *names[:first]]
 
 
 def config_json(config: ShardConfig) -> str:

@@ -1,4 +1,4 @@
-"""What the kernels of a step are worth: those of adapters by mix, and ways to run a step by turns with the usual one."""
+"""The effect of the kernels of a step: those of adapters by mix, and other ways to run a step against the usual one."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +10,7 @@ from benchmarks.cuda import engines
 from benchmarks.cuda.setup import Setup, module_shapes
 from benchmarks.cuda.timing import idle_of
 from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load.rounds import in_turn
 
 USUAL, EAGER, UNFUSED, FP8 = "usual", "eager", "unfused", "fp8"
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -51,7 +52,7 @@ def way(setup: Setup, other: str) -> Cases:
     for number in range(-1, setup.long_rounds):
         raw: dict[str, dict[str, float]] = {}
         for batch in batches(setup):
-            for name in engines.in_turn(ways, number):
+            for name in in_turn(list(ways), number):
                 raw[f"{name} {batch}"] = engines.steadily(ways[name], engines.wanted(setup, setup.large, batch))
         if number >= 0:  # the first one warms up
             yield Case(f"round {number}", raw)

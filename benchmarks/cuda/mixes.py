@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.cuda import engines
-from benchmarks.cuda.served import ALL, ATTENTION, Store
+from benchmarks.cuda.served import Store
 from benchmarks.cuda.setup import Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.models.engine import EngineHarness, EngineRequest
+from benchmarks.load.rounds import in_turn
+from benchmarks.models.adapter_files import ALL, ATTENTION
+from tests.shard.engine.harness import EngineHarness, EngineRequest
 
 BARE, IDLE, DISTINCT, MIXED, RESIDENT, ROTATION = "bare", "idle", "distinct", "mixed ranks", "resident", "rotation"
 WAYS = (BARE, IDLE, DISTINCT, MIXED, RESIDENT, ROTATION)
@@ -78,7 +80,7 @@ def measure(setup: Setup) -> Cases:
         served = Served(setup, Path(folder))
         served.bring_in(served.digests[ROTATION])
         for number in range(-1, setup.long_rounds):
-            raw = {way: _run(setup, way, bare, served) for way in engines.in_turn(dict.fromkeys(WAYS), number)}
+            raw = {way: _run(setup, way, bare, served) for way in in_turn(WAYS, number)}
             if number >= 0:  # the first one warms up
                 yield Case(f"round {number}", raw)
 

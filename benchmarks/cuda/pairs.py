@@ -1,8 +1,8 @@
-"""A random target that writes recorded texts and a random draft model with a forced, in one engine, with Medusa heads
-that are never right: what speculation costs and gives, free of what random models would say.
+"""A random target that writes recorded texts and a random draft model with a chosen acceptance, in one engine, with
+Medusa heads that are never right: the cost and effect of speculation, whatever random models would generate.
 
-Both run their real passes; then the forced says what came of them (`benchmarks.speculation.acceptance`). The target's
-texts are forced, since rounding in bfloat16 would else let wide steps write others.
+Both run their real passes, then their logits are replaced (`benchmarks.speculation.synthetic_draft`). The target's
+texts are forced, since rounding in bfloat16 would let wide steps write others.
 """
 
 import gc
@@ -16,9 +16,9 @@ from benchmarks.cuda import engines
 from benchmarks.cuda.mixes import settings_of
 from benchmarks.cuda.served import Store
 from benchmarks.cuda.setup import LlamaShape, Setup
-from benchmarks.models.engine import EngineHarness, EngineRequest, Run
 from benchmarks.speculation.synthetic_draft import ForcedAcceptance, ForcedModel
 from lorikeet.shard.scheduler.request import Method, Speculation
+from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 CHANCE = 0.94
 NUM_HEADS = 3
@@ -46,7 +46,7 @@ class Pair:
         self._num_rounds = 0
 
     def run(self, batch: int, how: Speculation, chance: float = CHANCE, name: str = "") -> dict[str, float]:
-        """The first `batch` texts at once. Runs of one name learn for themselves what guesses are worth."""
+        """The first `batch` texts at once. Runs of one name share what schedules learn."""
         self._num_rounds += 1
         self._engine.learn_as(name)
         forced = self._target.forced = self._draft.forced = ForcedAcceptance(chance, self.recorded, self._num_rounds)

@@ -9,12 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.models.adapter_files import ALL, ATTENTION
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.lora.served_file import FORMAT
 from lorikeet.shard.model.lora.targets import LoraTarget
-
-__all__ = ["ALL", "ATTENTION", "Store"]
 
 
 class Store:

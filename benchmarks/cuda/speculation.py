@@ -1,4 +1,4 @@
-"""What guessing costs and gives on a device: verification, heads, dialled drafts, schedules."""
+"""The cost and the speed-up of speculative decoding on a device: verification, heads, drafts, schedules."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,8 +28,8 @@ def measure(setup: Setup, shapes: tuple[LlamaShape, LlamaShape]) -> Cases:
 
 
 def _round(setup: Setup, pair: "Pair", number: int) -> Raw:
-    from benchmarks.cuda.engines import in_turn
     from benchmarks.cuda.pairs import CHANCE, NUM_HEADS
+    from benchmarks.load.rounds import in_turn
 
     fixed = partial(Speculation, num_tokens=setup.width)
     auto = Speculation(Method.DRAFT, 2 * setup.width, schedule=Schedule.AUTO)
@@ -47,7 +47,7 @@ def _round(setup: Setup, pair: "Pair", number: int) -> Raw:
     raw: dict[str, object] = {"width": setup.width, "weight_ratio": pair.weight_ratio}
     for batch in setup.loads:
         some = {**ways, **alone} if batch == 1 else ways
-        for way in in_turn(some, number):
+        for way in in_turn(list(some), number):
             raw[f"{way} {batch}"] = pair.run(batch, *some[way], way)
     return raw
 
@@ -64,7 +64,7 @@ def cost(raw: Raw, way: str = WIDE) -> float:
 
 
 def heads_cost(raw: Raw) -> float:
-    """A step that verifies guesses of heads and has heads guess, over one that verifies as many of lookup."""
+    """A step that verifies drafts of heads and computes new ones, over one that verifies as many of lookup."""
     with_heads, without = raw[f"{HEADS} 1"], raw[f"{AS_WIDE} 1"]
     return float((with_heads["verifying"] + with_heads["accepting"]) / (without["verifying"] + without["accepting"]))
 
@@ -97,7 +97,7 @@ def efficiency(batch: int, raw: Raw) -> float:
 
 
 def worst_schedule(loads: tuple[int, ...], raw: Raw) -> float:
-    """Schedule auto over no guessing, with drafts that are usually right and with such as never are; the least."""
+    """Schedule auto over off, with drafts that are usually accepted and with drafts that never are; the lower one."""
     ratios = [
         raw[f"{way} {batch}"]["tokens_per_second"] / raw[f"{OFF} {batch}"]["tokens_per_second"]
         for way in (AUTO, REJECTED)

@@ -1,4 +1,4 @@
-"""The suites and figures of a CUDA device. Importing this module imports no torch, so that they can be listed anywhere."""
+"""The suites and figures of a CUDA device. Imports no torch, so that they can be listed anywhere."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from benchmarks.cuda.setup import Setup
 from benchmarks.evidence.figure import Cases, Figure, Over, Raw, Suite, raw_value
 
 HEADS_BOUND, VERIFICATION_BOUND = 1.08, 1.10
-SOURCES = ("shard/**/*", "benchmarks/cuda/*.py", "benchmarks/models/*.py")
+SOURCES = ("shard/**/*", "benchmarks/cuda/*.py", "benchmarks/models/*.py", "tests/shard/engine/harness.py")
 
 
 def group_of(suite: Suite) -> str:
@@ -35,7 +35,7 @@ def _of(name: str, *bound: Any) -> Callable[[Raw], float]:
 
 def _found(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(".")
-    return getattr(import_module(f"benchmarks.cuda.{module}"), function)  # type: ignore[no-any-return]
+    return getattr(import_module(f"benchmarks.cuda.{module}"), function)
 
 
 def _suite(name: str, setup: Setup, num_cases: int, measure: str, *more: Any, figures: list[Figure]) -> Suite:

@@ -1,7 +1,6 @@
-"""What a hot swap costs those who run meanwhile, and whoever waits for it: an adapter goes from host memory into a slot
-next to the steps of a batch.
-
-The same request by turns with an adapter that is in a slot and with one that is not. Knows moments, no bar.
+"""The effect of a hot swap on running requests and on the one that waits for it: an adapter is copied from host memory
+into a slot during the steps of a batch. The same request comes in turn with a resident adapter and with one that is
+not.
 """
 
 import gc
@@ -14,10 +13,11 @@ from statistics import median
 
 from benchmarks.cuda import engines
 from benchmarks.cuda.mixes import settings_of
-from benchmarks.cuda.served import ALL, Store
+from benchmarks.cuda.served import Store
 from benchmarks.cuda.setup import Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.models.engine import EngineHarness, EngineRequest, Run
+from benchmarks.models.adapter_files import ALL
+from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 QUIET = 8
 """Steps between two requests, that nothing happens in."""
@@ -85,20 +85,19 @@ def _meet(engine: EngineHarness, wanted: EngineRequest) -> Met:
 
 
 def summary(times: Sequence[float], met: dict[str, list[Met]]) -> dict[str, object]:
-    """What a round gives. times: when each step of the batch was known.
+    """The raw values of a round. times: when each step of the batch was known.
 
-    A step counts as one during a copy if it ended between a request and its first token, but for the step that
-    computed the request's own prompt, which is the last of these. A quiet one ended in the same time before the request.
+    A step is during a copy if it ended between a request and its first token, except the step that computed the
+    request's own prompt, the last of these. Quiet steps ended in as long a time before the request.
     """
     steps = list(pairwise(times))
     during, quiet = [], []
     for each in met["missing"]:
         during_copy = [end - start for start, end in steps if each.asked_at < end < each.first_at]
-        before = (
-            [end - start for start, end in steps if end <= each.asked_at][-len(during_copy) :] if during_copy else []
-        )
-        during += [max(during_copy)] if during_copy else []
-        quiet += [max(before)] if during_copy else []
+        if during_copy:
+            before = [end - start for start, end in steps if end <= each.asked_at]
+            during.append(max(during_copy))
+            quiet.append(max(before[-len(during_copy) :]))
     return {
         "steps": [end - start for start, end in steps],
         "during": during,

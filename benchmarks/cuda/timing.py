@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.models.engine import EngineHarness, EngineRequest
+from tests.shard.engine.harness import EngineHarness, EngineRequest
 
 HEAD_START = 40_000_000
 """Cycles that a device waits before it begins, about 20 ms, so that all work is queued."""

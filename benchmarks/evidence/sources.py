@@ -31,12 +31,12 @@ ADAPTERS = ("adapters/**/*.py", "!adapters/medusa/*.py")
 SERVER = (*ENGINE, *ROUTER, *ADAPTERS, "launcher/**/*.py", "!launcher/cli/*.py")
 EMBEDDED_MODEL = ("demo/base/*", "demo/adapters/**/*", "demo/heads/**/*", "demo/draft/*", "demo/data/**/*.py")
 RANDOM_MODEL = ("benchmarks/models/*.py",)
-HTTP_LOAD = ("benchmarks/load/*.py",)
+HTTP_LOAD = ("benchmarks/load/*.py", *RANDOM_MODEL)
 IGNORED = re.compile(r"__pycache__|\.pyc$|_pb2(_grpc)?\.pyi?$|\.md$")
 
 
 def files_of(globs: Iterable[str], root: Path = REPOSITORY) -> frozenset[Path]:
-    """The files that the globs match; one that begins with `!` excludes. Raises ValueError if another matches nothing."""
+    """The files that the globs match; one with `!` excludes. Raises ValueError if another one matches nothing."""
     found: set[Path] = set()
     for glob in globs:
         matches = {path for path in root.glob(glob.removeprefix("!")) if path.is_file() and not _is_ignored(path, root)}

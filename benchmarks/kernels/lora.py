@@ -1,11 +1,12 @@
-"""What one module's adapters cost on CUDA, three ways in one run: the specification row by row, grouped torch products,
-and the kernels of shard/model/lora/triton.py, for usual mixes of adapters in a step.
+"""The cost of one module's adapters on CUDA, computed in three ways: the specification row by row, grouped torch
+products, and the kernels of shard/model/lora/triton.py, for usual mixes of adapters in a step.
 
-`python -m benchmarks.kernels.lora` prints one table for people, times as multiples of the kernels', and one JSON line
-last. With TRITON_INTERPRET=1 and `--smoke`, or other small sizes, it runs on CPU, where its times mean nothing.
+Prints a table, times as multiples of the kernels', and one line of JSON. With TRITON_INTERPRET=1 and `--smoke`, or
+other small sizes, it runs on CPU, where its times mean nothing.
+
+    python -m benchmarks.kernels.lora [--smoke]
 """
 
-import argparse
 import json
 import os
 import time
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
+from benchmarks.evidence import arguments
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.model.kernels import tuning
 from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_row
@@ -166,14 +168,12 @@ def compare(size: Size, mix: str, device: torch.device, repeats: int) -> Result:
     return Result(mix, kernels, grouped / kernels, by_row / kernels)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.lora", description="What one module's adapters cost."
-    )
+def main(given_arguments: Sequence[str] | None = None) -> int:
+    parser = arguments.parser(__doc__)
     for name, default in {"in": 4096, "out": 4096, "rank": 16, "requests": 32, "tokens": 1, "repeats": 20}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
-    given = vars(parser.parse_args(arguments))
+    given = vars(parser.parse_args(given_arguments))
     if given["smoke"]:
         given |= SMOKE
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"

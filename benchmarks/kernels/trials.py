@@ -1,7 +1,4 @@
-"""What a configuration of a kernel is tried on: launches over steps of one module, and what plain torch makes of them.
-
-Knows one kernel and one step at a time; which configurations are tried, and which wins, is for benchmarks/tune.py.
-"""
+"""Trials of one configuration of a kernel: launches over the steps of one module, compared with plain torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +57,7 @@ def of_adapters(
 
 
 class HeadsStep:
-    """Rows that heads of some slots guess from."""
+    """Rows that heads of some slots draft from."""
 
     def __init__(
         self, shape: HeadsShape, num_rows: int, dtype: torch.dtype, tuned: Tuned, device: torch.device

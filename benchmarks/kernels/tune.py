@@ -1,12 +1,14 @@
-"""Searches how the kernels for adapters and heads are best cut up on the GPU at hand, and writes the file that shards
-read at start (shard/model/kernels/tuning.py).
+"""Searches the best configurations of the kernels for adapters and heads on the GPU at hand, and writes the file that
+shards read at start (shard/model/kernels/tuning.py).
 
-`python -m benchmarks.kernels.tune [MODEL…]` takes the shapes of the models' linears (by default those of Llama 3.1 8B),
-tries every configuration over several ranks and numbers of tokens, drops those that differ from the specification
-anywhere and keeps the fastest: the least geometric mean of its times over those of the built-in configuration. One is
-chosen for a module's size and dtype, never for a step: a row's bits must not change with its company. Prints a table
-for people and one line of JSON last. Times are taken on CUDA only: `--smoke` with TRITON_INTERPRET=1 checks candidates
-for two tiny shapes on CPU, and writes the built-in configuration.
+Takes the shapes of the models' linears (by default those of Llama 3.1 8B), tries every configuration over several ranks
+and numbers of tokens, drops those that differ from the specification anywhere and keeps the fastest: the least
+geometric mean of its times over those of the built-in configuration. One is chosen for a module's size and dtype, never
+for a step: a row's bits must not change with the batch. Prints a table and one line of JSON. Times are taken on CUDA
+only: `--smoke` with TRITON_INTERPRET=1 checks candidates for two tiny shapes on CPU, and writes the built-in
+configuration.
+
+    python -m benchmarks.kernels.tune [MODEL…]
 """
 
 import argparse
@@ -23,6 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.evidence import arguments
 from benchmarks.kernels import trials
 from benchmarks.kernels.trials import Trial
 from lorikeet.shard.model.kernels import tuning
@@ -187,8 +190,8 @@ def report(results: Sequence[Result], gpu: str) -> None:
     print(json.dumps({"gpu": gpu, "results": [asdict(each) for each in results]}))
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels.tune", description="Configurations of kernels.")
+def parsed(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments.parser(__doc__)
     parser.add_argument("models", nargs="*", help="folders with a config.json; Llama 3.1 8B's shapes if none")
     parser.add_argument("--kernels", nargs="+", choices=list(SPACE), default=list(SPACE))
     parser.add_argument("--dtype", choices=list(tuning.DTYPES.values()), default="bfloat16")
@@ -205,7 +208,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 @torch.inference_mode()
 def main(given: Sequence[str] | None = None) -> int:
-    asked = arguments(given)
+    asked = parsed(given)
     device = torch.device("cpu" if asked.smoke else "cuda")
     gpu = "smoke" if asked.smoke else torch.cuda.get_device_name(device)
     path: Path = asked.out or tuning.FOLDER / tuning.file_name(gpu)

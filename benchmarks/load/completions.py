@@ -1,5 +1,7 @@
 """A light load generator: streaming completions over HTTP/1.1 on plain asyncio streams, closed loop or Poisson
 arrivals.
+
+It shares the machine with the server, so it parses no event but the last.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ PATH = "/v1/completions"
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go and what this server wants to be told next to OpenAI's own fields."""
+    """Where requests go, and the fields that this server needs in addition to OpenAI's."""
 
     port: int
     model: str
@@ -67,7 +69,7 @@ class Length:
 
 
 async def complete(target: Target, prompt: str, length: Length, answer: Answer | None = None) -> Answer:
-    """One streamed completion; a failure is told in the answer, not raised. `answer` fills while it runs."""
+    """One streamed completion; a failure is in the answer, not raised. `answer` fills while it runs."""
     answer = Answer(sent=time.monotonic()) if answer is None else answer
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", target.port)

@@ -1,24 +1,10 @@
-"""How much memory processes take, as Linux counts it: each shared page in equal parts."""
+"""The private memory of a server's processes, as Linux counts it."""
 
 import contextlib
 import re
 from pathlib import Path
 
 from benchmarks.load.servers import Server, group
-
-
-def proportional_mb(pid: int) -> float:
-    """Resident memory of one process in millions of bytes, 0 for one that is gone."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-        if found:
-            return int(found[1]) * 1024 / 1e6
-    return 0.0
-
-
-def group_mb(server: Server) -> float:
-    """Of all processes of a server."""
-    return sum(proportional_mb(pid) for pid in group(server.process.pid))
 
 
 def private_mb(pid: int) -> float:

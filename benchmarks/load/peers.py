@@ -11,6 +11,7 @@ import tempfile
 import venv
 from pathlib import Path
 
+from benchmarks.evidence import arguments
 from benchmarks.load.servers import REPOSITORY, Command
 
 HERE = Path(__file__).parents[1]
@@ -114,6 +115,7 @@ def _pip(*arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["install"]:
-        raise SystemExit("usage: python -m benchmarks.load.peers install")
-    install_vllm(os.environ.get("TORCH_INDEX", TORCH_INDEX))
+    parser = arguments.parser(__doc__)
+    parser.add_argument("action", choices=["install"])
+    parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX", TORCH_INDEX))
+    install_vllm(parser.parse_args().torch_index)

@@ -1,4 +1,4 @@
-"""Server processes under measurement: started on a free port, awaited, watched for idle work, ended with their group."""
+"""Server processes: started on a free port, awaited until ready, stopped for a while, ended with their group."""
 
 import contextlib
 import os

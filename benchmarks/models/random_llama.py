@@ -4,6 +4,7 @@ python -m benchmarks.models.random_llama
 """
 
 import json
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.evidence import arguments
 from benchmarks.models.limit import LLAMA_200M
 from benchmarks.models.prompts import LETTERS
 
@@ -76,6 +78,26 @@ def llama_tiny(folder: Path) -> Path:
     return folder
 
 
+def random_llama(name: str, seed: int, spread: float = 1.0, **shape: int) -> Path:
+    """Folder of a random Llama, without a tokenizer; made once. Matrices are `spread` times what transformers draws."""
+    folder = MODELS / name
+    settings: Mapping[str, object] = {"seed": seed, "spread": spread, **shape}
+    note = folder / "done.json"
+    if note.exists() and json.loads(note.read_text()) == settings:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    config = LlamaConfig(**shape, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(spread)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    note.write_text(json.dumps(settings))
+    return folder
+
+
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE, as real models have, in which every word of `words` is exactly one token."""
     space = "Ġ"
@@ -95,4 +117,5 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 if __name__ == "__main__":
+    arguments.parser(__doc__).parse_args()
     print(llama_200m())

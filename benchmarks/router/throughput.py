@@ -3,7 +3,7 @@
 A simulated shard and the load generator share one core, the router has the other. The real gRPC stream, detokenization
 and HTTP are in the path; the shard gives every request one token per step.
 
-    python -m benchmarks.router.throughput [--only throughput | first-token] [--profile FILE]
+    python -m benchmarks.router.throughput [--rounds N] [--profile FILE]
 """
 
 import asyncio
@@ -17,8 +17,9 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -27,7 +28,7 @@ import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.evidence import arguments
-from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.evidence.figure import Case, Cases, Raw, raw_value
 from benchmarks.load.servers import cpu_seconds, free_port
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
@@ -279,24 +280,17 @@ def added_first_token_ms(raw: Raw) -> float:
     return float(1000 * (raw["first_token_s"] - raw["first_token_without_router_s"]))
 
 
-def main() -> None:
+def main() -> int:
     parser = arguments.parser(__doc__, rounds=NUM_ROUNDS)
-    parser.add_argument("--only", choices=["throughput", "first-token"])
-    parser.add_argument("--profile", metavar="FILE", help="write a cProfile of the router here")
+    parser.add_argument("--profile", metavar="FILE", help="only measure throughput, and write a cProfile of the router")
     options = parser.parse_args()
-    result: dict[str, object] = {"benchmark": "router", "streams": NUM_STREAMS}
-    if options.only != "first-token":
-        rates, costs = zip(*uvloop.run(throughput(options.rounds, options.profile)), strict=True)
-        rate, cost = statistics.median(rates), 1e6 * statistics.median(costs)
-        print(f"{NUM_STREAMS} streams: {rate:.0f} tokens/s, {cost:.1f} µs of the router's processor time per token")
-        result |= {"tokens_per_second": rates, "router_us_per_token": cost}
-    if options.only != "throughput" and options.profile is None:
-        pairs = uvloop.run(first_token(options.rounds))
-        added = statistics.median(1000 * (routed - straight) for routed, straight in pairs)
-        print(f"{FIRST_TOKEN_CLIENTS} clients: time to first token {added:+.2f} ms")
-        result |= {"added_first_token_ms": added, "first_token_pairs_s": pairs}
-    print(json.dumps(result))
+    if options.profile:
+        print(uvloop.run(throughput(options.rounds, options.profile)))
+        return 0
+    rate: Callable[[Raw], float] = partial(raw_value, "tokens_per_second")
+    figures = {"tokens/s": rate, "added ms": added_first_token_ms}
+    return arguments.print_cases(measure(options.rounds), figures)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

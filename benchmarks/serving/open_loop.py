@@ -6,6 +6,7 @@ the time to first token within two seconds.
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -26,28 +27,30 @@ SEED = 11_000
 
 
 def measure() -> Cases:
-    """One case per server, alone on the machine: every probe and the highest rate that held."""
+    """One case: every probe of each server, which is alone on the machine."""
     model = peers.model_folder()
-    commands = {OURS: servers.lorikeet(model), VLLM: peers.vllm(model)}
-    for name, command in commands.items():
+    raw: dict[str, Any] = {}
+    errors: list[str] = []
+    for name, command in {OURS: servers.lorikeet(model), VLLM: peers.vllm(model)}.items():
         with servers.running(name, command) as server:
-            yield _search(name, completions.Target(server.port, str(model), EXTRA[name]))
+            target = completions.Target(server.port, str(model), EXTRA[name])
+            uvloop.run(completions.closed_loop(target, prompts(4, PROMPT_TOKENS, SEED), 2, LENGTH))
+            raw[name] = _search(target, errors)
+    yield Case("search", raw, "; ".join(errors[:3]))
 
 
-def _search(name: str, target: completions.Target) -> Case:
-    """Bisection over `RATES`: the first rate that fails lies above the highest that holds."""
-    uvloop.run(completions.closed_loop(target, prompts(4, PROMPT_TOKENS, SEED), 2, LENGTH))
+def _search(target: completions.Target, errors: list[str]) -> list[dict[str, Any]]:
+    """The probes of a bisection over `RATES`: the first rate that fails is above the highest that holds."""
     probes: list[dict[str, Any]] = []
     low, high = 0, len(RATES)
-    while low < high:
+    while low < high and not errors:
         middle = (low + high) // 2
         answers = uvloop.run(completions.poisson(target, _texts(middle), RATES[middle], LENGTH, SEED + middle))
-        errors = [answer.error for answer in answers if answer.error]
-        if errors:
-            return Case(name, {"probes": probes}, errors[0])
-        probes.append({"rate": RATES[middle], "first_token_s": [round(a.first_token_s, 4) for a in answers]})
+        errors += [answer.error for answer in answers if answer.error]
+        seconds = [round(answer.first_token_s, 4) for answer in answers if not answer.error]
+        probes.append({"rate": RATES[middle], "first_token_s": seconds})
         low, high = (middle + 1, high) if holds(probes[-1]) else (low, middle)
-    return Case(name, {"server": name, "probes": probes})
+    return probes
 
 
 def _texts(number: int) -> Sequence[str]:
@@ -58,11 +61,11 @@ def holds(probe: Raw) -> bool:
     return percentile(probe["first_token_s"], 99) <= FIRST_TOKEN_S
 
 
-def highest_rate(raw: Raw) -> float:
+def highest_rate(server: str, raw: Raw) -> float:
     """Requests per second of the best probe that held; 0 where none did."""
-    return max((float(probe["rate"]) for probe in raw["probes"] if holds(probe)), default=0.0)
+    return max((float(probe["rate"]) for probe in raw[server] if holds(probe)), default=0.0)
 
 
 if __name__ == "__main__":
     arguments.parser(__doc__).parse_args()
-    sys.exit(arguments.print_cases(measure(), {"requests/s": highest_rate}))
+    sys.exit(arguments.print_cases(measure(), {name: partial(highest_rate, name) for name in (OURS, VLLM)}))

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import uvloop
 
@@ -65,7 +65,8 @@ def _worker(model: Path) -> Iterator["subprocess.Popen[str]"]:
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=servers.REPOSITORY, stdin=pipe, stdout=pipe, text=True)
     try:
-        _pipe(process.stdout).readline()
+        assert process.stdout is not None
+        process.stdout.readline()  # it is ready
         yield process
     finally:
         process.kill()
@@ -73,17 +74,11 @@ def _worker(model: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def _ask(process: "subprocess.Popen[str]", texts: list[str]) -> dict[str, Any]:
-    stdin = _pipe(process.stdin)
-    stdin.write(json.dumps(texts) + "\n")
-    stdin.flush()
-    answer: dict[str, Any] = json.loads(_pipe(process.stdout).readline())
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(texts) + "\n")
+    process.stdin.flush()
+    answer: dict[str, Any] = json.loads(process.stdout.readline())
     return answer
-
-
-def _pipe(stream: IO[str] | None) -> IO[str]:
-    if stream is None:
-        raise RuntimeError("process without pipes")
-    return stream
 
 
 def work(folder: str) -> None:

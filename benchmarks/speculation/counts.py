@@ -12,8 +12,8 @@ import uvloop
 
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load import servers
-from benchmarks.speculation import family
-from benchmarks.speculation.family import DRAFTING, KINDS, LOOKUP, MEDUSA, DraftOptions, FamilyAnswer, Kind, TextRequest
+from tests.oracles import family
+from tests.oracles.family import DRAFTING, KINDS, LOOKUP, MEDUSA, DraftOptions, FamilyAnswer, Kind, TextRequest
 from tests.oracles.replay import NOTHING, Counts, Text, expected, lorax, replay, share_repeated
 
 WIDTHS = tuple(range(1, 11))
@@ -201,7 +201,7 @@ def _lookup(kinds: Sequence[str], size: Size) -> Cases:
 
 
 def medusa(size: Size | None = None) -> Cases:
-    """Chains of Medusa heads: general ones on code and on adapters' texts, and those trained for the citation adapter."""
+    """Chains of Medusa heads: general ones on code and adapters' texts, and those of the citation adapter."""
     size = size or Size()
     with _server(draft=None) as port:
         for kind in WITH_HEADS:

@@ -9,10 +9,11 @@ from benchmarks.load.rounds import OURS, VLLM, speedup
 from benchmarks.speculation import counts, heads, lookup, speed
 
 LLAMA, EMBEDDED = "random Llama, 200 M", "embedded model"
-FAMILY = (*SERVER, *ADAPTERS, *EMBEDDED_MODEL, *HTTP_LOAD, "benchmarks/speculation/family.py")
-COUNTS = (*FAMILY, "benchmarks/speculation/counts.py", "tests/oracles/*.py")
+FAMILY = (*SERVER, *ADAPTERS, *EMBEDDED_MODEL, *HTTP_LOAD, "tests/oracles/*.py")
+COUNTS = (*FAMILY, "benchmarks/speculation/counts.py")
 TIMED = (*ENGINE, *RANDOM_MODEL, "benchmarks/speculation/speed.py", "benchmarks/speculation/timed_pair.py",
-         "benchmarks/speculation/synthetic_draft.py", "tests/oracles/replay.py", "benchmarks/load/peers.py")  # fmt: skip
+         "benchmarks/speculation/synthetic_draft.py", "tests/oracles/replay.py", "tests/shard/engine/harness.py",
+         *HTTP_LOAD)  # fmt: skip
 
 
 def _schedule(load: int) -> tuple[Suite, Suite]:
@@ -39,10 +40,11 @@ SUITES: tuple[Suite, ...] = (
            Figure("tokens per step of prompt lookup, copied texts", counts.tau, 2.53, over=Over.WORST)),
           COUNTS, EMBEDDED, "float32"),
     Suite("speculation-uncopied", counts.uncopied, counts.NUM_UNCOPIED,
-          (Figure("tokens per step of prompt lookup, other texts", counts.tau, unit="tokens"),),
+          (Figure("tokens per step of prompt lookup, median of other kinds of text", counts.tau, unit="tokens"),),
           COUNTS, EMBEDDED, "float32"),
     Suite("speculation-heads", counts.medusa, counts.NUM_HEADS_KINDS,
-          (Figure("tokens per step of Medusa heads", counts.tau, unit="tokens"),), COUNTS, EMBEDDED, "float32"),
+          (Figure("tokens per step of Medusa heads, median of kinds of text", counts.tau, unit="tokens"),),
+          COUNTS, EMBEDDED, "float32"),
     Suite("speculation-speed", speed.measure, speed.ROUNDS,
           (Figure("step of 4 tokens over one of 1", partial(speed.cost, 4), 1.15, at_least=False),
            Figure("step of 8 tokens over one of 1", partial(speed.cost, 8), 1.30, at_least=False),
@@ -66,5 +68,5 @@ SUITES: tuple[Suite, ...] = (
                   at_least=False),
            Figure("step of four requests with four sets of heads over a plain one", partial(heads.over_plain, "four"),
                   1.15, at_least=False)),
-          (*ENGINE, *RANDOM_MODEL, "benchmarks/speculation/heads.py", "benchmarks/load/peers.py"), LLAMA, "bfloat16"),
+          (*ENGINE, *RANDOM_MODEL, *HTTP_LOAD, "benchmarks/speculation/heads.py"), LLAMA, "bfloat16"),
 )  # fmt: skip

@@ -15,8 +15,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+from torch.nn.functional import linear
+
 from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load import peers
+from lorikeet.shard.batch.inputs import HeadsRow, Segment
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import load_model
+from lorikeet.shard.model.kernels.packing import can_pack, pack
+from lorikeet.shard.model.medusa.loading import HeadsShape, bind
 
 ROUNDS = 8
 TURNS = 40
@@ -40,8 +49,6 @@ class Size:
 
 def measure(size: Size | None = None) -> Cases:
     """One case per round, with the median seconds of each kind of step."""
-    import torch
-
     size = size or Size()
     model = loaded(size)
     with torch.inference_mode():
@@ -53,14 +60,6 @@ def measure(size: Size | None = None) -> Cases:
 
 def loaded(size: Size) -> Any:
     """The model with NUM_SETS sets of random heads in its first slots."""
-    import torch
-
-    from benchmarks.load import peers
-    from lorikeet.shard.config import ShardConfig
-    from lorikeet.shard.model import load_model
-    from lorikeet.shard.model.kernels.packing import can_pack, pack
-    from lorikeet.shard.model.medusa.loading import HeadsShape, bind
-
     folder = size.folder or peers.model_folder()
     model = load_model(ShardConfig("random", str(folder), "unix:/dev/null", dtype=size.dtype))
     pages = -(-(KV_LEN + 1) // model.page_size)
@@ -75,8 +74,6 @@ def loaded(size: Size) -> Any:
 
 
 def _plain(weight: Any, bias: Any) -> Any:
-    from torch.nn.functional import linear
-
     return lambda x: linear(x, weight, bias)
 
 
@@ -94,10 +91,6 @@ def _round(model: Any, turns: int) -> dict[str, float]:
 
 def _step(model: Any, num_rows: int, slots: Sequence[int]) -> None:
     """One token of each of `num_rows` requests; the heads in slot i draft from row i."""
-    import torch
-
-    from lorikeet.shard.batch.inputs import HeadsRow, Segment
-
     pages = -(-(KV_LEN + 1) // model.page_size)
     segments = [Segment(KV_LEN, 1, range(i * pages, (i + 1) * pages)) for i in range(num_rows)]
     rows = list(range(num_rows))

@@ -23,7 +23,7 @@ from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases
 from benchmarks.load import adapted, peers, servers
 from benchmarks.load.rounds import OURS, VLLM, alone, in_turn, speedup
-from benchmarks.speculation import family
+from tests.oracles import family
 
 ROUNDS = 8
 CLIENTS = 1

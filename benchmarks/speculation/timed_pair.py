@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from benchmarks.load import peers
-from benchmarks.models.engine import EngineHarness, EngineRequest, Run, random_llama
+from benchmarks.models.random_llama import random_llama
 from benchmarks.speculation.synthetic_draft import ForcedAcceptance, ForcedModel
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.scheduler.request import NO_SPECULATION, Method, SamplingParams, Schedule, Speculation
 from tests.oracles.replay import Text, share_repeated
+from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 SEED = 20_260_712
 WIDTH, CHANCE = 4, 0.94

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.adapters import cost
-from benchmarks.load import adapted
+from benchmarks.load import adapted, rounds
 
 
 @pytest.mark.long
@@ -12,12 +12,12 @@ def test_a_small_round_asks_in_every_way(small: adapted.Base) -> None:
     assert case.error == ""
     for way in ("base", "attention", "all", "rotation"):
         assert case.raw[way]["requests"] == cost.CLIENTS
-        assert cost.share(way, "base", case.raw) > 0
+        assert rounds.speedup(way, "base", case.raw) > 0
 
 
 def test_rotation_comes_to_every_adapter() -> None:
     size = cost.Size()
-    asked = [name for number in range(11) for name in cost._ways(number, "m", size)["rotation"][1]]
+    asked = [name for number in range(11) for name in cost.ways(number, "m", size)["rotation"][1]]
     assert len(set(asked)) == cost.NUM_ROTATING
 
 

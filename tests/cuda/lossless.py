@@ -1,9 +1,7 @@
-"""DraftOptions changes no text on the device: the embedded family in one engine in float32, with every method and
-width.
+"""Speculation changes no text on the device: the embedded model in one engine in float32, with every method and width.
 
-Every text is written without guesses first, with the two best tokens of each place, so that one that differs at a tie
-is told apart. Half of the requests draw their tokens; where the scores of these tie is not answers, so they are counted
-by themselves.
+Every text is generated without speculation first, with the two best tokens of each position, so that one that differs
+at a tie is recognised. Half of the requests are sampled; their ties are unknown, so they are counted separately.
 """
 
 import tempfile
@@ -14,13 +12,13 @@ from pathlib import Path
 from benchmarks.cuda.engines import configured, room
 from benchmarks.cuda.setup import Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.models.engine import EngineHarness, EngineRequest, Run
-from benchmarks.speculation import family
-from benchmarks.speculation.family import BASE, DRAFT, FAMILY
 from lorikeet.shard.model import load_model
 from lorikeet.shard.scheduler.request import Method, SamplingParams, Speculation
 from lorikeet.shard.startup.draft_model import load_draft_model
+from tests.oracles import family
+from tests.oracles.family import BASE, DRAFT, FAMILY
 from tests.shard.engine.adapter_exactness import lay_out
+from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 TIE = 1e-3
 """Of the oracle's two best logits: the device adds up in another order."""
@@ -32,7 +30,7 @@ SAMPLED = SamplingParams(do_sample=True, temperature=0.9, top_p=0.95, repetition
 
 
 def ways(setup: Setup) -> dict[str, Speculation]:
-    """By name; heads are three at most, so wider ones guess no more."""
+    """By name; heads are three at most, so wider ones draft no more."""
     widths = (3,) if setup.is_smoke else WIDTHS
     return {
         f"{method} {width}": Speculation(method, width, min(width, NUM_HEADS))
@@ -43,7 +41,7 @@ def ways(setup: Setup) -> dict[str, Speculation]:
 
 
 def measure(setup: Setup) -> Cases:
-    """One case per method and width: all requests at once, against the texts without guesses."""
+    """One case per method and width: all requests at once, against the texts without speculation."""
     count, length = (6, 16) if setup.is_smoke else (NUM_PROMPTS, NUM_TOKENS)
     prompts = family.encode(family.prompts("code", count))
     with tempfile.TemporaryDirectory() as name:
@@ -83,7 +81,7 @@ def _case(way: str, plain: Sequence[Run], runs: Sequence[Run]) -> Case:
             answers["ties" if _is_tie(without, run) else "changed"] += 1
     answers["accepted"] = sum(gave.num_accepted for run in runs for gave in run.steps)
     answers["tokens"] = sum(len(run.token_ids) for run in runs)
-    return Case(way, answers, "" if answers["accepted"] else "no guess was right, so nothing was shown")
+    return Case(way, answers, "" if answers["accepted"] else "no draft was accepted, so nothing was shown")
 
 
 def _is_tie(without: Run, run: Run) -> bool:
@@ -95,5 +93,5 @@ def _is_tie(without: Run, run: Run) -> bool:
 
 
 def share_of_sampled(raw: Raw) -> float:
-    """Texts of drawn tokens that guessing has changed."""
+    """Share of the sampled texts that speculation has changed."""
     return float(raw["sampled_changed"] / raw["sampled"])

@@ -20,7 +20,6 @@ import uvloop
 
 from benchmarks.evidence.figure import Case, Cases
 from benchmarks.load import adapted, servers
-from benchmarks.load.memory import group_mb
 from tests.endurance.leaks import idle_pages
 
 BATCHES, FUZZED = 8, 25
@@ -184,3 +183,17 @@ def _validated(scene: Scene, attempt: Attempt, reply: adapted.Reply) -> str:
 
 def _ids(reply: adapted.Reply) -> list[int]:
     return [token["id"] for token in reply.json["details"]["tokens"]]
+
+
+def proportional_mb(pid: int) -> float:
+    """Resident memory of one process in millions of bytes, 0 for one that is gone."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+        if found:
+            return int(found[1]) * 1024 / 1e6
+    return 0.0
+
+
+def group_mb(server: servers.Server) -> float:
+    """Of all processes of a server."""
+    return sum(proportional_mb(pid) for pid in servers.group(server.process.pid))

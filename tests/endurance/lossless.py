@@ -15,8 +15,8 @@ import uvloop
 
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load import servers
-from benchmarks.speculation import family
-from benchmarks.speculation.family import DRAFTING, KINDS, METHODS, DraftOptions, FamilyAnswer, TextRequest
+from tests.oracles import family
+from tests.oracles.family import DRAFTING, KINDS, METHODS, DraftOptions, FamilyAnswer, TextRequest
 from tests.oracles.replay import NOTHING, Text, replay
 
 WIDTHS = (1, 3, 5, 10)

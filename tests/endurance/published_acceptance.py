@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from benchmarks.models.engine import EngineHarness, EngineRequest, Run, random_llama
+from benchmarks.models.random_llama import random_llama
 from benchmarks.speculation import published
 from benchmarks.speculation.synthetic_draft import ForcedAcceptance, ForcedModel
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
 from lorikeet.shard.scheduler.request import Method, Schedule, Speculation
 from tests.oracles.replay import iid_tokens_per_step
+from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 SEED = 20_260_711
 """Of prompts and of what is right; fixed before anything was measured."""

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from benchmarks.speculation import counts
-from benchmarks.speculation.family import KINDS, METHODS, FamilyAnswer, TextRequest
 from tests.endurance import lossless
 from tests.endurance.lossless import Plain, compared
+from tests.oracles.family import KINDS, METHODS, FamilyAnswer, TextRequest
 from tests.oracles.replay import Text
 
 PLAIN = FamilyAnswer("abcabc", (1, 2, 3, 1, 2, 3), (-0.5,) * 6, 3, 0, {})
@@ -56,7 +56,7 @@ def case_of(**values: Any) -> Any:
 
 
 def test_an_equal_text_with_the_oracle_s_counts_is_right() -> None:
-    # 1 | 2 3 1 and then 2 | 3, for which nothing may be guessed
+    # 1 | 2 3 1 and then 2 | 3, for which nothing may be drafted
     case = case_of()
     assert case.error == ""
     assert (case.raw["different"], case.raw["faults"], case.raw["counted"]) == (0, 0, 1)
@@ -74,7 +74,7 @@ def test_what_is_wrong_is_counted() -> None:
     assert case_of(report=idle, skipped=0).error != ""
 
 
-def test_requests_come_in_every_kind_and_law() -> None:
+def test_requests_come_in_every_kind_of_text_and_sampling() -> None:
     asked = lossless.requests(lossless.NUM_PROMPTS)
     assert len(asked) >= 200
     assert {(each.kind.name, lossless.DISTRIBUTIONS.index(each.distribution)) for each in asked} == {

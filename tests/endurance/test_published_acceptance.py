@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.models import engine, random_llama
+from benchmarks.models import random_llama
 from benchmarks.speculation import published
 from benchmarks.speculation.synthetic_draft import ForcedAcceptance
 from tests.endurance import published_acceptance
 from tests.endurance.published_acceptance import Pair, tally
 from tests.oracles.replay import NOTHING, Chain, Counts, Text, replay
+from tests.shard.engine import harness
 
 TEXT = 40
 
@@ -71,5 +72,5 @@ def test_distances_from_published_values() -> None:
     assert published_acceptance.accepted_error(row) == pytest.approx(0.01)
 
 
-def _drafts(run: engine.Run) -> tuple[int, int]:
+def _drafts(run: harness.Run) -> tuple[int, int]:
     return sum(step.num_drafted for step in run.steps), sum(step.num_accepted for step in run.steps)

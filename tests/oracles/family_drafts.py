@@ -1,7 +1,7 @@
-"""What heads and draft model of the embedded family would guess along given texts, by plain transformers and PEFT.
+"""The drafts of the embedded model's heads and draft model along given texts, by plain transformers and PEFT.
 
-One pass over a finished text gives every guess, which `tests.oracles.replay` turns into counts. Where two guesses are
-as good as equally likely, arithmetic in another order may choose the other one; such texts are marked.
+One pass over a finished text gives every draft, which `tests.oracles.replay` turns into counts. Where two drafts are
+nearly equally likely, arithmetic in another order may choose the other one; such texts are marked.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from functools import cache
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from benchmarks.speculation.family import BASE, DRAFT, DRAFTING, FAMILY, LOOKUP, Kind
 from lorikeet.adapters.medusa import format as heads_format
 from lorikeet.adapters.medusa.hidden import batches, written_rows
 from lorikeet.adapters.medusa.model import MedusaHeads
 from lorikeet.adapters.medusa.target import Place, Target
 from lorikeet.adapters.medusa.texts import Text as WrittenText
+from tests.oracles.family import BASE, DRAFT, DRAFTING, FAMILY, LOOKUP, Kind
 from tests.oracles.replay import Chain, LongestSuffix, Rule, Table, Text, coupled_chance, rejection_chance
 
 TIE = 1e-4
@@ -26,7 +26,7 @@ CPU = Place(torch.device("cpu"), torch.float32)
 
 @dataclass(frozen=True)
 class Forced:
-    """The guesses for one text."""
+    """The drafts for one text."""
 
     rule: Rule
     is_tied: bool
@@ -49,7 +49,7 @@ def draft_model() -> LlamaForCausalLM:
 
 
 def rules(method: str, kinds: Sequence[Kind], texts: Sequence[Text]) -> list[Forced]:
-    """What a method guesses along each text."""
+    """The drafts of a method along each text."""
     if method == LOOKUP:
         return [Forced(LongestSuffix(), False)] * len(texts)
     if method == DRAFTING:
@@ -62,7 +62,7 @@ def rules(method: str, kinds: Sequence[Kind], texts: Sequence[Text]) -> list[For
 
 
 def medusa(kind: Kind, texts: Sequence[Text]) -> list[Forced]:
-    """What the heads of a kind guess."""
+    """The drafts of a kind's heads."""
     return [
         Forced(Table(best.indices[..., 0].tolist()), bool((best.values[..., 0] - best.values[..., 1] < TIE).any()))
         for best in _best_of_heads(kind, texts, 2)
@@ -88,7 +88,7 @@ def _best_of_heads(kind: Kind, texts: Sequence[Text], count: int) -> list[torch.
 
 @torch.no_grad()
 def draft(texts: Sequence[Text]) -> list[Forced]:
-    """What the draft model guesses greedily."""
+    """The greedy drafts of the draft model."""
     found = []
     for text in texts:
         best = _logits(draft_model(), text).topk(2)
@@ -121,7 +121,7 @@ class Distribution:
 
 @torch.no_grad()
 def chances(kind: Kind, texts: Sequence[Text], distribution: Distribution, verify: str) -> list[list[float]]:
-    """For every output the probability that its draft, drawn by the same law as the target's, is accepted."""
+    """For every output the probability that its draft, sampled as the target's tokens are, is accepted."""
     found = []
     whose: LlamaForCausalLM = target(kind.adapter).model
     for text in texts:

@@ -1,11 +1,11 @@
-"""The replay oracle: how many steps a text takes, and how many drafts, from the text alone and what would be guessed.
+"""The replay oracle: how many steps a text takes, and how many drafts, from the text and the drafts of a rule alone.
 
-A text does not depend on what is guessed, so every width, rule and schedule can be counted over one and the same text:
-exactly where a guess is known, in expectation where only the chance is known that the target agrees with it. Counts are
-the server's: the step that ends the prompt gives one token and drafts nothing, a step drafts at most what can still be
-emitted next to the target's own token, and drafts count as accepted as far as they are emitted. Imports no torch.
+A text does not depend on its drafts, so every width, rule and schedule can be counted over the same text: exactly if
+the drafts are known, in expectation if only their acceptance probability is. Counts are the server's: the step that
+ends the prompt gives one token and drafts nothing, a step drafts at most what can still be emitted in addition to the
+target's own token, and drafts count as accepted as far as they are emitted. Imports no torch.
 
-Leviathan et al. 2023 for the chances; Saxena 2023 and LoRAX's server for the two rules of prompt lookup.
+Leviathan et al. 2023 for the probabilities; Saxena 2023 and LoRAX's server for the two rules of prompt lookup.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one text or several; with a chance instead of a known guess they are expectations."""
+    """Of one text or several; with acceptance probabilities instead of known drafts they are expectations."""
 
     tokens: float = 0
     forwards: float = 0
@@ -71,7 +71,7 @@ NOTHING = Counts()
 
 @dataclass(frozen=True)
 class Known:
-    """Where a text stands when the next tokens are guessed."""
+    """The state of a text when the next tokens are drafted."""
 
     ids: Sequence[int]
     """Prompt and output so far."""
@@ -81,7 +81,7 @@ class Known:
 
 
 class Rule(Protocol):
-    """What is guessed."""
+    """A source of drafts."""
 
     def __call__(self, known: Known, width: int) -> Sequence[int]:
         """At most `width` tokens, possibly none."""
@@ -157,7 +157,7 @@ class LongestSuffix:
         return self.find(known.ids, width)[0]
 
     def find(self, ids: Sequence[int], width: int) -> tuple[Sequence[int], int]:
-        """The guess, and how many tokens were found again for it."""
+        """The drafts, and how many tokens were matched for them."""
         best, followed = 0, ()  # type: tuple[int, Sequence[int]]
         for text, is_own in ((ids, True), (self.before, False)):
             for end in range(len(text) - is_own, 0, -1):
@@ -171,7 +171,7 @@ class LongestSuffix:
 def lorax(known: Known, width: int) -> Sequence[int]:
     """LoRAX's rule: where the newest token first stood before the last step's tokens; without a match, the beginning.
 
-    It always guesses `width` tokens, the last of those known again and again where there are no more.
+    It always drafts `width` tokens, repeating the last known one if there are no more.
     """
     earlier = known.ids[: len(known.ids) - known.newest]
     seed = known.ids[-1]
@@ -192,7 +192,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chain:
-    """A draft model's best tokens, each after the text itself; what it says behind a wrong guess never counts."""
+    """A draft model's best tokens, each after the text itself; its drafts after a rejected one never count."""
 
     best: Sequence[int]
     """For every output."""

@@ -35,7 +35,7 @@ PUBLISHED_TIMES = (1.75, 2.29, 2.71, 3.06, 3.35, 3.65, 3.82, 3.96, 4.05, 4.14)
 
 def test_a_chain_by_hand() -> None:
     text = Text((9,), (1, 2, 3, 4, 5, 6, 7), 7)
-    # 1 | 2 3 and 4 instead of 0 | 5 6 and then 7, for which nothing may be guessed
+    # 1 | 2 3 and 4 instead of 0 | 5 6 and then 7, for which nothing may be drafted
     counts = replay(text, Chain((1, 2, 3, 0, 5, 6, 7)), 3)
     assert counts == Counts(tokens=7, forwards=3, drafted=5, accepted=4, texts=1)
     assert counts.tokens_per_step == 3.0
@@ -48,10 +48,10 @@ def test_a_text_that_ends_inside_a_draft() -> None:
     assert counts == Counts(tokens=3, forwards=2, drafted=4, accepted=2, texts=1)
 
 
-def test_heads_guess_from_the_row_of_the_newest_token() -> None:
+def test_heads_draft_from_the_row_of_the_newest_token() -> None:
     text = Text((9,), (1, 2, 3, 4, 5), 5)
     table = Table(((2, 0, 4), (0, 0, 0), (4, 5, 0), (5, 0, 0), ()))
-    # 1 | 2, 3 instead of 0 | 4, for 5 nothing may be guessed
+    # 1 | 2, 3 instead of 0 | 4, for 5 nothing may be drafted
     assert replay(text, table, 3) == Counts(5, 3, 3 + 1, 1 + 1, 1)
     assert replay(text, table, 0) == Counts(5, 5, 0, 0, 1)
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.cuda import engines
 from benchmarks.cuda.setup import SMOKE
-from benchmarks.models.engine import EngineRequest, Run, StepResult
+from tests.shard.engine.harness import EngineRequest, Run, StepResult
 
 
 def test_a_setting_that_the_shard_does_not_have_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A pair of random models that write recorded texts, guessed at with a chosen chance."""
+"""A pair of random models that write recorded texts, with a chosen acceptance."""
 
 import pytest
 

@@ -1,13 +1,17 @@
 """Hashes of sources: what changes them and what does not; and the globs of suites against what processes import."""
 
 import ast
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from benchmarks.catalogue import SUITES
+from benchmarks.evidence import sources
 from benchmarks.evidence.figure import Suite
 from benchmarks.evidence.sources import REPOSITORY, digest, files_of
+from benchmarks.load import servers
+from tests.oracles import family
 from tests.test_layering import imports_of
 
 PYTHON = """
@@ -23,8 +27,19 @@ def kernel(x):
     y = x + 1
     return y
 """
-PROCESSES = {"lorikeet.launcher": "launcher", "lorikeet.router": "router", "lorikeet.adapters": "adapters",
-             "lorikeet.shard": "shard"}  # fmt: skip
+RECORDER = """
+import os, sys
+
+class Recorder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.startswith("lorikeet."):
+            with open(os.environ["IMPORT_RECORD"], "a") as record:
+                record.write(name + chr(10))
+
+sys.meta_path.insert(0, Recorder)
+"""
+"""As sitecustomize.py: notes the modules of ours that a process imports."""
 EVIDENCE = REPOSITORY / "benchmarks" / "evidence"
 
 
@@ -33,6 +48,7 @@ def hashed(folder: Path, name: str, text: str) -> str:
     for path in folder.iterdir():
         path.unlink()
     (folder / name).write_text(text)
+    sources.file_digest.cache_clear()
     return digest(["*/*"], folder.parent)
 
 
@@ -103,3 +119,24 @@ def test_a_suite_declares_the_benchmark_modules_that_it_imports(suite: Suite) ->
     declared = files_of(suite.sources)
     missing = {str(path.relative_to(REPOSITORY)) for path in reached(measure.__module__) - declared if has_code(path)}
     assert not missing, "add these to the suite's sources"
+
+
+@pytest.mark.long
+def test_the_processes_of_a_server_import_declared_modules_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every kind of request to the embedded model: no adapter, adapters, lookup, heads and a draft model."""
+    (tmp_path / "sitecustomize.py").write_text(RECORDER)
+    record = tmp_path / "imported"
+    monkeypatch.setenv("IMPORT_RECORD", str(record))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPOSITORY / 'src'}:{REPOSITORY}")
+    options = [None, *(family.DraftOptions(method, 3) for method in family.METHODS)]
+    asked = [(family.TextRequest("def f(x):", kind, 8), each) for kind in family.KINDS.values() for each in options]
+    with servers.running("imports", family.command()) as server:
+        asyncio.run(family.ask_all(server.port, asked, 4))
+    declared = files_of(sources.SERVER)
+    stems = {name: REPOSITORY.joinpath(*name.split(".")[1:]) for name in record.read_text().split()}
+    files = {stem.with_suffix(".py") for stem in stems.values()} | {stem / "__init__.py" for stem in stems.values()}
+    imported = {path for path in files if path.is_file() and "_pb2" not in path.name and has_code(path)}
+    assert len(imported) > 100
+    assert not {str(path.relative_to(REPOSITORY)) for path in imported - declared}

@@ -15,7 +15,7 @@ from tests.oracles.replay import Counts, Text
 FAMILY = servers.REPOSITORY / "demo"
 BASE, DRAFT = FAMILY / "base", FAMILY / "draft"
 LOOKUP, MEDUSA, DRAFTING = "lookup", "medusa", "draft"
-STORE = Path(__file__).parents[1] / ".models" / "family-store"
+STORE = servers.LOGS.parents[1] / ".models" / "family-store"
 """Of its adapters in the served layout."""
 METHODS = (LOOKUP, MEDUSA, DRAFTING)
 OFF: Mapping[str, Any] = {"speculative_method": "off"}

@@ -1,10 +1,10 @@
-"""One small round of the speeds of guessing, and what figures a round gives."""
+"""One small round of the speeds of speculation, and the figures of a round."""
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.models import engine
+from benchmarks.models import random_llama
 from benchmarks.speculation import speed
 from benchmarks.speculation.speed import Size
 from tests import tiny
@@ -17,8 +17,8 @@ TINY = {
 
 @pytest.fixture
 def size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Size:
-    monkeypatch.setattr(engine, "MODELS", tmp_path)
-    target = engine.random_llama("target", 1, 8.0, **{**TINY, "num_hidden_layers": 2})
+    monkeypatch.setattr(random_llama, "MODELS", tmp_path)
+    target = random_llama.random_llama("target", 1, 8.0, **{**TINY, "num_hidden_layers": 2})
     return Size(1, 1, 16, 2, (2,), target, TINY, "float32")
 
 
@@ -29,7 +29,7 @@ def test_schedules_are_compared_under_a_load(size: Size) -> None:
     assert case.raw["fixed"]["accepted"] > 0
 
 
-def test_what_hopeless_drafts_cost_under_a_load(size: Size) -> None:
+def test_the_cost_of_rejected_drafts_under_a_load(size: Size) -> None:
     (case,) = speed.rejected(2, size=size)
     assert all(value(case.raw) > 0 for value in speed.REJECTED_FIGURES.values())
     assert case.raw["rejected"]["accepted"] == 0

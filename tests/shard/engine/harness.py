@@ -1,18 +1,10 @@
-"""An engine in this process, without router and wire: requests in, what every step gave them out. And the random models
-that it runs.
-"""
+"""An engine in this process, without router and network: requests in, the result of every step out."""
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from benchmarks.models.random_llama import MODELS
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
 from lorikeet.shard.grpc.outbox import NO_SECONDS, Outbox, Output
@@ -167,23 +159,3 @@ def _request(key: tuple[int, int], wanted: EngineRequest) -> Request:
     if wanted.alternatives:
         request.logprobs = LogprobParams(wanted=True, alternatives=wanted.alternatives)
     return request
-
-
-def random_llama(name: str, seed: int, spread: float = 1.0, **shape: int) -> Path:
-    """Folder of a random Llama, without a tokenizer; made once. Matrices are `spread` times what transformers draws."""
-    folder = MODELS / name
-    result: Mapping[str, object] = {"seed": seed, "spread": spread, **shape}
-    note = folder / "done.json"
-    if note.exists() and json.loads(note.read_text()) == result:
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
-    config = LlamaConfig(**shape, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=0)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(spread)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    note.write_text(json.dumps(result))
-    return folder
