@@ -1,10 +1,12 @@
 # The project's verbs. Nothing is needed but make and python3 >= 3.11 with venv; everything else goes into .venv.
 #
 #   make serve [MODEL=hub/id or folder] [PORT=8080] [ARGS="more launcher flags"]
-#   make test  [ARGS="-k words"]      make check     make fmt
+#   make test  [ARGS="-k words"]      make t T=path [ARGS=…]      make test-long    make test-wheel
+#   make check                        make fmt
 #   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
-#   make setup                        make proto    make docs
+#   make setup [DEV=dev-all]          make proto    make docs
 #
+# DEV names the extras of pyproject.toml to install for tests: dev, or dev-all, which adds Triton, Ray and Go (1.6 GB).
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch from there; without it from pip's own index.
 
 PYTHON ?= python3
@@ -13,18 +15,20 @@ PORT ?= 8080
 ARGS ?=
 SUITE ?= $(PART)
 PART ?=
+T ?= tests
+DEV ?= dev
 TORCH_INDEX ?=
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
 # One place names the versions: pyproject.toml.
 TORCH_PIN = $$(sed -n 's/^ *"\(torch[<>=!~].*\)",/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check fmt bench proof bench-cuda proto docs clean
+.PHONY: help setup serve test t test-long test-wheel check fmt bench proof bench-cuda proto docs clean
 
 help:
-	@sed -n '2,9s/^# \{0,1\}//p' Makefile
+	@sed -n '2,12s/^# \{0,1\}//p' Makefile
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -34,49 +38,59 @@ $(VENV)/bin/python:
 	@echo "making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
-# What serving needs. torch goes first, so that TORCH_INDEX decides about it alone.
+# What serving needs. torch is installed first, because TORCH_INDEX applies to it alone.
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "installing what serving needs into $(VENV) (the first time takes a few minutes)"
 	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH_PIN)"
 	@$(PIP) install -e .
 	@touch $@
 
-# What work on the project needs besides.
-$(VENV)/.installed-dev: $(VENV)/.installed
+# What tests and checks need in addition.
+$(VENV)/.installed-$(DEV): $(VENV)/.installed
 	@echo "installing what tests and checks need into $(VENV)"
-	@$(PIP) install -e '.[dev]'
+	@$(PIP) install -e '.[$(DEV)]'
 	@touch $@
 
-setup: $(VENV)/.installed-dev
+setup: $(VENV)/.installed-$(DEV)
 
 serve: $(VENV)/.installed
 	@exec $(VENV)/bin/lorikeet-launcher --port $(PORT) --speculative-tokens 3 $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
-# A test at a time on each core, and one thread for each: models of tests are far too small to share.
-test: $(VENV)/.installed-dev
+# One test per core and one thread per test: the models of tests are too small to share threads.
+test: $(VENV)/.installed-$(DEV)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
-check: $(VENV)/.installed-dev
+# A focused run in one process: make t T=tests/shard/engine ARGS="-k memory"
+t: $(VENV)/.installed-$(DEV)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(T) $(ARGS)
+
+test-long: $(VENV)/.installed-$(DEV)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal -m 'long or device' $(ARGS)
+
+test-wheel: $(VENV)/.installed-$(DEV)
+	$(PY) -m pytest -m wheel tests/test_wheel.py $(ARGS)
+
+check: $(VENV)/.installed-$(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(PY) -m pytest -q -p no:cacheprovider tests/test_layering.py
 
-fmt: $(VENV)/.installed-dev
+fmt: $(VENV)/.installed-$(DEV)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
 # Lists the benchmarks; `make bench NAME=serving.start` runs one.
-bench: $(VENV)/.installed-dev
+bench: $(VENV)/.installed-$(DEV)
 	$(PY) -m benchmarks$(if $(NAME),.$(NAME)) $(ARGS)
 
-proof: $(VENV)/.installed-dev
+proof: $(VENV)/.installed-$(DEV)
 	$(PY) -m benchmarks.proof $(if $(SUITE),--suite $(SUITE)) $(ARGS)
 
-bench-cuda: $(VENV)/.installed-dev
+bench-cuda: $(VENV)/.installed-$(DEV)
 	$(PY) -m benchmarks.cuda $(if $(SUITE),--suite $(SUITE)) $(ARGS)
 
-proto: $(VENV)/.installed-dev
+proto: $(VENV)/.installed-$(DEV)
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src lorikeet/proto/shard.proto
 
 docs: $(VENV)/.installed

@@ -1,6 +1,6 @@
 """`python -m lorikeet.adapters LOADER.json`: the process that loads adapters for one host. Imports no torch.
 
-Exit code 0 after a clean end, else 1.
+The exit code is 0 after a clean shutdown, else 1.
 """
 
 import asyncio
@@ -9,27 +9,29 @@ from pathlib import Path
 
 import structlog
 
-from lorikeet.adapters.loader import logs, process, server
+from lorikeet.adapters.loader import process, server
 from lorikeet.adapters.loader.config import LoaderConfig
+from lorikeet.proto import logs
 
 log = structlog.get_logger()
 
 
 def main() -> int:
-    """Run the process; every failure is one line of log that says what is wrong."""
+    """Run the process; every failure is one log line."""
     try:
         path = Path(sys.argv[1])
         config = LoaderConfig.read(path)
-        logs.configure(config.json_output, config.log_level)
+        logs.configure(config.json_output, config.log_level, "loader")
         logs.adopt_libraries()
     except (ValueError, OSError, IndexError) as error:
         print(f"adapters: {error}", file=sys.stderr)
         return 1
-    process.end_with_parent(config.parent_pid) if config.parent_pid is not None else None
+    if config.parent_pid is not None:
+        process.end_with_parent(config.parent_pid)
     try:
         asyncio.run(server.run(config, path))
     except (ValueError, OSError) as error:
-        log.error("cannot load adapters", reason=str(error))
+        log.error("loader_failed", reason=str(error))
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""The operator's list of adapters: a YAML file of aliases, read into entries or into what is wrong with each.
+"""The operator's list of adapters: a YAML file of aliases, parsed into entries and problems.
 
     support:
       source: hub
@@ -8,42 +8,40 @@
     triage:
       revisions: {owner/triage@v7: 0.9, owner/triage@v8: 0.1}
 
-Knows the file's words only; whether an adapter exists and can be served is for others to say. Imports no torch.
+Whether an adapter exists and can be served is checked elsewhere. Imports no torch.
 """
 
 import hashlib
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.refs import Ref, Source
 
+T = TypeVar("T")
+
 MAX_FILE_BYTES = 64 << 20
 LONGEST_ALIAS = 256
 SOURCES = (Source.HUB, Source.LOCAL, Source.S3)
-_NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-_INTEGERS = ("top_k", "max_new_tokens", "seed", "truncate", "speculative_tokens")
-_TEXTS = ("speculative_method", "speculative_schedule", "speculative_verify", "heads_id")
-_SWITCHES = ("do_sample", "ignore_eos_token", "return_full_text")
 _FIELDS = ("source", "id", "revision", "revisions", "weight", "pin", "parameters", "chat_template", "keys")
 
 
 class CatalogueError(ValueError):
-    """The file as a whole cannot be used. The message is one sentence for the operator."""
+    """The whole file cannot be used. The message is one sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One of the adapters that answer for an alias."""
+    """One of the adapters behind an alias."""
 
     ref: Ref
     share: float
-    """Of the alias's requests; all shares together are 1."""
+    """Of the alias's requests; all shares add up to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +53,15 @@ class Entry:
     weight: float = 1.0
     """Its share of the queue, relative to others."""
     pin: bool = False
-    """Whether it is loaded at start and stays."""
+    """Whether it is loaded at startup and never evicted."""
     parameters: tuple[tuple[str, Any], ...] = ()
-    """Defaults of requests, in the words of LoRAX's `parameters`."""
+    """Defaults for requests, named as in LoRAX's `parameters`."""
     chat_template: str | None = None
     keys: frozenset[str] | None = None
-    """Names of the API keys that may use it; None is everyone."""
+    """Names of the API keys that may use it; None means all callers."""
 
     def choose(self, who: str) -> Version:
-        """The version for `who`: always the same one for the same text, by the shares over many."""
+        """The version for `who`: the same one for equal texts, and distributed by the shares over many."""
         if len(self.versions) == 1:
             return self.versions[0]
         digest = hashlib.sha256(f"{self.alias}\0{who}".encode(errors="surrogatepass")).digest()
@@ -77,31 +75,36 @@ class Entry:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What one file says: entries by alias, and by alias why others are none."""
+    """One file: valid entries by alias, and the problems of the others by alias."""
 
     entries: dict[str, Entry]
     problems: dict[str, str]
 
 
 def read(path: str | Path, default_source: Source = Source.HUB) -> Catalogue:
-    """Read the file. Raises CatalogueError where it is no catalogue at all."""
+    """Read the file. Raises CatalogueError if it is not a catalogue at all."""
+    return read_with(lambda content: parse(content, default_source, Path(path).parent), path)
+
+
+def read_with(parse: Callable[[bytes], T], path: str | Path) -> T:
+    """Parse a file of bounded size. Raises CatalogueError with the path."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise CatalogueError(f"{path} cannot be read: {error.strerror}") from None
     if len(content) > MAX_FILE_BYTES:
-        raise CatalogueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+        raise CatalogueError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
     try:
-        return parse(content, default_source, Path(path).parent)
+        return parse(content)
     except CatalogueError as error:
         raise CatalogueError(f"{path}: {error}") from None
 
 
 def parse(content: bytes | str, default_source: Source = Source.HUB, folder: Path | None = None) -> Catalogue:
-    """Read the text of a file whose relative paths begin in `folder`. Raises CatalogueError."""
+    """Parse the text of a file whose relative paths start in `folder`. Raises CatalogueError."""
     values = load_yaml(content)
-    if isinstance(values, dict) and list(values) == ["adapters"] and _is_listing(values["adapters"]):
+    if isinstance(values, dict) and list(values) == ["adapters"] and _are_entries(values["adapters"]):
         values = values["adapters"]
     if values is None:
         values = {}
@@ -119,7 +122,7 @@ def parse(content: bytes | str, default_source: Source = Source.HUB, folder: Pat
 
 
 def load_yaml(content: bytes | str) -> Any:
-    """Plain values, no key twice. Raises CatalogueError with the place of the fault."""
+    """Plain values without duplicate keys. Raises CatalogueError with the line of the error."""
     try:
         return yaml.load(content, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -131,7 +134,7 @@ def load_yaml(content: bytes | str) -> Any:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Refuses a key that is given twice, where YAML's last word would silently win."""
+    """Rejects duplicate keys, of which plain YAML silently takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -144,18 +147,17 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return mapping
 
 
-def _is_listing(value: Any) -> bool:
+def _are_entries(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
 
 
 def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None) -> Entry:
     """Raises ValueError with a sentence."""
     if not isinstance(alias, str) or not alias or len(alias) > LONGEST_ALIAS or not alias.isprintable():
-        raise ValueError(f"an alias is a text of 1 to {LONGEST_ALIAS} printable characters")
+        raise ValueError(f"an alias must be a text of 1 to {LONGEST_ALIAS} printable characters")
     if not isinstance(fields, dict):
         raise ValueError("it must be a mapping with an `id` or `revisions`")
-    unknown = sorted(str(name) for name in set(fields) - set(_FIELDS))
-    if unknown:
+    if unknown := sorted(str(name) for name in set(fields) - set(_FIELDS)):
         raise ValueError(f"it has unknown fields: {', '.join(unknown)} (known: {', '.join(_FIELDS)})")
     weight = fields.get("weight", 1.0)
     if not _is_number(weight) or not 0 < weight <= 1e6:
@@ -184,7 +186,7 @@ def _source(fields: dict[str, Any], default: Source) -> Source:
 def _versions(fields: dict[str, Any], source: Source) -> Iterator[Version]:
     if "revisions" in fields:
         if "id" in fields or "revision" in fields:
-            raise ValueError("`revisions` takes the place of `id` and `revision`")
+            raise ValueError("`revisions` replaces `id` and `revision`: give one or the other")
         shares = fields["revisions"]
         if not isinstance(shares, dict) or not shares:
             raise ValueError("`revisions` must map names such as `owner/name@v7` to shares")
@@ -203,14 +205,14 @@ def _versions(fields: dict[str, Any], source: Source) -> Iterator[Version]:
 
 def _ref(name: Any, revision: Any, source: Source) -> Ref:
     if not isinstance(name, str):
-        raise ValueError(f"an id is a text, not {name!r}")
+        raise ValueError(f"an id must be a text, not {name!r}")
     ref = refs.parse(name, source)
     if revision is None:
         return ref
     if source is not Source.HUB:
-        raise ValueError(f"`revision` is a word of the hub: an adapter of the source {source.value} has none")
+        raise ValueError(f"`revision` is for the hub only: an adapter of the source {source.value} has none")
     if ref.revision is not None:
-        raise ValueError(f"{name} and `revision` name two revisions")
+        raise ValueError(f"{name} and `revision` give two revisions")
     return refs.parse(f"{name}@{revision}", source)
 
 
@@ -220,28 +222,18 @@ def _parameters(values: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(values, dict):
         raise ValueError("`parameters` must be a mapping")
     for name, value in values.items():
-        if name == "max_tokens":  # OpenAI's word
-            name = "max_new_tokens"
-        if name in _NUMBERS:
-            fits = _is_number(value)
-        elif name in _INTEGERS:
-            fits = isinstance(value, int) and not isinstance(value, bool)
-        elif name in _SWITCHES:
-            fits = isinstance(value, bool)
-        elif name in _TEXTS:
-            fits = isinstance(value, str)
-        elif name == "stop":
-            value = [value] if isinstance(value, str) else value
-            fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        else:
-            raise ValueError(f"`parameters` knows no {name!r}")
-        if not fits:
+        name = "max_new_tokens" if name == "max_tokens" else name  # OpenAI's name
+        if name == "stop" and isinstance(value, str):
+            value = [value]
+        if name not in _PARAMETERS:
+            raise ValueError(f"`parameters` has the unknown field {name!r}")
+        if not _PARAMETERS[name](value):
             raise ValueError(f"`{name}` of `parameters` cannot be {value!r}")
         yield name, value
 
 
 def _template(value: Any, folder: Path | None) -> str | None:
-    """The template itself where it looks like one, else the file of that name."""
+    """The value if it looks like a template, else the content of the file of that name."""
     if value is None:
         return None
     if not isinstance(value, str) or not value:
@@ -251,7 +243,7 @@ def _template(value: Any, folder: Path | None) -> str | None:
     try:
         return ((folder or Path()) / value).read_text()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"the chat template {value} cannot be read: {reason}") from None
 
 
@@ -265,3 +257,24 @@ def _keys(value: Any) -> frozenset[str] | None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+_NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_INTEGERS = ("top_k", "max_new_tokens", "seed", "truncate", "speculative_tokens")
+_TEXTS = ("speculative_method", "speculative_schedule", "speculative_verify", "heads_id")
+_SWITCHES = ("do_sample", "ignore_eos_token", "return_full_text")
+_PARAMETERS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(_NUMBERS, _is_number),
+    **dict.fromkeys(_INTEGERS, _is_integer),
+    **dict.fromkeys(_TEXTS, lambda value: isinstance(value, str)),
+    **dict.fromkeys(_SWITCHES, lambda value: isinstance(value, bool)),
+    "stop": _are_texts,
+}

@@ -1,7 +1,7 @@
 """`lorikeet-adapters check FILE --model-id M`: which adapters of a catalogue would be served, and why not others.
 
-Reads configurations, tokenizers and the headers of weight files, never the weights: what only their values tell (NaN,
-whether a saved bias is the base's own) is found when an adapter is loaded.
+Reads configurations, tokenizers and the headers of weight files, never the weights: problems of their values (NaN, a
+changed bias) are found when an adapter is loaded.
 """
 
 import argparse
@@ -15,13 +15,11 @@ from pathlib import Path
 
 from lorikeet.adapters import catalogue, refs
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.judging import AdapterValidator, Headers, look
 from lorikeet.adapters.refs import Ref, Source
-from lorikeet.adapters.sources.base import AdapterSource
-from lorikeet.adapters.sources.registry import Sources
-from lorikeet.adapters.sources.settings import DEFAULT_MAX_ADAPTER_BYTES, SourceSettings
+from lorikeet.adapters.sources.registry import DEFAULT_MAX_ADAPTER_BYTES, Sources, SourceSettings
+from lorikeet.adapters.validation import AdapterValidator, Headers, read_headers
 
-_AT_ONCE = 16
+_MAX_CONCURRENT = 16
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE_HUB_API_TOKEN")
 
 
@@ -32,7 +30,7 @@ class Row:
     alias: str
     id: str
     state: str
-    """served, refused, or unseen: weights without a header are looked into when they are loaded."""
+    """served, refused, or unseen: weights without a header are checked when they are loaded."""
     reason: str = ""
     rank: int | None = None
     modules: int | None = None
@@ -42,7 +40,7 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where every adapter would be served, 1 where one would not, 2 where nothing could be checked."""
+    """Returns 0 if every adapter would be served, 1 if one would not, 2 if the check itself failed."""
     options = _parser().parse_args(arguments)
     try:
         rows = asyncio.run(_check(options))
@@ -54,18 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lorikeet-adapters", description="Look at adapters before a server does.")
+    parser = argparse.ArgumentParser(prog="lorikeet-adapters", description="Check adapters before serving them.")
     check = parser.add_subparsers(dest="verb", required=True).add_parser(
-        "check", help="which adapters of a catalogue would be served, and why not others"
+        "check", help="list which adapters of a catalogue would be served, and why not others"
     )
     check.add_argument("file", help="the catalogue: a YAML file of aliases")
-    check.add_argument("--model-id", required=True, help="the base: a folder, or an id at the hub")
-    check.add_argument("--revision", help="of the base at the hub")
+    check.add_argument("--model-id", required=True, help="base model: folder or hub id")
+    check.add_argument("--revision", help="revision of the base model at the hub")
     check.add_argument("--default-adapter-source", default="hub", choices=[each.value for each in catalogue.SOURCES])
-    check.add_argument("--local-adapter-root", action="append", help="where local adapters lie; repeatable")
-    check.add_argument("--huggingface-hub-cache", help="folder of the hub's library")
-    check.add_argument("--max-adapter-size", type=int, default=DEFAULT_MAX_ADAPTER_BYTES, help="bytes of weights")
-    check.add_argument("--trust-remote-code", action="store_true", help="run the base's own code")
+    check.add_argument("--local-adapter-root", action="append", help="folder of local adapters; repeatable")
+    check.add_argument("--huggingface-hub-cache", help="cache folder of the hub library")
+    check.add_argument("--max-adapter-size", type=int, default=DEFAULT_MAX_ADAPTER_BYTES, help="limit in bytes")
+    check.add_argument("--trust-remote-code", action="store_true", help="run code from the base model's repository")
     check.add_argument("--json", action="store_true", help="one JSON object per adapter")
     return parser
 
@@ -74,29 +72,26 @@ async def _check(options: argparse.Namespace) -> list[Row]:
     listed = catalogue.read(options.file, Source(options.default_adapter_source))
     sources = Sources(_settings(options))
     token = next((os.environ[name] for name in _TOKENS if os.environ.get(name)), None)
-    gate = asyncio.Semaphore(_AT_ONCE)
+    gate = asyncio.Semaphore(_MAX_CONCURRENT)
 
-    async def see(row: Row, ref: Ref) -> tuple[Row, Headers | None]:
+    async def read(ref: Ref) -> Headers | AdapterError:
         async with gate:
             try:
-                return row, await _see(sources[ref.source], ref, token)
+                source = sources[ref.source]
+                return await read_headers(source, (await source.resolve(ref, token)).pin, token)
             except AdapterError as error:
-                return _refused(row, error), None
+                return error
 
-    wanted = [(Row(alias, str(version.ref), "served"), version.ref) for alias, version in _versions(listed)]
-    # while sources answer, the libraries load and the base's skeleton is made
-    validate = asyncio.create_task(asyncio.to_thread(_validate, options, token))
+    wanted = [(alias, version.ref) for alias, entry in listed.entries.items() for version in entry.versions]
+    # while sources answer, the libraries load and the base's skeleton is built
+    loading = asyncio.create_task(asyncio.to_thread(_validator, options, token))
     try:
-        seen = await asyncio.gather(*(see(row, ref) for row, ref in wanted))
-        ready = await validate
-        rows = [_validated(ready, row, each) for row, each in seen]
+        found = await asyncio.gather(*(read(ref) for _, ref in wanted))
+        validator = await loading
+        rows = [_row(validator, alias, ref, each) for (alias, ref), each in zip(wanted, found, strict=True)]
     finally:
         await sources.close()
     return [*rows, *(Row(alias, "", "refused", reason) for alias, reason in listed.problems.items())]
-
-
-def _versions(listed: catalogue.Catalogue) -> list[tuple[str, catalogue.Version]]:
-    return [(alias, version) for alias, entry in listed.entries.items() for version in entry.versions]
 
 
 def _settings(options: argparse.Namespace) -> SourceSettings:
@@ -105,12 +100,12 @@ def _settings(options: argparse.Namespace) -> SourceSettings:
     return SourceSettings(local_roots=tuple(named), hub_cache=cache, max_adapter_bytes=options.max_adapter_size)
 
 
-def _validate(options: argparse.Namespace, token: str | None) -> AdapterValidator:
-    return AdapterValidator(_base(options, token), options.trust_remote_code)
+def _validator(options: argparse.Namespace, token: str | None) -> AdapterValidator:
+    return AdapterValidator.load(_base(options, token), options.trust_remote_code)
 
 
 def _base(options: argparse.Namespace, token: str | None) -> Path:
-    """A folder with the base's configuration and tokenizer; its weights are not needed."""
+    """A folder with the base's configuration and tokenizer, without its weights."""
     if Path(options.model_id).is_dir():
         return Path(options.model_id)
     ref = refs.parse(options.model_id)
@@ -125,34 +120,22 @@ def _base(options: argparse.Namespace, token: str | None) -> Path:
             cache_dir=options.huggingface_hub_cache,
             token=token or False,
         )
-    except Exception as error:  # of whichever HTTP client the library is built on
-        raise ValueError(f"the base {options.model_id} cannot be had: {type(error).__name__}") from None
+    except Exception as error:  # of the HTTP client that the library is built on
+        raise ValueError(f"the base {options.model_id} cannot be downloaded: {type(error).__name__}") from None
     return Path(found)
 
 
-async def _see(source: AdapterSource, ref: Ref, token: str | None) -> Headers:
-    """What can be known of an adapter without its weights. Raises AdapterError."""
-    return await look(source, (await source.resolve(ref, token)).pin, token)
-
-
-def _validated(validate: AdapterValidator, row: Row, seen: Headers | None) -> Row:
-    if seen is None:
-        return row
+def _row(validator: AdapterValidator, alias: str, ref: Ref, headers: Headers | AdapterError) -> Row:
     try:
-        verdict = validate.validate(seen)
+        if isinstance(headers, AdapterError):
+            raise headers
+        found = validator.validate(headers)
     except AdapterError as error:
-        return _refused(row, error)
-    row.rank, row.modules, row.num_bytes = verdict.rank, verdict.num_modules, verdict.num_bytes
-    row.heads, row.reason = verdict.num_heads, "; ".join(verdict.notes)
-    if not verdict.is_whole:
-        row.state, row.reason = "unseen", "a file without a header (.bin, .pt) is looked into when it is loaded"
-    return row
-
-
-def _refused(row: Row, error: AdapterError) -> Row:
-    row.state = "refused"
-    row.reason = str(error)
-    return row
+        return Row(alias, str(ref), "refused", str(error))
+    state, reason = "served", "; ".join(found.warnings)
+    if not found.is_complete:
+        state, reason = "unseen", "a file without a header (.bin, .pt) is checked when it is loaded"
+    return Row(alias, str(ref), state, reason, found.rank, found.num_modules, found.num_heads, found.num_bytes)
 
 
 def _json(rows: Sequence[Row]) -> str:
@@ -160,11 +143,11 @@ def _json(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [("ALIAS", "STATE", "RANK", "MODULES", "HEADS", "BYTES", "ADAPTER", "REASON")]
+    lines: list[tuple[str, ...]] = [("ALIAS", "STATE", "RANK", "MODULES", "HEADS", "BYTES", "ADAPTER", "REASON")]
     for row in rows:
-        known = (row.rank, row.modules, row.heads, row.num_bytes)
-        rank, modules, heads, num_bytes = ("" if number is None else str(number) for number in known)
-        lines.append((row.alias, row.state, rank, modules, heads, num_bytes, row.id, row.reason))
+        numbers = (row.rank, row.modules, row.heads, row.num_bytes)
+        cells = ("" if number is None else str(number) for number in numbers)
+        lines.append((row.alias, row.state, *cells, row.id, row.reason))
     widths = [max(len(line[column]) for line in lines) for column in range(7)]
     table = ["  ".join([*map(str.ljust, line[:7], widths), line[7]]).rstrip() for line in lines]
     num_refused = sum(row.state == "refused" for row in rows)

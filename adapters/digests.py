@@ -1,12 +1,12 @@
-"""What an adapter is called below the router: a hash of its content, or of what it is merged from. Imports no torch."""
+"""Digests, the names of adapters below the router: hashes of their content, or of their parts. Imports no torch."""
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from lorikeet.adapters.errors import AdapterInvalid
-from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Pin
 
 STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties", "cat")
 SIGN_METHODS = ("total", "frequency")
@@ -14,24 +14,24 @@ MOST_MERGED = 32
 
 
 def of_adapter(configuration: bytes, files: bytes) -> str:
-    """`configuration` in its canonical form, `files` a hash over the bytes of the weight files."""
+    """From the configuration in its canonical form and a hash of the bytes of the weight files."""
     return hashlib.sha256(configuration + b"\0" + files).hexdigest()
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Several adapters as one, in the words of PEFT's `add_weighted_adapter`."""
+    """Several adapters merged into one, with the parameters of PEFT's `add_weighted_adapter`."""
 
     pins: tuple[Pin, ...]
     weights: tuple[float, ...]
     strategy: str
     density: float
-    """The share of values that stays (ties and dare)."""
+    """The share of values that are kept (ties and dare)."""
     majority_sign_method: str
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Raises AdapterInvalid with a sentence for the user, or ValueError where a pin is none."""
+        """Raises AdapterInvalid with a sentence for the user, or ValueError if a pin is invalid."""
         pins = tuple(Pin.from_dict(pin) for pin in values.get("pins", ()))
         weights = values.get("weights")
         weights = [1.0] * len(pins) if weights is None else weights
@@ -39,34 +39,28 @@ class Merge:
         density: Any = values.get("density")
         method = values.get("majority_sign_method") or "total"
         if not 1 <= len(pins) <= MOST_MERGED:
-            raise AdapterInvalid(f"{len(pins)} adapters cannot be merged, only 1 to {MOST_MERGED}")
+            raise AdapterInvalid(f"{len(pins)} adapters cannot be merged: give 1 to {MOST_MERGED}")
         if not isinstance(weights, list) or len(weights) != len(pins) or not all(map(_is_weight, weights)):
-            raise AdapterInvalid(f"merging {len(pins)} adapters takes as many weights, each a number")
+            raise AdapterInvalid(f"`weights` must be a list of {len(pins)} numbers, one per adapter")
         if strategy not in STRATEGIES:
-            raise AdapterInvalid(f"the strategy {str(strategy)[:40]!r} is none of {', '.join(STRATEGIES)}")
+            raise AdapterInvalid(f"the strategy {str(strategy)[:40]!r} is not one of {', '.join(STRATEGIES)}")
         if method not in SIGN_METHODS:
-            raise AdapterInvalid(f"the sign method {str(method)[:40]!r} is none of {', '.join(SIGN_METHODS)}")
+            raise AdapterInvalid(f"the sign method {str(method)[:40]!r} is not one of {', '.join(SIGN_METHODS)}")
         if strategy in ("linear", "cat"):
             density = 1.0
         elif not _is_number(density) or not 0 < density <= 1:
-            raise AdapterInvalid(f"merging by {strategy} takes a density above 0 and up to 1")
+            raise AdapterInvalid(f"`{strategy}` needs a density above 0 and up to 1")
         return cls(pins, tuple(map(float, weights)), strategy, float(density), method)
 
     def as_dict(self) -> dict[str, Any]:
-        """As `from_dict` reads it."""
-        return {
-            "pins": [pin.as_dict() for pin in self.pins],
-            "weights": list(self.weights),
-            "strategy": self.strategy,
-            "density": self.density,
-            "majority_sign_method": self.majority_sign_method,
-        }
+        """What `from_dict` reads."""
+        return asdict(self) | {"pins": [pin.as_dict() for pin in self.pins], "weights": list(self.weights)}
 
     def digest(self, parts: list[str]) -> str:
-        """Of the result, by the digests of what is merged. What a strategy does not look at does not count."""
+        """Of the result, by the digests of its parts and the parameters that the strategy uses."""
         method = self.majority_sign_method if self.strategy.endswith("ties") else None
-        words = ["merge", parts, self.weights, self.strategy, self.density, method]
-        return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+        content = ["merge", parts, self.weights, self.strategy, self.density, method]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _is_weight(value: Any) -> bool:

@@ -1,6 +1,6 @@
-"""What can be wrong with an adapter, as errors that name the fault, the HTTP status and when to come back.
+"""Why an adapter cannot be used: errors with a message, an HTTP status and a retry delay. Imports no torch.
 
-Each travels between the loader's process and the router as a small dictionary. Imports no torch.
+The loader's process sends them to the router as small dictionaries.
 """
 
 import errno
@@ -8,89 +8,61 @@ from typing import Any
 
 
 class AdapterError(Exception):
-    """An adapter cannot be used. The message is one sentence for the user, and names the adapter."""
+    """An adapter cannot be used. The message is one sentence for the user and names the adapter."""
 
     status: int = 422
     retry_after: float | None = None
-    """Seconds after which it may work."""
+    """Seconds after which a retry may succeed."""
 
     def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
         super().__init__(message)
-        if status is not None:
-            self.status = status
-        if retry_after is not None:
-            self.retry_after = retry_after
+        self.status = self.status if status is None else status
+        self.retry_after = self.retry_after if retry_after is None else retry_after
 
     def as_dict(self) -> dict[str, Any]:
-        """As the loader's answer carries it."""
-        return {
-            "kind": type(self).__name__,
-            "message": str(self),
-            "status": self.status,
-            "retry_after": self.retry_after,
-        }
+        """The form in which the loader sends it."""
+        kind = type(self).__name__
+        return {"kind": kind, "message": str(self), "status": self.status, "retry_after": self.retry_after}
 
 
 class AdapterNotFound(AdapterError):
-    """No adapter of that name is there, or none that this caller may know of."""
+    """No such adapter exists, or the caller may not know that it does."""
 
     status = 404
 
 
 class AdapterNotAllowed(AdapterError):
-    """The caller may not use it: 401 where it showed no token, 403 where its token has no right."""
+    """The caller may not use it: 401 without a token, 403 if the token has no access."""
 
     status = 403
 
 
 class AdapterInvalid(AdapterError):
-    """Its files are broken, hostile, or made for another base."""
+    """Its files are broken, malicious, or made for another base model."""
 
 
 class AdapterTooLarge(AdapterError):
-    """Its files are larger than this server takes."""
+    """Its files exceed this server's limit."""
 
 
 class NotServed(AdapterError):
-    """It is a sound adapter of a kind that this server does not serve."""
+    """It is a valid adapter of a type that this server does not support."""
 
 
 class SourceUnreachable(AdapterError):
-    """The source gives no answer, and without one nothing can be said."""
+    """The source does not answer."""
 
     status = 503
     retry_after = 5.0
 
 
 class LoaderFailed(AdapterError):
-    """The loader itself went wrong; the adapter need not be at fault."""
+    """The loader itself failed; the adapter may be valid."""
 
     status = 500
 
 
-def is_full(error: OSError) -> bool:
-    """Whether there is no room left, on the disk or of what the server's user may have of it."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def not_stored(error: OSError) -> LoaderFailed:
-    """The adapter is not at fault, and its source is not: it may work once there is room."""
-    return LoaderFailed(f"the adapter cannot be stored: {error.strerror}", status=503, retry_after=5.0)
-
-
-KINDS: dict[str, type[AdapterError]] = {
-    kind.__name__: kind
-    for kind in (
-        AdapterError,
-        AdapterNotFound,
-        AdapterNotAllowed,
-        AdapterInvalid,
-        AdapterTooLarge,
-        NotServed,
-        SourceUnreachable,
-        LoaderFailed,
-    )
-}
+KINDS = {"AdapterError": AdapterError} | {kind.__name__: kind for kind in AdapterError.__subclasses__()}
 
 
 def from_dict(values: dict[str, Any]) -> AdapterError:
@@ -102,3 +74,22 @@ def from_dict(values: dict[str, Any]) -> AdapterError:
         status=status if isinstance(status, int) else None,
         retry_after=retry_after if isinstance(retry_after, int | float) else None,
     )
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk is full or the server's user has reached a quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def not_stored(error: OSError) -> LoaderFailed:
+    """Neither the adapter nor its source is at fault: a retry may succeed once there is space."""
+    return LoaderFailed(f"the adapter cannot be stored: {error.strerror}", status=503, retry_after=5.0)
+
+
+class HeadsError(Exception):
+    """An error of `lorikeet-heads`: one sentence that says what is wrong with which name or file."""
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of another library's message, which may be many lines long."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,6 +1,6 @@
-"""The server's own API keys: who a caller is, what it may, and whom it shares cached prefixes with. Imports no torch.
+"""The server's own API keys: names, admin rights, and isolation of cached prefixes. Imports no torch.
 
-Only hashes are known here, in the file and in memory.
+Only hashes of keys are stored, in the file and in memory.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorikeet.adapters.catalogue import CatalogueError, load_yaml
+from lorikeet.adapters.catalogue import CatalogueError, load_yaml, read_with
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _FIELDS = ("name", "sha256", "admin", "isolate")
@@ -23,9 +23,9 @@ class Key:
 
     name: str
     admin: bool = False
-    """Whether it may do what administrators may."""
+    """Whether it may use the admin API."""
     isolate: bool = False
-    """Whether its requests share cached prefixes with nobody else's."""
+    """Whether its requests share cached prefixes only among themselves."""
 
 
 class Keys:
@@ -41,11 +41,11 @@ class Keys:
 
     @property
     def has_admin(self) -> bool:
-        """Whether anyone could be an administrator."""
+        """Whether an administrator exists."""
         return self._admin is not None or any(key.admin for key in self._by_hash.values())
 
     def find(self, bearer: str | None) -> Key | None:
-        """Whose key `bearer` is. One that is found is never shown to a source."""
+        """The key that `bearer` is, if any. A key of this server is never sent to a source."""
         if not bearer:
             return None
         digest = sha256(bearer)
@@ -60,21 +60,18 @@ def sha256(key: str) -> str:
 
 def read(path: str | Path, admin_sha256: str | None = None) -> Keys:
     """Read a YAML list of keys. Raises CatalogueError with one sentence."""
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise CatalogueError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        values = load_yaml(content)
-        if isinstance(values, dict) and list(values) == ["keys"]:
-            values = values["keys"]
-        if not isinstance(values, list):
-            raise CatalogueError("it must be a list of keys, each with a `name` and a `sha256`")
-        keys = [_key(number, value) for number, value in enumerate(values, 1)]
-        _check_unique(keys)
-    except CatalogueError as error:
-        raise CatalogueError(f"{path}: {error}") from None
-    return Keys(keys, admin_sha256)
+    return Keys(read_with(_keys, path), admin_sha256)
+
+
+def _keys(content: bytes) -> list[tuple[str, Key]]:
+    values = load_yaml(content)
+    if isinstance(values, dict) and list(values) == ["keys"]:
+        values = values["keys"]
+    if not isinstance(values, list):
+        raise CatalogueError("it must be a list of keys, each with a `name` and a `sha256`")
+    keys = [_key(number, value) for number, value in enumerate(values, 1)]
+    _check_unique(keys)
+    return keys
 
 
 def _key(number: int, fields: Any) -> tuple[str, Key]:
@@ -85,7 +82,7 @@ def _key(number: int, fields: Any) -> tuple[str, Key]:
         raise CatalogueError(f"key {number} has no `name`")
     digest = digest.lower() if isinstance(digest, str) else ""
     if not _HASH.fullmatch(digest):
-        raise CatalogueError(f"`sha256` of key {name} must be 64 hexadecimal digits: the hash of the key, not the key")
+        raise CatalogueError(f"`sha256` of key {name} must be 64 hexadecimal digits: the SHA-256 hash of the key")
     for switch in ("admin", "isolate"):
         if not isinstance(fields.get(switch, False), bool):
             raise CatalogueError(f"`{switch}` of key {name} must be true or false")

@@ -1,7 +1,6 @@
-"""Several adapters as one, factor by factor, with PEFT's own arithmetic (`add_weighted_adapter`).
+"""Merges adapters factor by factor with PEFT's own arithmetic (`add_weighted_adapter`).
 
-Knows factors and weights; neither files nor the base. A mask of DARE is drawn from the merge's digest, so the same
-merge is the same adapter everywhere.
+DARE's masks are drawn from the merge's digest, so that the same merge is the same adapter everywhere.
 """
 
 import hashlib
@@ -16,25 +15,26 @@ from peft.utils.merge_utils import dare_linear, dare_ties, task_arithmetic, ties
 from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats.configuration import MOST_RANK
-from lorikeet.adapters.formats.reading import Found
+from lorikeet.adapters.formats.peft_reading import ModuleChange
 
 _MERGED = ("linear", "embedding")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one adapter brings to one module."""
+    """One adapter's change to one module."""
 
-    found: Found
+    found: ModuleChange
     weight: float
+    """Of its adapter in the merge."""
 
     @property
     def scale(self) -> float:
         return self.weight * self.found.scaling
 
 
-def merge(adapters: Sequence[Sequence[Found]], wanted: Merge, digest: str) -> list[Found]:
-    """One list per adapter, in the order of `wanted.pins`. Raises AdapterInvalid or NotServed that names the reason."""
+def merge(adapters: Sequence[Sequence[ModuleChange]], wanted: Merge, digest: str) -> list[ModuleChange]:
+    """One list per adapter, in the order of `wanted.pins`. Raises AdapterInvalid or NotServed with the reason."""
     modules: dict[str, list[_Part]] = {}
     for number, adapter in enumerate(adapters):
         for found in adapter:
@@ -45,10 +45,10 @@ def merge(adapters: Sequence[Sequence[Found]], wanted: Merge, digest: str) -> li
     return [_merged(module, parts, wanted, digest) for module, parts in sorted(modules.items())]
 
 
-def _check(found: Found, name: str) -> None:
+def _check(found: ModuleChange, name: str) -> None:
     if found.kind not in _MERGED or found.weight is not None:
         raise NotServed(
-            f"merging adapters with other changes than of linear layers ({found.module} of {name}) is not served"
+            f"merging adapters that change other than linear layers ({found.module} of {name}) is not served"
         )
     if found.magnitude is not None:
         raise NotServed(f"merging DoRA adapters ({name}) is not served")
@@ -56,38 +56,38 @@ def _check(found: Found, name: str) -> None:
         raise NotServed(f"merging adapters with biases ({found.module} of {name}) is not served")
 
 
-def _check_ranks(adapters: Sequence[Sequence[Found]], wanted: Merge) -> None:
+def _check_ranks(adapters: Sequence[Sequence[ModuleChange]], wanted: Merge) -> None:
     ranks = [sorted({found.rank for found in adapter}) for adapter in adapters]
     if len({rank for each in ranks for rank in each}) > 1:
-        named = ", ".join(
-            f"{pin.id} has {' and '.join(map(str, each))}" for pin, each in zip(wanted.pins, ranks, strict=True)
-        )
-        raise AdapterInvalid(f"merging by {wanted.strategy} takes adapters of equal rank: {named}; `cat` takes any")
+        pairs = zip(wanted.pins, ranks, strict=True)
+        named = ", ".join(f"{pin.id} has {' and '.join(map(str, each))}" for pin, each in pairs)
+        raise AdapterInvalid(f"`{wanted.strategy}` merges only adapters of equal rank: {named}; use `cat`")
 
 
-def _merged(module: str, parts: list[_Part], wanted: Merge, digest: str) -> Found:
+def _merged(module: str, parts: list[_Part], wanted: Merge, digest: str) -> ModuleChange:
     kinds = {part.found.kind for part in parts}
     if len(kinds) > 1:
-        raise AdapterInvalid(f"the adapters change {module} in different ways")
+        raise AdapterInvalid(f"the adapters contain different kinds of changes to {module}")
+    every_a, every_b = _factors(parts)
     if wanted.strategy == "cat":
-        a = torch.cat([_a(part) * part.scale for part in parts])
-        b = torch.cat([_b(part) for part in parts], dim=1)
+        a = torch.cat([each * part.scale for each, part in zip(every_a, parts, strict=True)])
+        b = torch.cat(every_b, dim=1)
     else:
-        # the sign goes to one side only, or it would cancel itself
+        # the sign goes to one factor only, or it would cancel out
         roots = torch.tensor([math.sqrt(abs(part.scale)) for part in parts])
         signs = torch.tensor([1.0 if part.scale >= 0 else -1.0 for part in parts])
-        a = _combined([_a(part) for part in parts], roots * signs, wanted, f"{digest} {module} A")
-        b = _combined([_b(part) for part in parts], roots, wanted, f"{digest} {module} B")
+        a = _combined(every_a, roots * signs, wanted, f"{digest} {module} A")
+        b = _combined(every_b, roots, wanted, f"{digest} {module} B")
     if a.shape[0] > MOST_RANK:
-        raise AdapterInvalid(f"the merged adapter has rank {a.shape[0]} on {module}, the most is {MOST_RANK}")
-    return Found(module, kinds.pop(), rank=a.shape[0], a=a, b=b)
+        raise AdapterInvalid(f"the merged adapter has rank {a.shape[0]} on {module}; the limit is {MOST_RANK}")
+    return ModuleChange(module, kinds.pop(), rank=a.shape[0], a=a, b=b)
 
 
 def _combined(tensors: list[torch.Tensor], weights: torch.Tensor, wanted: Merge, seed: str) -> torch.Tensor:
     if wanted.strategy == "linear":
         return task_arithmetic(tensors, weights)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")  # a density of 1 prunes nothing, as asked for
+        warnings.simplefilter("ignore")  # about a density of 1, which prunes nothing
         torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "little"))
         if wanted.strategy == "dare_linear":
             return dare_linear(tensors, weights, wanted.density)
@@ -95,11 +95,8 @@ def _combined(tensors: list[torch.Tensor], weights: torch.Tensor, wanted: Merge,
         return merged(tensors, weights, wanted.density, wanted.majority_sign_method)
 
 
-def _a(part: _Part) -> torch.Tensor:
-    assert part.found.a is not None
-    return part.found.a.float()
-
-
-def _b(part: _Part) -> torch.Tensor:
-    assert part.found.b is not None
-    return part.found.b.float()
+def _factors(parts: list[_Part]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Every A and every B in float32."""
+    found = [(part.found.a, part.found.b) for part in parts]
+    pairs = [(a.float(), b.float()) for a, b in found if a is not None and b is not None]
+    return [a for a, _ in pairs], [b for _, b in pairs]

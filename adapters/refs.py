@@ -1,11 +1,12 @@
-"""The names of models and adapters: `id`, `id@revision`, and the source that the id belongs to.
+"""Names of models and adapters (`id`, `id@revision`, and their source) and pins. Imports no torch.
 
-Knows the spelling of names only; whether something of that name exists is for a source to say. Imports no torch.
+This module checks the syntax of a name; whether something of that name exists is for its source to find out.
 """
 
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Self
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
@@ -23,7 +24,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True)
 class Ref:
-    """A name as a user wrote it, taken apart. `revision` is None where the user left it open."""
+    """A parsed name. `revision` is None if the user gave none."""
 
     source: Source
     id: str
@@ -33,18 +34,47 @@ class Ref:
         return self.id if self.revision is None else f"{self.id}@{self.revision}"
 
 
-def parse(text: str, source: Source = Source.HUB) -> Ref:
-    """Take `text` apart. Raises ValueError with a sentence for the user.
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One immutable version of one adapter, as its source resolved a name. Its digest is not known yet."""
 
-    Only a hub's id may carry a revision: a path or a bucket key can hold an `@` of its own.
+    source: Source
+    id: str
+    """The name within the source, without a revision."""
+    revision: str
+    """A commit (hub), or a hash of the file listing (local, s3)."""
+
+    def __str__(self) -> str:
+        return f"{self.id}@{self.revision[:12]}"
+
+    def as_dict(self) -> dict[str, str]:
+        """The form in which the loader receives it."""
+        return {"source": self.source.value, "id": self.id, "revision": self.revision}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read what `as_dict` wrote. Raises ValueError."""
+        try:
+            source, id, revision = Source(values["source"]), values["id"], values["revision"]
+        except KeyError as error:
+            raise ValueError(f"a pin lacks {error}") from None
+        if not isinstance(id, str) or not isinstance(revision, str):
+            raise ValueError("a pin's id and revision must be strings")
+        return cls(source, id, revision)
+
+
+def parse(text: str, source: Source = Source.HUB) -> Ref:
+    """Split `text` into id and revision. Raises ValueError with a sentence for the user.
+
+    Only a hub id may carry a revision: a path or a bucket key may itself contain an `@`.
     """
     if not text or len(text) > _LONGEST or any(ord(character) < 32 for character in text):
-        raise ValueError(f"{text[:60]!r} is not a name: it is empty, too long or holds control characters")
+        raise ValueError(f"{text[:60]!r} is not a name: it is empty, too long or contains control characters")
     if source is not Source.HUB:
         return Ref(source, text)
     name, at, revision = text.partition("@")
     if not _HUB_ID.fullmatch(name) or "--" in name or ".." in name or name.endswith((".git", ".", "-")):
-        raise ValueError(f"{name!r} is not a hub id: one looks like `name` or `owner/name`")
+        raise ValueError(f"{name!r} is not a hub id: use `name` or `owner/name`")
     if at and (not _REVISION.fullmatch(revision) or ".." in revision):
-        raise ValueError(f"{revision!r} is not a revision: a branch, a tag or a commit")
+        raise ValueError(f"{revision!r} is not a revision: use a branch, a tag or a commit")
     return Ref(source, name, revision or None)

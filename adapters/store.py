@@ -1,7 +1,7 @@
-"""The disk tier: served layouts by digest in one folder, bounded in bytes, shared by processes. Imports no torch.
+"""The disk tier: served layouts by digest in one folder of bounded size, shared by processes. Imports no torch.
 
-A file appears whole, by a rename under a lock, and is never changed afterwards. The least recently asked for is removed
-first, but none that a process holds or asked for in the last minutes; who has mapped a file keeps what is mapped.
+A file appears complete, by a rename under a lock, and never changes. The least recently used file is removed first, but
+none that a process holds or used in the last minutes; a removed file stays mapped where it was mapped.
 """
 
 import fcntl
@@ -19,11 +19,11 @@ from typing import Any, Self
 
 from lorikeet.adapters.errors import AdapterError, LoaderFailed, not_stored
 from lorikeet.adapters.formats import header
-from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Pin
 
 RECENT_S = 180.0
-"""A file that was asked for so recently is not removed: a shard may be about to map it."""
-_LEFT_S = 86_400.0
+"""A file that was used this recently is not removed: a shard may be about to map it."""
+_ABANDONED_S = 86_400.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ENDING = ".safetensors"
 
@@ -35,36 +35,35 @@ class Entry:
     digest: str
     num_bytes: int
     rank: int
-    """The largest of its modules, 0 where it changes none."""
+    """The largest of its modules, 0 if it changes none."""
     num_heads: int = 0
-    """Medusa heads that it brings."""
+    """Medusa heads in it."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As `from_dict` reads it."""
+        """What `from_dict` reads."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Raises ValueError."""
         digest, *numbers = (values.get(name) for name in ("digest", "num_bytes", "rank", "num_heads"))
-        # without a number of heads it is of a time when heads were passed over: what is there is looked at again
+        # older versions wrote no number of heads and ignored them: such an adapter is read again
         if not isinstance(digest, str) or not all(isinstance(number, int) for number in numbers):
-            raise ValueError("no entry of the store")
+            raise ValueError("not an entry of the store")
         return cls(digest, *(number for number in numbers if isinstance(number, int)))
 
 
 class Store:
-    """The folder at `root`, of at most `capacity` bytes, for the base that `base` names: its configuration's hash, its
-    weights' hash, and the dtype.
+    """The folder at `root`, of at most `capacity` bytes. `base` holds the hashes of the base's configuration and
+    weights, and the dtype.
     """
 
     def __init__(self, root: str | Path, capacity: int, base: tuple[str, str, str]) -> None:
         self.root = Path(root)
-        self._capacity = capacity
-        self._base = base
+        self._capacity, self._base = capacity, base
         self._held: dict[str, int] = {}
-        self._seen: dict[str, tuple[int, int]] = {}
-        """Files found to be sound, by what they were then."""
+        self._valid: dict[str, tuple[int, int]] = {}
+        """Files found to be valid, with their identities at that time."""
         self.num_evicted = 0
         for folder in (self.root, self.root / "pins", self.root / "work"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -77,8 +76,8 @@ class Store:
         return self.root / f"{digest}{_ENDING}"
 
     def work(self, name: str) -> Path:
-        """A private folder for files on their way, the same for the same name: an earlier attempt may be resumed.
-        Raises LoaderFailed where the disk is full.
+        """A private folder for a download, the same for equal names, so that an earlier attempt may be resumed. Raises
+        LoaderFailed if the disk is full.
         """
         folder = self.root / "work" / hashlib.sha256(name.encode()).hexdigest()
         try:
@@ -88,7 +87,7 @@ class Store:
         return folder
 
     def of_pin(self, pin: Pin) -> Entry | None:
-        """What a pin was found to hold, if that is still here."""
+        """The recorded entry of a pin, if its file still exists."""
         try:
             entry = Entry.from_dict(json.loads(self._note(pin).read_bytes()))
         except (OSError, ValueError, AttributeError):
@@ -96,7 +95,7 @@ class Store:
         return entry if self.touch(entry.digest) else None
 
     def note(self, pin: Pin, entry: Entry) -> None:
-        """Remember what a pin holds. Without room for that it is looked at again another time."""
+        """Record the entry of a pin. If the disk is full, the pin is read again next time."""
         note = self._note(pin)
         draft = note.with_suffix(f".{os.getpid()}.draft")
         try:
@@ -106,31 +105,31 @@ class Store:
             draft.unlink(missing_ok=True)
 
     def touch(self, digest: str) -> bool:
-        """Mark as asked for just now; whether it is here, sound, and for this base."""
+        """Mark as used now; whether the file exists, is valid, and is for this base."""
         path = self.path(digest)
         try:
             status = path.stat()
-            if self._seen.get(digest) != _identity(status):
-                if not self._is_sound(path):
+            if self._valid.get(digest) != _identity(status):
+                if not self._is_valid(path):
                     return False
-                self._seen[digest] = _identity(status)
+                self._valid[digest] = _identity(status)
             os.utime(path)
         except OSError:
             return False
         return True
 
     def entry(self, digest: str) -> Entry:
-        """What is here under a digest. Raises LoaderFailed where that is gone again."""
+        """The entry of a digest. Raises LoaderFailed if its file no longer exists."""
         path = self.path(digest)
         try:
             metadata, size = _metadata(path)
             num_heads = json.loads(metadata["heads"])["count"] if "heads" in metadata else 0
             return Entry(digest, size, int(metadata["rank"]), int(num_heads))
         except (OSError, ValueError, KeyError, TypeError, AdapterError):
-            raise LoaderFailed("the adapter was removed from the store as soon as it was there", status=503) from None
+            raise LoaderFailed("the adapter was removed from the store right after it was added", status=503) from None
 
     def add(self, digest: str, write: Callable[[Path], None]) -> int:
-        """Have `write` fill a file and put it in place; its size. Raises LoaderFailed where the disk is full."""
+        """Let `write` write a file, then move it into place; its size. Raises LoaderFailed if the disk is full."""
         draft = self.root / "work" / f"{digest}.{os.getpid()}.draft"
         try:
             write(draft)
@@ -139,18 +138,18 @@ class Store:
             with self._locked():
                 self._make_room(num_bytes)
                 draft.replace(self.path(digest))
-                if digest in self._held:  # the file that was held is no longer the one of this name
+                if digest in self._held:  # hold the new file of this name
                     self.release(digest)
                     self.hold(digest)
         except OSError as error:
             raise not_stored(error) from None
         finally:
             draft.unlink(missing_ok=True)
-        self._seen.pop(digest, None)
+        self._valid.pop(digest, None)
         return num_bytes
 
     def hold(self, digest: str) -> bool:
-        """Keep a file from being removed while this process lives; whether it is here."""
+        """Prevent a file from being removed while this process lives; whether it exists."""
         if digest in self._held:
             return True
         try:
@@ -162,25 +161,24 @@ class Store:
         return True
 
     def release(self, digest: str) -> None:
-        """It may be removed again, as far as this process is concerned."""
-        descriptor = self._held.pop(digest, None)
-        if descriptor is not None:
+        """Allow the file to be removed again."""
+        if (descriptor := self._held.pop(digest, None)) is not None:
             os.close(descriptor)
 
     def remove(self, digest: str) -> bool:
-        """Forget a file now, unless a process holds it; whether it is gone."""
+        """Remove a file now, unless a process holds it; whether it no longer exists."""
         self.release(digest)
         with self._locked():
             path = self.path(digest)
             if path.exists() and _is_held(path):
                 return False
             path.unlink(missing_ok=True)
-        self._seen.pop(digest, None)
+        self._valid.pop(digest, None)
         return True
 
     def sweep(self) -> None:
-        """Take away what earlier processes left: files on their way, and notes of what is not here any more."""
-        old = time.time() - _LEFT_S
+        """Delete what earlier processes left behind: partial files, and records of files that no longer exist."""
+        old = time.time() - _ABANDONED_S
         for path in (self.root / "work").iterdir():
             if path.stat().st_mtime < old:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -193,7 +191,7 @@ class Store:
                 note.unlink(missing_ok=True)
 
     def usage(self) -> tuple[int, int]:
-        """How many files, and their bytes."""
+        """Number of files, and their bytes."""
         sizes = [status.st_size for _, status in self._files()]
         return len(sizes), sum(sizes)
 
@@ -201,8 +199,8 @@ class Store:
         name = json.dumps([pin.as_dict(), self._base], sort_keys=True)
         return self.root / "pins" / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
 
-    def _is_sound(self, path: Path) -> bool:
-        """Whole, as far as its header says, and made for this base."""
+    def _is_valid(self, path: Path) -> bool:
+        """Complete according to its header, and made for this base."""
         try:
             metadata, _ = _metadata(path)
         except (OSError, ValueError, AdapterError):
@@ -228,7 +226,7 @@ class Store:
             if _is_held(path):
                 continue
             path.unlink(missing_ok=True)
-            self._seen.pop(path.stem, None)
+            self._valid.pop(path.stem, None)
             self.num_evicted += 1
             excess -= status.st_size
 
@@ -251,7 +249,7 @@ def _is_held(path: Path) -> bool:
 
 
 def _metadata(path: Path) -> tuple[dict[str, str], int]:
-    """What a whole file says of itself, and its size. Raises OSError, ValueError or AdapterError."""
+    """The metadata of a complete file, and its size. Raises OSError, ValueError or AdapterError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(header.PREFIX)

@@ -1,4 +1,1 @@
-"""The embedded default model and the scripts that made it.
-
-Knows nothing of serving: no part of the server imports this package.
-"""
+"""The built-in demo models and the scripts that train and measure them. No part of the server imports this package."""

@@ -1,9 +1,11 @@
-"""LLMSpeculativeSampling's comparison on servers of our own: its flags, its four texts, its `-v`.
+"""Mirrors `python main.py` of LLMSpeculativeSampling on Lorikeet servers: its flags, its four texts, its `-v`.
 
     python examples/compare.py --input "def add(a, b):" --target_model_name T --approx_model_name D -v
 
-Writes the target's text, the small model's, and the target's as both papers guess it ahead (Chen et al. 2023, Leviathan
-et al. 2023). With a seed the last two are the first, token by token: a seed promises a text here. `-b` measures.
+Run it in an environment with Lorikeet installed; the default models are the built-in demo models. It prints the
+target's text, the small model's, and the target's with the speculative decoding of both papers (Chen et al. 2023,
+Leviathan et al. 2023). With a seed the last two equal the first, token by token, because output depends on the seed
+only. `-b` measures tokens per second.
 """
 
 import argparse
@@ -15,19 +17,19 @@ from typing import Any
 from lorikeet.launcher import Client, launch
 from lorikeet.launcher.cli import provenance
 
-LAW = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9}
+SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9}
 RUNS = 10
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="One prompt, four texts.")
+    parser = argparse.ArgumentParser(description="Generate four texts for one prompt.")
     parser.add_argument("--input", default="def read_lines(path):\n")
-    parser.add_argument("--approx_model_name", default=str(files("demo") / "draft"))
-    parser.add_argument("--target_model_name", default=str(files("demo") / "base"))
-    parser.add_argument("-v", "--verbose", action="store_true", help="colour tokens by who brought them, and count")
+    parser.add_argument("--approx_model_name", default=str(files("lorikeet.demo") / "draft"))
+    parser.add_argument("--target_model_name", default=str(files("lorikeet.demo") / "base"))
+    parser.add_argument("-v", "--verbose", action="store_true", help="colour tokens by their source, and count them")
     parser.add_argument("-s", "--seed", type=int)
-    parser.add_argument("-b", "--benchmark", action="store_true", help=f"tokens per second over {RUNS} runs")
-    parser.add_argument("-p", "--profiling", action="store_true", help="seconds by part; same line as -v's")
+    parser.add_argument("-b", "--benchmark", action="store_true", help=f"measure tokens per second over {RUNS} runs")
+    parser.add_argument("-p", "--profiling", action="store_true", help="print seconds by part; the same line as -v")
     parser.add_argument("-M", "--max_tokens", type=int, default=20)
     parser.add_argument("-g", "--gamma", type=int, default=4)
     parser.add_argument("--set", action="append", default=[], metavar="FLAG=VALUE", help="any flag of the launcher")
@@ -35,10 +37,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def show(title: str, client: Client, given: argparse.Namespace, **parameters: Any) -> None:
-    """One text under its title."""
-    law = LAW | {"max_new_tokens": given.max_tokens} | ({} if given.seed is None else {"seed": given.seed})
+    """Print one text under its title."""
+    seed = {} if given.seed is None else {"seed": given.seed}
+    parameters = {**SAMPLING, "max_new_tokens": given.max_tokens, **seed, **parameters}
     began = time.monotonic()
-    answer = client.generate(given.input, **law, **parameters)
+    answer = client.generate(given.input, **parameters)
     seconds = time.monotonic() - began
     paint = provenance.painter(given.verbose)
     print(f"\x1b[31m{title}\x1b[0m\n{given.input}" + "".join(map(paint, answer.tokens)))
@@ -46,7 +49,7 @@ def show(title: str, client: Client, given: argparse.Namespace, **parameters: An
         print(provenance.summary(answer.details, seconds))
     if given.benchmark:
         began = time.monotonic()
-        texts = [client.generate(given.input, **law, **parameters) for _ in range(RUNS)]
+        texts = [client.generate(given.input, **parameters) for _ in range(RUNS)]
         num_tokens = sum(text.details["generated_tokens"] for text in texts)
         print(f"{num_tokens / (time.monotonic() - began):.1f} tokens/s")
 
@@ -60,9 +63,9 @@ def main(arguments: list[str] | None = None) -> None:
         large = both.enter_context(launch(given.target_model_name, given.approx_model_name, **width, **flags))
         show("target model", large, given, speculative_tokens=0)
         show("approximation model", small, given)
-        guessed = {"speculative_method": "draft", "speculative_schedule": "constant"}
-        show("DeepMind's speculative sampling", large, given, speculative_verify="deepmind", **guessed)
-        show("Google's speculative decoding", large, given, speculative_verify="google", **guessed)
+        speculation = {"speculative_method": "draft", "speculative_schedule": "constant"}
+        show("DeepMind's speculative sampling", large, given, speculative_verify="deepmind", **speculation)
+        show("Google's speculative decoding", large, given, speculative_verify="google", **speculation)
         if given.verbose:
             print(provenance.legend(colours=True))
 

@@ -1,10 +1,11 @@
-"""Xinference's `launch_speculative_llm` on a server of our own: its arguments, then completion, chat and stream.
+"""Mirrors Xinference's `launch_speculative_llm` on a Lorikeet server: its arguments, then completion, chat and stream.
 
     python examples/launch_speculative.py --model_name Qwen/Qwen2.5 --model_size_in_billions 7 \\
         --draft_model_name Qwen/Qwen2.5 --draft_model_size_in_billions 3
 
-A name is a hub id or a folder; a size that it lacks is put behind it (`Qwen/Qwen2.5-7B`). Without names it serves the
-embedded models. What each request's guesses were worth is written as Xinference logs it.
+Run it in an environment with Lorikeet installed. A name is a hub id or a folder; a missing size is appended to it
+(`Qwen/Qwen2.5-7B`). Without names it serves the built-in demo models. After each request the acceptance rate of its
+draft tokens is printed in the format of Xinference's log.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 from lorikeet.launcher import Client, launch
 
 FLOWER = "def bouquet(flowers):\n"
-GUESSED = {"speculative_method": "draft", "speculative_schedule": "constant"}
+SPECULATION = {"speculative_method": "draft", "speculative_schedule": "constant"}
 
 
 def launch_speculative_llm(
@@ -28,7 +29,7 @@ def launch_speculative_llm(
     n_gpu: int | str | None = "auto",
     **flags: Any,
 ) -> AbstractContextManager[Client]:
-    """A server as Xinference's client would launch it; `flags` are lorikeet-launcher's."""
+    """Launch a server like Xinference's client; `flags` are those of lorikeet-launcher."""
     return launch(
         _id(model_name, model_size_in_billions),
         _id(draft_model_name, draft_model_size_in_billions),
@@ -44,9 +45,9 @@ def _id(name: str, size: float | None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="A model, and a small one that guesses for it.")
+    parser = argparse.ArgumentParser(description="Serve a model with a draft model.")
     for role, folder in (("", "base"), ("draft_", "draft")):
-        parser.add_argument(f"--{role}model_name", default=str(files("demo") / folder))
+        parser.add_argument(f"--{role}model_name", default=str(files("lorikeet.demo") / folder))
         parser.add_argument(f"--{role}model_size_in_billions", type=float)
         parser.add_argument(f"--{role}quantization", default="none")
     parser.add_argument("--n_gpu", default="auto")
@@ -54,12 +55,12 @@ def main(arguments: list[str] | None = None) -> None:
     given = vars(parser.parse_args(arguments))
     flags = dict(one.split("=", 1) for one in given.pop("set"))
     with launch_speculative_llm(**given, **flags) as model:
-        answer = model.generate(FLOWER, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.95, **GUESSED)
+        answer = model.generate(FLOWER, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.95, **SPECULATION)
         print(answer.text)
         _log(answer.details["speculation"])
-        said = model.chat("Write a function: Return the length of the list.", max_tokens=64, temperature=0)
-        print(said["choices"][0]["message"]["content"])
-        stream = model.stream(FLOWER, max_new_tokens=64, stop=["\n\n"], **GUESSED)
+        reply = model.chat("Write a function: Return the length of the list.", max_tokens=64, temperature=0)
+        print(reply["choices"][0]["message"]["content"])
+        stream = model.stream(FLOWER, max_new_tokens=64, stop=["\n\n"], **SPECULATION)
         print("".join(token.text for token in stream))
         _log(stream.details["speculation"])
 

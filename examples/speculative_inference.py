@@ -1,9 +1,10 @@
-"""LMFlow's speculative inference on a server of our own: its flags, its prompt loop.
+"""Mirrors LMFlow's `speculative_inference.py` on a Lorikeet server: its flags, its prompt loop.
 
     python examples/speculative_inference.py --model gpt2-xl --draft_model gpt2 --gamma 5 --temperature 0.3
 
-Reads prompts until the end of input and writes each with its continuation as it comes. Without models it serves the
-embedded ones. `--gpu 0` computes on that CUDA device; without it on the first one, or on the CPU.
+Run it in an environment with Lorikeet installed. It reads prompts until the end of input and streams each with its
+continuation. Without models it serves the built-in demo models. `--gpu 0` selects that CUDA device; the default is the
+first one, or the CPU.
 """
 
 import argparse
@@ -18,29 +19,30 @@ PROMPT = "Speculative Inference: "
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Prompts in, texts out, guessed ahead by a draft model.")
+    parser = argparse.ArgumentParser(description="Continue prompts with a draft model.")
     parser.add_argument("--gpu", default="", help="number of the CUDA device")
-    parser.add_argument("--model", default=str(files("demo") / "base"))
-    parser.add_argument("--draft_model", default=str(files("demo") / "draft"))
-    parser.add_argument("--gamma", type=int, default=5, help="tokens guessed per step")
+    parser.add_argument("--model", default=str(files("lorikeet.demo") / "base"))
+    parser.add_argument("--draft_model", default=str(files("lorikeet.demo") / "draft"))
+    parser.add_argument("--gamma", type=int, default=5, help="draft tokens per step")
     parser.add_argument("--max_new_tokens", type=int, default=512)
-    parser.add_argument("--temperature", type=float, default=0.3, help="0 takes the likeliest token")
-    parser.add_argument("--ignore_eos", action="store_true", help="always max_new_tokens, as LMFlow does")
+    parser.add_argument("--temperature", type=float, default=0.3, help="0 selects the most likely token")
+    parser.add_argument("--ignore_eos", action="store_true", help="always generate max_new_tokens, like LMFlow")
     parser.add_argument("--set", action="append", default=[], metavar="FLAG=VALUE", help="any flag of the launcher")
     return parser.parse_args(arguments)
 
 
 def answer(client: Client, prompt: str, given: argparse.Namespace) -> None:
-    """Write the prompt and what follows it, then what the guesses were worth."""
-    law: dict[str, Any] = {"do_sample": True, "temperature": given.temperature} if given.temperature > 1e-6 else {}
+    """Print the prompt, its continuation, and the number of accepted draft tokens."""
     print(prompt, end="")
-    law |= {"speculative_method": "draft", "speculative_schedule": "constant"}
-    stream = client.stream(prompt, max_new_tokens=given.max_new_tokens, ignore_eos_token=given.ignore_eos, **law)
+    parameters: dict[str, Any] = {"speculative_method": "draft", "speculative_schedule": "constant"}
+    if given.temperature > 1e-6:
+        parameters |= {"do_sample": True, "temperature": given.temperature}
+    stream = client.stream(prompt, max_new_tokens=given.max_new_tokens, ignore_eos_token=given.ignore_eos, **parameters)
     for token in stream:
         if given.ignore_eos or not token.special:
             print(token.text, end="", flush=True)
     report = stream.details["speculation"]
-    rate = f"{report['accepted']} of {report['drafted']} guesses accepted"
+    rate = f"{report['accepted']} of {report['drafted']} draft tokens accepted"
     print(f"\n[{stream.details['generated_tokens']} tokens in {report['steps']} forward passes, {rate}]")
 
 
@@ -54,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         for line in sys.stdin:
             try:
                 answer(client, line.rstrip("\n"), given)
-            except ServerError as error:  # of this prompt alone
+            except ServerError as error:  # concerns this prompt only
                 print(f"\n[{error}]")
             print(PROMPT, end="", flush=True)
     print()

@@ -1,6 +1,6 @@
-"""Flags, download, processes, readiness, signals. Starts router and shards as processes; imports neither.
+"""Flags, model download, processes and signals: starts router, loader and shards, which it does not import.
 
-`launch` and its `Client` are here for those who start a server from Python.
+`launch` starts a server from Python; `Client` talks to one.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ __all__ = ["Client", "launch"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: a start of the launcher itself needs neither."""
+    """Imported on first use: the launcher itself needs neither."""
     if name == "launch":
         from lorikeet.launcher.cli.launching import launch
 

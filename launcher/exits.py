@@ -1,6 +1,7 @@
-"""Why the launcher ended: one code per reason, and the error that carries a reason and one sentence for the user."""
+"""Why the launcher exits: one code per reason, and the error that carries a code and one sentence for the user."""
 
 from enum import IntEnum
+from typing import Never
 
 
 class Exit(IntEnum):
@@ -20,17 +21,17 @@ class Exit(IntEnum):
 
 
 MEANINGS: dict[Exit, str] = {
-    Exit.OK: "It was asked to end and every request was answered, or it had only something to print.",
-    Exit.ARGUMENT_VALIDATION: "A flag or a variable is unknown, wrong, impossible together with another, or refused.",
-    Exit.NOT_ENOUGH_CUDA_DEVICES: "A CUDA device was asked for that this machine does not have.",
+    Exit.OK: "Clean shutdown, or an informational command completed.",
+    Exit.ARGUMENT_VALIDATION: "A flag or a variable is unknown, invalid, in conflict with another, or not supported.",
+    Exit.NOT_ENOUGH_CUDA_DEVICES: "The machine has fewer CUDA devices than requested.",
     Exit.DOWNLOAD_ERROR: "The model could not be found, read or downloaded.",
-    Exit.SHARD_CANNOT_START: "A shard ended before it was ready: its last lines say why.",
-    Exit.SHARD_FAILED: "A shard ended while the server was draining.",
-    Exit.WEBSERVER_CANNOT_START: "The address is taken, or the router ended before it was ready.",
-    Exit.WEBSERVER_FAILED: "The router ended again and again while serving, or could not drain in time.",
-    Exit.FORCED: "A second signal ended it at once; running requests were cut.",
-    Exit.LOADER_FAILED: "The loader of adapters could not start, or ended again and again while serving.",
-    Exit.SHARD_KEEPS_ENDING: "A shard ended five times running without having completed a request.",
+    Exit.SHARD_CANNOT_START: "A shard exited before it was ready; its last log lines give the reason.",
+    Exit.SHARD_FAILED: "A shard exited while the server was draining.",
+    Exit.WEBSERVER_CANNOT_START: "The address is in use, or the router exited before it was ready.",
+    Exit.WEBSERVER_FAILED: "The router exited repeatedly while serving, or did not drain in time.",
+    Exit.FORCED: "A second signal ended the server at once; running requests were aborted.",
+    Exit.LOADER_FAILED: "The adapter loader could not start, or exited repeatedly while serving.",
+    Exit.SHARD_KEEPS_ENDING: "A shard exited five times in a row without completing a request.",
 }
 
 
@@ -40,3 +41,8 @@ class LauncherError(Exception):
     def __init__(self, exit: Exit, sentence: str) -> None:
         super().__init__(sentence)
         self.exit = exit
+
+
+def refuse(sentence: str) -> Never:
+    """Reject the arguments. Raises LauncherError."""
+    raise LauncherError(Exit.ARGUMENT_VALIDATION, sentence)

@@ -1,4 +1,4 @@
-"""`lorikeet-launcher`: reads the settings, gets the model, has a supervisor serve it: the order of events."""
+"""`lorikeet-launcher`: reads the settings, fetches the models, and starts the supervisor."""
 
 import json
 import os
@@ -10,21 +10,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lorikeet.launcher import logs
-from lorikeet.launcher.config import kv_cache, rules, settings
+from lorikeet.launcher.config import rules, settings
 from lorikeet.launcher.config.settings import Settings
-from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.launcher.models import adapters, devices, model, runtime, usage
+from lorikeet.launcher.exits import Exit, LauncherError, refuse
+from lorikeet.launcher.models import adapters, devices, model, usage
 from lorikeet.launcher.processes import configs, serving
 from lorikeet.launcher.processes import download as models
 from lorikeet.launcher.processes.supervisor import Signals
+from lorikeet.proto import logs
 from lorikeet.proto.version import version
 
 _LONGEST_SOCKET_PATH = 103
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (this process's own without `arguments`) and return its exit code."""
+    """Run a command line, by default that of this process, and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if "--version" in arguments:
@@ -35,28 +35,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(read)
     except LauncherError as error:
         if settings.asks_for_json(arguments, os.environ):
-            logs.start(True, "error", sys.stderr).error("%s", error)
+            logs.start_launcher(True, "error", sys.stderr).error("%s", error)
         else:
             print(f"lorikeet-launcher: {error}", file=sys.stderr, flush=True)
         return error.exit
 
 
 def _run(read: Settings) -> int:
-    log = logs.start(
+    log = logs.start_launcher(
         read["json-output"],
         read["log-level"],
         sys.stderr if read["print-config"] or read["download-only"] else sys.stdout,
     )
     if read["env"]:
-        log.info("%s", runtime.description())
+        log.info("%s", devices.describe_runtime())
     device, num_ranks = _device(read)
-    kv_cache.check(read, device)
-    for sentence in rules.without_effect(read, device, num_ranks):
+    rules.check_device(read, device)
+    for sentence in (*read.deprecated, *rules.without_effect(read, device, num_ranks)):
         log.warning("%s", sentence)
     with Signals().caught() as signals, _private_folder(read) as folder:
         plan = _plan(read, (device, num_ranks), folder, signals)
         if plan is None:
-            log.info("ended before the model was there")
+            log.info("ended before the model was fetched")
             return Exit.OK
         if read["print-config"]:
             print(json.dumps(configs.effective(plan), indent=2, ensure_ascii=False))
@@ -70,10 +70,10 @@ def _run(read: Settings) -> int:
 
 
 def _device(read: Settings) -> tuple[str, int]:
-    """What a shard computes on, and over how many of these the model is split."""
+    """The device of shards, and the tensor-parallel size."""
     on_ray = read["engine"] == "ray"
     device = devices.of_each_node(read["device"]) if on_ray else devices.choose(read["device"])
-    # Several replicas share what there is, and on Ray this machine's environment says nothing.
+    # Several replicas share the devices, and on Ray this machine's environment does not count.
     environment = {} if on_ray or read["replicas"] > 1 else os.environ
     num_ranks = devices.choose_ranks(read["sharded"], read["num-shard"], device, environment)
     if not on_ray:
@@ -82,8 +82,8 @@ def _device(read: Settings) -> tuple[str, int]:
 
 
 def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals) -> configs.Plan | None:
-    """Everything that must be known before a process starts; None if a signal came first."""
-    told = usage.plan(read, os.environ)
+    """Everything that must be known before a process starts; None if a signal arrived first."""
+    destinations = usage.plan(read, os.environ)
     found = models.collect(read, folder, signals)
     if found is None:
         return None
@@ -96,27 +96,23 @@ def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals
     read = models.with_tokens(read, found.draft)
     complete = adapters.with_family(model.with_lengths(read, model.configuration(base.path)), os.environ)
     rules.check_lengths(complete)
-    kept = adapters.plan(complete, os.environ, base.path, folder)
+    sources = adapters.plan(complete, os.environ, base.path, folder)
     device, num_ranks = where
-    return configs.Plan(complete, base, device, folder, version(), kept, found.draft, told, num_ranks)
+    return configs.Plan(complete, base, device, folder, version(), sources, found.draft, destinations, num_ranks)
 
 
 @contextmanager
 def _private_folder(read: Settings) -> Iterator[Path]:
-    """A folder for sockets and files of this run that only this user can enter."""
+    """A folder for sockets and files of this run that is private to this user."""
     wanted = read["shard-uds-path"]
     where, prefix = (None, "lorikeet-") if wanted is None else (str(Path(wanted).parent), f"{Path(wanted).name}-")
     try:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=where)).resolve()
     except OSError as error:
-        raise LauncherError(
-            Exit.ARGUMENT_VALIDATION, f"no private folder can be made at --shard-uds-path {wanted}: {error.strerror}"
-        ) from None
+        refuse(f"no private folder can be created at --shard-uds-path {wanted}: {error.strerror}")
     try:
         if len(os.fsencode(folder / "shard-63.sock")) > _LONGEST_SOCKET_PATH:
-            raise LauncherError(
-                Exit.ARGUMENT_VALIDATION, f"{folder} is too long a path for a Unix socket: give --shard-uds-path"
-            )
+            refuse(f"{folder} is too long for the path of a Unix socket: give --shard-uds-path")
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

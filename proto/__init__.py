@@ -1,4 +1,5 @@
-"""The wire contract between router and shard: one .proto file and the stubs generated from it.
+"""What the processes of a server agree on: the wire and its version, digests, names of quantization methods,
+configuration files, log format, and what happens when a parent process ends. Imports no other package of ours.
 
-Knows messages and rpcs only. Imports nothing of ours. `make proto` regenerates; a test compares.
+`shard.proto` is the wire; `make proto` generates the stubs, and a test compares them.
 """

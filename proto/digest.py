@@ -1,6 +1,6 @@
-"""How files and token ids are called by their content, alike for all who compare them.
+"""Digests of files and of token ids.
 
-Both can be had with a shell or a few lines of any language: `sha256sum config.json model.safetensors | sha256sum`.
+They can be reproduced with a shell: `sha256sum config.json model.safetensors | sha256sum`.
 """
 
 import hashlib
@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def of_tokens(token_ids: Sequence[int]) -> str:
-    """SHA-256 over the ids as little-endian 32 bit numbers, one after the other."""
+    """SHA-256 over the ids as little-endian 32-bit integers."""
     return hashlib.sha256(struct.pack(f"<{len(token_ids)}I", *token_ids)).hexdigest()
 
 
 def of_files(folder: Path, names: Iterable[str]) -> str:
-    """SHA-256 over the lines that `sha256sum` writes of these files of `folder`, in the order of their names.
+    """SHA-256 over the lines that `sha256sum` prints for these files of `folder`, sorted by name.
 
     Raises OSError.
     """

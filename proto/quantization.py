@@ -1,5 +1,5 @@
-"""What a base can be quantised by: the methods' names, as flags, configurations and the wire have them, the packages
-that they need, and what a checkpoint's configuration says of itself. Imports none of the packages.
+"""Quantization methods: their names in flags, configurations and on the wire, the packages that they need, and which
+one a checkpoint uses. Imports none of the packages.
 """
 
 import importlib.util
@@ -8,38 +8,35 @@ from dataclasses import dataclass
 from typing import Any
 
 _AFTER_SAMPLES = (
-    "it is computed from sample texts beforehand, never at a start: name a checkpoint that is quantised so, or take "
-    "bitsandbytes-nf4 or hqq-4bit, which quantise any"
+    "it is computed from sample texts in advance, not at startup: use a checkpoint that is quantised by it, or "
+    "bitsandbytes-nf4 or hqq-4bit, which quantise any model"
 )
-_NO_HQQ_FILES = (
-    "transformers reads no such checkpoints since its version 5: name the plain model, which is quantised at the start"
-)
+_NO_HQQ_FILES = "transformers 5 does not read such checkpoints: use the plain model, which is quantised at startup"
 _NO_FP8_FILES = (
-    "transformers' layers for them compute by kernels that are fetched from the hub while serving: name the plain "
-    "model and --quantize fp8"
+    "transformers downloads the kernels for them from the hub while serving: use the plain model with --quantize fp8"
 )
-_EETQ = "its kernels are fetched from the hub while serving: bitsandbytes and fp8 have 8 bits too"
-_EXL2 = "transformers has no loader for it: gptq and awq checkpoints are served, hqq has 2, 3 and 4 bits"
+_EETQ = "its kernels are downloaded from the hub while serving: use bitsandbytes or fp8 for 8 bits"
+_EXL2 = "transformers has no loader for it: use gptq or awq checkpoints, or hqq for 2, 3 and 4 bits"
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way of quantising."""
+    """One quantization method."""
 
     packages: tuple[str, ...] = ()
-    """What must be installed."""
+    """Required packages."""
     extra: str = ""
-    """Our extra that brings them."""
+    """Our extra that installs them."""
     refused: str = ""
-    """Why it is not served, "" where it is."""
+    """Why it is not supported, if it is not."""
     refused_at_load: str = ""
-    """Why weights that are not quantised yet are not quantised by it, "" where they are."""
+    """Why plain weights cannot be quantised by it, if they cannot."""
     refused_in_files: str = ""
-    """Why checkpoints that are quantised by it are not served, "" where they are."""
+    """Why checkpoints that are quantised by it are not supported, if they are not."""
 
 
 FP8_KV = "fp8-kv"
-"""No method for weights, though `--quantize` takes it: LoRAX's name for a KV cache in fp8."""
+"""Not a method for weights, though a value of `--quantize`: LoRAX's name for a KV cache in fp8."""
 _BITSANDBYTES = Method(("bitsandbytes",), "bitsandbytes")
 _HQQ = Method(("hqq",), "hqq", refused_in_files=_NO_HQQ_FILES)
 METHODS = {
@@ -59,10 +56,10 @@ METHODS = {
 
 
 def reason_against(name: str) -> str:
-    """Why weights quantised by `name` cannot be served by this installation; "" where they can."""
+    """Why this installation cannot serve weights quantised by `name`; empty if it can."""
     method = METHODS.get(name)
     if method is None:
-        return "it is not known here"
+        return "it is an unknown method"
     if method.refused:
         return method.refused
     missing = [package for package in method.packages if importlib.util.find_spec(package) is None]
@@ -72,30 +69,28 @@ def reason_against(name: str) -> str:
 
 
 def of_weights(wanted: str | None) -> str | None:
-    """What a value of `--quantize` asks of the weights."""
+    """The weights' method in a value of `--quantize`."""
     return None if wanted == FP8_KV else wanted
 
 
 def of_checkpoint(config: Mapping[str, Any]) -> str | None:
-    """What the weights beside a config.json are quantised by; None where they are not. Where no flag names the method,
-    what the file calls it.
-    """
-    told = config.get("quantization_config")
-    if not isinstance(told, Mapping):
+    """The quantization method in a config.json, by the name of our flag if it has one; None for plain weights."""
+    found = config.get("quantization_config")
+    if not isinstance(found, Mapping):
         return None
-    if told.get("load_in_8bit"):
+    if found.get("load_in_8bit"):
         return "bitsandbytes"
-    if told.get("load_in_4bit"):
-        return f"bitsandbytes-{told.get('bnb_4bit_quant_type', 'fp4')}"
-    name = str(told.get("quant_method"))
+    if found.get("load_in_4bit"):
+        return f"bitsandbytes-{found.get('bnb_4bit_quant_type', 'fp4')}"
+    name = str(found.get("quant_method"))
     if name == "hqq":
-        asked = told.get("quant_config") or {}
+        asked = found.get("quant_config") or {}
         return f"hqq-{asked.get('weight_quant_params', {}).get('nbits', 4)}bit"
     return name
 
 
 def choose(wanted: str | None, config: Mapping[str, Any]) -> str | None:
-    """What the weights beside a config.json are served as, by what was asked for. Raises ValueError with a reason."""
+    """The method that weights are served with, from the flag and config.json. Raises ValueError with a reason."""
     own, wanted = of_checkpoint(config), of_weights(wanted)
     if own is not None and wanted is not None and own != wanted:
         raise ValueError(f"its weights are quantised by {own} already, and {wanted} was asked for")

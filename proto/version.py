@@ -1,5 +1,5 @@
-"""Lorikeet's version, as neighbours tell it to each other: that of pyproject.toml, read from the file in a checkout and
-from what was installed elsewhere.
+"""Lorikeet's version, from pyproject.toml in a checkout and from the package's metadata in an installation, and which
+versions of router and shard are compatible.
 """
 
 import importlib.metadata
@@ -11,15 +11,15 @@ _PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def version() -> str:
-    """The version of the code at hand."""
+    """The version of this code."""
     if _PROJECT.is_file():
         return str(tomllib.loads(_PROJECT.read_text())["project"]["version"])
     return importlib.metadata.version("lorikeet-serve")
 
 
 def versions_compatible(one: str, other: str) -> bool:
-    """Whether a router and a shard of these versions work together: neighbours do, so that a server can be replaced
-    piece by piece. Neighbours have the same major number, and minor ones that differ by one at most.
+    """Whether a router and a shard of these versions work together: the same major version, and minor versions that
+    differ by at most one, so that a rolling upgrade works.
     """
     numbers = [re.match(r"(\d+)\.(\d+)", text) for text in (one, other)]
     majors, minors = ([int(found[group]) for found in numbers if found is not None] for group in (1, 2))

@@ -2,15 +2,15 @@
 
 import sys
 
+from lorikeet.proto import logs
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.logging import configure_logging
 
 
 def main(path: str) -> int:
     """Run a router as the file at `path` says; the exit code."""
     try:
         config = RouterConfig.read(path)
-        configure_logging(config.log_level, config.json_output)
+        logs.configure(config.json_output, config.log_level, silenced=["uvicorn.access"])
     except (ValueError, OSError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2

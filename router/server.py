@@ -7,7 +7,6 @@ over to another router on the same socket: no new connection is taken, those tha
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -21,6 +20,7 @@ import structlog
 import uvicorn
 import uvloop
 
+from lorikeet.proto.process import signal_at_parent_death
 from lorikeet.router.api.app import create_app
 from lorikeet.router.api.service import Service
 from lorikeet.router.config import RouterConfig
@@ -33,7 +33,6 @@ log = structlog.get_logger()
 
 SAME_REQUEST_S = 0.5
 """A signal so soon after another was sent for the same reason: `timeout` sends two at once."""
-_PR_SET_PDEATHSIG = 1
 FLUSH_TIMEOUT_S = 5
 """How long connections may take to send what they have after the last generation ended."""
 
@@ -227,15 +226,10 @@ def _inherited(descriptor: int) -> socket.socket:
     return listener
 
 
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def serve(config: RouterConfig) -> int:
     """Run a router until it is told to end; the exit code. A failure is one line of log that says what is wrong."""
     if config.parent_pid is not None:
-        _die_with_parent()
+        signal_at_parent_death()
 
     async def run() -> int:
         return await RouterServer(config).run()

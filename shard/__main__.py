@@ -1,4 +1,4 @@
-"""`python -m lorikeet.shard CONFIG.json`: process setup before imports, then `serve`.
+"""`python -m lorikeet.shard CONFIG.json`: sets up the process before heavy imports, then calls `serve`.
 
 Exit code 0 after a clean end, else 1.
 """
@@ -7,32 +7,32 @@ import sys
 
 import structlog
 
+from lorikeet.proto import logs
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.system import logs
 from lorikeet.shard.system.process import end_process, hold_signals
 
 log = structlog.get_logger()
 
 
 def main() -> int:
-    """Run the process; every failure is one line of log that says what is wrong."""
+    """Run the process; every failure is logged as one event with its reason."""
     hold_signals()
     try:
         config = ShardConfig.read(sys.argv[1])
-        logs.configure(config.json_output, config.log_level)
+        logs.configure(config.json_output, config.log_level, "shard")
     except (ValueError, OSError) as error:
         print(f"shard: {error}", file=sys.stderr)
         return 1
     try:
-        # Libraries warn and start threads as they are imported, and these inherit which signals are held.
+        # Libraries warn and start threads while they are imported; the threads inherit the blocked signals.
         from lorikeet.shard.startup.serve import serve
 
         serve(config)
     except (ValueError, OSError) as error:
-        log.error("cannot serve", reason=str(error))
+        log.error("start_failed", reason=str(error))
         return 1
     except Exception:
-        log.exception("the shard ends")
+        log.exception("shard_failed")
         return 1
     return 0
 

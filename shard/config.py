@@ -1,125 +1,105 @@
-"""What a shard process is told at start: one frozen dataclass, read from the JSON file that the launcher wrote.
+"""The configuration of a shard process: names and defaults of the fields of the JSON file that the launcher writes."""
 
-Knows names and defaults only; nothing here opens a model or a socket.
-"""
+from dataclasses import dataclass
 
-import json
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Self
+from lorikeet.proto.config_file import ConfigFile
 
 
 @dataclass(frozen=True)
-class ShardConfig:
-    """Everything a shard needs to know. "Auto" (None) is resolved where the needed fact is measured."""
+class ShardConfig(ConfigFile):
+    """Most fields are launcher flags; docs/launcher.md describes those. Defaults of None are computed at startup."""
 
     model_id: str
-    """The name the model was asked for by, as shown to users."""
+    """The model's name, as shown to users."""
     model_path: str
     """Local folder with the configuration and weights."""
     listen: str
     """gRPC address: `unix:/private/folder/shard-0.sock` or `host:port`."""
     secret_path: str | None = None
-    """File with the secret that routers show, on TCP."""
-    tls_cert_path: str | None = None
-    """This shard's certificate, and …"""
-    tls_key_path: str | None = None
-    """… its key, where TCP is encrypted."""
-    tls_ca_path: str | None = None
-    """Certificates of the authority whose routers may connect; None takes any."""
+    """File with the secret that routers present over TCP."""
+    shard_tls_cert_path: str | None = None
+    """The server certificate, and …"""
+    shard_tls_key_path: str | None = None
+    """… its private key; connections over TCP use TLS then."""
+    shard_tls_ca_path: str | None = None
+    """CA certificates that verify routers; None accepts any router."""
     ready_file: str | None = None
-    """Path of a file that appears once requests are taken; None tells nobody."""
+    """File that the shard creates once it is ready."""
     device: str = "cpu"
     """`cpu` or `cuda:N`."""
     num_ranks: int = 1
-    """Processes that the model is split over, on CUDA from that device on one each."""
+    """Tensor-parallel size; on CUDA the ranks use consecutive devices, starting at `device`."""
     master_addr: str = "localhost"
-    """Where they meet …"""
+    """Rendezvous address …"""
     master_port: int = 0
-    """… 0 is any free port."""
+    """… and port; 0 is any free one."""
     dtype: str | None = None
-    """`float32`, `bfloat16` or `float16`; None takes the checkpoint's (float32 for float16 on CPU)."""
+    """`float32`, `bfloat16` or `float16`; None is the checkpoint's (float32 for float16 on CPU)."""
     quantize: str | None = None
-    """What the weights are quantised by, as in `--quantize`; None is what the checkpoint says, if it does."""
+    """Quantization method, as in `--quantize`; None is the checkpoint's."""
     trust_remote_code: bool = False
     max_total_tokens: int = 4096
-    """Prompt plus output of one request, in tokens."""
+    """Prompt and output of one request, in tokens."""
     step_tokens: int = 4096
-    """Prompt tokens that one step computes at most (`--max-batch-prefill-tokens`)."""
+    """Maximum number of prompt tokens per step (`--max-batch-prefill-tokens`)."""
     max_batch_total_tokens: int | None = None
-    """Cap on KV tokens over all requests; None is what memory gives."""
+    """Maximum number of tokens in the KV cache; None is what memory allows."""
     max_running: int = 256
-    """Requests that run at once at most."""
+    """Maximum number of running requests."""
     max_waiting: int = 64
-    """Submitted requests that may wait for pages beyond the running ones; bounds the credit."""
+    """Maximum number of submitted requests that wait for pages; bounds the credit."""
     chunked_prefill: bool = True
     prefix_caching: bool = True
     cpu_memory: int | None = None
-    """Bytes for KV and adapters on CPU; None takes a part of what is free."""
+    """Bytes for KV cache and adapters on CPU; None is a part of the free memory."""
     cuda_memory_fraction: float = 1.0
     memory_wiggle_room: float = 0.9
-    """Fraction of the memory left after loading that KV may take."""
+    """Fraction of the memory left after loading that the KV cache uses."""
     num_pages: int | None = None
-    """Fixes the number of KV pages; None sizes them from memory."""
+    """Number of KV pages; None computes it from memory."""
     page_size: int | None = None
-    """Tokens per KV page; None is the attention backend's own."""
+    """Tokens per KV page; None is the attention backend's default."""
     attention: str = "auto"
     """Attention backend: `auto`, `reference`, `cpu`, …"""
     fusions: str = "auto"
-    """`auto` computes chains of small operators by kernels of our own, `none` by torch's, one by one; `device` takes
-    the kernels for CUDA on any device, for tests."""
+    """`auto` uses our fused kernels for chains of small operators, `none` PyTorch's operators; `device` uses the CUDA
+    kernels on any device, for tests."""
     kv_cache_dtype: str = "auto"
-    """What K and V are kept in: `auto`, the model's number format, or `fp8`."""
+    """Data type of the KV cache: `auto` (the model's) or `fp8`."""
     commit_lag: int | None = None
     """0 commits a step before the next is launched, 1 after; None is 0 on CPU, 1 on CUDA."""
     graphs: bool | None = None
-    """Whether steps run as CUDA graphs; None is where they can, with a warning where they cannot."""
+    """Whether steps run as CUDA graphs; None tries, and warns if they cannot be captured."""
     graph_rows: int = 256
-    """Tokens of the largest step that runs as a graph."""
+    """Rows (tokens) of the largest CUDA graph."""
     threads: int | None = None
-    """Torch's intra-op threads; None is all cores this process may use."""
+    """PyTorch's intra-op threads; None is all cores of this process."""
     adapter_store: str | None = None
-    """Folder of adapters in the served layout, by digest; None serves no adapters."""
+    """Folder of adapters in the served layout, by digest; None disables adapters."""
     max_active_adapters: int = 1024
-    """Adapters in slots at once at most."""
+    """Maximum number of adapters in slots."""
     adapter_memory_fraction: float = 0.1
-    """Part of the device's memory (on CPU: of `cpu_memory`) that slots may take."""
+    """Fraction of device memory (on CPU: of `cpu_memory`) for slots."""
     adapter_host_memory: int | None = None
-    """Bytes of host memory for adapters; None is four times what slots may take. On CPU slots lie there too."""
+    """Bytes of host memory for adapters; None is four times the memory of the slots. On CPU slots are part of it."""
     adapter_cycle_time_s: float = 2.0
-    """So long an adapter may wait for a slot before one in use must give way."""
     speculation_max_batch_size: int = 32
-    """With more running requests nothing is guessed."""
     ngram_min: int = 1
-    """Tokens that must be found again, at least, for prompt lookup to guess …"""
     ngram_max: int = 8
-    """… and those that are looked for, at most."""
     ngram_long: int = 4
-    """Tokens found again from which prompt lookup goes before heads and draft model, where all may guess."""
     draft_model: str | None = None
-    """Local folder of the draft model; None serves without one."""
+    """Local folder of the draft model, if there is one."""
     draft_model_id: str = ""
-    """The name the draft model was asked for by."""
+    """The draft model's name."""
     draft_dtype: str | None = None
-    """As `dtype`, of the draft model."""
     draft_quantize: str | None = None
-    """As `quantize`, of the draft model."""
     step_timeout_s: float = 120.0
-    """A step that takes longer hangs, and ends the process; 0 is never."""
+    """A longer step ends the process; 0 never times out."""
     served_file: str | None = None
-    """Path of a file that appears once a request was completed; None tells nobody."""
+    """File that the shard creates once it has completed a request."""
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
     json_output: bool = False
     log_level: str = "info"
     parent_pid: int | None = None
-    """The shard ends when this process is gone."""
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read the JSON file at `path`. Raises ValueError that names unknown fields."""
-        values = json.loads(Path(path).read_text())
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown shard configuration fields: {', '.join(unknown)}")
-        return cls(**values)
+    """The shard exits when this process does."""

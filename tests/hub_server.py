@@ -18,10 +18,10 @@ from typing import Any
 
 
 class Trouble(enum.Enum):
-    """What the hub does to one repository, as long as that is set."""
+    """Faults of the hub for one repository."""
 
     MUTE = "never answers a question about it"
-    SILENT = "never answers who asks for a file"
+    SILENT = "never answers a request for a file"
     STALLED = "sends half of a file, then nothing"
     TRICKLING = "sends a byte now and then"
     SHORT = "ends the connection within a file, and begins at its beginning whatever is asked for"
@@ -32,11 +32,11 @@ class Trouble(enum.Enum):
 
 @dataclass
 class Repository:
-    """One repository: what its branches point to, and the files of each commit."""
+    """One repository: its branches, and the files of each commit."""
 
     files: dict[str, bytes]
     token: str | None = None
-    """Who does not show it is told that there is no such repository."""
+    """Without it, the repository is reported as missing."""
     gated: bool = False
     branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Further revisions by name."""
@@ -54,7 +54,7 @@ class Repository:
 
 
 def commit_of(files: dict[str, bytes]) -> str:
-    """The commit that these files make."""
+    """The commit id of these files."""
     digest = hashlib.sha1()
     for name in sorted(files):
         digest.update(name.encode() + b"\0" + files[name] + b"\0")
@@ -63,7 +63,7 @@ def commit_of(files: dict[str, bytes]) -> str:
 
 @dataclass
 class HubServer:
-    """The running hub: its repositories by id, and every request it saw."""
+    """The running hub: its repositories by id, and every request it received."""
 
     repositories: dict[str, Repository]
     url: str = ""
@@ -71,13 +71,13 @@ class HubServer:
     tokens: list[str] = field(default_factory=list)
     """The Authorization header of each."""
     ranges: list[str] = field(default_factory=list)
-    """What was asked for of files that were asked for in part."""
+    """Range headers of requests for parts of files."""
     status: int | None = None
-    """Answered to everything, where it is set."""
+    """The status of every response, if it is set."""
     cut_after: int | None = None
-    """Bytes after which the connection of a file ends, where it is set."""
+    """Number of bytes after which the connection of a file is closed, if it is set."""
     ended: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody needs to be kept waiting any more."""
+    """Set when requests need not hang any longer."""
 
 
 @contextmanager
@@ -147,7 +147,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
     def _is_troubled(
         self, trouble: Trouble | None, name: str | None, commit: str, files: dict[str, bytes], body: bool
     ) -> bool:
-        """Whether a repository's trouble was all the answer. Weights alone have those of contents."""
+        """Whether a fault replaced the response. Faults of contents affect only weights."""
         match trouble:
             case None:
                 return False
@@ -168,7 +168,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         if not body:
             return False
         content = files[name]
-        if trouble is Trouble.OTHER:  # tensors as they should be, with other numbers
+        if trouble is Trouble.OTHER:  # tensors of the right shapes with other values
             self._send(200, headers, content[:-4096] + bytes(4096), body)
             return True
         self.close_connection = True
@@ -241,7 +241,7 @@ def _info(id: str, commit: str, files: dict[str, bytes], repository: Repository)
 
 def _sibling(name: str, content: bytes) -> dict[str, Any]:
     about: dict[str, Any] = {"rfilename": name, "size": len(content)}
-    if name.endswith((".safetensors", ".bin")):  # large files go by their own hash
+    if name.endswith((".safetensors", ".bin")):  # large files are named by their hash
         about["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
     return about
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, for tests of what runs on one. Needs Ray."""
+"""A Ray cluster of several nodes on this machine. Needs Ray."""
 
 import os
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ _CONFIG = {
     "health_check_failure_threshold": 5,
     "worker_niceness": 0,
 }
-"""A lost node is found after five seconds or so, and actors are as urgent as others: Ray's defaults are 30 s and 15."""
+"""A lost node is detected after about five seconds, and actors have normal priority: Ray's defaults are 30 s and 15."""
 
 
 class RayCluster:
-    """One node that only leads, and others with room."""
+    """A head node without resources, and other nodes."""
 
     def __init__(self) -> None:
         head = {"num_cpus": 0, "include_dashboard": False, "_system_config": _CONFIG}
@@ -29,11 +29,11 @@ class RayCluster:
         return str(self._cluster.address)
 
     def add(self, num_cpus: int) -> None:
-        """A node with so much room joins."""
+        """Add a node with these resources."""
         self._cluster.add_node(num_cpus=num_cpus)
 
     def node_of(self, pid: int) -> Any:
-        """The node that a process runs on, which is below the node's own processes; None for any other process."""
+        """The node that a process runs on, by its ancestors; None if there is none."""
         above = set(_above(pid))
         for node in self._cluster.worker_nodes:
             if above & {info.process.pid for infos in node.all_processes.values() for info in infos}:
@@ -47,7 +47,7 @@ class RayCluster:
         return [pid for pid in (int(path.parent.name) for path in found) if self.node_of(pid) is not None]
 
     def lose(self, node: Any) -> None:
-        """The node's processes end at once."""
+        """Kill the node's processes."""
         self._cluster.remove_node(node, allow_graceful=False)
 
     def end(self) -> None:
@@ -62,7 +62,7 @@ def _above(pid: int) -> Iterator[int]:
 
 
 def _bytes(path: Path) -> bytes:
-    """Of a file below /proc; none where the process has just ended."""
+    """The text of a file below /proc; empty if the process has exited."""
     try:
         return path.read_bytes()
     except OSError:
@@ -71,7 +71,7 @@ def _bytes(path: Path) -> bytes:
 
 @contextmanager
 def started(num_nodes: int, num_cpus: int) -> Iterator[RayCluster]:
-    before = os.environ.get("RAY_ADDRESS")  # which Ray's class sets
+    before = os.environ.get("RAY_ADDRESS")  # set by Ray's class
     result = RayCluster()
     try:
         for _ in range(num_nodes):

@@ -1,1 +1,1 @@
-"""From an adapter's own files to checked tensors in the layout that shards serve from."""
+"""Reads and checks an adapter's files and converts them to the layout that shards serve from."""

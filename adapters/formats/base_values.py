@@ -1,6 +1,6 @@
-"""Values of the base's own parameters, for adapters that bring theirs again: what is added is the difference.
+"""Values of the base's own parameters, for adapters that contain new ones: the shard adds the difference.
 
-Knows the checkpoint's files and how transformers renames what is in them. Opened only when an adapter needs it.
+The checkpoint is opened only when an adapter needs it; transformers' rules rename its keys.
 """
 
 import json
@@ -22,16 +22,15 @@ class BaseValues:
 
     def __init__(self, skeleton: Skeleton) -> None:
         self._skeleton = skeleton
-        self._places: Mapping[str, tuple[Path, str]] | None = None
+        self._locations: Mapping[str, tuple[Path, str]] | None = None
 
     def __getitem__(self, parameter: str) -> torch.Tensor:
-        """A parameter by its name in the network. Raises NotServed where the checkpoint holds it in another form."""
-        if self._places is None:
-            self._places = self._find()
-        place = self._places.get(parameter)
-        if place is None:
-            raise NotServed(f"the base's own {parameter} is needed, and its checkpoint does not hold it as such")
-        path, key = place
+        """A parameter by its name in the network. Raises NotServed if the checkpoint stores it in another form."""
+        if self._locations is None:
+            self._locations = self._find()
+        if (location := self._locations.get(parameter)) is None:
+            raise NotServed(f"the base's own {parameter} is needed, but its checkpoint stores it in another form")
+        path, key = location
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(key)
@@ -39,18 +38,18 @@ class BaseValues:
         return found[key]
 
     def _find(self) -> dict[str, tuple[Path, str]]:
-        with self._skeleton.lent() as network:
+        with self._skeleton.borrowed() as network:
             mapping = get_model_conversion_mapping(network)
             own = dict(network.state_dict())
             prefix = network.base_model_prefix
         renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, WeightConverter)]
-        places: dict[str, tuple[Path, str]] = {}
+        locations: dict[str, tuple[Path, str]] = {}
         for path, key in self._keys():
             name, converted = rename_source_key(key, renamings, converters, prefix, own)
             if converted is None and name in own:
-                places[name] = (path, key)
-        return places
+                locations[name] = (path, key)
+        return locations
 
     def _keys(self) -> list[tuple[Path, str]]:
         folder = self._skeleton.model_path

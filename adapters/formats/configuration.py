@@ -1,11 +1,12 @@
-"""An adapter's `adapter_config.json`: whether it can be believed, and whether what it asks for is served.
+"""Validates an adapter's `adapter_config.json`: field types, bounds, and whether its features are served.
 
-Knows PEFT's fields and their bounds. What they mean for a base is PEFT's to say (`reading`). Imports no torch.
+PEFT interprets the fields for a base (`peft_reading`). Imports no torch.
 """
 
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
@@ -13,23 +14,12 @@ from lorikeet.adapters.sources.base import CONFIG, MAX_CONFIG_BYTES
 
 MOST_RANK = 512
 SERVED_KINDS = ("linear", "embedding", "experts", "heads")
-"""Kinds of change to a module that shards compute, and Medusa heads."""
+"""Kinds of changes to a module that shards support, and Medusa heads."""
 _MOST_NAMES = 20_000
 _LONGEST_NAME = 512
 _LONGEST_PATTERN = 8192
 _DEEPEST = 8
 
-_OTHER_KINDS = {
-    "PREFIX_TUNING": "prefix tuning",
-    "PROMPT_TUNING": "prompt tuning",
-    "MULTITASK_PROMPT_TUNING": "multitask prompt tuning",
-    "P_TUNING": "p-tuning",
-    "IA3": "IA³",
-    "LOHA": "LoHa",
-    "LOKR": "LoKr",
-    "ADALORA": "AdaLoRA",
-    "ADAPTION_PROMPT": "LLaMA-Adapter",
-}
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _UNSERVED = {
     "layer_replication": "replicated layers",
@@ -43,7 +33,8 @@ _UNSERVED = {
     "velora_config": "VeLoRA",
     "megatron_config": "Megatron layers",
 }
-"""Fields that make PEFT compute something else than LoRA or DoRA."""
+"""Fields that make PEFT compute something other than LoRA or DoRA."""
+_FLAGS = ("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "ensure_weight_tying")
 _ONLY_TRAINING = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "revision", "peft_type", "task_type", "inference_mode",
@@ -51,11 +42,7 @@ _ONLY_TRAINING = frozenset(
         "lora_ga_config", "megatron_core", "qalora_group_size", "runtime_config", "unsloth_fixed",
     }
 )  # fmt: skip
-"""Fields that say nothing about what a trained adapter computes, once `init_lora_weights` has been judged."""
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+"""Fields that do not change what a trained adapter computes, once `init_lora_weights` is checked."""
 
 
 def _is_rank(value: Any) -> bool:
@@ -70,58 +57,51 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME
 
 
+def _is_index(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 20
+
+
+def _are(check: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= _MOST_NAMES and all(map(check, value))
+
+
 def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= _MOST_NAMES and all(map(_is_name, value))
+    return _are(_is_name, value)
 
 
 def _are_targets(value: Any) -> bool:
     return _are_names(value) or (isinstance(value, str) and len(value) <= _LONGEST_PATTERN)
 
 
-def _is_index(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 20
-
-
 def _are_layers(value: Any) -> bool:
-    return _is_index(value) or (isinstance(value, list) and len(value) <= _MOST_NAMES and all(map(_is_index, value)))
+    return _is_index(value) or _are(_is_index, value)
 
 
-def _pattern(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def check(value: Any) -> bool:
-        return (
-            isinstance(value, dict)
-            and len(value) <= _MOST_NAMES
-            and all(len(key) <= _LONGEST_PATTERN and of(each) for key, each in value.items())
-        )
-
-    return check
+def _pattern(check: Callable[[Any], bool], value: Any) -> bool:
+    if not isinstance(value, dict) or len(value) > _MOST_NAMES:
+        return False
+    return all(len(key) <= _LONGEST_PATTERN and check(each) for key, each in value.items())
 
 
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, f"a whole number from 1 to {MOST_RANK}"),
     "lora_alpha": (_is_number, "a number"),
-    "target_modules": (_are_targets, "a list of names or a pattern"),
-    "exclude_modules": (_are_targets, "a list of names or a pattern"),
-    "target_parameters": (_are_names, "a list of names"),
-    "modules_to_save": (_are_names, "a list of names"),
+    **dict.fromkeys(("target_modules", "exclude_modules"), (_are_targets, "a list of names or a pattern")),
+    **dict.fromkeys(("target_parameters", "modules_to_save"), (_are_names, "a list of names")),
     "layers_to_transform": (_are_layers, "layer numbers"),
     "layers_pattern": (_are_targets, "names of layer lists"),
-    "rank_pattern": (_pattern(_is_rank), f"ranks from 1 to {MOST_RANK} by pattern"),
-    "alpha_pattern": (_pattern(_is_number), "numbers by pattern"),
-    "use_rslora": (_is_flag, "true or false"),
-    "use_dora": (_is_flag, "true or false"),
-    "fan_in_fan_out": (_is_flag, "true or false"),
-    "lora_bias": (_is_flag, "true or false"),
-    "ensure_weight_tying": (_is_flag, "true or false"),
+    "rank_pattern": (partial(_pattern, _is_rank), f"ranks from 1 to {MOST_RANK} by pattern"),
+    "alpha_pattern": (partial(_pattern, _is_number), "numbers by pattern"),
+    **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
     "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
 }
-"""What PEFT computes by, and what each value must be. None stands for PEFT's default."""
+"""Fields that PEFT computes with, and their permitted values. None stands for PEFT's default."""
 
 
 def parse(content: bytes) -> dict[str, Any]:
-    """The object in the file, unjudged. Raises AdapterInvalid."""
+    """The object in the file, not yet validated. Raises AdapterInvalid."""
     if len(content) > MAX_CONFIG_BYTES:
-        raise AdapterInvalid(f"{CONFIG} has {len(content)} bytes, the most is {MAX_CONFIG_BYTES}")
+        raise AdapterInvalid(f"{CONFIG} has {len(content)} bytes; the limit is {MAX_CONFIG_BYTES}")
     try:
         values = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -134,23 +114,18 @@ def parse(content: bytes) -> dict[str, Any]:
 
 
 def canonical(values: dict[str, Any]) -> bytes:
-    """The same bytes for the same configuration, however it was written down."""
+    """The same bytes for equal configurations, regardless of order and white space."""
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
 def served(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields that decide what is computed, each of a sound type and size. Raises NotServed or AdapterInvalid."""
+    """The fields that determine the computation, validated. Raises NotServed or AdapterInvalid."""
     _check_kind(values)
     for field, meaning in _UNSERVED.items():
         if values.get(field):
             raise NotServed(f"{meaning} (`{field}`) is not served")
-    unknown = sorted(
-        field
-        for field, value in values.items()
-        if value and field not in _FIELDS and field not in _UNSERVED and field not in _ONLY_TRAINING
-    )
-    if unknown:
-        raise NotServed(f"the setting `{unknown[0][:60]}` of {CONFIG} is not known, so it cannot be served as meant")
+    if unknown := {field for field, value in values.items() if value} - {*_FIELDS, *_UNSERVED, *_ONLY_TRAINING}:
+        raise NotServed(f"`{min(unknown)[:60]}` of {CONFIG} is not a known setting, so the adapter cannot be served")
     _check_start(values.get("init_lora_weights"))
     chosen = {field: values[field] for field in _FIELDS if values.get(field) is not None}
     for field, value in chosen.items():
@@ -163,9 +138,9 @@ def served(values: dict[str, Any]) -> dict[str, Any]:
 def _check_kind(values: dict[str, Any]) -> None:
     kind = values.get("peft_type")
     if not isinstance(kind, str):
-        raise AdapterInvalid(f"{CONFIG} does not say what kind of adapter it is (`peft_type`)")
+        raise AdapterInvalid(f"{CONFIG} has no `peft_type`, which must be LORA")
     if kind.upper() != "LORA":
-        raise NotServed(f"{_OTHER_KINDS.get(kind.upper(), kind[:40])} is not served, only LoRA and DoRA")
+        raise NotServed(f"adapters of `peft_type` {kind[:40]} are not served, only LoRA and DoRA (LORA)")
     task = values.get("task_type")
     if task is not None and task != "CAUSAL_LM":
         raise NotServed(f"an adapter for the task {_short(task)} is not served, only CAUSAL_LM")
@@ -173,10 +148,8 @@ def _check_kind(values: dict[str, Any]) -> None:
 
 def _check_start(start: Any) -> None:
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        raise NotServed(
-            f"`init_lora_weights` is {_short(start)}, which changes the base's own weights: convert the adapter with "
-            "PEFT's `path_initial_model_for_weight_conversion`"
-        )
+        problem = f"`init_lora_weights` is {_short(start)}, which changes the base's own weights"
+        raise NotServed(f"{problem}: convert the adapter with PEFT's `path_initial_model_for_weight_conversion`")
 
 
 def _refuse_constant(name: str) -> None:
@@ -184,7 +157,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """How deep objects and lists are nested, counted without recursion."""
+    """The nesting depth of objects and lists, counted without recursion."""
     deepest, waiting = 0, [(value, 1)]
     while waiting:
         current, depth = waiting.pop()

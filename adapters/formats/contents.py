@@ -1,4 +1,4 @@
-"""What an adapter's folder holds: changes to modules as PEFT saved them, Medusa heads, or both under one name."""
+"""The contents of an adapter's folder: weights as PEFT saved them, Medusa heads, or both."""
 
 import os
 from collections.abc import Iterator
@@ -10,39 +10,42 @@ from typing import Any
 from lorikeet.adapters import digests
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats import configuration, heads, weights
-from lorikeet.adapters.formats.heads import FoundHeads
+from lorikeet.adapters.formats.heads import ParsedHeads
 from lorikeet.adapters.formats.layout import Base, Layout, lay_out
-from lorikeet.adapters.formats.reader import Reader
+from lorikeet.adapters.formats.peft_plans import PlannedReader
 from lorikeet.adapters.formats.weights import Weights
 from lorikeet.adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, PEEK_BYTES, find_heads
 
-_ALONE = b"medusa heads"
-"""In place of a configuration in the digest of heads without one: theirs says nothing that counts."""
+_HEADS_ALONE = b"medusa heads"
+"""Replaces the configuration in the digest of heads alone, whose config.json does not affect the result."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Files of one adapter, open."""
+    """The open files of one adapter."""
 
     values: dict[str, Any] | None
-    """The configuration, unjudged; None where there are heads alone."""
+    """The configuration, not yet validated; None for heads alone."""
     changes: Weights | None
     heads: Weights | None
     heads_name: str = ""
     heads_config: bytes | None = None
 
     @property
+    def _files(self) -> list[Weights]:
+        return [each for each in (self.changes, self.heads) if each is not None]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in (self.changes, self.heads) if each is not None)
+        return sum(each.num_bytes for each in self._files)
 
     @property
     def digest(self) -> str:
-        """What the adapter is called below the router."""
-        known = _ALONE if self.values is None else configuration.canonical(self.values)
-        parts = [each.hash.digest() for each in (self.changes, self.heads) if each is not None]
-        return digests.of_adapter(known, b"".join(parts))
+        """The name of the adapter below the router."""
+        known = _HEADS_ALONE if self.values is None else configuration.canonical(self.values)
+        return digests.of_adapter(known, b"".join(each.hash.digest() for each in self._files))
 
-    def found_heads(self, reader: Reader, kinds: frozenset[str]) -> FoundHeads | None:
+    def parsed_heads(self, reader: PlannedReader, kinds: frozenset[str]) -> ParsedHeads | None:
         """Raises AdapterInvalid or NotServed."""
         if self.heads is None:
             return None
@@ -50,9 +53,9 @@ class Contents:
             raise NotServed(f"an adapter with Medusa heads ({self.heads_name}) is not served")
         return heads.read(self.heads_name, self.heads.tensors, self.heads_config, reader.skeleton.output_shape)
 
-    def lay_out(self, reader: Reader, base: Base) -> tuple[Layout, tuple[str, ...]]:
-        """The served layout, and what is odd and no fault. Raises AdapterInvalid or NotServed."""
-        found = self.found_heads(reader, base.kinds)
+    def lay_out(self, reader: PlannedReader, base: Base) -> tuple[Layout, tuple[str, ...]]:
+        """The served layout, and warnings. Raises AdapterInvalid or NotServed."""
+        found = self.parsed_heads(reader, base.kinds)
         layout = Layout({}, {})
         if self.values is not None and self.changes is not None:
             layout = lay_out(reader.read(self.values, self.changes), base)
@@ -60,23 +63,22 @@ class Contents:
             return layout, ()
         assert reader.skeleton.output_shape is not None
         tensors = heads.lay_out(found, reader.skeleton.output_shape[0], base.dtype)
-        return Layout({**layout.tensors, **tensors}, layout.modules, heads.facts(found.shape)), found.notes
+        return Layout({**layout.tensors, **tensors}, layout.modules, heads.metadata(found.shape)), found.warnings
 
     def check_unchanged(self) -> None:
-        """Raises AdapterInvalid if a file is no longer what was read."""
-        for each in (self.changes, self.heads):
-            if each is not None:
-                each.check_unchanged()
+        """Raises AdapterInvalid if a file has changed since it was read."""
+        for each in self._files:
+            each.check_unchanged()
 
 
 @contextmanager
 def opened(folder: Path, limit: int) -> Iterator[Contents]:
     """The adapter in `folder`, of at most `limit` bytes of weights. Tensors are valid inside only.
 
-    Raises AdapterInvalid or AdapterTooLarge with a sentence that names the file at fault.
+    Raises AdapterInvalid or AdapterTooLarge with a sentence that names the file.
     """
     names = os.listdir(folder)
-    heads_name = find_heads(names, lambda name: _first(folder / name))
+    heads_name = find_heads(names, lambda name: weights.read_small(folder / name, PEEK_BYTES))
     if CONFIG not in names and heads_name is None:
         raise AdapterInvalid(f"there is no {CONFIG} and no {HEADS[0]}")
     with ExitStack() as held:
@@ -89,11 +91,3 @@ def opened(folder: Path, limit: int) -> Iterator[Contents]:
             found = held.enter_context(weights.opened(folder, left, [heads_name]))
         config = weights.read_small(folder / HEADS_CONFIG) if found is not None and HEADS_CONFIG in names else None
         yield Contents(values, changes, found, heads_name or "", config)
-
-
-def _first(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(PEEK_BYTES)
-    except OSError as error:
-        raise AdapterInvalid(f"cannot read {path.name}: {error.strerror}") from None

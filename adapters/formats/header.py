@@ -1,7 +1,6 @@
-"""The header of a safetensors file, read and checked by hand, so that nothing is trusted that a file says of itself;
-and made.
+"""Parses and writes safetensors headers. The parser trusts nothing in the file and checks every name, type and offset.
 
-Knows names, types, shapes and places. Reads no tensor, and imports no torch.
+Reads no tensor, and imports no torch.
 """
 
 import json
@@ -13,18 +12,18 @@ from typing import Any
 from lorikeet.adapters.errors import AdapterInvalid, AdapterTooLarge
 
 PREFIX = 8
-"""A file begins with the header's length, little endian, in so many bytes."""
+"""Bytes at the start of a file that hold the header's length, little endian."""
 MAX_HEADER = 32 << 20
 _ALIGNMENT = 8
 MAX_TENSORS = 200_000
 MAX_NAME = 512
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The types that weights come in."""
+"""The types of weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies."""
+    """Type, shape and location of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,11 +38,10 @@ def header_len(prefix: bytes, file_size: int, name: str) -> int:
         raise AdapterInvalid(f"{name} is not a safetensors file: it has {file_size} bytes")
     length = int.from_bytes(prefix[:PREFIX], "little")
     if length > file_size - PREFIX:
-        raise AdapterInvalid(
-            f"{name} is truncated or not a safetensors file: its header claims {length} bytes, the file has {file_size}"
-        )
+        problem = f"its header claims {length} bytes, the file has {file_size}"
+        raise AdapterInvalid(f"{name} is truncated or not a safetensors file: {problem}")
     if length > MAX_HEADER:
-        raise AdapterTooLarge(f"the header of {name} claims {length} bytes, the most is {MAX_HEADER}")
+        raise AdapterTooLarge(f"the header of {name} claims {length} bytes; the limit is {MAX_HEADER}")
     return length
 
 
@@ -59,15 +57,15 @@ def parse(head: bytes, file_size: int, name: str) -> dict[str, TensorInfo]:
     if not entries:
         raise AdapterInvalid(f"{name} holds no tensors")
     if len(entries) > MAX_TENSORS:
-        raise AdapterTooLarge(f"{name} holds {len(entries)} tensors, the most is {MAX_TENSORS}")
+        raise AdapterTooLarge(f"{name} holds {len(entries)} tensors; the limit is {MAX_TENSORS}")
     tensors = {key: _info(key, entry, begin, name) for key, entry in entries.items()}
-    _check_places(tensors, begin, file_size, name)
+    _check_locations(tensors, begin, file_size, name)
     return tensors
 
 
 def compose(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
-    """Prefix and header for tensors of these types and shapes, and the order in which their values follow: larger types
-    first, so that each is aligned.
+    """Prefix and header for tensors of these types and shapes, and the order of their values: larger types first, so
+    that each is aligned.
     """
     order = sorted(tensors, key=lambda name: (-ITEM_SIZES[tensors[name][0]], name))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -95,7 +93,7 @@ def _entries(text: bytes, name: str) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise AdapterInvalid(f"the header of {name} names something twice")
+        raise AdapterInvalid(f"the header of {name} contains a name twice")
     return found
 
 
@@ -103,17 +101,16 @@ def _info(key: str, entry: Any, begin: int, name: str) -> TensorInfo:
     if len(key) > MAX_NAME or not key.isprintable():
         raise AdapterInvalid(f"{name} holds a tensor whose name is too long or not printable: {key[:60]!r}")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise AdapterInvalid(f"the header of {name} does not say type, shape and place of {key!r}")
+        raise AdapterInvalid(f"the header of {name} does not give type, shape and offsets of {key!r}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise AdapterInvalid(f"{key!r} of {name} has type {str(dtype)[:20]}; weights come as {', '.join(ITEM_SIZES)}")
     if not _are_counts(shape) or len(shape) > 8 or not _are_counts(offsets) or len(offsets) != 2:
-        raise AdapterInvalid(f"the header of {name} gives {key!r} no sound shape or place")
+        raise AdapterInvalid(f"the header of {name} gives {key!r} an invalid shape or invalid offsets")
     num_bytes = math.prod(shape) * ITEM_SIZES[dtype]
     if offsets[1] - offsets[0] != num_bytes:
-        raise AdapterInvalid(
-            f"{key!r} of {name} has shape {shape}, so {num_bytes} bytes, but its place has {offsets[1] - offsets[0]}"
-        )
+        has = offsets[1] - offsets[0]
+        raise AdapterInvalid(f"{key!r} of {name} has shape {shape}, so {num_bytes} bytes, but its offsets give {has}")
     return TensorInfo(dtype, tuple(shape), begin + offsets[0], num_bytes)
 
 
@@ -121,11 +118,11 @@ def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 
 
-def _check_places(tensors: dict[str, TensorInfo], begin: int, file_size: int, name: str) -> None:
+def _check_locations(tensors: dict[str, TensorInfo], begin: int, file_size: int, name: str) -> None:
     reached = begin
     for key, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if info.start != reached:
-            raise AdapterInvalid(f"the header of {name} is forged: {key!r} begins where no tensor can begin")
+            raise AdapterInvalid(f"the header of {name} is invalid: {key!r} overlaps another tensor or leaves a gap")
         reached += info.num_bytes
     if reached > file_size:
         raise AdapterInvalid(f"{name} is truncated: its tensors need {reached} bytes, the file has {file_size}")

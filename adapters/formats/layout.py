@@ -1,10 +1,10 @@
-"""The served layout: one file per adapter that shards map, its factors checked, scaled, cast and stacked per module.
+"""The served layout: one file per adapter that shards map, with factors checked, scaled, cast and stacked per module.
 
 For a module `m` of the base: `m.A` [rank, in] and `m.B` [out, rank] (the scaling inside B), `m.magnitude` and `m.bias`
-[out] float32 (what is added to the base's bias). An embedding's A is [rank, V]. Experts have a first axis more, and are
-named by their parameter. `m.weight` stands in place of the base's. The file's metadata say the kind and rank of each.
-Medusa heads are `heads.j.weight` [H, H] and `heads.j.bias` [H] (`heads.j.l.weight` where they have several blocks);
-those of version 1 `heads.j.output` [V, H] besides; the metadata say how many, their version and number of blocks.
+[out] float32 (added to the base's bias). An embedding's A is [rank, V]. Experts have one more leading axis, and are
+named by their parameter. `m.weight` replaces the base's. The file's metadata give the kind and rank of each module.
+Medusa heads are `heads.j.weight` [H, H] and `heads.j.bias` [H] (`heads.j.l.weight` if they have several blocks);
+those of version 1 also have `heads.j.output` [V, H]; the metadata give their number, version and number of blocks.
 """
 
 import json
@@ -19,7 +19,7 @@ import torch
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats import header
 from lorikeet.adapters.formats.base_values import BaseValues
-from lorikeet.adapters.formats.reading import TENSORS, Found
+from lorikeet.adapters.formats.peft_reading import TENSORS, ModuleChange
 
 FORMAT = "lorikeet-adapter-1"
 _TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -27,13 +27,13 @@ _TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16
 
 @dataclass(frozen=True)
 class Base:
-    """What adapters are laid out for."""
+    """The base that adapters are converted for."""
 
     hash: str
     weights_hash: str
     dtype: torch.dtype
     kinds: frozenset[str]
-    """Kinds of change that the shards compute."""
+    """Kinds of changes that the shards support."""
     values: BaseValues
 
 
@@ -56,26 +56,24 @@ class Layout:
         return 0 if self.heads is None else self.heads["count"]
 
 
-def lay_out(found: Iterable[Found], base: Base) -> Layout:
-    """Raises AdapterInvalid for numbers that are not finite, and NotServed for what no shard computes."""
+def lay_out(found: Iterable[ModuleChange], base: Base) -> Layout:
+    """Raises AdapterInvalid for numbers that are not finite, and NotServed for kinds that no shard supports."""
     layout = Layout({}, {})
-    for each in settled(found, base):
-        added = _module(each, base)
-        if not added:
+    for each in without_unchanged(found, base):
+        if not (added := _module(each, base)):
             continue
         kind = "replace" if "weight" in added and each.kind != "other" else each.kind
         if kind not in base.kinds:
-            raise NotServed(f"{_MEANING[kind]} ({each.module}) is not served")
+            raise NotServed(f"{_DESCRIPTIONS[kind]} ({each.module}) is not served")
         layout.modules[each.module] = {"kind": kind, "rank": each.rank}
-        for part, tensor in added.items():
-            layout.tensors[f"{each.module}.{part}"] = tensor
+        layout.tensors.update({f"{each.module}.{part}": tensor for part, tensor in added.items()})
     if not layout.modules:
-        raise AdapterInvalid("it changes nothing of the base")
+        raise AdapterInvalid("it does not change the base")
     return layout
 
 
-def settled(found: Iterable[Found], base: Base) -> Iterator[Found]:
-    """Without what the base has anyway: PEFT saves embeddings beside adapters on them, and unchanged biases."""
+def without_unchanged(found: Iterable[ModuleChange], base: Base) -> Iterator[ModuleChange]:
+    """Drop values that equal the base's: PEFT also saves embeddings with adapters on them, and unchanged biases."""
     for each in found:
         if each.weight is not None and _is_own(each.weight, f"{each.module}.weight", base):
             each = replace(each, weight=None)
@@ -93,19 +91,19 @@ def _is_own(tensor: torch.Tensor, name: str, base: Base) -> bool:
     return torch.equal(own.to(base.dtype), tensor.to(base.dtype))
 
 
-_MEANING = {
+_DESCRIPTIONS = {
     "linear": "an adapter on a linear layer",
     "embedding": "an adapter on an embedding",
     "experts": "an adapter on experts",
-    "router": "an adapter on what chooses among experts",
-    "replace": "a whole weight in place of the base's",
-    "other": "another value of what is neither linear nor embedding",
+    "router": "an adapter on the router of experts",
+    "replace": "replacing a whole weight",
+    "other": "replacing a parameter of a module that is neither linear nor an embedding",
 }
 
 
 def write(layout: Layout, path: Path, digest: str, base: Base) -> None:
-    """The file at `path`, which must not be in use. Safetensors' own writer takes twice as long over many small tensors
-    (docs/LOG.md), on cores that steps need.
+    """Write the file at `path`, which must not be in use. Safetensors' own writer takes twice as long for many small
+    tensors (docs/LOG.md), on cores that steps need.
     """
     metadata = {
         "format": FORMAT,
@@ -126,7 +124,7 @@ def write(layout: Layout, path: Path, digest: str, base: Base) -> None:
             file.write(layout.tensors[name].reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _module(found: Found, base: Base) -> dict[str, torch.Tensor]:
+def _module(found: ModuleChange, base: Base) -> dict[str, torch.Tensor]:
     """The module's parts, contiguous."""
     parts: dict[str, torch.Tensor] = {}
     if found.a is not None and found.b is not None:
@@ -134,19 +132,18 @@ def _module(found: Found, base: Base) -> dict[str, torch.Tensor]:
         parts["A"], parts["B"] = a.to(base.dtype), b.to(base.dtype)
     if found.magnitude is not None:
         parts["magnitude"] = found.magnitude.float().reshape(-1)
-    bias = _added_bias(found, base.values)
-    if bias is not None:
+    if (bias := _added_bias(found, base.values)) is not None:
         parts["bias"] = bias
     if found.weight is not None:
         parts["weight"] = found.weight.to(base.dtype)
     for tensor in parts.values():
         if not is_finite(tensor):
-            raise AdapterInvalid(_fault(found, base.dtype))
+            raise AdapterInvalid(_not_finite_message(found, base.dtype))
     return {part: tensor.contiguous() for part, tensor in parts.items()}
 
 
-def _factors(found: Found) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scaling inside B, in float32."""
+def _factors(found: ModuleChange) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B, with the scaling in B, in float32."""
     assert found.a is not None and found.b is not None
     a, b = found.a, found.b.float() * found.scaling
     if found.kind == "experts":
@@ -155,8 +152,8 @@ def _factors(found: Found) -> tuple[torch.Tensor, torch.Tensor]:
     return a, b
 
 
-def _added_bias(found: Found, values: BaseValues) -> torch.Tensor | None:
-    """[out] float32, or None where nothing is added."""
+def _added_bias(found: ModuleChange, values: BaseValues) -> torch.Tensor | None:
+    """[out] float32, or None if nothing is added."""
     added: torch.Tensor | None = None
     if found.b_bias is not None:
         added = found.b_bias.float() * found.scaling
@@ -166,20 +163,20 @@ def _added_bias(found: Found, values: BaseValues) -> torch.Tensor | None:
     return added
 
 
-def _fault(found: Found, dtype: torch.dtype) -> str:
+def _not_finite_message(found: ModuleChange, dtype: torch.dtype) -> str:
     tensors = (getattr(found, field) for field in TENSORS)
     return not_finite(found.module, all(tensor is None or is_finite(tensor) for tensor in tensors), dtype)
 
 
 def not_finite(where: str, was_finite: bool, dtype: torch.dtype) -> str:
-    """Why numbers are not finite in `dtype`: whether they were in the adapter's file."""
+    """The message for numbers that are not finite in `dtype`; `was_finite` is whether they were in the file."""
     if was_finite:
         return f"a number of {where} is too large for {str(dtype).removeprefix('torch.')}"
     return f"it holds numbers that are not finite (NaN or infinite), in {where}"
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every number is."""
+    """Whether all numbers are."""
     if tensor.numel() == 0:
         return True
     least, most = tensor.aminmax()

@@ -1,6 +1,6 @@
-"""The base's network without weights: its modules, by which adapters name their targets, on the meta device.
+"""The base's network without weights, on the meta device: adapters name its modules as their targets.
 
-PEFT changes a network when it reads an adapter; the skeleton is put back afterwards, so it is built once per process.
+PEFT modifies a network when it reads an adapter; the skeleton is restored afterwards, so it is built once per process.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class Skeleton:
     """The base that adapters are read for."""
 
     def __init__(self, model_path: str | Path, trust_remote_code: bool = False) -> None:
-        """Raises ValueError or OSError where the folder holds no model."""
+        """Raises ValueError or OSError if the folder holds no model."""
         self.model_path = Path(model_path)
         self.config = AutoConfig.from_pretrained(
             self.model_path, trust_remote_code=trust_remote_code, local_files_only=True
@@ -38,8 +38,8 @@ class Skeleton:
         self._attributes = set(vars(network))
 
     @contextmanager
-    def lent(self) -> Iterator[Any]:
-        """The network, to be changed at will inside."""
+    def borrowed(self) -> Iterator[Any]:
+        """The network, which the caller may modify inside."""
         try:
             yield self._network
         finally:
@@ -54,7 +54,7 @@ class Skeleton:
 
     @cached_property
     def output_shape(self) -> tuple[int, int] | None:
-        """Rows and columns of the output head, [V, H]; None where the network has none."""
+        """Rows and columns of the output head, [V, H]; None if the network has none."""
         output = self._network.get_output_embeddings()  # type: ignore[operator]
         if output is None:
             return None
@@ -62,22 +62,18 @@ class Skeleton:
         return int(num_rows), int(num_columns)
 
     def parameter_ids(self) -> set[int]:
-        """Identities of the base's own parameters: any other in the network was put there by an adapter."""
-        return {
-            id(parameter)
-            for _, parameters in self._parameters
-            for parameter in parameters.values()
-            if parameter is not None
-        }
+        """Identities of the base's own parameters: all others in the network come from an adapter."""
+        own = (parameter for _, parameters in self._parameters for parameter in parameters.values())
+        return {id(parameter) for parameter in own if parameter is not None}
 
 
 def base_hash(model_path: str | Path) -> str:
-    """Names the base by its configuration file."""
+    """Identifies the base by its configuration file."""
     return hashlib.sha256((Path(model_path) / "config.json").read_bytes()).hexdigest()
 
 
 def weights_hash(model_path: str | Path) -> str:
-    """Names the base's weights by what the folder's listing says of them."""
+    """Identifies the base's weights by names, sizes and times in the folder's listing."""
     listing = [
         [path.name, path.stat().st_size, path.stat().st_mtime_ns]
         for path in sorted(Path(model_path).iterdir())
@@ -87,7 +83,7 @@ def weights_hash(model_path: str | Path) -> str:
 
 
 def choose_dtype(name: str | None, config: Any, device: str) -> torch.dtype:
-    """The dtype that shards serve the base in: as asked for, else the checkpoint's (float32 for float16 on CPU)."""
+    """The dtype that shards serve the base in: as configured, else the checkpoint's (float32 for float16 on CPU)."""
     if name is not None:
         if name not in DTYPES:
             raise ValueError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")

@@ -1,6 +1,6 @@
-"""Whether an adapter was trained with the base's tokenizer, by the files that lie beside it. Imports no torch.
+"""Checks that an adapter was trained with the base's tokenizer, by the tokenizer files in its folder. Imports no torch.
 
-Only the base's tokenizer is ever used, so a token that means something else to the adapter is a reason to refuse it.
+Only the base's tokenizer is ever used, so an adapter whose token ids differ is rejected.
 """
 
 import hashlib
@@ -15,33 +15,32 @@ from lorikeet.adapters.sources.base import MAX_SMALL_BYTES
 _WHOLE = "tokenizer.json"
 _ADDED = "added_tokens.json"
 _SETTINGS = "tokenizer_config.json"
-_MAX_VALIDATIONS = 1024
+_MAX_CACHED = 1024
 
 
 class Tokenizers:
-    """Compares tokenizers with the base's, and remembers its verdicts: adapters often come with the same files."""
+    """Compares tokenizers with the base's and caches the results: many adapters have the same files."""
 
     def __init__(self, model_path: Path) -> None:
         self._model_path = model_path
-        self._validations: dict[bytes, str | None] = {}
+        self._differences: dict[bytes, str | None] = {}
 
     def check(self, folder: Path) -> None:
-        """Raises AdapterInvalid that names a token."""
+        """Raises AdapterInvalid with the first token that differs."""
         files = {name: _read(folder / name) for name in (_WHOLE, _ADDED, _SETTINGS)}
         self.check_files({name: content for name, content in files.items() if content is not None})
 
     def check_files(self, files: dict[str, bytes]) -> None:
-        """The same for files by name; those that are no tokenizer's are left aside."""
+        """The same for files by name; other files are ignored."""
         files = {name: content for name, content in files.items() if name in (_WHOLE, _ADDED, _SETTINGS)}
         if not files or files.get(_WHOLE) == self._own_file:
             return
         key = hashlib.sha256(b"\0".join(files.get(name, b"") for name in (_WHOLE, _ADDED, _SETTINGS))).digest()
-        if key not in self._validations:
-            if len(self._validations) >= _MAX_VALIDATIONS:
-                self._validations.clear()
-            self._validations[key] = self._difference(files)
-        difference = self._validations[key]
-        if difference is not None:
+        if key not in self._differences:
+            if len(self._differences) >= _MAX_CACHED:
+                self._differences.clear()
+            self._differences[key] = self._difference(files)
+        if (difference := self._differences[key]) is not None:
             raise AdapterInvalid(difference)
 
     @cached_property
@@ -50,7 +49,7 @@ class Tokenizers:
 
     @cached_property
     def _own(self) -> dict[str, int]:
-        """Token → id, empty where the base has no tokenizer that can be compared."""
+        """Token → id, empty if the base has no tokenizer that can be compared."""
         if self._own_file is not None:
             return _tokens(json.loads(self._own_file))
         from transformers import AutoTokenizer
@@ -61,7 +60,7 @@ class Tokenizers:
             return {}
 
     def _difference(self, files: dict[str, bytes]) -> str | None:
-        """A sentence's end, or None where every token of the adapter's is the base's."""
+        """The end of a sentence, or None if every token of the adapter is one of the base."""
         own = self._own
         if not own:
             return None
@@ -69,10 +68,10 @@ class Tokenizers:
             settings = json.loads(files.get(_SETTINGS, b"{}"))
             tokens = _all_tokens(files, settings)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return "the tokenizer beside it cannot be read"
+            return "its tokenizer files cannot be read"
         padding = _content(settings.get("pad_token"))
         for token, number in tokens.items():
-            # a token that only fills up batches in training never reaches the adapter
+            # a token that is only used for padding in training never reaches the adapter
             if own.get(token) != number and (token != padding or token in own):
                 has = f"{own[token]} in the base's" if token in own else "is not in the base's"
                 return f"it was trained with another tokenizer: token {token[:40]!r} is {number} there and {has}"

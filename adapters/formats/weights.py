@@ -1,6 +1,6 @@
 """An adapter's weight files as named tensors: safetensors mapped in place, or a `.bin` read without running its code.
 
-Knows files only. Which module a tensor belongs to is for `formats/reading.py` to find.
+`peft_reading` finds the module of each tensor.
 """
 
 import hashlib
@@ -18,46 +18,45 @@ from typing import Any
 
 import torch
 
-from lorikeet.adapters.errors import AdapterInvalid, AdapterTooLarge
+from lorikeet.adapters.errors import AdapterInvalid, AdapterTooLarge, first_line
 from lorikeet.adapters.formats import header
 from lorikeet.adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS, FileHead
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_INDEX = 8 << 20
 _MAP_NORESERVE = 0x4000
-"""Linux's; Python has no name for it before 3.13."""
+"""Linux's flag; Python has no name for it before 3.13."""
 
 
 @dataclass
 class Weights:
-    """What an adapter's weight files hold."""
+    """The contents of an adapter's weight files."""
 
     tensors: dict[str, torch.Tensor]
     hash: Any
-    """SHA-256 over the bytes of the files, to be added to."""
+    """SHA-256 over the bytes of the files."""
     num_bytes: int
-    are_apart: bool
-    """No two tensors share memory, so that a tensor is known by its place."""
-    _files: list[tuple[Path, int, os.stat_result]] = field(default_factory=list)
+    share_no_memory: bool
+    """No two tensors share memory, so that an address identifies a tensor."""
+    _files: list[tuple[Path, int, tuple[int, ...]]] = field(default_factory=list)
 
     def check_unchanged(self) -> None:
-        """Raises AdapterInvalid if a file is no longer what was read."""
+        """Raises AdapterInvalid if a file has changed since it was read."""
         for path, descriptor, before in self._files:
-            now = os.fstat(descriptor)
-            if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != (
-                before.st_size,
-                before.st_mtime_ns,
-                before.st_ctime_ns,
-            ):
+            if _version(os.fstat(descriptor)) != before:
                 raise AdapterInvalid(f"{path.name} changed while it was read")
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextmanager
 def opened(folder: Path, limit: int, names: Sequence[str] = ()) -> Iterator[Weights]:
-    """The weights in `folder`, of at most `limit` bytes: those in the files of these names, else an adapter's. Tensors
-    are valid inside only.
+    """The weights in `folder`, of at most `limit` bytes: in the files `names`, by default an adapter's. Tensors are
+    valid inside only.
 
-    Raises AdapterInvalid or AdapterTooLarge with a sentence that names the file at fault.
+    Raises AdapterInvalid or AdapterTooLarge with a sentence that names the file.
     """
     names = names or weight_files(folder)
     weights = Weights({}, hashlib.sha256(), 0, names[0].endswith(".safetensors"))
@@ -68,7 +67,7 @@ def opened(folder: Path, limit: int, names: Sequence[str] = ()) -> Iterator[Weig
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError as error:
                 raise AdapterInvalid(f"cannot read {name}: {error.strerror}") from None
-            weights._files.append((path, descriptor, os.fstat(descriptor)))
+            weights._files.append((path, descriptor, _version(os.fstat(descriptor))))
             _add(weights, name, descriptor, limit)
         yield weights
     finally:
@@ -77,26 +76,26 @@ def opened(folder: Path, limit: int, names: Sequence[str] = ()) -> Iterator[Weig
             os.close(descriptor)
 
 
-def read_small(path: Path) -> bytes:
-    """An adapter's configuration, no more of it than is believed."""
+def read_small(path: Path, limit: int = MAX_CONFIG_BYTES + 1) -> bytes:
+    """At most the first `limit` bytes of a file. Raises AdapterInvalid."""
     try:
         with path.open("rb") as file:
-            return file.read(MAX_CONFIG_BYTES + 1)
+            return file.read(limit)
     except OSError as error:
         raise AdapterInvalid(f"{path.name} cannot be read: {error.strerror}") from None
 
 
-def hollow(heads: Mapping[str, FileHead]) -> Weights:
-    """Tensors of the shapes that headers tell, without values: only names, shapes and places may be looked at.
+def header_only(heads: Mapping[str, FileHead]) -> Weights:
+    """Tensors of the shapes in these headers, without values: only names, shapes and addresses may be used.
 
-    Raises AdapterInvalid. Files without a header (`.bin`) are left aside.
+    Raises AdapterInvalid. Files without a header (`.bin`) are skipped.
     """
     found = Weights({}, hashlib.sha256(), sum(head.size for head in heads.values()), True)
     for name, head in heads.items():
         if not name.endswith(".safetensors"):
             continue
         infos = header.parse(head.content, head.size, name)
-        # address space that nobody backs: nothing is read from it
+        # address space without memory: nothing is read from it
         memory = mmap.mmap(-1, max(1, head.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         found.tensors.update({key: _view(memory, info) for key, info in infos.items()})
     return found
@@ -125,7 +124,7 @@ def _parts(index: Path, whole: str) -> list[str]:
         raise AdapterInvalid(f"{index.name} names no {ending} files")
     for part in parts:
         if "/" in part or not part.startswith(f"{stem}-") or not (index.parent / part).is_file():
-            raise AdapterInvalid(f"{index.name} names {part[:80]!r}, which is no part of this adapter")
+            raise AdapterInvalid(f"{index.name} names {part[:80]!r}, which is not a part of this adapter")
     return parts
 
 
@@ -146,9 +145,8 @@ def _add(weights: Weights, name: str, descriptor: int, limit: int) -> None:
     else:
         found = _unpickled(Path(f"/proc/self/fd/{descriptor}"), size, name)
     weights.hash.update(memory)
-    twice = weights.tensors.keys() & found.keys()
-    if twice:
-        raise AdapterInvalid(f"{name} holds {min(twice)!r}, which another part holds too")
+    if twice := weights.tensors.keys() & found.keys():
+        raise AdapterInvalid(f"{name} and another part both hold {min(twice)!r}")
     weights.tensors.update(found)
 
 
@@ -170,36 +168,29 @@ def _unpickled(path: Path, size: int, name: str) -> dict[str, torch.Tensor]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise AdapterInvalid(
-            f"{name} is broken or holds more than tensors; code in it was not run and never is: "
-            "convert it to safetensors"
-        ) from None
+        problem = "is broken or holds more than tensors; its code was not run"
+        raise AdapterInvalid(f"{name} {problem}: convert it to safetensors") from None
     except Exception as error:
-        raise AdapterInvalid(f"{name} cannot be read: {_first_line(error)}") from None
+        raise AdapterInvalid(f"{name} cannot be read: {first_line(error)[:200]}") from None
     if not isinstance(found, dict) or not found:
         raise AdapterInvalid(f"{name} holds no dictionary of tensors")
     for key, tensor in found.items():
         if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
-            raise AdapterInvalid(f"{name} holds something beside named tensors: {str(key)[:60]!r}")
+            raise AdapterInvalid(f"{name} holds something other than named tensors: {str(key)[:60]!r}")
         if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values() or tensor.device.type != "cpu":
-            raise AdapterInvalid(f"{key[:80]!r} of {name} is not a plain tensor of floating point numbers")
+            raise AdapterInvalid(f"{key[:80]!r} of {name} is not a dense CPU tensor of floating-point numbers")
     return {key: tensor.detach() for key, tensor in found.items()}
 
 
 def _check_archive(path: Path, size: int, name: str) -> None:
-    """Only archives without compression: what is inside cannot be larger than the file."""
+    """Accept only archives without compression, whose content cannot be larger than the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        raise AdapterInvalid(
-            f"{name} is broken or in the format of old versions of torch: convert it to safetensors"
-        ) from None
+        problem = f"{name} is broken or in the format of old versions of torch"
+        raise AdapterInvalid(f"{problem}: convert it to safetensors") from None
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise AdapterInvalid(f"{name} is compressed, which torch never does")
     if sum(entry.file_size for entry in entries) > size:
         raise AdapterInvalid(f"{name} claims to hold more bytes than it has")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

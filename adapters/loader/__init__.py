@@ -1,5 +1,5 @@
-"""The loader's process: brings adapters from their sources into the store, for the router that asks over a socket.
+"""The loader's process: downloads adapters and writes them to the store, for the router that calls it over a socket.
 
-`server` speaks with the router, `jobs` decides what is done once and what first, `readers` keeps the processes that do
-the work (`reader`, forked from `nursery`, where the libraries and the base's skeleton are loaded once).
+`server` answers the router, `jobs` schedules and deduplicates, `workers` manages the processes that do the work
+(`worker`, forked by `fork_server`, which loads the libraries and the base's skeleton once).
 """

@@ -1,31 +1,26 @@
-"""What the loader's process is told at start: one frozen dataclass, read from the JSON file that the launcher wrote.
+"""The loader's configuration: one frozen dataclass, read from the JSON file that the launcher writes."""
 
-Knows names and defaults only; nothing here opens a model or a socket.
-"""
-
-import json
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Self
+from dataclasses import dataclass, field
 
 from lorikeet.adapters.formats.configuration import SERVED_KINDS
-from lorikeet.adapters.sources.settings import SourceSettings
+from lorikeet.adapters.sources.registry import SourceSettings
+from lorikeet.proto.config_file import ConfigFile
 
 DEFAULT_STORE_BYTES = 64 << 30
 
 
 @dataclass(frozen=True)
-class LoaderConfig:
+class LoaderConfig(ConfigFile):
     """Everything the loader needs to know."""
 
     socket: str
-    """Path of the Unix socket on which the router is served."""
+    """Path of the Unix socket that the router connects to."""
     model_path: str
     """Local folder with the base's configuration and weights."""
     adapter_store: str
-    """Folder of served layouts: the disk tier. Hosts' processes may share it."""
+    """Folder of served layouts: the disk tier. Several processes of a host may share it."""
     store_bytes: int = DEFAULT_STORE_BYTES
-    """The least recently asked for is removed above this (`--adapter-disk-cache`)."""
+    """Above this the least recently used files are removed (`--adapter-disk-cache`)."""
     sources: SourceSettings = field(default_factory=SourceSettings)
     device: str = "cpu"
     """Of the shards: `cpu` or `cuda:N`."""
@@ -33,27 +28,14 @@ class LoaderConfig:
     """Of the shards: `float32`, `bfloat16` or `float16`; None takes the checkpoint's (float32 for float16 on CPU)."""
     trust_remote_code: bool = False
     kinds: tuple[str, ...] = SERVED_KINDS
-    """Kinds of change that the shards compute; an adapter with another is refused."""
+    """Kinds of changes that the shards support; adapters with other kinds are rejected."""
     max_fetches: int = 16
-    """Adapters that are brought from their sources at once."""
+    """Concurrent downloads."""
     max_conversions: int | None = None
-    """Adapters that are read and laid out at once, one that is urgent beside them; None is one per core, up to 4."""
+    """Concurrent conversions to the served layout, plus one urgent one; None is one per core, up to 4."""
     reading_cpu_s: float = 20.0
-    """Processor time that understanding one adapter may take, beside its bytes: patterns can take forever."""
+    """Processor time for reading one adapter, in addition to its bytes: patterns can take forever."""
     json_output: bool = False
     log_level: str = "info"
     parent_pid: int | None = None
     """The loader ends when this process is gone."""
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read the JSON file at `path`. Raises ValueError that names unknown fields."""
-        values = json.loads(Path(path).read_text())
-        unknown = sorted(set(values) - {each.name for each in fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown loader configuration fields: {', '.join(unknown)}")
-        if "sources" in values:
-            values["sources"] = SourceSettings.from_dict(values["sources"])
-        if "kinds" in values:
-            values["kinds"] = tuple(values["kinds"])
-        return cls(**values)

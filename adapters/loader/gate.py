@@ -1,40 +1,32 @@
-"""Lets so many pass at once in the order they came, and a few that are urgent beside them.
-
-Knows tickets; nothing of what is done inside.
-"""
+"""A semaphore with a fixed number of slots, first come first served, and extra slots for urgent tickets."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-def _nothing() -> None:
-    """For tickets that need not be told."""
-
-
 @dataclass(eq=False)
 class Ticket:
-    """One that wants to pass."""
+    """One request for a slot."""
 
-    on_fast: Callable[[], None] = _nothing
-    """Called when one that is inside already becomes fast."""
+    on_fast: Callable[[], None] = lambda: None
+    """Called when a ticket that already has a slot moves to an extra one."""
     is_urgent: bool = False
     is_inside: bool = False
     is_fast: bool = False
-    """Inside on one of the places for the urgent: to be done before everything else."""
+    """It has one of the extra slots for urgent tickets."""
     _opened: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Gate:
-    """Of one event loop."""
+    """For one event loop."""
 
-    def __init__(self, num_places: int, num_fast: int) -> None:
-        self._num_places = num_places
-        self._num_fast = num_fast
+    def __init__(self, num_slots: int, num_fast: int) -> None:
+        self._num_slots, self._num_fast = num_slots, num_fast
         self._tickets: dict[Ticket, None] = {}
-        """Inside and waiting, as they came."""
+        """With a slot and waiting, in order of arrival."""
         self._urgent: dict[Ticket, None] = {}
-        """Those of them that are urgent, as they became so."""
+        """The urgent ones among them, in the order in which they became urgent."""
 
     @property
     def num_inside(self) -> int:
@@ -45,7 +37,7 @@ class Gate:
         return len(self._tickets) - self.num_inside
 
     async def enter(self, ticket: Ticket) -> None:
-        """Wait for a place. A cancelled wait leaves nothing behind."""
+        """Wait for a slot. A cancelled wait has no effect."""
         self._tickets[ticket] = None
         if ticket.is_urgent:
             self._urgent[ticket] = None
@@ -57,15 +49,15 @@ class Gate:
             raise
 
     def leave(self, ticket: Ticket) -> None:
-        """Give the place to the next."""
+        """Release the slot to the next ticket."""
         self._tickets.pop(ticket, None)
         self._urgent.pop(ticket, None)
         ticket.is_inside = ticket.is_fast = False
         ticket._opened.clear()
         self._admit()
 
-    def hasten(self, ticket: Ticket) -> None:
-        """Put one before those that are not urgent, wherever it is. It may not have come yet."""
+    def prioritize(self, ticket: Ticket) -> None:
+        """Move a ticket ahead of those that are not urgent, even before it calls `enter`."""
         ticket.is_urgent = True
         if ticket in self._tickets:
             self._urgent[ticket] = None
@@ -78,17 +70,14 @@ class Gate:
                 break
             if not ticket.is_fast:
                 num_fast += 1
-                self._make_fast(ticket)
-        num_free = self._num_places - sum(ticket.is_inside and not ticket.is_fast for ticket in self._tickets)
+                ticket.is_fast = True
+                if ticket.is_inside:
+                    ticket.on_fast()
+                else:
+                    _open(ticket)
+        num_free = self._num_slots - sum(ticket.is_inside and not ticket.is_fast for ticket in self._tickets)
         waiting = [*self._urgent, *(ticket for ticket in self._tickets if not ticket.is_urgent)]
         for ticket in [ticket for ticket in waiting if not ticket.is_inside][: max(0, num_free)]:
-            _open(ticket)
-
-    def _make_fast(self, ticket: Ticket) -> None:
-        ticket.is_fast = True
-        if ticket.is_inside:
-            ticket.on_fast()
-        else:
             _open(ticket)
 
 

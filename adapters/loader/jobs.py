@@ -1,6 +1,6 @@
-"""What the loader does and in which order: one job per adapter however many wait, the urgent first, several at a time.
+"""Schedules the loader's jobs: one per adapter for any number of callers, urgent ones first, several at a time.
 
-Knows pins, the store and readers; nothing of sockets to the router. Lives in one event loop.
+Runs in one event loop.
 """
 
 import asyncio
@@ -13,37 +13,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import structlog
-
+from lorikeet.adapters import errors
 from lorikeet.adapters.digests import Merge
-from lorikeet.adapters.errors import (
-    AdapterError,
-    AdapterInvalid,
-    AdapterNotAllowed,
-    AdapterNotFound,
-    AdapterTooLarge,
-    NotServed,
-    SourceUnreachable,
-)
+from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.loader.gate import Gate, Ticket
-from lorikeet.adapters.loader.readers import ForkServer, Reader, ReaderEnded
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Source
+from lorikeet.adapters.loader.workers import ForkServer, Worker, WorkerExited
+from lorikeet.adapters.refs import Pin, Source
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Entry, Store
 
-log = structlog.get_logger()
-
 REFUSED_S = 60.0
-"""So long a version of an adapter that cannot be served is refused without another look."""
+"""A pin that cannot be served is rejected for this long without another attempt."""
 _MOST_REFUSED = 4096
-_MOST_RESTING = 4
-_FINAL = (AdapterInvalid, NotServed, AdapterTooLarge)
+_MOST_IDLE = 4
+_FINAL = (errors.AdapterInvalid, errors.NotServed, errors.AdapterTooLarge)
 
 
 @dataclass(eq=False)
 class Job:
-    """One adapter on its way, and who waits for it."""
+    """One adapter that is being loaded, and the number of callers that wait for it."""
 
     name: str
     token: str | None = field(default=None, repr=False)
@@ -51,24 +39,20 @@ class Job:
     fetching: Ticket = field(default_factory=Ticket)
     converting: Ticket = field(default_factory=Ticket)
     task: "asyncio.Task[Any] | None" = None
-    reader: Reader | None = None
-    begins_again: bool = False
-    """Its reader was ended so that another begins again at normal priority."""
+    worker: Worker | None = None
+    restarts: bool = False
+    """Its worker was killed so that another one starts over at normal priority."""
     parts: "list[Job]" = field(default_factory=list)
-    """Of a merge: the jobs that fetch what is merged."""
+    """Of a merge: the jobs that fetch its adapters."""
 
     def __post_init__(self) -> None:
-        self.fetching.on_fast = self.converting.on_fast = self._hasten
+        self.fetching.on_fast = self.converting.on_fast = self._raise_priority
 
-    @property
-    def is_urgent(self) -> bool:
-        return self.fetching.is_urgent
-
-    def _hasten(self) -> None:
-        """What is under way goes on at normal priority, where the system allows that; else it begins again."""
-        if self.reader is not None and not self.reader.hasten():
-            self.begins_again = True
-            self.reader.kill()
+    def _raise_priority(self) -> None:
+        """Continue at normal priority if the system permits that, else start over."""
+        if self.worker is not None and not self.worker.raise_priority():
+            self.restarts = True
+            self.worker.kill()
 
 
 class Jobs:
@@ -77,61 +61,57 @@ class Jobs:
     def __init__(
         self, store: Store, fork_server: ForkServer, sources: Sources, max_fetches: int, max_conversions: int
     ) -> None:
-        self._store = store
-        self._fork_server = fork_server
-        self._sources = sources
+        self._store, self._fork_server, self._sources = store, fork_server, sources
         self._fetching = Gate(max_fetches, num_fast=max_fetches)
-        # one at normal priority is fast enough for all, and no more than one is felt by who computes
+        # one at normal priority is fast enough, and more than one would slow the shards down
         self._converting = Gate(max_conversions, num_fast=1)
         self._jobs: dict[str, Job] = {}
-        self._resting: list[Reader] = []
+        self._idle: list[Worker] = []
         self._refused: OrderedDict[str, tuple[AdapterError, float]] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    async def fetch(self, pin: Pin, token: str | None, on_job: Callable[[Job], None]) -> tuple[Entry, str]:
-        """What the pin holds, in the store now, and where it came from. Raises AdapterError."""
-        entry = self._store.of_pin(pin)
-        if entry is not None:
-            self._counts["disk"] += 1
-            return entry, "disk"
+    async def fetch(self, pin: Pin, token: str | None, on_job: Callable[[Job], None]) -> dict[str, Any]:
+        """The pin's entry, now in the store, and the tier that it came from. Raises AdapterError."""
+        if (entry := self._store.of_pin(pin)) is not None:
+            return self._found(entry)
         key = f"{pin.source.value} {pin.id}@{pin.revision}"
-        entry = await self._shared(key, pin.id, token, on_job, lambda job: self._fetch(job, pin))
-        return entry, "source"
+        return await self._shared(key, pin.id, token, on_job, lambda job: self._fetch(job, pin))
+
+    def _found(self, entry: Entry) -> dict[str, Any]:
+        self._counts["disk"] += 1
+        return {**entry.as_dict(), "tier": "disk"}
 
     async def check(self, pin: Pin, token: str | None) -> dict[str, Any]:
-        """What can be said of a pin without its weights. Raises AdapterError where it would not be served."""
-        entry = self._store.of_pin(pin)
-        if entry is not None:
-            known = {"rank": entry.rank, "modules": None, "num_bytes": entry.num_bytes}
-            return {**known, "num_heads": entry.num_heads}
+        """What is known of a pin without its weights. Raises AdapterError if it would not be served."""
+        if (entry := self._store.of_pin(pin)) is not None:
+            size = {"num_bytes": entry.num_bytes, "num_heads": entry.num_heads}
+            return {"rank": entry.rank, "modules": None, **size}
+        call = {"do": "check", "pin": pin.as_dict(), "token": token}
         job = Job(pin.id, token)
-        question = {"do": "check", "pin": pin.as_dict(), "token": token}
-        verdict: dict[str, Any] = (await self._done(job, self._fetching, job.fetching, question, "check"))["verdict"]
-        return verdict
+        found: dict[str, Any] = (await self._run(job, self._fetching, job.fetching, call))["validation"]
+        return found
 
-    async def merge(self, wanted: Merge, token: str | None, on_job: Callable[[Job], None]) -> tuple[Entry, str]:
-        """The same for several as one."""
+    async def merge(self, wanted: Merge, token: str | None, on_job: Callable[[Job], None]) -> dict[str, Any]:
+        """The same for several adapters merged into one."""
         known = [self._store.of_pin(pin) for pin in wanted.pins]
         digests = [entry.digest for entry in known if entry is not None]
         if len(digests) == len(known):
             digest = wanted.digest(digests)
             if self._store.touch(digest):
-                self._counts["disk"] += 1
-                return self._store.entry(digest), "disk"
+                return self._found(self._store.entry(digest))
         key, name = f"merge {wanted.as_dict()}", ", ".join(pin.id for pin in wanted.pins)
-        entry = await self._shared(key, name, token, on_job, lambda job: self._merge(job, wanted))
-        return entry, "source"
+        return await self._shared(key, name, token, on_job, lambda job: self._merge(job, wanted))
 
-    def hasten(self, job: Job) -> None:
-        """Someone has waited long: before the others now, and at normal priority."""
-        self._fetching.hasten(job.fetching)
-        self._converting.hasten(job.converting)
+    def prioritize(self, job: Job) -> None:
+        """Move a job ahead of the others, at normal priority, because a caller has waited long."""
+        self._fetching.prioritize(job.fetching)
+        self._converting.prioritize(job.converting)
         for part in job.parts:
-            self.hasten(part)
+            self.prioritize(part)
 
     def stats(self) -> dict[str, Any]:
-        """Numbers for whoever watches."""
+        """Numbers for monitoring."""
         num_files, num_bytes = self._store.usage()
         return {
             "files": num_files,
@@ -154,31 +134,26 @@ class Jobs:
 
     async def _shared(
         self, key: str, name: str, token: str | None, on_job: Callable[[Job], None], start: Callable[[Job], Any]
-    ) -> Any:
-        """The result of the one job of that key, started here unless it is under way."""
+    ) -> dict[str, Any]:
+        """The entry from the one job of that key, which is started unless it is already running."""
         while True:
             self._check_refused(key)
-            job = self._jobs.get(key)
-            if job is None:
+            if (job := self._jobs.get(key)) is None:
                 job = self._jobs[key] = Job(name, token)
                 job.task = asyncio.create_task(self._guarded(key, job, start))
             on_job(job)
+            assert job.task is not None
+            job.num_waiting += 1
             try:
-                return await self._result(job)
-            except (AdapterNotAllowed, AdapterNotFound):
-                # refused to another caller: this one's right is its own
+                return {**(await asyncio.shield(job.task)).as_dict(), "tier": "source"}
+            except (errors.AdapterNotAllowed, errors.AdapterNotFound):
+                # another caller was rejected; this one may have access
                 if job.token == token:
                     raise
-
-    async def _result(self, job: Job) -> Any:
-        assert job.task is not None
-        job.num_waiting += 1
-        try:
-            return await asyncio.shield(job.task)
-        finally:
-            job.num_waiting -= 1
-            if job.num_waiting == 0 and not job.task.done():
-                job.task.cancel()
+            finally:
+                job.num_waiting -= 1
+                if job.num_waiting == 0 and not job.task.done():
+                    job.task.cancel()
 
     async def _guarded(self, key: str, job: Job, start: Callable[[Job], Any]) -> Any:
         try:
@@ -200,88 +175,86 @@ class Jobs:
 
     async def _fetch(self, job: Job, pin: Pin) -> Entry:
         with self._work(str(pin.as_dict())) as work:
-            folder = await self._bring(job, pin, work)
-            answer = await self._convert(job, {"do": "convert", "folder": folder})
+            folder = await self._download(job, pin, work)
+            answer = await self._run(job, self._converting, job.converting, {"do": "convert", "folder": folder})
         entry = Entry.from_dict(answer["entry"])
         self._store.note(pin, entry)
         self._counts["source"] += 1
         return entry
 
     async def _merge(self, job: Job, wanted: Merge) -> Entry:
-        words = wanted.as_dict()
+        merge = wanted.as_dict()
         folders: list[str] = []
         with ExitStack() as works:
             for number, pin in enumerate(wanted.pins):
                 part = Job(pin.id, job.token)
                 job.parts = [part]
-                if job.is_urgent:
-                    self.hasten(part)
-                work = works.enter_context(self._work(f"{number} of {words}"))
-                folders.append(await self._bring(part, pin, work))
-            answer = await self._convert(job, {"do": "merge", "folders": folders, "merge": words})
+                if job.fetching.is_urgent:
+                    self.prioritize(part)
+                work = works.enter_context(self._work(f"{number} of {merge}"))
+                folders.append(await self._download(part, pin, work))
+            call = {"do": "merge", "folders": folders, "merge": merge}
+            answer = await self._run(job, self._converting, job.converting, call)
         self._counts["merged"] += 1
         return Entry.from_dict(answer["entry"])
 
     @contextmanager
     def _work(self, name: str) -> Iterator[Path]:
-        """A folder for one job's files on their way. What a broken attempt left there is found by the next."""
+        """A folder for the files of one job. If its source fails, the next attempt resumes from there."""
         work = self._store.work(name)
         try:
             yield work
-        except SourceUnreachable:
+        except errors.SourceUnreachable:
             raise
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
         shutil.rmtree(work, ignore_errors=True)
 
-    async def _bring(self, job: Job, pin: Pin, work: Path) -> str:
-        """The folder on this machine that holds the pin's files."""
-        if pin.source is Source.LOCAL:  # found, not moved: no work for a process of its own
+    async def _download(self, job: Job, pin: Pin, work: Path) -> str:
+        """The folder on this machine with the pin's files."""
+        if pin.source is Source.LOCAL:  # nothing is copied, so no worker is needed
             return str(await asyncio.to_thread(self._sources[pin.source].fetch, pin, job.token, work))
-        question = {"do": "fetch", "pin": pin.as_dict(), "token": job.token, "folder": str(work)}
-        return str((await self._done(job, self._fetching, job.fetching, question, "fetch"))["folder"])
+        call = {"do": "fetch", "pin": pin.as_dict(), "token": job.token, "folder": str(work)}
+        return str((await self._run(job, self._fetching, job.fetching, call))["folder"])
 
-    async def _convert(self, job: Job, question: dict[str, Any]) -> dict[str, Any]:
-        return await self._done(job, self._converting, job.converting, question, "convert")
-
-    async def _done(self, job: Job, gate: Gate, ticket: Ticket, question: dict[str, Any], what: str) -> dict[str, Any]:
-        """Have a reader do it, and another one where the first was ended to make haste."""
+    async def _run(self, job: Job, gate: Gate, ticket: Ticket, call: dict[str, Any]) -> dict[str, Any]:
+        """Call a worker, and another one if the first was killed to raise the priority."""
         await gate.enter(ticket)
         began = time.monotonic()
         try:
             while True:
-                job.begins_again = False
-                job.reader = await self._take(ticket.is_fast)
-                if ticket.is_fast and not job.reader.hasten():
+                job.restarts = False
+                job.worker = await self._take(ticket.is_fast)
+                if ticket.is_fast and not job.worker.raise_priority():
                     await self._give_back(job)
                     continue
                 try:
-                    return await job.reader.ask({**question, "name": job.name})
-                except ReaderEnded as ended:
-                    if not job.begins_again:
-                        raise ended.as_error(job.name) from None
+                    return await job.worker.call({**call, "name": job.name})
+                except WorkerExited as exited:
+                    if not job.restarts:
+                        raise exited.as_error(job.name) from None
                 finally:
                     await self._give_back(job)
         finally:
             gate.leave(ticket)
-            self._seconds[what] += time.monotonic() - began
+            self._seconds["convert" if call["do"] == "merge" else call["do"]] += time.monotonic() - began
 
-    async def _take(self, is_fast: bool) -> Reader:
-        for reader in self._resting:
-            if not is_fast or reader.hasten():
-                self._resting.remove(reader)
-                return reader
-        return await self._fork_server.reader(steps_back=not is_fast)
+    async def _take(self, is_fast: bool) -> Worker:
+        for worker in self._idle:
+            if not is_fast or worker.raise_priority():
+                self._idle.remove(worker)
+                return worker
+        return await self._fork_server.worker(steps_back=not is_fast)
 
     async def _give_back(self, job: Job) -> None:
-        reader, job.reader = job.reader, None
-        if reader is None or reader.is_ended:
+        worker, job.worker = job.worker, None
+        if worker is None or worker.is_ended:
             return
         task = asyncio.current_task()
         is_mid_job = task is not None and task.cancelling() > 0
-        if is_mid_job or len(self._resting) >= _MOST_RESTING:
-            await reader.end()
+        if is_mid_job or len(self._idle) >= _MOST_IDLE:
+            await worker.end()
         else:
-            reader.rest()
-            self._resting.append(reader)
+            worker.lower_priority()
+            self._idle.append(worker)

@@ -3,20 +3,18 @@
 Linux knows both; elsewhere a process keeps its priority, and notices its parent's end by its closed socket.
 """
 
-import ctypes
 import os
-import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+from lorikeet.proto.process import signal_at_parent_death
+
 NICENESS = 9
 """Added to one's own. A process that did not step back leaves 12 % of its core: hardly felt, but not nothing."""
 
 
 def end_with_parent(parent_pid: int | None = None) -> None:
     """Be killed when the parent ends; at once if it is not `parent_pid` any more."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_parent_death()
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
 

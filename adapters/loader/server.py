@@ -1,6 +1,6 @@
-"""The loader as the router meets it: a private Unix socket, one JSON object per line each way, answers in any order.
+"""The loader's interface to the router: a private Unix socket, one JSON object per line each way, answers in any order.
 
-Knows calls and connections. Tokens pass through to jobs and are never written anywhere.
+Callers' tokens are passed on to jobs and never written anywhere.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterError, LoaderFailed
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.loader.jobs import Job, Jobs
-from lorikeet.adapters.loader.readers import LONGEST_LINE, ForkServer
-from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.loader.workers import LONGEST_LINE, ForkServer
+from lorikeet.adapters.refs import Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Store
 
@@ -28,7 +28,7 @@ MOST_OUTSTANDING = 65_536
 
 
 class Cancelled(LoaderFailed):
-    """The caller took its call back."""
+    """The caller cancelled the call."""
 
     status = 499
 
@@ -37,20 +37,18 @@ class Connection:
     """One caller."""
 
     def __init__(self, jobs: Jobs, store: Store, writer: asyncio.StreamWriter) -> None:
-        self._jobs = jobs
-        self._store = store
-        self._writer = writer
+        self._jobs, self._store, self._writer = jobs, store, writer
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, Job] = {}
         self._urgent: set[int] = set()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Until the caller hangs up; then what nobody else waits for is stopped."""
+        """Until the caller disconnects; then jobs without another caller are cancelled."""
         try:
             while line := await reader.readline():
                 await self._receive(line)
         except (OSError, ValueError):
-            log.warning("a caller of the loader was not understood")
+            log.warning("loader_call_unreadable")
         finally:
             for task in self._calls.values():
                 task.cancel()
@@ -63,10 +61,10 @@ class Connection:
             if type(number) is not int:
                 raise ValueError
         except (ValueError, KeyError, TypeError, RecursionError):
-            await self._send({"call": None, "error": LoaderFailed("that was no call", status=400).as_dict()})
+            await self._fail(None, "this is not a call: send a JSON object with an integer `call`", 400)
             return
         if "urgent" in body:
-            self._hasten(body["urgent"])
+            self._prioritize(body["urgent"])
             await self._send({"call": number})
         elif "cancel" in body:
             task = self._calls.get(body["cancel"]) if type(body["cancel"]) is int else None
@@ -74,7 +72,7 @@ class Connection:
                 task.cancel()
             await self._send({"call": number, "cancelled": task is not None})
         elif number in self._calls or len(self._calls) >= MOST_OUTSTANDING:
-            await self._send({"call": number, "error": LoaderFailed("too many calls at once", status=503).as_dict()})
+            await self._fail(number, "too many calls at once", 503)
         else:
             self._calls[number] = asyncio.create_task(self._call(number, body))
 
@@ -84,11 +82,11 @@ class Connection:
         except AdapterError as error:
             answer = {"error": error.as_dict()}
         except ValueError as error:
-            answer = {"error": LoaderFailed(f"that was no call: {error}", status=400).as_dict()}
+            answer = {"error": LoaderFailed(f"this call is invalid: {error}", status=400).as_dict()}
         except asyncio.CancelledError:
-            answer = {"error": Cancelled("nobody waits for it any more").as_dict()}
+            answer = {"error": Cancelled("the call was cancelled").as_dict()}
         except Exception as error:
-            log.exception("a call failed")
+            log.exception("loader_call_failed")
             answer = {"error": LoaderFailed(f"the loader failed: {type(error).__name__}").as_dict()}
         finally:
             del self._calls[number]
@@ -102,14 +100,12 @@ class Connection:
         def on_job(job: Job) -> None:
             self._running[number] = job
             if number in self._urgent:
-                self._jobs.hasten(job)
+                self._jobs.prioritize(job)
 
         if "fetch" in body:
-            entry, tier = await self._jobs.fetch(Pin.from_dict(body["fetch"]), token, on_job)
-            return {**entry.as_dict(), "tier": tier}
+            return await self._jobs.fetch(Pin.from_dict(body["fetch"]), token, on_job)
         if "merge" in body:
-            entry, tier = await self._jobs.merge(Merge.from_dict(body["merge"]), token, on_job)
-            return {**entry.as_dict(), "tier": tier}
+            return await self._jobs.merge(Merge.from_dict(body["merge"]), token, on_job)
         if "check" in body:
             return await self._jobs.check(Pin.from_dict(body["check"]), token)
         if "forget" in body:
@@ -121,13 +117,16 @@ class Connection:
             return {}
         if "stats" in body:
             return {"stats": self._jobs.stats()}
-        raise ValueError(f"none of {', '.join(sorted(body))[:80]} is known")
+        raise ValueError(f"it has no known operation, only {', '.join(sorted(body))[:80]}")
 
-    def _hasten(self, number: Any) -> None:
+    def _prioritize(self, number: Any) -> None:
         if number in self._calls:
             self._urgent.add(number)
         if number in self._running:
-            self._jobs.hasten(self._running[number])
+            self._jobs.prioritize(self._running[number])
+
+    async def _fail(self, number: int | None, message: str, status: int) -> None:
+        await self._send({"call": number, "error": LoaderFailed(message, status=status).as_dict()})
 
     async def _send(self, answer: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
@@ -136,11 +135,11 @@ class Connection:
 
 
 async def run(config: LoaderConfig, config_path: Path) -> None:
-    """Serve until SIGTERM. Raises ValueError or OSError where that cannot begin."""
+    """Serve until SIGTERM. Raises ValueError or OSError if the loader cannot start."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    # a parent decides when its processes end: an interrupt at the terminal reaches all of them
+    # an interrupt at the terminal reaches all processes, but the parent decides when they end
     loop.add_signal_handler(signal.SIGINT, ended.set if config.parent_pid is None else lambda: None)
     fork_server = ForkServer(config_path)
     try:
@@ -149,7 +148,7 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
         sources = Sources(config.sources)
         jobs = Jobs(store, fork_server, sources, config.max_fetches, config.max_conversions or usable_cores())
         server = await _listen(config, jobs, store)
-        log.info("adapters are loaded here", store=config.adapter_store)
+        log.info("loader_started", store=config.adapter_store)
         watch = asyncio.create_task(fork_server.ended())
         stop = asyncio.create_task(ended.wait())
         await asyncio.wait({watch, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -164,7 +163,7 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
 
 
 def usable_cores() -> int:
-    """Up to four: adapters are small, and others have work to do."""
+    """At most four: adapters are small, and shards need the other cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(4, cores))
 
@@ -176,7 +175,7 @@ async def _listen(config: LoaderConfig, jobs: Jobs, store: Store) -> asyncio.Ser
 
     before = os.umask(0o177)
     try:
-        # takes the place of a socket that an earlier process left
+        # replaces the socket of an earlier process
         return await asyncio.start_unix_server(accept, config.socket, limit=LONGEST_LINE)
     finally:
         os.umask(before)

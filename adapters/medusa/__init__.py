@@ -1,1 +1,1 @@
-"""Medusa heads: reading and writing their files, computing with them, and training them for one's own adapter."""
+"""Medusa heads: reads and writes their files, computes with them, and trains them for a model or adapter."""

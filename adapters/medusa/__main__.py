@@ -1,4 +1,4 @@
-"""`python -m lorikeet.adapters.medusa` is `lorikeet-heads`."""
+"""`python -m lorikeet.adapters.medusa` runs `lorikeet-heads`."""
 
 import sys
 

@@ -1,7 +1,6 @@
-"""Files of Medusa heads, both versions: read with everything counted from the tensors, written in LoRAX's layout.
+"""Files of Medusa heads, both versions: reads them, counting everything from the tensors, and writes LoRAX's layout.
 
-Version 1 heads end in an output matrix of their own, version 2 heads share the base model's. Knows names and shapes of
-tensors; computes nothing.
+Version 1 heads end in their own output matrix, version 2 heads share the base model's.
 """
 
 import json
@@ -19,14 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lorikeet.adapters.medusa.errors import HeadsError, first_line
+from lorikeet.adapters.errors import HeadsError, first_line
+from lorikeet.adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, WEIGHTS
 
-HEADS_FILE = "medusa_lm_head.safetensors"
-PICKLED_FILE = "medusa_lm_head.pt"
-CONFIG_FILE = "config.json"
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+HEADS_FILE, PICKLED_FILE = HEADS
+ADAPTER_FILES = (CONFIG, WEIGHTS[0])
 ADAPTER_EXTRAS = ("chat_template.jinja", "tokenizer_config.json")
-"""Of an adapter's folder: what a server reads beside the weights."""
+"""Files that a server reads from an adapter's folder in addition to the weights."""
 
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _MATRIX = re.compile(r"(\d+)\.(\d+)\.weight")
@@ -34,14 +32,14 @@ _MATRIX = re.compile(r"(\d+)\.(\d+)\.weight")
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """Of all heads of one file; they are alike."""
+    """The shape that all heads of one file have."""
 
     num_heads: int
     num_layers: int
-    """Residual blocks of each head; published files with none exist."""
+    """Residual blocks of each head; some published files have none."""
     hidden_size: int
     vocab_size: int | None = None
-    """Rows of each head's own output matrix (version 1); None where the base model's is shared (version 2)."""
+    """Rows of each head's own output matrix (version 1); None if the base model's is shared (version 2)."""
 
     @property
     def version(self) -> int:
@@ -50,18 +48,18 @@ class HeadsShape:
 
 @dataclass(frozen=True)
 class HeadsFile:
-    """Heads as they lie in a file."""
+    """The heads in one file."""
 
     shape: HeadsShape
     tensors: dict[str, Tensor]
     """`{head}.{block}.linear.weight` [H, H], `{head}.{block}.linear.bias` [H], and in version 1
     `{head}.{blocks}.weight` [V, H]."""
     base_name: str | None = None
-    """The base model that the configuration names."""
+    """The base model named in the configuration."""
 
 
 def read(folder: Path, warn: Callable[[str], None]) -> HeadsFile:
-    """The heads in `folder`; `warn` hears where the configuration contradicts the tensors, and of tensors left out.
+    """The heads in `folder`. `warn` receives contradictions between configuration and tensors, and ignored tensors.
 
     Raises HeadsError.
     """
@@ -69,26 +67,21 @@ def read(folder: Path, warn: Callable[[str], None]) -> HeadsFile:
     ours = of_heads(tensors, str(folder), warn)
     shape = shape_of(ours, str(folder))
     config = _read_config(folder)
-    compare(config, shape, str(folder / CONFIG_FILE), warn)
+    compare(config, shape, str(folder / HEADS_CONFIG), warn)
     name = config.get("base_model_name_or_path")
     return HeadsFile(shape, ours, name if isinstance(name, str) else None)
 
 
 def of_heads(tensors: Mapping[str, Tensor], where: str, warn: Callable[[str], None]) -> dict[str, Tensor]:
-    """Those that are named like a head's."""
+    """The tensors whose names are those of heads."""
     ours = {name: tensor for name, tensor in tensors.items() if _BLOCK.fullmatch(name) or _MATRIX.fullmatch(name)}
     if extra := sorted(set(tensors) - set(ours)):
-        warn(f"{where}: {len(extra)} tensors belong to no head and are left out, among them {extra[0][:80]}")
+        warn(f"{where}: {len(extra)} tensors belong to no head and are ignored, among them {extra[0][:80]}")
     return ours
 
 
-def has_heads(folder: Path) -> bool:
-    """Whether there are heads in `folder`, by its files' names alone."""
-    return (folder / HEADS_FILE).is_file() or (folder / PICKLED_FILE).is_file()
-
-
 def shape_of(tensors: dict[str, Tensor], where: str) -> HeadsShape:
-    """Count heads and blocks. Raises HeadsError where a head differs from the others or a tensor is missing."""
+    """Count heads and blocks. Raises HeadsError if a head differs from the others or a tensor is missing."""
     blocks = {match.group(1, 2) for name in tensors if (match := _BLOCK.fullmatch(name))}
     matrices = {match.group(1, 2) for name in tensors if (match := _MATRIX.fullmatch(name))}
     if not blocks and not matrices:
@@ -107,16 +100,14 @@ def shape_of(tensors: dict[str, Tensor], where: str) -> HeadsShape:
         if name not in tensors:
             raise HeadsError(f"{where} has {num_heads} heads of {num_layers} blocks but lacks {name}")
         if tuple(tensors[name].shape) != size:
-            raise HeadsError(
-                f"{where}: {name} has shape {list(tensors[name].shape)} where {list(size)} fits the others"
-            )
-    if odd := sorted(set(tensors) - set(wanted)):
-        raise HeadsError(f"{where}: {odd[0]} does not belong to heads of {num_layers} blocks")
+            raise HeadsError(f"{where}: {name} has shape {list(tensors[name].shape)}, the others need {list(size)}")
+    if extra := sorted(set(tensors) - set(wanted)):
+        raise HeadsError(f"{where}: {extra[0]} does not belong to heads of {num_layers} blocks")
     return shape
 
 
 def expected_shapes(shape: HeadsShape) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of such heads."""
+    """Name and shape of every tensor of heads of this shape."""
     size, shapes = shape.hidden_size, dict[str, tuple[int, ...]]()
     for head in range(shape.num_heads):
         for layer in range(shape.num_layers):
@@ -136,13 +127,13 @@ def write(folder: Path, heads: HeadsFile) -> None:
         "medusa_num_layers": heads.shape.num_layers,
         "version": str(heads.shape.version),
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / HEADS_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(heads.tensors.items())}
     save_file(tensors, folder / HEADS_FILE, metadata={"format": "pt"})
 
 
 def join(folder: Path, adapter: Path) -> None:
-    """Put the LoRA adapter's files beside the heads in `folder`: one name then stands for both."""
+    """Copy the LoRA adapter's files to the heads in `folder`, so that one name stands for both."""
     for name in (*ADAPTER_FILES, *ADAPTER_EXTRAS):
         if (adapter / name).is_file() and adapter.resolve() != folder.resolve():
             shutil.copyfile(adapter / name, folder / name)
@@ -158,7 +149,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             if path.name not in ADAPTER_FILES and _names_heads(path):
                 return dict(load_file(path))
     except SafetensorError as error:
-        raise HeadsError(f"the heads in {folder} are not a whole safetensors file: {first_line(error)}") from None
+        raise HeadsError(f"the heads in {folder} are not a complete safetensors file: {first_line(error)}") from None
     if (folder / PICKLED_FILE).is_file():
         return _read_pickle(folder / PICKLED_FILE)
     raise HeadsError(f"{folder} holds no Medusa heads: there is no {HEADS_FILE}")
@@ -170,22 +161,20 @@ def _names_heads(path: Path) -> bool:
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
-    """Tensors alone: a pickle that wants to run code is refused."""
+    """Tensors only: a pickle with code is rejected."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # doubts about what it refuses anyway
+            warnings.simplefilter("ignore")  # torch warns about what it rejects
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise HeadsError(
-            f"{path} is refused, a pickle may hold tensors and nothing else: {first_line(error)}"
-        ) from None
+        raise HeadsError(f"{path} is refused: a pickle may hold only tensors: {first_line(error)}") from None
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise HeadsError(f"{path} is not a dictionary of tensors")
     return dict(loaded)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
+    path = folder / HEADS_CONFIG
     if not path.is_file():
         return {}
     try:
@@ -196,11 +185,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def compare(config: Mapping[str, Any], shape: HeadsShape, where: str, warn: Callable[[str], None]) -> None:
-    """Tensors decide; published configurations are known to be wrong."""
+    """Warn about contradictions; the tensors take precedence, because published configurations are often wrong."""
     counted = {"medusa_num_heads": shape.num_heads, "medusa_num_layers": shape.num_layers}
     if "version" in config:
         counted["version"] = shape.version
     for name, value in counted.items():
         stated = config.get(name)
         if stated is not None and str(stated).removesuffix(".0") != str(value):
-            warn(f"{where} says {name} is {str(stated)[:40]}, the tensors say {value}; the tensors decide")
+            warn(f"{where} says {name} is {str(stated)[:40]}, the tensors say {value}; the tensors take precedence")

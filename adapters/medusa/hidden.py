@@ -1,6 +1,6 @@
-"""Hidden rows of written texts: computed once per text by the target and kept in files of bounded size.
+"""Hidden states of generated texts: computed once per text by the target and stored in files of bounded size.
 
-Knows texts and the target, nothing of heads: any number of them is trained on the same files.
+Any number of heads can be trained on the same files.
 """
 
 import json
@@ -19,25 +19,25 @@ from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import Text
 
 SHARD_BYTES = 256 * 2**20
-TOKENS_AT_ONCE = 8192
-"""Of one forward pass, padding included."""
+MAX_BATCH_TOKENS = 8192
+"""Of one forward pass, including padding."""
 NOTHING = -100
-"""The label of a head at a row after which the text has ended."""
+"""The label for a position after the end of the text."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows of some texts, one per written token: the row that the output head turned into that token."""
+    """Rows of some texts, one per generated token: the hidden state that the output head turned into that token."""
 
     rows: Tensor
     """[rows, H], bfloat16."""
     output_ids: Tensor
-    """[rows]: the written token of each row."""
+    """[rows]: the generated token of each row."""
     remaining: Tensor
-    """[rows]: written tokens of the same text after this one."""
+    """[rows]: generated tokens of the same text after this one."""
 
     def labels(self, num_heads: int) -> Tensor:
-        """[rows, heads]: what head h is to foretell, the token h + 1 places after the row's own."""
+        """[rows, heads]: the token that head h must predict, h + 1 positions after the row's own."""
         columns = []
         for ahead in range(1, num_heads + 1):
             shifted = torch.cat([self.output_ids[ahead:], self.output_ids[:ahead]])
@@ -49,14 +49,14 @@ class HiddenFiles:
     """The shards of one run."""
 
     def __init__(self, folder: Path, texts: Sequence[Text], hidden_size: int, seed: int) -> None:
-        """The texts are dealt out in an order of the seed, so that each shard is a fair sample of all."""
+        """The seed shuffles the texts, so that each shard is a fair sample of all."""
         self._folder = folder
         self._parts = deal(texts, max(1, SHARD_BYTES // (2 * hidden_size)), seed)
         self.num_rows = [sum(len(text.output_ids) for text in part) for part in self._parts]
         """Per shard."""
 
-    def compute(self, target: Target, settings: dict[str, Any], told: Callable[[int, int], None]) -> None:
-        """Compute the shards that are not there yet; those of other settings are begun anew."""
+    def compute(self, target: Target, settings: dict[str, Any], progress: Callable[[int, int], None]) -> None:
+        """Compute the missing shards; those of other settings are deleted first."""
         self._folder.mkdir(parents=True, exist_ok=True)
         note, head = self._folder / "settings.json", json.dumps(settings, sort_keys=True)
         if not note.exists() or note.read_text() != head:
@@ -67,26 +67,26 @@ class HiddenFiles:
         for number, part in enumerate(self._parts):
             before = done
             if not self._path(number).exists():
-                self._write(number, part, target, lambda more: told(before + more, total))  # noqa: B023 (called at once)
+                self._write(number, part, target, lambda more: progress(before + more, total))  # noqa: B023 (called at once)
             done += self.num_rows[number]
-            told(done, total)
+            progress(done, total)
 
     def load(self, number: int, device: torch.device) -> Shard:
         tensors = load_file(self._path(number), device=str(device))
         return Shard(tensors["rows"], tensors["output_ids"].long(), tensors["remaining"])
 
-    def _write(self, number: int, part: Sequence[Text], target: Target, told: Callable[[int], None]) -> None:
-        """Appears whole or not at all."""
-        places = [0]
+    def _write(self, number: int, part: Sequence[Text], target: Target, progress: Callable[[int], None]) -> None:
+        """The file appears complete or not at all."""
+        offsets = [0]
         for text in part:
-            places.append(places[-1] + len(text.output_ids))
-        rows = torch.empty(places[-1], target.hidden_size, dtype=torch.bfloat16)
+            offsets.append(offsets[-1] + len(text.output_ids))
+        rows = torch.empty(offsets[-1], target.hidden_size, dtype=torch.bfloat16)
         done = 0
         for batch in batches(part):
             for index, found in zip(batch, written_rows(target, [part[i] for i in batch]), strict=True):
-                rows[places[index] : places[index + 1]] = found.to("cpu", torch.bfloat16)
+                rows[offsets[index] : offsets[index + 1]] = found.to("cpu", torch.bfloat16)
                 done += len(found)
-            told(done)
+            progress(done)
         tensors = {
             "rows": rows,
             "output_ids": torch.tensor([token for text in part for token in text.output_ids], dtype=torch.int32),
@@ -101,7 +101,7 @@ class HiddenFiles:
 
 
 def deal(texts: Sequence[Text], rows_per_shard: int, seed: int) -> list[list[Text]]:
-    """Texts in an order of the seed, cut where a shard is full."""
+    """Texts in an order given by the seed, split where a shard is full."""
     order = random.Random(f"{seed} shards").sample(list(texts), len(texts))
     parts: list[list[Text]] = [[]]
     room = rows_per_shard
@@ -115,12 +115,12 @@ def deal(texts: Sequence[Text], rows_per_shard: int, seed: int) -> list[list[Tex
 
 
 def batches(texts: Sequence[Text]) -> Iterator[list[int]]:
-    """Numbers of texts of like length that go through the model together."""
+    """Indices of texts of similar length that form one forward pass."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i].prompt_ids) + len(texts[i].output_ids))
     batch: list[int] = []
     for index in order:
         length = len(texts[index].prompt_ids) + len(texts[index].output_ids)
-        if batch and length * (len(batch) + 1) > TOKENS_AT_ONCE:
+        if batch and length * (len(batch) + 1) > MAX_BATCH_TOKENS:
             yield batch
             batch = []
         batch.append(index)
@@ -129,7 +129,7 @@ def batches(texts: Sequence[Text]) -> Iterator[list[int]]:
 
 
 def written_rows(target: Target, texts: Sequence[Text]) -> Iterator[Tensor]:
-    """Per text the rows that its written tokens came from, [written tokens, H]."""
+    """Per text the rows that its generated tokens came from, [generated tokens, H]."""
     whole = [(*text.prompt_ids, *text.output_ids) for text in texts]
     for rows, text in zip(target.rows(whole), texts, strict=True):
         yield rows[len(text.prompt_ids) - 1 : -1]

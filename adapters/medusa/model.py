@@ -1,10 +1,10 @@
-"""Medusa heads as plain torch: from hidden rows to proposals. The measure that faster implementations are held to.
+"""Medusa heads in plain torch: from hidden states to draft tokens. The reference for faster implementations.
 
-A hidden row is the input of the base model's output head, after the final norm. The row that gives the token at place
-t + 1 gives head h's proposal for place t + 2 + h. Knows nothing of files or of the base model.
+A hidden row is the input of the base model's output head, after the final norm. The row that gives the token at
+position t + 1 gives head h's draft token for position t + 2 + h.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ OutputHead = Callable[[Tensor], Tensor]
 
 
 class MedusaHeads(nn.Module):
-    """All heads of one set. New ones propose what the base model itself predicts: their blocks add nothing yet."""
+    """All heads of one set. Untrained heads propose the base model's own prediction: their blocks add nothing."""
 
     def __init__(self, shape: HeadsShape) -> None:
         super().__init__()
@@ -27,33 +27,31 @@ class MedusaHeads(nn.Module):
         """Per block [heads, H out, H in]."""
         self.biases = nn.ParameterList(torch.zeros(shape.num_heads, size) for _ in range(shape.num_layers))
         """Per block [heads, H]."""
-        own = None if shape.vocab_size is None else nn.Parameter(torch.zeros(shape.num_heads, shape.vocab_size, size))
-        self.matrices = own
+        vocab_size = shape.vocab_size
+        self.matrices = None if vocab_size is None else nn.Parameter(torch.zeros(shape.num_heads, vocab_size, size))
         """[heads, V, H], version 1 only."""
 
     @classmethod
     def of(cls, file: HeadsFile) -> "MedusaHeads":
-        """The heads of a file, in float32 whatever the file holds."""
+        """The heads of a file, in float32 regardless of the file's dtype."""
         heads = cls(file.shape)
         with torch.no_grad():
-            for head in range(file.shape.num_heads):
-                for layer, (weight, bias) in enumerate(zip(heads.weights, heads.biases, strict=True)):
-                    weight[head] = file.tensors[f"{head}.{layer}.linear.weight"]
-                    bias[head] = file.tensors[f"{head}.{layer}.linear.bias"]
-                if heads.matrices is not None:
-                    heads.matrices[head] = file.tensors[f"{head}.{file.shape.num_layers}.weight"]
+            for name, tensor in heads._named():
+                tensor.copy_(file.tensors[name])
         return heads
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What a file of these heads holds, by name."""
-        named = dict[str, Tensor]()
+        """The tensors of a file of these heads, by name."""
+        return {name: tensor.detach().to(dtype) for name, tensor in self._named()}
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of all tensors with their names in a file."""
         for head in range(self.shape.num_heads):
             for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-                named[f"{head}.{layer}.linear.weight"] = weight[head].detach().to(dtype)
-                named[f"{head}.{layer}.linear.bias"] = bias[head].detach().to(dtype)
+                yield f"{head}.{layer}.linear.weight", weight[head]
+                yield f"{head}.{layer}.linear.bias", bias[head]
             if self.matrices is not None:
-                named[f"{head}.{self.shape.num_layers}.weight"] = self.matrices[head].detach().to(dtype)
-        return named
+                yield f"{head}.{self.shape.num_layers}.weight", self.matrices[head]
 
     def forward(self, rows: Tensor) -> Tensor:
         """Hidden rows [S, H] → rows [S, heads, H], which an output head turns into logits."""
@@ -65,15 +63,11 @@ class MedusaHeads(nn.Module):
 
     def logits(self, rows: Tensor, output_head: OutputHead) -> Tensor:
         """Hidden rows [S, H] → every head's logits [S, heads, V]."""
-        x = self(rows.to(self._dtype))
+        x = self(rows.to(next(self.parameters()).dtype))
         if self.matrices is None:
             return output_head(x.flatten(0, 1).to(rows.dtype)).unflatten(0, x.shape[:2])
         return torch.stack([linear(x[:, head], matrix) for head, matrix in enumerate(self.matrices)], dim=1)
 
     def propose(self, rows: Tensor, output_head: OutputHead, vocab_size: int | None = None) -> Tensor:
-        """Hidden rows [S, H] → ids [S, heads]: the best token of each head, among the first `vocab_size` if given."""
+        """Hidden rows [S, H] → ids [S, heads]: each head's most likely token, among the first `vocab_size` if given."""
         return self.logits(rows, output_head)[..., :vocab_size].argmax(-1)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype

@@ -1,8 +1,8 @@
-"""Prompts: the file formats that they come in, and their tokens as a server would see them.
+"""Prompts: their file formats, and their tokens as a server would compute them.
 
-Knows nothing of models. A `.jsonl` file has one JSON value a line, a `.json` file a list of them: a string, or an
-object with `prompt` (or `inputs`), or an object with `messages`, which the chat template turns into a prompt. Any other
-file is plain text, one prompt a line. Blank lines count for nothing.
+A `.jsonl` file has one JSON value per line, a `.json` file a list of them: a string, or an object with `prompt` (or
+`inputs`), or an object with `messages`, which the chat template turns into a prompt. Any other file is plain text with
+one prompt per line. Blank lines are ignored.
 """
 
 import json
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorikeet.adapters.medusa.errors import HeadsError, first_line
+from lorikeet.adapters.errors import HeadsError, first_line
 
 Prompt = str | list[dict[str, Any]]
-"""Text, or the messages of a conversation that the target is to continue."""
+"""Text, or the messages of a conversation for the target to continue."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class EncodedPrompt:
 
     ids: tuple[int, ...]
     inputs: str | None
-    """What a server's tokenizer turns into the same ids; None where no text does."""
+    """Text that a server tokenizes to the same ids; None if there is none."""
 
 
 def read(path: Path) -> list[Prompt]:
@@ -47,7 +47,7 @@ def read(path: Path) -> list[Prompt]:
 
 
 def encode(prompts: Sequence[Prompt], tokenizer: Any) -> list[EncodedPrompt]:
-    """Tokens of every prompt. Raises HeadsError where the tokenizer has no chat template for messages."""
+    """Tokens of every prompt. Raises HeadsError if the tokenizer has no chat template for messages."""
     return [_encode(prompt, tokenizer) for prompt in prompts]
 
 
@@ -69,7 +69,7 @@ def _encode(prompt: Prompt, tokenizer: Any) -> EncodedPrompt:
 def _list(path: Path, text: str) -> list[Prompt]:
     values = _json(text, path, 1) if text.strip() else []
     if not isinstance(values, list):
-        raise HeadsError(f"the prompt file {path} is not a JSON list; one value a line is for .jsonl")
+        raise HeadsError(f"the prompt file {path} is not a JSON list; use .jsonl for one value per line")
     return [_prompt(value, path, number) for number, value in enumerate(values, 1)]
 
 
@@ -88,4 +88,4 @@ def _prompt(value: Any, path: Path, number: int) -> Prompt:
     messages = fields.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
         return messages
-    raise HeadsError(f"the prompt file {path} has no prompt at number {number}: a text, or an object with messages")
+    raise HeadsError(f"the prompt file {path} has an invalid entry {number}: give a text or an object with messages")

@@ -1,7 +1,7 @@
-"""What heads are worth: how often each is right, and the tokens per step of a chain of their best tokens.
+"""Measures heads: how often each is right, and the tokens per step of a chain of their most likely tokens.
 
-Both are counted on the target's own texts. The chain is replayed as a server would run it: a row's proposals count as
-far as they agree with what the target went on to write, and the next row is that of the last token so found.
+Both are counted on the target's own texts. The chain is replayed as a server would run it: a row's draft tokens are
+accepted as long as they match the target's text, and the next row is that of the last accepted token.
 """
 
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from lorikeet.adapters.medusa.errors import HeadsError
+from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa.hidden import batches, written_rows
 from lorikeet.adapters.medusa.model import MedusaHeads
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import Text
 
-LOGITS_AT_ONCE = 2**22
+MAX_LOGITS = 2**22
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A chain run over written tokens. The first token of a text comes of its prompt, not of a step."""
+    """A chain replayed over generated tokens. The first token of a text comes from its prompt, not from a step."""
 
     tokens: int
     steps: int
@@ -29,17 +29,17 @@ class Replay:
 
 @dataclass(frozen=True)
 class Report:
-    """Of one set of heads on some texts."""
+    """The results of one set of heads on some texts."""
 
     num_texts: int
     num_tokens: int
-    """Written ones."""
+    """Generated ones."""
     top1: tuple[float, ...]
-    """Per head, the share of places at which its best token is what the target wrote."""
+    """Per head, the share of positions at which its most likely token is the target's."""
     tokens_per_step: float
     greedy_agreement: float
-    """Share of written tokens that are the target's own best one, recomputed here: less than 1 where another machine,
-    another precision or a sampling server wrote."""
+    """Share of generated tokens that are the target's most likely one, recomputed here: less than 1 if another machine,
+    another precision or a sampling server generated the texts."""
 
     def as_json(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -48,7 +48,7 @@ class Report:
 
 
 def replay(output_ids: Sequence[int], proposals: Sequence[Sequence[int]]) -> Replay:
-    """`proposals[i]` is what the row of output i proposes for outputs i + 1, i + 2, …"""
+    """`proposals[i]` are the draft tokens of the row of output i for outputs i + 1, i + 2, …"""
     at, steps = 0, 0
     while at + 1 < len(output_ids):
         accepted = 0
@@ -63,7 +63,7 @@ def replay(output_ids: Sequence[int], proposals: Sequence[Sequence[int]]) -> Rep
 
 @torch.no_grad()
 def measure(target: Target, heads: MedusaHeads, texts: Sequence[Text]) -> Report:
-    """Compute every row once, ask every head at every row, and replay. Raises HeadsError where nothing can be told."""
+    """Compute every row once, apply every head to it, and replay. Raises HeadsError if there is nothing to measure."""
     num_heads = heads.shape.num_heads
     right, places = [0] * num_heads, [0] * num_heads
     agreed = num_tokens = tokens = steps = 0
@@ -79,29 +79,25 @@ def measure(target: Target, heads: MedusaHeads, texts: Sequence[Text]) -> Report
             chain = replay(text.output_ids, proposals)
             num_tokens, tokens, steps = num_tokens + len(best), tokens + chain.tokens, steps + chain.steps
     if not steps:
-        raise HeadsError("the target wrote no more than one token after any prompt: there is nothing to foretell")
+        raise HeadsError("the target generated at most one token after each prompt, so there is nothing to predict")
     shares = tuple(r / max(1, p) for r, p in zip(right, places, strict=True))
     return Report(len(texts), num_tokens, shares, tokens / steps, agreed / num_tokens)
 
 
 def _best(target: Target, heads: MedusaHeads, rows: torch.Tensor) -> tuple[list[int], list[list[int]]]:
-    """The target's best token of each row, and the heads' proposals."""
+    """The target's most likely token of each row, and the heads' draft tokens."""
     best: list[int] = []
     proposals: list[list[int]] = []
-    for part in rows.split(max(1, LOGITS_AT_ONCE // (target.vocab_size * (heads.shape.num_heads + 1)))):
+    for part in rows.split(max(1, MAX_LOGITS // (target.vocab_size * (heads.shape.num_heads + 1)))):
         best += target.logits(part).argmax(-1).tolist()
         proposals += heads.propose(part, target.logits, target.vocab_size).tolist()
     return best, proposals
 
 
 def table(report: Report) -> str:
-    """For people."""
+    """The report as a Markdown table."""
     lines = [f"{report.num_texts} held-out texts, {report.num_tokens:,} tokens", "", "| | measured |", "|---|---|"]
-    lines += [
-        f"| head {head}, {head + 2} places ahead: top-1 | {share:.1%} |" for head, share in enumerate(report.top1)
-    ]
-    lines += [
-        f"| tokens per step of the chain | {report.tokens_per_step:.3f} |",
-        f"| tokens that the target's own best one is | {report.greedy_agreement:.2%} |",
-    ]
+    lines += [f"| head {head}, {head + 2} positions ahead: top-1 | {p:.1%} |" for head, p in enumerate(report.top1)]
+    lines.append(f"| tokens per step of the chain | {report.tokens_per_step:.3f} |")
+    lines.append(f"| greedy agreement with the target | {report.greedy_agreement:.2%} |")
     return "\n".join(lines)

@@ -1,23 +1,21 @@
-"""Where models, adapters and heads come from: a folder, or a hub id whose safetensors are downloaded.
-
-Knows names and files; opens no tensors.
-"""
+"""Finds models, adapters and heads: a folder, or a hub id whose safetensors are downloaded. Opens no tensors."""
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import errors
 
 from lorikeet.adapters import refs
-from lorikeet.adapters.medusa.errors import HeadsError, first_line
+from lorikeet.adapters.errors import HeadsError, first_line
 
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _MODEL = [*_SMALL, "*.safetensors"]
 _NOT_THE_MODEL = ["*/*", "consolidated*", "medusa_*", "adapter_*", "optimizer*"]
 _ADAPTER = [*_SMALL, "adapter_model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt"]
 _HASHED_WHOLE = 64 * 2**20
-"""Files up to so many bytes are told apart by content, larger ones by size and time of change."""
+"""Files up to this many bytes are identified by content, larger ones by size and modification time."""
 
 
 def model_folder(name: str) -> Path:
@@ -26,7 +24,7 @@ def model_folder(name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise HeadsError(f"{name} is not a model: {folder} has no config.json")
     if not any(folder.glob("*.safetensors")):
-        raise HeadsError(f"{name} has no safetensors in {folder}: other weights are not read")
+        raise HeadsError(f"{name} has no safetensors in {folder}: other formats are not supported")
     return folder
 
 
@@ -45,7 +43,7 @@ def heads_folder(name: str) -> Path:
 
 
 def identity(folder: Path) -> str:
-    """Changes when a file of the folder that decides about the text changes."""
+    """A hash that changes with every file of the folder that affects the generated text."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if not path.is_file() or path.suffix not in (".json", ".safetensors", ".jinja", ".model", ".txt"):
@@ -68,15 +66,14 @@ def _folder(name: str, kind: str, wanted: list[str], unwanted: list[str]) -> Pat
     try:
         ref = refs.parse(name)
     except ValueError as error:
-        raise HeadsError(f"the {kind} {name!r} is no folder here, and {error}") from None
+        raise HeadsError(f"the {kind} {name!r} is not a folder here, and {error}") from None
+    patterns: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": unwanted}
     try:
-        found = huggingface_hub.snapshot_download(
-            ref.id, revision=ref.revision, allow_patterns=wanted, ignore_patterns=unwanted
-        )
+        found = huggingface_hub.snapshot_download(ref.id, revision=ref.revision, **patterns)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
-        raise HeadsError(f"the {kind} {name} is neither a folder here nor at the hub for the token in use") from None
+        raise HeadsError(f"the {kind} {name} is neither a folder nor visible at the hub with this token") from None
     except errors.GatedRepoError:
-        raise HeadsError(f"the {kind} {name} is gated at the hub: ask there for access and set HF_TOKEN") from None
-    except Exception as error:  # the library lets errors of whichever HTTP client it is built on through
-        raise HeadsError(f"the {kind} {name} is no folder here and cannot be downloaded: {first_line(error)}") from None
+        raise HeadsError(f"the {kind} {name} is gated at the hub: request access there and set HF_TOKEN") from None
+    except Exception as error:  # the library passes on errors of the HTTP client that it is built on
+        raise HeadsError(f"the {kind} {name} is not a folder and cannot be downloaded: {first_line(error)}") from None
     return Path(found)

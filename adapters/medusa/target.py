@@ -1,7 +1,6 @@
-"""The target: a base model with or without an adapter, by plain transformers and PEFT, and the seam for heads in it.
+"""The target: a base model with or without an adapter, in plain transformers and PEFT.
 
-Knows how hidden rows are taken (at the input of the output head) and what the model does to logits after that head.
-Knows nothing of heads, files of texts or training.
+Hidden rows are captured at the input of the output head; what the model does to logits after that head is detected.
 """
 
 import json
@@ -18,22 +17,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from lorikeet.adapters.errors import HeadsError, first_line
 from lorikeet.adapters.medusa import sources
-from lorikeet.adapters.medusa.errors import HeadsError, first_line
 
 _PROBE_LEN = 12
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how precisely to compute."""
+    """Device and precision."""
 
     device: torch.device
     dtype: torch.dtype
 
 
 class _Reached(Exception):
-    """Raised at the output head: the rows are known, the product is not wanted."""
+    """Raised at the output head, once the rows are known, to skip its product."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__()
@@ -41,7 +40,7 @@ class _Reached(Exception):
 
 
 class Target:
-    """The model whose text is to be foretold."""
+    """The model whose text the heads predict."""
 
     def __init__(self, base: str, adapter: str | None, place: Place) -> None:
         self.place = place
@@ -55,20 +54,20 @@ class Target:
         self.model.eval().requires_grad_(False)
         self._head = self.model.get_output_embeddings()
         if self._head is None:
-            raise HeadsError(f"{base} has no output head that hidden rows could be taken at")
+            raise HeadsError(f"{base} has no output head, which Medusa heads need")
         self.hidden_size = int(self._head.weight.shape[1])
         self.vocab_size = int(self._head.weight.shape[0])
         self._after = self._find_transform(base)
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """What the target's text depends on."""
+        """Hashes of the files that the target's text depends on."""
         adapter = None if self.adapter_folder is None else sources.identity(self.adapter_folder)
         return {"model": sources.identity(self.base_folder), "adapter": adapter}
 
     @property
     def max_len(self) -> int | None:
-        """The longest text that the model's positions allow, where the configuration says."""
+        """The longest text that the model's positions allow, if the configuration gives it."""
         config = self.model.config.get_text_config()
         lengths = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
         return next((int(length) for length in lengths if length), None)
@@ -85,19 +84,16 @@ class Target:
 
     @torch.no_grad()
     def write(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float = 0.0) -> list[list[int]]:
-        """What the target writes after each prompt, in one batch, the token that ended a text included."""
+        """The target's texts after these prompts, in one batch, including the token that ended a text."""
         ends = self.eos_ids
         pad = ends[0] if ends else 0
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        config = GenerationConfig(
-            max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=pad, **sampling
-        )
-        written = self.model.generate(
-            ids.to(self.place.device), attention_mask=mask.to(self.place.device), generation_config=config
-        )
+        limits = {"max_new_tokens": max_new_tokens, "eos_token_id": ends or None, "pad_token_id": pad}
+        config, device = GenerationConfig(**limits, **sampling), self.place.device
+        written = self.model.generate(ids.to(device), attention_mask=mask.to(device), generation_config=config)
         return [_until_end(row, set(ends)) for row in written[:, longest:].tolist()]
 
     @torch.no_grad()
@@ -118,14 +114,14 @@ class Target:
         return [row[: len(text)] for row, text in zip(rows, texts, strict=True)]
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Hidden rows [S, H] → logits [S, V], adapter and what follows the output head included."""
+        """Hidden rows [S, H] → logits [S, V], including the adapter and what follows the output head."""
         return self._after(self._head(rows.to(self.place.dtype)))
 
     @torch.no_grad()
     def _find_transform(self, base: str) -> Callable[[Tensor], Tensor]:
-        """What the model does to its logits after the output head, found by what reproduces them.
+        """What the model does to its logits after the output head: the known transform that reproduces them.
 
-        Without this, heads of a model with capped or scaled logits would be trained for other odds than it has.
+        Without this, heads of a model with capped or scaled logits would be trained on wrong probabilities.
         """
         ids = list(range(1, 1 + min(_PROBE_LEN, self.vocab_size - 1)))
         (rows,) = self.rows([ids])
@@ -136,7 +132,7 @@ class Target:
             found = transform(product).float()
             if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
                 return transform
-        raise HeadsError(f"{base} does something to its logits after the output head that is not known here")
+        raise HeadsError(f"{base} transforms its logits after the output head in an unsupported way")
 
 
 def _transforms(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -155,12 +151,12 @@ def _stop(_: Any, inputs: tuple[Tensor, ...]) -> None:
 
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:
-    stop = next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))
+    stop = next((position + 1 for position, token in enumerate(ids) if token in ends), len(ids))
     return ids[:stop]
 
 
 def _tokenizer(base: Path, adapter: Path | None) -> Any:
-    """The base's tokenizer, with the chat template of the adapter where it brings one."""
+    """The base's tokenizer, with the chat template of the adapter if it has one."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(base)
         if adapter is not None and (template := _chat_template(adapter)):
@@ -188,40 +184,39 @@ def _load(name: str, folder: Path, place: Place) -> Any:
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """Of the base's own files; heads are written alike."""
+    """Of the base's own files; heads are written in the same dtype."""
     config = json.loads((folder / "config.json").read_bytes())
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.float32)
     return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def _deepest_layer(folder: Path) -> int:
-    """The highest number of a layer in the adapter's names. PEFT passes over what the base has no place for."""
+    """The highest layer number in the adapter's tensor names. PEFT ignores layers that the base does not have."""
     try:
         with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
             numbers = [re.search(r"\.(\d+)\.", name) for name in file.keys()]  # noqa: SIM118
     except SafetensorError as error:
-        raise HeadsError(f"the adapter in {folder} is not a whole safetensors file: {first_line(error)}") from None
+        raise HeadsError(f"the adapter in {folder} is not a complete safetensors file: {first_line(error)}") from None
     return max((int(number[1]) for number in numbers if number), default=-1)
 
 
 def _adapted(model: Any, folder: Path, name: str, base: str) -> Any:
-    """The model with the adapter in it, merged where that changes nothing above float32's own noise."""
+    """The model with the adapter, merged if that changes nothing beyond float32 rounding."""
     from peft import PeftModel
 
     if (deepest := _deepest_layer(folder)) >= (layers := model.config.get_text_config().num_hidden_layers):
-        raise HeadsError(
-            f"the adapter {name} does not fit the base {base}: it has weights for layer {deepest} of {layers}"
-        )
+        problem = f"it has weights for layer {deepest} of {layers}"
+        raise HeadsError(f"the adapter {name} does not fit the base {base}: {problem}")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Found missing adapter keys")
-            # what PEFT asks of transformers, and its doubts about merging, which is not done where they hold
+            warnings.filterwarnings("error", message="ModuleChange missing adapter keys")
+            # deprecated calls of PEFT, and its warning about merging, which is not done if it applies
             warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer")
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError, KeyError, TypeError, UserWarning) as error:
         raise HeadsError(f"the adapter {name} does not fit the base {base}: {first_line(error)}") from None
-    # embedding and output head may share one weight: an adapter of the one must not reach the other
+    # embedding and output head may share one weight: an adapter of one must not change the other
     plain = type(adapted.get_output_embeddings()) is nn.Linear and type(adapted.get_input_embeddings()) is nn.Embedding
     mergeable = model.dtype == torch.float32 and plain
     return adapted.merge_and_unload() if mergeable else adapted

@@ -1,7 +1,4 @@
-"""Training heads on hidden rows: the loss, the schedule, checkpoints. A run is a function of recipe and rows.
-
-Knows rows and labels, and the frozen output head as a function. Knows nothing of texts or of the base model.
-"""
+"""Trains heads on hidden rows: loss, schedule, checkpoints. A run is a function of recipe and rows."""
 
 import hashlib
 import math
@@ -18,14 +15,15 @@ from torch.nn.functional import cross_entropy
 from lorikeet.adapters.medusa.format import HeadsShape
 from lorikeet.adapters.medusa.hidden import NOTHING, HiddenFiles, Shard
 from lorikeet.adapters.medusa.model import MedusaHeads, OutputHead
+from lorikeet.adapters.medusa.target import Target
 
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
-"""Elements of logits that exist at a time, whatever the step's size: what a cache holds, what keeps a GPU busy."""
+"""Logits computed at a time, for any step size: as many as fit in a cache, or keep a GPU busy."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the heads depend on, but for the rows."""
+    """Everything that the heads depend on, except the rows."""
 
     num_heads: int = 3
     num_layers: int = 1
@@ -33,10 +31,10 @@ class Recipe:
     rows_per_step: int = 1024
     lr: float = 1e-3
     warmup: float = 0.1
-    """Share of the steps during which the learning rate rises; after it falls along a cosine to zero."""
+    """Share of the steps during which the learning rate rises; then it falls along a cosine to zero."""
     seed: int = 0
     bf16: bool = True
-    """In matrix products."""
+    """Whether matrix products use bfloat16."""
 
     def lr_at(self, step: int, num_steps: int) -> float:
         rising = max(1, int(self.warmup * num_steps))
@@ -46,7 +44,7 @@ class Recipe:
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
-    """Cross entropy through an output head that does not learn, in pieces, so that logits never exist as a whole.
+    """Cross entropy through a frozen output head, in pieces, so that the full logits never exist.
 
     Semantics: sum over rows of cross_entropy(output_head(row), label), rows labelled NOTHING left out.
     """
@@ -75,22 +73,20 @@ class _FrozenHeadLoss(torch.autograd.Function):
 
 
 class HeadsTrainer:
-    """Holds the heads, their optimiser and the number of steps done."""
+    """The heads, their optimizer and the number of steps done."""
 
-    def __init__(self, recipe: Recipe, files: HiddenFiles, output_head: OutputHead, vocabulary: "Vocabulary") -> None:
+    def __init__(self, recipe: Recipe, files: HiddenFiles, target: Target) -> None:
         self.recipe = recipe
-        self.heads = MedusaHeads(HeadsShape(recipe.num_heads, recipe.num_layers, vocabulary.hidden_size))
-        self.heads.to(vocabulary.device)
+        self.heads = MedusaHeads(HeadsShape(recipe.num_heads, recipe.num_layers, target.hidden_size))
+        self.heads.to(target.place.device)
         self.step = 0
-        self._files = files
-        self._output_head = output_head
-        self._vocabulary = vocabulary
+        self._files, self._target, self._device = files, target, target.place.device
         self._optimizer = torch.optim.AdamW(self.heads.parameters(), lr=recipe.lr, weight_decay=0.0)
         per_epoch = sum(math.ceil(rows / recipe.rows_per_step) for rows in files.num_rows)
         self.num_steps = recipe.epochs * per_epoch
 
     def run(self) -> Iterator[float]:
-        """One step after the other from where the run stands; yields each step's loss in nats a prediction."""
+        """Run the remaining steps; yields each step's loss in nats per prediction."""
         for rows, labels in self._batches(self.step):
             for group in self._optimizer.param_groups:
                 group["lr"] = self.recipe.lr_at(self.step, self.num_steps)
@@ -105,12 +101,12 @@ class HeadsTrainer:
         """Mean over rows of the sum over heads, divided by heads; `rows` [S, H], `labels` [S, heads]."""
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.recipe.bf16):
             ahead = self.heads(rows.float()).flatten(0, 1)
-        arguments = (labels.flatten(), self._output_head, self._vocabulary.size, self.recipe.bf16)
+        arguments = (labels.flatten(), self._target.logits, self._target.vocab_size, self.recipe.bf16)
         total: Tensor = _FrozenHeadLoss.apply(ahead.float(), *arguments)
         return total / max(1, int((labels != NOTHING).sum()))
 
     def _batches(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and labels of step `start` and all after it. One shard is in memory at a time."""
+        """Rows and labels of step `start` and all later ones. One shard is in memory at a time."""
         step, size = 0, self.recipe.rows_per_step
         held: tuple[int, Shard, Tensor] | None = None
         for epoch in range(self.recipe.epochs):
@@ -120,16 +116,16 @@ class HeadsTrainer:
                     step += num_batches
                     continue
                 if held is None or held[0] != number:
-                    shard = self._files.load(number, self._vocabulary.device)
+                    shard = self._files.load(number, self._device)
                     held = number, shard, shard.labels(self.recipe.num_heads)
                 order = _shuffled(self._files.num_rows[number], self.recipe.seed, epoch, f"rows {number}")
-                for batch in order.to(self._vocabulary.device).split(size):
+                for batch in order.to(self._device).split(size):
                     if step >= start:
                         yield held[1].rows[batch], held[2][batch]
                     step += 1
 
     def save(self, path: Path, settings: dict[str, Any]) -> None:
-        """Appears whole or not at all."""
+        """The file appears complete or not at all."""
         state = {
             "settings": settings,
             "recipe": asdict(self.recipe),
@@ -142,8 +138,8 @@ class HeadsTrainer:
         os.replace(scratch, path)
 
     def resume(self, path: Path, settings: dict[str, Any]) -> bool:
-        """Go on from a checkpoint of the same recipe and rows; False where it is of others."""
-        state: dict[str, Any] = torch.load(path, map_location=self._vocabulary.device, weights_only=True)
+        """Resume from a checkpoint of the same recipe and rows; returns False for others."""
+        state: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
         if state["recipe"] != asdict(self.recipe) or state["settings"] != settings:
             return False
         self.heads.load_state_dict(state["heads"])
@@ -152,20 +148,7 @@ class HeadsTrainer:
         return True
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """What training has to know of the output head's two sides, and where it computes."""
-
-    size: int
-    hidden_size: int
-    device: torch.device
-
-
 def _shuffled(count: int, seed: int, epoch: int, what: str) -> Tensor:
-    """0 … count − 1 in an order of seed, epoch and name alone."""
-    generator = torch.Generator().manual_seed(_hashed(f"{seed} {epoch} {what}"))
-    return torch.randperm(count, generator=generator)
-
-
-def _hashed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    """0 … count − 1 in an order that depends only on seed, epoch and name."""
+    hashed = hashlib.sha256(f"{seed} {epoch} {what}".encode()).digest()
+    return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(hashed[:7], "big")))

@@ -1,23 +1,25 @@
-"""The shape of a source, which files of a listing make an adapter, and how large they may be. Imports no torch.
+"""The interface of a source, which files of a listing form an adapter, and their size limits. Imports no torch.
 
-The router calls `resolve` and `small_files` for a caller, with the caller's token; the loader's process calls `fetch`.
+The router calls `resolve` and `small_files` with the caller's token; the loader's process calls `fetch`.
 """
 
+import asyncio
+import hashlib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
-from lorikeet.adapters.errors import AdapterInvalid, AdapterTooLarge
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Ref
+from lorikeet.adapters.errors import AdapterInvalid, AdapterNotFound, AdapterTooLarge
+from lorikeet.adapters.refs import Pin, Ref, Source
 
 CONFIG = "adapter_config.json"
 SMALL_NAMES = frozenset(
     {CONFIG, "config.json", "tokenizer_config.json", "chat_template.jinja", "added_tokens.json", "tokenizer.json"}
 )
-"""Files that are read beside the weights, where they are there."""
+"""Files that are read in addition to the weights, if present."""
 MAX_SMALL_BYTES = 32 << 20
 """Of one small file: the largest tokenizers have about 20 MiB."""
 MAX_CONFIG_BYTES = 1 << 20
@@ -27,12 +29,12 @@ HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Of Medusa heads, by preference."""
 HEADS_CONFIG = "config.json"
 PEEK_BYTES = 64 << 10
-"""By so much of a file's beginning it is told whether it holds heads."""
+"""This many bytes from the start of a file show whether it contains Medusa heads."""
 _MOST_UNNAMED = 8
 _HEADS_KEY = re.compile(rb'"\d{1,4}\.\d{1,4}\.(linear\.)?weight" *:')
 
 Within = Callable[[float], None]
-"""Called with the seconds that what follows may take."""
+"""Called with a time limit in seconds for the part that follows."""
 
 Peek = Callable[[str], bytes]
 """The first PEEK_BYTES of a file, by name."""
@@ -49,7 +51,7 @@ class FileHead:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a source says of a name, for one caller."""
+    """A name as its source resolved it for one caller."""
 
     pin: Pin
     is_public: bool
@@ -57,44 +59,110 @@ class Resolved:
 
 
 def unbounded(seconds: float) -> None:
-    """For callers that wait as long as it takes."""
+    """For callers without a time limit."""
 
 
 class AdapterSource(Protocol):
-    """One kind of place. Every method raises leaves of AdapterError and nothing else."""
+    """One type of source. Every method raises leaves of AdapterError and nothing else."""
 
     async def resolve(self, ref: Ref, token: str | None) -> Resolved:
-        """Settle a name on a version. That it succeeds is the caller's right to use it."""
+        """Resolve a name to a version. Success also proves that the caller may use it."""
 
     async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
-        """Those of `names` that are there, each of bounded size."""
+        """Those of `names` that exist, each of bounded size."""
 
     def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
-        """Bring the files to this machine; the path of a folder with CONFIG and one of WEIGHTS (or an index and parts),
-        with heads, or with both.
+        """Download the files; returns the path of a folder with CONFIG and one of WEIGHTS (or an index and parts), with
+        heads, or with both.
 
-        `folder` belongs to this pin alone; it may hold what an earlier attempt left, to be resumed. A source whose
-        files lie here already answers with their own folder. Sizes are checked against the limit before a byte of
-        weights moves. Blocks: called in a thread. Where the source may keep it waiting, it says to `within` how long
-        each part may take.
+        `folder` belongs to this pin alone; it may hold the files of an earlier attempt, which is resumed. If the files
+        are already on this machine, their own folder is returned. Sizes are checked against the limit before any
+        weights are transferred. Blocks: called in a thread. Where the source may stall, `within` is called with the
+        time limit of each part.
         """
 
     def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
-        """The first bytes of each weight file, so many at most. Blocks: called in a thread."""
+        """At most the first `num_bytes` bytes of each weight file. Blocks: called in a thread."""
 
     async def close(self) -> None:
-        """Let connections go."""
+        """Close connections."""
+
+
+@dataclass(frozen=True)
+class ListedFile:
+    """One file of a listing."""
+
+    size: int
+    state: str
+    """Changes whenever the file does."""
+    handle: Any
+    """For the source: the real path, or the store's metadata."""
+
+
+class ListedSource(ABC):
+    """A source whose pins are hashes of its file listing, and whose files anyone may use who reaches the server."""
+
+    source: ClassVar[Source]
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+
+    async def resolve(self, ref: Ref, token: str | None) -> Resolved:
+        files = await asyncio.to_thread(self._listed, ref.id)
+        return Resolved(Pin(self.source, ref.id, self._revision(files)), is_public=True)
+
+    async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
+        return await asyncio.to_thread(self._small_files, pin.id, names)
+
+    def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
+        files = self._listed(pin.id)
+        return {name: self._head(pin.id, files[name], num_bytes) for name in parts(self._chosen(pin.id, files))}
+
+    async def close(self) -> None:  # noqa: B027 (nothing is kept open)
+        """Nothing is kept open."""
+
+    @abstractmethod
+    def _listed(self, id: str) -> dict[str, ListedFile]:
+        """The files of an adapter by name."""
+
+    @abstractmethod
+    def _head(self, id: str, file: ListedFile, num_bytes: int) -> FileHead:
+        """The first bytes of a file."""
+
+    def _revision(self, files: Mapping[str, ListedFile]) -> str:
+        """Changes whenever a file is written, replaced, added or removed."""
+        lines = (f"{name}\0{files[name].size}\0{files[name].state}\n" for name in sorted(files))
+        return hashlib.sha256("".join(lines).encode(errors="replace")).hexdigest()
+
+    def _chosen(self, id: str, files: Mapping[str, ListedFile]) -> list[str]:
+        sizes = {name: file.size for name, file in files.items()}
+        return choose(sizes, id, self._max_bytes, lambda name: self._head(id, files[name], PEEK_BYTES).content)
+
+    def _unchanged(self, pin: Pin) -> dict[str, ListedFile]:
+        """The files of a pin. Raises AdapterNotFound if they are no longer those that were pinned."""
+        files = self._listed(pin.id)
+        if self._revision(files) != pin.revision:
+            raise AdapterNotFound(f"{pin.id} has changed since it was looked up: repeat the request")
+        return files
+
+    def _small_files(self, id: str, names: frozenset[str]) -> dict[str, bytes]:
+        files, contents = self._listed(id), {}
+        for name in sorted(names & set(files)):
+            if files[name].size > MAX_SMALL_BYTES:
+                raise AdapterTooLarge(f"{name} of {id} has more than {MAX_SMALL_BYTES} bytes")
+            contents[name] = self._head(id, files[name], MAX_SMALL_BYTES).content
+        return contents
 
 
 def parts(chosen: Iterable[str]) -> list[str]:
-    """Those of the files that `choose` chose that hold weights."""
+    """Those of the chosen files that hold weights."""
     return [name for name in chosen if name not in SMALL_NAMES and not name.endswith(".index.json")]
 
 
 def find_heads(names: Collection[str], peek: Peek) -> str | None:
-    """Which of a folder's files holds Medusa heads: one of HEADS, else one that holds tensors of such names.
+    """The file of a folder that contains Medusa heads: one of HEADS, else one with tensors of such names.
 
-    Beside an adapter other files are left alone: checkpoints lie there too.
+    Next to an adapter, only the names of HEADS count: checkpoints may be stored there too.
     """
     named = next((each for each in HEADS if each in names), None)
     if named is not None or CONFIG in names:
@@ -104,28 +172,26 @@ def find_heads(names: Collection[str], peek: Peek) -> str | None:
 
 
 def choose(sizes: Mapping[str, int | None], name: str, limit: int, peek: Peek) -> list[str]:
-    """Names to fetch out of a listing (name → bytes, None where unknown), heads before the adapter's own weights.
+    """Names to fetch out of a listing (name → bytes, None if unknown), heads before the adapter's own weights.
 
-    Raises AdapterInvalid where no adapter is there and AdapterTooLarge above `limit` bytes in all. `name` is for the
-    message. Weights in parts (`adapter_model-00001-of-…`) come with their index.
+    Raises AdapterInvalid if the listing contains no adapter and AdapterTooLarge above `limit` bytes in all. `name` is
+    for the message. Weights in parts (`adapter_model-00001-of-…`) come with their index.
     """
-    heads = find_heads(sizes.keys(), peek)
-    if CONFIG not in sizes and (heads is None or _weights(sizes)):
+    heads, weights = find_heads(sizes.keys(), peek), _weights(sizes)
+    if CONFIG not in sizes and (heads is None or weights):
         raise AdapterInvalid(f"{name} holds no {CONFIG} and no {HEADS[0]}, so it is not an adapter")
-    weights = _weights(sizes)
     if CONFIG in sizes and not weights:
         raise AdapterInvalid(f"{name} holds no {' and no '.join(WEIGHTS)}")
     weights = weights if heads is None else [heads, *weights]
-    chosen = [*sorted(SMALL_NAMES & set(sizes)), *weights]
-    for each in chosen:
-        size = sizes[each] or 0
-        most = MAX_CONFIG_BYTES if each == CONFIG else MAX_SMALL_BYTES
-        if each in SMALL_NAMES and size > most:
-            raise AdapterTooLarge(f"{each} of {name} has {size} bytes, the most is {most}")
+    small = sorted(SMALL_NAMES & set(sizes))
+    for each in small:
+        size, most = sizes[each] or 0, MAX_CONFIG_BYTES if each == CONFIG else MAX_SMALL_BYTES
+        if size > most:
+            raise AdapterTooLarge(f"{each} of {name} has {size} bytes; the limit is {most}")
     total = sum(sizes[each] or 0 for each in weights)
     if total > limit:
-        raise AdapterTooLarge(f"the weights of {name} have {total} bytes, this server takes {limit}")
-    return chosen
+        raise AdapterTooLarge(f"the weights of {name} have {total} bytes; this server accepts {limit}")
+    return [*small, *weights]
 
 
 def _weights(sizes: Mapping[str, int | None]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Adapters from the Hugging Face hub, each with the caller's token. Imports no torch, and its library at first use.
+"""Adapters from the Hugging Face hub, with each caller's own token. Imports no torch, and its library at first use.
 
-What everybody may have goes through the library's cache, which operators may fill beforehand; what needs a token never
-does. So with HF_HUB_OFFLINE all that lies in the cache is for every caller.
+Public files go through the library's cache, which operators may fill beforehand; files that need a token never do.
+Therefore with HF_HUB_OFFLINE everything in the cache is available to every caller.
 """
 
 import asyncio
@@ -10,101 +10,69 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lorikeet.adapters.errors import (
-    AdapterError,
-    AdapterNotAllowed,
-    AdapterNotFound,
-    AdapterTooLarge,
-    SourceUnreachable,
-    is_full,
-    not_stored,
-)
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Ref, Source
-from lorikeet.adapters.sources.base import (
-    CONFIG,
-    HEADS,
-    HEADS_CONFIG,
-    MAX_SMALL_BYTES,
-    PEEK_BYTES,
-    SMALL_NAMES,
-    WEIGHTS,
-    FileHead,
-    Peek,
-    Resolved,
-    Within,
-    choose,
-    find_heads,
-    parts,
-    unbounded,
-)
+from lorikeet.adapters import errors
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.refs import Pin, Ref, Source
+from lorikeet.adapters.sources import base
+from lorikeet.adapters.sources.base import SMALL_NAMES, FileHead, Peek, Resolved, Within
 
 T = TypeVar("T")
 
 NUM_THREADS = 32
-SILENCES = 3
-"""So many times HF_HUB_DOWNLOAD_TIMEOUT an answer may take: a hub that says a byte now and then is never silent."""
-LEAST_BYTES_PER_S = 1 << 17
-"""Above that, what is as slow as a line of 1 Mbit/s is waited for."""
+TIMEOUTS_PER_ANSWER = 3
+"""An answer may take this many times HF_HUB_DOWNLOAD_TIMEOUT, which alone never ends an answer that trickles."""
+MIN_BYTES_PER_S = 1 << 17
+"""A download may also take the time that it would at this rate, about 1 Mbit/s."""
 
 
 class HubSource:
-    """The hub at `endpoint`, or that HF_ENDPOINT names. In `notes` public names are remembered beyond a restart."""
+    """The hub at `endpoint` or HF_ENDPOINT. The folder `notes` keeps public names and their commits across restarts."""
 
-    def __init__(
-        self, cache: str | None, max_bytes: int, notes: str | None = None, endpoint: str | None = None
-    ) -> None:
-        self._endpoint = endpoint
-        self._cache = cache
-        self._max_bytes = max_bytes
+    def __init__(self, cache: str | None, max_bytes: int, notes: str | None = None, endpoint: str | None = None):
+        self._endpoint, self._cache, self._max_bytes = endpoint, cache, max_bytes
         self._notes = None if notes is None else Path(notes)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hub")
 
     async def resolve(self, ref: Ref, token: str | None) -> Resolved:
-        """One question to the hub, which answers for private repositories only to whom they are open."""
+        """One request to the hub, which reveals private repositories only to tokens with access."""
         try:
-            async with asyncio.timeout(_bound_s()):
+            async with asyncio.timeout(_time_limit_s()):
                 return await self._in_thread(lambda: self._resolve(ref, token))
         except TimeoutError:
-            return self._without_hub(ref, SourceUnreachable(f"the hub cannot be asked for {ref}: it gives no answer"))
+            return self._without_hub(ref, _unreachable(ref, "it does not answer"))
 
     async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
         return await self._in_thread(lambda: self._small_files(pin, token, names))
 
-    def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
-        """Through the cache what is public, else into `folder`. What the cache holds whole needs no hub."""
-        cached = self._snapshot(pin.id, pin.revision)
-        if cached is not None and _is_whole(cached):
-            choose(_sizes(cached), pin.id, self._max_bytes, _peeking(cached))
+    def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = base.unbounded) -> Path:
+        """Public files through the cache, others into `folder`. A complete cached snapshot needs no request."""
+        if (cached := self._whole_snapshot(pin)) is not None:
+            self._chosen(pin, _sizes(cached), _peeking(cached))
             return cached
-        within(_bound_s())
-        info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, sizes=True)
-        files = {file.rfilename: file for file in info.siblings or [] if "/" not in file.rfilename}
-        sizes = {name: file.size for name, file in files.items()}
-        wanted = choose(sizes, pin.id, self._max_bytes, self._peeking(pin, token))
+        within(_time_limit_s())
+        info, files = self._listed(pin, token)
         where: dict[str, Any] = {"local_dir": folder} if _needs_token(info) else {"cache_dir": self._cache}
-        for name in wanted:
-            size = sizes[name]
-            within(_bound_s(self._max_bytes if size is None else size))
+        for name in self._chosen(pin, {name: file.size for name, file in files.items()}, self._peeking(pin, token)):
+            size = files[name].size
+            within(_time_limit_s(self._max_bytes if size is None else size))
             path = self._download(pin, name, token, where)
             _check(path, files[name], pin)
         return path.parent
 
     def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
-        """Out of the cache where that holds it whole, else by ranges."""
-        cached = self._snapshot(pin.id, pin.revision)
-        if cached is not None and _is_whole(cached):
-            names = parts(choose(_sizes(cached), pin.id, self._max_bytes, _peeking(cached)))
+        """From a complete cached snapshot, else by range requests."""
+        if (cached := self._whole_snapshot(pin)) is not None:
+            names = base.parts(self._chosen(pin, _sizes(cached), _peeking(cached)))
             return {name: _head(cached / name, num_bytes) for name in names}
-        info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, sizes=True)
-        sizes = {file.rfilename: file.size for file in info.siblings or [] if "/" not in file.rfilename}
-        names = parts(choose(sizes, pin.id, self._max_bytes, self._peeking(pin, token)))
+        sizes = {name: file.size for name, file in self._listed(pin, token)[1].items()}
+        names = base.parts(self._chosen(pin, sizes, self._peeking(pin, token)))
         return {name: FileHead(self._range(pin, name, token, num_bytes), sizes[name] or 0) for name in names}
 
     async def close(self) -> None:
@@ -113,93 +81,82 @@ class HubSource:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    def _listed(self, pin: Pin, token: str | None) -> tuple[Any, dict[str, Any]]:
+        """The hub's description of the repository, and its top-level files by name."""
+        info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, sizes=True)
+        return info, {file.rfilename: file for file in info.siblings or [] if "/" not in file.rfilename}
+
+    def _chosen(self, pin: Pin, sizes: Mapping[str, int | None], peek: Peek) -> list[str]:
+        return base.choose(sizes, pin.id, self._max_bytes, peek)
+
     def _resolve(self, ref: Ref, token: str | None) -> Resolved:
         if _is_offline():
-            cached = self._snapshot(ref.id, ref.revision)
-            if cached is None:
-                raise AdapterNotFound(f"{ref} is not in the hub's cache, and the hub is not asked (HF_HUB_OFFLINE)")
+            if (cached := self._snapshot(ref.id, ref.revision)) is None:
+                raise errors.AdapterNotFound(f"{ref} is not in the hub's cache, and HF_HUB_OFFLINE forbids downloads")
             return Resolved(Pin(Source.HUB, ref.id, cached.name), is_public=True)
         try:
             info = self._ask(ref, token)
-        except SourceUnreachable as error:
+        except errors.SourceUnreachable as error:
             return self._without_hub(ref, error)
         if not info.sha:
-            raise AdapterNotFound(f"the hub names no commit of {ref}")
+            raise errors.AdapterNotFound(f"the hub names no commit of {ref}")
         self._note(ref, None if _needs_token(info) else info.sha)
         return Resolved(Pin(Source.HUB, ref.id, info.sha), is_public=not _needs_token(info))
 
-    def _without_hub(self, ref: Ref, error: SourceUnreachable) -> Resolved:
-        noted = self._noted(ref)
-        if noted is None:
+    def _without_hub(self, ref: Ref, error: errors.SourceUnreachable) -> Resolved:
+        if (noted := self._noted(ref)) is None:
             raise error
         return Resolved(Pin(Source.HUB, ref.id, noted), is_public=True)
 
     def _small_files(self, pin: Pin, token: str | None, names: frozenset[str]) -> dict[str, bytes]:
-        cached = self._snapshot(pin.id, pin.revision)
-        if cached is not None and _is_whole(cached):
+        if (cached := self._whole_snapshot(pin)) is not None:
             return {name: (cached / name).read_bytes() for name in names if (cached / name).is_file()}
-        info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, sizes=True)
-        sizes = {file.rfilename: file.size for file in info.siblings or []}
-        contents = {}
-        for name in sorted(names & set(sizes)):
-            size = sizes[name]
-            if size is not None and size > MAX_SMALL_BYTES:
-                raise AdapterTooLarge(f"{name} of {pin.id} has {size} bytes, the most is {MAX_SMALL_BYTES}")
-            # not through the cache: what a caller's token opened is not for others
-            contents[name] = self._range(pin, name, token, MAX_SMALL_BYTES if size is None else size)
+        files, contents = self._listed(pin, token)[1], {}
+        for name in sorted(names & set(files)):
+            size = files[name].size
+            if size is not None and size > base.MAX_SMALL_BYTES:
+                raise errors.AdapterTooLarge(f"{name} of {pin.id} is larger than {base.MAX_SMALL_BYTES} bytes")
+            # not through the cache: files that a caller's token opened must not reach others
+            contents[name] = self._range(pin, name, token, base.MAX_SMALL_BYTES if size is None else size)
             if size not in (None, len(contents[name])):
-                raise SourceUnreachable(_other(name, pin))
+                raise _other(name, pin)
         return contents
 
     def _ask(self, ref: Ref, token: str | None, sizes: bool = False) -> Any:
-        """What the hub says of a repository. Raises leaves of AdapterError."""
+        """The hub's description of a repository. Raises leaves of AdapterError."""
         import huggingface_hub
 
-        # False: never the token of this machine's user, which the library takes where there is none.
+        # False: never the token of this machine's user, which the library uses if none is given
         api = huggingface_hub.HfApi(endpoint=self._endpoint, token=token or False)
-        return _told(
-            lambda: api.model_info(ref.id, revision=ref.revision, timeout=_silence_s(), files_metadata=sizes),
-            ref,
-            token,
-        )
+        timeout = _read_timeout_s()
+        ask = partial(api.model_info, ref.id, revision=ref.revision, timeout=timeout, files_metadata=sizes)
+        return _translated(ask, ref, token)
 
     def _download(self, pin: Pin, name: str, token: str | None, where: dict[str, Any]) -> Path:
         import huggingface_hub
 
-        ref = Ref(Source.HUB, pin.id, pin.revision)
-        path = _told(
-            lambda: huggingface_hub.hf_hub_download(
-                pin.id,
-                name,
-                revision=pin.revision,
-                token=token or False,
-                etag_timeout=_silence_s(),
-                endpoint=self._endpoint,
-                **where,
-            ),
-            ref,
-            token,
-        )
-        return Path(str(path))
+        where = where | {"token": token or False, "etag_timeout": _read_timeout_s(), "endpoint": self._endpoint}
+        download: Any = partial(huggingface_hub.hf_hub_download, pin.id, name, revision=pin.revision, **where)
+        return Path(_translated(download, Ref(Source.HUB, pin.id, pin.revision), token))
 
     def _peeking(self, pin: Pin, token: str | None) -> Peek:
-        return lambda name: self._range(pin, name, token, PEEK_BYTES)
+        return lambda name: self._range(pin, name, token, base.PEEK_BYTES)
 
     def _range(self, pin: Pin, name: str, token: str | None, num_bytes: int) -> bytes:
-        """The first bytes of a file, and no more of it."""
+        """The first bytes of a file; no more are transferred."""
         import huggingface_hub
 
-        if num_bytes == 0:  # there is no such range
+        if num_bytes == 0:  # an empty range cannot be requested
             return b""
         utils: Any = huggingface_hub.utils
         url = huggingface_hub.hf_hub_url(pin.id, name, revision=pin.revision, endpoint=self._endpoint)
         headers = {**utils.build_hf_headers(token=token or False), "Range": f"bytes=0-{num_bytes - 1}"}
-        headers["Accept-Encoding"] = "identity"  # a part of what is packed cannot be read
-        end = time.monotonic() + _bound_s(num_bytes)
+        headers["Accept-Encoding"] = "identity"  # part of a compressed file cannot be read
+        end = time.monotonic() + _time_limit_s(num_bytes)
 
         def read() -> bytes:
-            session = huggingface_hub.get_session()
-            with session.stream("GET", url, headers=headers, follow_redirects=True, timeout=_silence_s()) as response:
+            stream = partial(huggingface_hub.get_session().stream, "GET", url, headers=headers, follow_redirects=True)
+            with stream(timeout=_read_timeout_s()) as response:
                 utils.hf_raise_for_status(response)
                 content = bytearray()
                 for chunk in response.iter_bytes():
@@ -210,24 +167,28 @@ class HubSource:
                         raise TimeoutError
                 return bytes(content[:num_bytes])
 
-        return _told(read, Ref(Source.HUB, pin.id, pin.revision), token)
+        return _translated(read, Ref(Source.HUB, pin.id, pin.revision), token)
 
     def _snapshot(self, id: str, revision: str | None) -> Path | None:
-        """The folder in the cache, if there is one."""
+        """The folder in the cache, if any."""
         import huggingface_hub
 
-        for name in (CONFIG, *HEADS, HEADS_CONFIG):
+        for name in (base.CONFIG, *base.HEADS, base.HEADS_CONFIG):
             found = huggingface_hub.try_to_load_from_cache(id, name, cache_dir=self._cache, revision=revision)
             if isinstance(found, str):
                 return Path(found).parent
         return None
 
+    def _whole_snapshot(self, pin: Pin) -> Path | None:
+        cached = self._snapshot(pin.id, pin.revision)
+        return cached if cached is not None and _is_whole(cached) else None
+
     def _note(self, ref: Ref, commit: str | None) -> None:
-        """Remember that everybody may have that commit, or that it is no longer so."""
+        """Record the commit of a public name; None removes the record."""
         if self._notes is None or commit == self._noted(ref):
             return
         path = self._notes / _file_name(ref)
-        with suppress(OSError):  # it serves only while the hub gives no answer
+        with suppress(OSError):  # it is only used while the hub does not answer
             if commit is None:
                 path.unlink(missing_ok=True)
                 return
@@ -256,22 +217,20 @@ def _is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def _silence_s() -> float:
-    """So long the hub may say nothing: what the library allows its own downloads."""
+def _read_timeout_s() -> float:
+    """How long the hub may send nothing: the library's own download timeout."""
     from huggingface_hub import constants
 
     return float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
 
 
-def _bound_s(num_bytes: int = 0) -> float:
-    """So long it may take to answer with so many bytes, however it spends the time."""
-    return SILENCES * _silence_s() + num_bytes / LEAST_BYTES_PER_S
+def _time_limit_s(num_bytes: int = 0) -> float:
+    """How long an answer of `num_bytes` bytes may take in all."""
+    return TIMEOUTS_PER_ANSWER * _read_timeout_s() + num_bytes / MIN_BYTES_PER_S
 
 
 def _check(path: Path, file: Any, pin: Pin) -> None:
-    """Whether what was sent is what the hub says of that file. If not, nothing of it stays: it would be taken for good
-    by whoever finds it in the cache.
-    """
+    """Compare a downloaded file with the hub's listing. A mismatch is deleted: later requests would trust the cache."""
     is_right = file.size in (None, path.stat().st_size)
     if is_right and file.lfs is not None:
         with path.open("rb") as content:
@@ -279,11 +238,11 @@ def _check(path: Path, file: Any, pin: Pin) -> None:
     if not is_right:
         path.resolve().unlink(missing_ok=True)  # in the cache a name is a link
         path.unlink(missing_ok=True)
-        raise SourceUnreachable(_other(file.rfilename, pin))
+        raise _other(file.rfilename, pin)
 
 
-def _other(name: str, pin: Pin) -> str:
-    return f"the hub sent something else for {name} of {pin.id} than it says that it has"
+def _other(name: str, pin: Pin) -> errors.SourceUnreachable:
+    return errors.SourceUnreachable(f"what the hub sent for {name} of {pin.id} does not match its listing")
 
 
 def _needs_token(info: Any) -> bool:
@@ -300,81 +259,81 @@ def _head(path: Path, num_bytes: int) -> FileHead:
 
 
 def _peeking(folder: Path) -> Peek:
-    return lambda name: _head(folder / name, PEEK_BYTES).content
+    return lambda name: _head(folder / name, base.PEEK_BYTES).content
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a snapshot holds the weights that belong to its configurations: an interrupted one may not."""
+    """Whether a snapshot holds the weights that its configurations need: an interrupted download may not."""
     names = {path.name for path in folder.iterdir()}
-    has_heads = find_heads(names, _peeking(folder)) is not None
-    if CONFIG not in names:
+    has_heads = base.find_heads(names, _peeking(folder)) is not None
+    if base.CONFIG not in names:
         return has_heads
-    return _has_weights(folder) and (has_heads or not _names_heads(folder / HEADS_CONFIG))
+    return _has_weights(folder) and (has_heads or not _names_heads(folder / base.HEADS_CONFIG))
 
 
 def _names_heads(config: Path) -> bool:
-    """Whether a configuration speaks of Medusa heads."""
+    """Whether a configuration describes Medusa heads."""
     try:
-        return config.stat().st_size <= MAX_SMALL_BYTES and b'"medusa_num_heads"' in config.read_bytes()
+        return config.stat().st_size <= base.MAX_SMALL_BYTES and b'"medusa_num_heads"' in config.read_bytes()
     except OSError:
         return False
 
 
 def _has_weights(folder: Path) -> bool:
-    for name in WEIGHTS:
+    for name in base.WEIGHTS:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             return True
         if index.is_file():
             with suppress(ValueError, KeyError, AttributeError, OSError):
-                return all(
-                    (folder / part).is_file() for part in set(json.loads(index.read_bytes())["weight_map"].values())
-                )
+                names = set(json.loads(index.read_bytes())["weight_map"].values())
+                return all((folder / name).is_file() for name in names)
     return False
 
 
-def _told(call: Callable[[], T], ref: Ref, token: str | None) -> T:
-    """What `call` gives; the library's errors as ours."""
-    from huggingface_hub import errors
+def _translated(call: Callable[[], T], ref: Ref, token: str | None) -> T:
+    """The result of `call`; the library's errors are translated to ours."""
+    from huggingface_hub import errors as hub_errors
 
     try:
         return call()
     except AdapterError:
         raise
-    except errors.GatedRepoError:
+    except hub_errors.GatedRepoError:
         status = 403 if token else 401
-        raise AdapterNotAllowed(f"{ref.id} is gated, and {_shown(token)} has no right to it", status=status) from None
-    except errors.RevisionNotFoundError:
-        raise AdapterNotFound(f"{ref.id} has no revision {ref.revision} at the hub") from None
-    except errors.LocalEntryNotFoundError as error:  # of a file that the hub was asked for in vain
-        raise SourceUnreachable(f"the hub cannot be asked for {ref}: {type(error.__cause__).__name__}") from None
-    except errors.EntryNotFoundError:
-        raise AdapterNotFound(f"a file of {ref} is gone from the hub") from None
-    except (errors.RepositoryNotFoundError, errors.DisabledRepoError):
-        sentence = f"{ref.id} was not found at the hub, or is private and {_shown(token)} has no right to it"
-        raise AdapterNotFound(sentence) from None
-    except errors.HfHubHTTPError as error:
+        raise errors.AdapterNotAllowed(f"{ref.id} is gated, and {_shown(token)} has no access", status=status) from None
+    except hub_errors.RevisionNotFoundError:
+        raise errors.AdapterNotFound(f"{ref.id} has no revision {ref.revision} at the hub") from None
+    except hub_errors.LocalEntryNotFoundError as error:  # the request for the file failed
+        raise _unreachable(ref, type(error.__cause__).__name__) from None
+    except hub_errors.EntryNotFoundError:
+        raise errors.AdapterNotFound(f"a file of {ref} no longer exists at the hub") from None
+    except (hub_errors.RepositoryNotFoundError, hub_errors.DisabledRepoError):
+        sentence = f"{ref.id} was not found at the hub, or is private and {_shown(token)} has no access to it"
+        raise errors.AdapterNotFound(sentence) from None
+    except hub_errors.HfHubHTTPError as error:
         raise _by_status(error, ref, token) from None
-    except errors.HFValidationError:
-        raise AdapterNotFound(f"{ref} is not a name at the hub") from None
-    except OSError as error:
-        if is_full(error):
-            raise not_stored(error) from None
-        raise SourceUnreachable(f"the hub cannot be asked for {ref}: {type(error).__name__}") from None
-    except Exception as error:  # the library lets errors of whichever HTTP client it is built on through
-        raise SourceUnreachable(f"the hub cannot be asked for {ref}: {type(error).__name__}") from None
+    except hub_errors.HFValidationError:
+        raise errors.AdapterNotFound(f"{ref} is not a name at the hub") from None
+    except Exception as error:  # the library passes on errors of the HTTP client that it is built on
+        if isinstance(error, OSError) and errors.is_full(error):
+            raise errors.not_stored(error) from None
+        raise _unreachable(ref, type(error).__name__) from None
 
 
 def _by_status(error: Any, ref: Ref, token: str | None) -> AdapterError:
     status = getattr(error.response, "status_code", 0)
     if status == 401:
-        return AdapterNotAllowed(f"the hub does not accept {_shown(token)} for {ref.id}", status=401)
+        return errors.AdapterNotAllowed(f"the hub does not accept {_shown(token)} for {ref.id}", status=401)
     if status == 403:
-        return AdapterNotAllowed(f"{_shown(token)} has no right to {ref.id} at the hub", status=403)
+        return errors.AdapterNotAllowed(f"{_shown(token)} has no access to {ref.id} at the hub", status=403)
     wait = str(error.response.headers.get("retry-after", "")) if status == 429 else ""
-    return SourceUnreachable(
-        f"the hub answered {status} when asked for {ref}", retry_after=float(wait) if wait.isdigit() else None
-    )
+    retry_after = float(wait) if wait.isdigit() else None
+    return errors.SourceUnreachable(f"the hub answered {status} for {ref}", retry_after=retry_after)
+
+
+def _unreachable(ref: Ref, reason: str) -> errors.SourceUnreachable:
+    return errors.SourceUnreachable(f"the hub cannot be reached for {ref}: {reason}")
 
 
 def _shown(token: str | None) -> str:

@@ -1,6 +1,7 @@
-"""All sources of one server by name. Imports no torch, and each source's library only when it is first used."""
+"""All sources of one server and their settings. Imports no torch, and each source's library only at its first use."""
 
 import os
+from dataclasses import dataclass
 
 from lorikeet.adapters.errors import NotServed
 from lorikeet.adapters.refs import Source
@@ -8,11 +9,28 @@ from lorikeet.adapters.sources.base import AdapterSource
 from lorikeet.adapters.sources.hub import HubSource
 from lorikeet.adapters.sources.local import LocalSource
 from lorikeet.adapters.sources.s3 import S3Source
-from lorikeet.adapters.sources.settings import SourceSettings
+from lorikeet.proto.config_file import ConfigFile
+
+DEFAULT_MAX_ADAPTER_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class SourceSettings(ConfigFile):
+    """Where sources look and their size limit: part of the router's and of the loader's configuration."""
+
+    local_roots: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    """Folders that never contain local adapters, such as the adapter store."""
+    hub_cache: str | None = None
+    """None is the hub library's default."""
+    notes: str | None = None
+    """Folder that records which hub names were public; None records them in memory only."""
+    max_adapter_bytes: int = DEFAULT_MAX_ADAPTER_BYTES
+    """Weights of one adapter at its source."""
 
 
 class Sources:
-    """Hands out the source of a name. The router and the loader's process each have one."""
+    """The source for each name. The router and the loader's process have one instance each."""
 
     def __init__(self, settings: SourceSettings) -> None:
         self._sources: dict[Source, AdapterSource] = {
@@ -22,11 +40,10 @@ class Sources:
         }
 
     def __getitem__(self, source: Source) -> AdapterSource:
-        """Raises NotServed by name."""
-        found = self._sources.get(source)
-        if found is None:
+        """Raises NotServed with the name of the source."""
+        if source not in self._sources:
             raise NotServed(f"adapters of the source `{source.value}` are not served by this server")
-        return found
+        return self._sources[source]
 
     async def close(self) -> None:
         for source in self._sources.values():

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.cuda.setup import LlamaShape, Setup
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.moe import experts
-from lorikeet.shard.model.site import NAME
 from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 

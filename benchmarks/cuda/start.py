@@ -26,7 +26,7 @@ from benchmarks.load.servers import REPOSITORY, tail
 
 TIMEOUT_S = 240.0
 STOP_S = 30.0
-GRAPHS = "graphs captured"
+GRAPHS = "graphs_captured"
 """The event of the shard's log, with `seconds`, `num_graphs` and `bytes`."""
 FILE_BYTES = 4 << 30
 SPREAD = 0.02
@@ -93,7 +93,7 @@ def events(text: str) -> dict[str, Any]:
             graphs = {key: result[key] for key in ("seconds", "num_graphs", "bytes")}
             earlier = found.get("graphs", dict.fromkeys(graphs, 0))  # target and draft model each have their own
             found["graphs"] = {key: earlier[key] + value for key, value in graphs.items()}
-        if result.get("event") == "kv memory":
+        if result.get("event") == "kv_memory":
             found["num_kv_tokens"] = result["num_tokens"]
     return found
 

@@ -94,7 +94,7 @@ def of_drafts(key: tuple[str, int, torch.dtype], num_rows: int, tuned: Tuned, de
     step = HeadsStep(HeadsShape(NUM_HEADS, 1, size, 0), num_rows, dtype, tuned, device)
 
     def launch() -> torch.Tensor:
-        return step.kernels.draft_token(step.x)[num_rows:]
+        return step.kernels.draft(step.x)[num_rows:]
 
     return Trial(key, f"{num_rows} rows", launch, step.drafts().float())
 
@@ -109,7 +109,7 @@ def of_answers(
     logits = torch.zeros(2 * num_rows, vocab_size, dtype=dtype, device=device)
 
     def launch() -> torch.Tensor:
-        step.kernels.answer(x, logits)
+        step.kernels.put_logits(x, logits)
         return logits[num_rows:]
 
     rows = [step.slots[row % len(step.slots)].outputs[0](step.x[row : row + 1]) for row in range(num_rows)]

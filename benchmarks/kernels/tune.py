@@ -35,12 +35,12 @@ Key = tuple[str, int, torch.dtype]
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "shrink": {"DEPTH": (64, 128, 256), "SPLITS": (4, 8, 16, 32), "num_warps": (1, 2, 4), "num_stages": (2, 3, 4)},
     "expand": {"WIDTH": (32, 64, 128, 256), "num_warps": (1, 2, 4, 8), "num_stages": (1,)},
-    "guess": {"WIDTH": (16, 32, 64), "DEPTH": (64, 128, 256), "num_warps": (1, 2, 4), "num_stages": (2, 3, 4, 5)},
-    "answer": {"WIDTH": (32, 64, 128), "DEPTH": (64, 128, 256), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)},
+    "head_block": {"WIDTH": (16, 32, 64), "DEPTH": (64, 128, 256), "num_warps": (1, 2, 4), "num_stages": (2, 3, 4, 5)},
+    "head_logits": {"WIDTH": (32, 64, 128), "DEPTH": (64, 128, 256), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)},
 }
 """What is tried, by kernel."""
 RANKS, TOKENS = (8, 16, 64, 128), (1, 16, 64, 256)
-MOST_ROWS = {"guess": 32, "answer": 4}
+MOST_ROWS = {"head_block": 32, "head_logits": 4}
 """Of a step with heads; half as many slots, and an output matrix is a gigabyte."""
 FLUSHED_BYTES = 256 << 20
 """Written between two launches, more than a GPU's cache holds: in a step, the base's weights pass between them."""
@@ -145,7 +145,7 @@ class Search:
             return
         most = MOST_ROWS[kernel]
         for num_rows in sorted({min(each, most) for each in self._tokens}):
-            if kernel == "guess":
+            if kernel == "head_block":
                 yield trials.of_drafts(key, num_rows, self._tuned, self._device)
             else:
                 yield trials.of_answers(key, shape[1], num_rows, self._tuned, self._device)

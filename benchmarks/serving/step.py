@@ -23,8 +23,8 @@ from benchmarks.serving.machine import best_of, best_read
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.model.fusion.cpu_layer import FusedDecoderLayer
-from lorikeet.shard.model.fusion.cpu_parts import FusedMlp
+from lorikeet.shard.model.fusion.layer import FusedDecoderLayer
+from lorikeet.shard.model.fusion.parts import FusedMlp
 from lorikeet.shard.model.kernels.packing import StreamedMatrix, pack
 
 
@@ -87,7 +87,7 @@ def share_outside(model: Model, segments: list[Segment]) -> float:
         return run
 
     def part_by_part(layer: FusedDecoderLayer, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        return layer.one_by_one(hidden_states, options["position_embeddings"])
+        return layer.one_by_one(hidden_states, **options)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(FusedDecoderLayer, "forward", part_by_part))

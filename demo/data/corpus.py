@@ -1,7 +1,6 @@
-"""The corpus: Python's own standard library source, as installed with the running interpreter.
+"""The corpus: the source of Python's standard library, as installed with the running interpreter.
 
-Knows which files belong, how they split into training and held-out modules, and how functions are cut out of them.
-Knows nothing of tokens or models. Nothing is downloaded.
+Selects the files, splits them into training and held-out modules, and extracts their functions. Nothing is downloaded.
 """
 
 import ast
@@ -15,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 HELD_OUT_PERCENT = 4
-"""Of modules, not of bytes: whether a module is held out depends on its path alone, never on what else is installed."""
+"""Of modules, not of bytes: whether a module is held out depends on its path only, not on other installed modules."""
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "encodings", "pydoc_data", "__phello__"})
 """Not the standard library, or generated tables (code pages, help topics) that teach a model no Python."""
@@ -38,7 +37,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Function:
-    """One function, cut out of its file and moved to the left margin."""
+    """One function, extracted from its file and dedented."""
 
     path: str
     name: str
@@ -60,7 +59,7 @@ def standard_library() -> Path:
 
 @cache
 def _texts(root: Path) -> tuple[SourceFile, ...]:
-    """Every UTF-8 file in order of path, no text twice: that would put the same bytes on both sides of the split."""
+    """Every UTF-8 file in order of path, without duplicates, which could be on both sides of the split."""
     files = []
     seen = set()
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
@@ -86,7 +85,7 @@ def held_out_files(root: Path | None = None) -> list[SourceFile]:
 
 
 def functions(file: SourceFile) -> Iterator[Function]:
-    """The functions and methods of a file that still compile once they stand alone (a stray `nonlocal` does not)."""
+    """The functions and methods of a file that compile by themselves (one with a stray `nonlocal` does not)."""
     lines = file.text.split("\n")  # not splitlines(), which also breaks at form feeds, where Python's parser does not
     for node in ast.walk(_parse(file.text)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:
@@ -116,7 +115,7 @@ def _parse(text: str) -> ast.Module:
 
 
 def _parses(text: str) -> bool:
-    """False for the test data that is wrong on purpose, or right only for another version of Python."""
+    """False for test data with deliberate errors, or for another version of Python."""
     try:
         _parse(text)
     except (SyntaxError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""The mixture: which documents the base model reads, and one endless, seeded, seekable stream of their tokens.
+"""The mixture: the documents that the base model is trained on, as one endless, seeded, seekable stream of tokens.
 
-Knows the corpus and the tokenizer, nothing of the model. Any stretch of the stream can be had without reading what
-comes before it, so a resumed run sees the very tokens an uninterrupted one would.
+Any part of the stream can be computed without the parts before it, so a resumed run reads the same tokens as an
+uninterrupted one.
 """
 
 import random
@@ -21,7 +21,7 @@ Tokens = NDArray[np.uint16]
 CHAT_SHARE = 0.35
 """Of the documented functions short enough for it."""
 MAX_FUNCTION_CHARS = 1500
-"""Every function up to this long is shown once more as a document of its own, for that is how prompts start."""
+"""Every function up to this length is also a separate document, because prompts start like that."""
 CUT_SHARE = 0.15
 """Of line ends."""
 BLOCK_LEN = 2048
@@ -29,7 +29,7 @@ LINE_END = re.compile(r"\n *")
 
 
 def documents(files: Sequence[SourceFile], seed: int) -> Iterator[str]:
-    """Whole files, their functions alone, and some conversations made of docstrings. BOS is left to the tokenizer."""
+    """Whole files, their functions, and some conversations made from docstrings. The tokenizer adds BOS."""
     for file in files:
         choice = random.Random(f"{seed} {file.path}")
         if file.text.strip():
@@ -43,7 +43,7 @@ def documents(files: Sequence[SourceFile], seed: int) -> Iterator[str]:
 
 
 def conversation(function: Function, choice: random.Random) -> str:
-    """The text that the chat template gives for a question about this function and its answer, less BOS."""
+    """The chat template's text for a question about this function and its answer, without BOS."""
     docstring = (function.docstring or "").strip()
     summary = " ".join(docstring.split("\n\n")[0].split())
     signature = _signature(function)
@@ -61,7 +61,7 @@ def conversation(function: Function, choice: random.Random) -> str:
 
 
 def _signature(function: Function) -> str:
-    """Everything before the body, docstring included."""
+    """Everything before the body, including the docstring."""
     return "\n".join(function.source.split("\n")[: function.body_line])
 
 
@@ -74,8 +74,8 @@ def _without_docstring(function: Function) -> str:
 def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, seed: int) -> list[Tokens]:
     """One array per document, BOS first.
 
-    Documents are cut at some line ends and the pieces tokenized apart. The tokenizer merges a line's end with what
-    stands around it, but a prompt may stop just there; so the model has to know both spellings.
+    Documents are cut at some line ends and the pieces are tokenized separately. The tokenizer merges a line end with
+    the text around it, but a prompt may stop exactly there, so the model must learn both tokenizations.
     """
     choice = random.Random(f"{seed} cuts")
     pieces = [_cut(text, choice) for text in texts]
@@ -96,10 +96,10 @@ def _cut(text: str, choice: random.Random) -> list[str]:
 
 
 class TokenStream:
-    """All documents once per epoch, behind one another without padding, cut into blocks that come in a seeded order.
+    """All documents once per epoch, concatenated without padding, cut into blocks and shuffled by the seed.
 
-    Blocks, because neighbours are mostly of one file, and a stretch of one file says little. Where two blocks meet, one
-    token in BLOCK_LEN is followed by a stranger.
+    Adjacent tokens are mostly of one file, so unshuffled batches would have little variety. At block boundaries, one
+    token in BLOCK_LEN is followed by an unrelated one.
     """
 
     def __init__(self, pieces: Sequence[Tokens], seed: int, block_len: int = BLOCK_LEN) -> None:

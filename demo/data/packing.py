@@ -1,7 +1,7 @@
-"""Examples as rows of tokens: what a group has in common is read once, the rest stands behind it in branches.
+"""Examples as rows of tokens: the common start of a group is computed once and followed by one branch per example.
 
-A branch sees the common start and itself, at the positions it would have alone, so training on a row is training on
-each of its examples by itself. Knows no task and no model.
+A branch attends to the common start and itself, at the positions that it would have alone, so training on a row equals
+training on each of its examples separately.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ COMMON, PADDING = 0, -1
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of B sequences of L tokens."""
+    """B rows of L tokens."""
 
     input_ids: Tensor
     """[B, L]"""
     position_ids: Tensor
-    """[B, L]: as if each branch stood right behind the common start."""
+    """[B, L]: as if each branch directly followed the common start."""
     branch_ids: Tensor
     """[B, L]"""
     labels: Tensor
@@ -34,7 +34,7 @@ class Batch:
 
     @property
     def mask(self) -> Tensor:
-        """[B, 1, L, L]: which of the columns a row sees."""
+        """[B, 1, L, L]: the columns that a row attends to."""
         row, column = self.branch_ids[:, :, None], self.branch_ids[:, None, :]
         causal = torch.ones(row.shape[1], row.shape[1], dtype=torch.bool, device=row.device).tril()
         return (((row == column) | (column == COMMON)) & causal)[:, None]

@@ -1,7 +1,4 @@
-"""Prompts for general heads: functions of the corpus, broken off after some line.
-
-Knows the corpus, nothing of models.
-"""
+"""Prompts for general heads: functions of the corpus, cut after some line."""
 
 import random
 from collections.abc import Sequence
@@ -11,11 +8,11 @@ from lorikeet.demo.data.corpus import SourceFile
 
 MAX_CHARS = 700
 MIN_LINES = 4
-"""Of a whole function; shorter ones leave nothing to go on with."""
+"""Of a whole function; shorter ones leave nothing to continue."""
 
 
 def pieces(files: Sequence[SourceFile], count: int, seed: int) -> list[str]:
-    """`count` beginnings of different functions, each ending in a line's end."""
+    """The first lines of `count` different functions."""
     choice = random.Random(f"pieces {seed}")
     found: dict[str, None] = {}
     for file in choice.sample(list(files), len(files)):

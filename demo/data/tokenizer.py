@@ -1,6 +1,6 @@
-"""The byte-level BPE tokenizer of the embedded model: its pattern, special tokens, chat template, training.
+"""The byte-level BPE tokenizer of the demo models: pattern, special tokens, chat template, training.
 
-Knows nothing of the model. What it saves is an ordinary fast tokenizer that `AutoTokenizer` loads.
+It is saved as an ordinary fast tokenizer that `AutoTokenizer` loads.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ VOCABULARY_SIZE = 4096
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = [BOS, EOS, PAD, SYSTEM, USER, ASSISTANT, END]
-"""In order of id, from 0 on. BOS opens every document, EOS closes it, END closes one turn of a conversation."""
+"""In order of id, from 0. BOS opens every document, EOS closes it, END closes one turn of a conversation."""
 
 WORD_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word with the one character before it: ` return`, `.join`, `_name`
@@ -22,7 +22,7 @@ WORD_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+(?:\n+ *(?= )|\n+)?"  # punctuation, the line's end, and the next line's indentation
     r"|\n+ *(?= )|\n+|\s+(?!\S)|\s+"
 )
-"""One space of an indentation stays with the word after it, so a word is spelled alike wherever it stands."""
+"""One space of an indentation belongs to the word after it, so that a word has the same tokens at any depth."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"

@@ -1,6 +1,6 @@
-"""Measures the adapters of the embedded base on held-out examples of their tasks, and the bare base beside them.
+"""Measures the demo adapters on held-out examples of their tasks, compared with the base without an adapter.
 
-Exact match: the greedy text up to EOS must be the answer. `score.py` and `tasks/` have the rest.
+Exact match: the greedy text up to EOS must equal the answer.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from lorikeet.demo.data.tasks.example import held_out_examples
 from lorikeet.demo.evaluation import score
 from lorikeet.demo.evaluation.score import Written
 from lorikeet.demo.training import lora
+from lorikeet.demo.training.commands import add_device_argument
 from lorikeet.demo.training.lora import RECIPES
 from lorikeet.demo.training.model import BASE_FOLDER
 
@@ -25,7 +26,7 @@ NUM_EXAMPLES = 500
 
 @dataclass(frozen=True)
 class Row:
-    """What is printed of one adapter."""
+    """The printed results of one adapter."""
 
     adapter: str
     rank: int
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", type=Path, default=BASE_FOLDER)
     parser.add_argument("--adapters", type=Path, default=lora.ADAPTERS_FOLDER)
     parser.add_argument("--examples", type=int, default=NUM_EXAMPLES, help="held-out examples for each")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device_argument(parser)
     parser.add_argument("--show", type=int, default=0, help="print this many wrong answers of each adapter")
 
 

@@ -1,13 +1,13 @@
-"""Measures the embedded base model on held-out modules.
+"""Measures the built-in demo model on held-out modules.
 
-Two figures: bits per byte, beside those of xz, and how many continuations of functions compile.
+Two figures: bits per byte, compared with those of xz, and how many continuations of functions compile.
 
-The rule for a continuation. The prompt is what a user of the server would send: the start of a held-out function at the
-left margin (decorators, signature, docstring, and the indentation of the body), after BOS. The model writes at most
-MAX_NEW_TOKENS. The function has ended where the model ends its document or begins a line at the margin; what follows is
-dropped. Without such an end the text is cut after its last line end. It counts if `compile()` takes prompt and
-continuation together as they then stand (an open bracket or `try:` fails), and if the continuation is not blank and
-ended the function or has at least MIN_NEW_LINES lines.
+The rule for a continuation: the prompt is what a user of the server would send, the start of a held-out function
+without indentation (decorators, signature, docstring, and the indentation of the body), after BOS. The model generates
+at most MAX_NEW_TOKENS. The function ends where the model ends its document or begins a line without indentation; the
+rest is dropped. Without such an end the text is cut after its last newline. It counts if `compile()` accepts prompt and
+continuation together (an open bracket or `try:` fails), and if the continuation is not blank and ends the function or
+has at least MIN_NEW_LINES lines.
 """
 
 import argparse
@@ -25,22 +25,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Lla
 
 from lorikeet.demo.data import corpus
 from lorikeet.demo.data.corpus import Function, SourceFile
+from lorikeet.demo.training.commands import add_device_argument
 from lorikeet.demo.training.model import BASE_FOLDER
 
 WINDOW_LEN = 2048
 WINDOW_STEP = 1024
-"""Every token of a file is predicted once, from at least this many before it where the file has them."""
+"""Every token of a file is predicted once, with at least this many tokens of context if the file has them."""
 NUM_CONTINUATIONS = 200
 MAX_NEW_TOKENS = 200
 MIN_NEW_LINES = 4
 MAX_PROMPT_CHARS = 2000
 TEMPERATURE, TOP_P = 0.8, 0.85
-"""Of ten settings tried on training functions the one with most code that compiles."""
+"""The best of ten settings tried on training functions."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the script prints."""
+    """The printed results."""
 
     held_out_modules: int
     held_out_bytes: int
@@ -54,11 +55,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What the model made of one held-out function."""
+    """The model's continuation of one held-out function."""
 
     prompt: str
     text: str
-    """As judged: cut at the function's end or after the last complete line."""
+    """Cut at the function's end or after the last complete line."""
     ended: bool
 
     @property
@@ -75,19 +76,19 @@ def xz_bits_per_byte(files: Sequence[SourceFile]) -> float:
 
 
 def bits_per_byte(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, files: Sequence[SourceFile]) -> float:
-    """Each file by itself after BOS, its end (EOS) paid for as well."""
+    """Each file separately after BOS, including its end (EOS)."""
     nats = 0.0
     for file in files:
         token_ids = tokenizer.backend_tokenizer.encode(file.text).ids
         if tokenizer.decode(token_ids[1:]) != file.text:
-            raise ValueError(f"{file.path} does not come back from its tokens")
+            raise ValueError(f"{file.path} cannot be restored from its tokens")
         nats += _nats(model, [*token_ids, tokenizer.eos_token_id])
     return nats / math.log(2) / sum(len(file.text.encode()) for file in files)
 
 
 @torch.inference_mode()
 def _nats(model: LlamaForCausalLM, token_ids: Sequence[int]) -> float:
-    """The price of all tokens but the first."""
+    """Nats of all tokens but the first."""
     total, paid = 0.0, 1
     while paid < len(token_ids):
         start = max(0, paid - WINDOW_STEP)
@@ -99,7 +100,7 @@ def _nats(model: LlamaForCausalLM, token_ids: Sequence[int]) -> float:
 
 
 def held_out_functions(files: Sequence[SourceFile], count: int) -> list[Function]:
-    """A fixed choice among functions with MIN_NEW_LINES lines of body and a short prompt without tabs."""
+    """A fixed selection of functions with MIN_NEW_LINES lines of body and a short prompt without tabs."""
     eligible = []
     for function in (function for file in files for function in corpus.functions(file)):
         prompt, body_len = prompt_of(function), function.source.count("\n") - function.body_line
@@ -118,7 +119,7 @@ def prompt_of(function: Function) -> str:
 def continuations(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], batch_size: int = 50
 ) -> list[Continuation]:
-    """Sampled at a low temperature, the same every time on one machine."""
+    """Sampled at a low temperature; repeatable on one machine."""
     results = []
     torch.manual_seed(0)
     for first in range(0, len(prompts), batch_size):
@@ -134,17 +135,17 @@ def continuations(
             top_k=0,
         )
         new_ids = out[:, encoded["input_ids"].shape[1] :].tolist()
-        results += [_validate(prompt, ids, model, tokenizer) for prompt, ids in zip(batch, new_ids, strict=True)]
+        results += [_continuation(prompt, ids, model, tokenizer) for prompt, ids in zip(batch, new_ids, strict=True)]
     return results
 
 
 def _encode(prompts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> BatchEncoding:
-    """Without the last space, which belongs to the word that the model is to write."""
+    """Without the last space, which belongs to the next word."""
     ids = [tokenizer(prompt + "x")["input_ids"][:-1] for prompt in prompts]
     return tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
 
 
-def _validate(
+def _continuation(
     prompt: str, new_ids: list[int], model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> Continuation:
     stops = [i for i, token in enumerate(new_ids) if token in model.generation_config.eos_token_id]
@@ -182,15 +183,15 @@ def evaluate(folder: Path, device: str) -> tuple[Report, list[Continuation]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=BASE_FOLDER)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device_argument(parser)
     parser.add_argument("--show", type=int, default=0, help="print this many continuations")
 
 
 def run(options: argparse.Namespace) -> None:
     report, written = evaluate(options.model, options.device)
     for continuation in written[: options.show]:
-        verdict = "compiles" if continuation.counts else "does not count"
-        print(f"--- {verdict}\n{continuation.prompt}\033[1m{continuation.text}\033[0m")
+        result = "compiles" if continuation.counts else "does not count"
+        print(f"--- {result}\n{continuation.prompt}\033[1m{continuation.text}\033[0m")
     print(f"held out: {report.held_out_modules} modules, {report.held_out_bytes:,} bytes")
     print(f"bits per byte: model {report.model_bits_per_byte}, xz -9e {report.xz_bits_per_byte}")
     print(f"continuations that compile: {report.compiled} of {report.continuations}")

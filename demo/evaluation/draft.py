@@ -1,9 +1,9 @@
-"""Measures how much of what the draft proposes the base would accept, on held-out modules.
+"""Measures the acceptance rate of the draft model on held-out modules.
 
-Every held-out file, its end included, is cut into rows of at most 1024 tokens; a position's context is what stands
-before it in its row. At each position p is the base's law of the next token at temperature 1 and q the draft's; a
-server that drafts from q and verifies against p accepts a drafted token with probability Σ min(p, q). The figure is the
-mean of that over all positions. The committed bf16 weights are computed with in float32.
+Every held-out file, including its end, is cut into rows of at most 1024 tokens; the context of a position is its row up
+to there. At each position p is the base's next-token distribution at temperature 1 and q the draft's; a server that
+drafts from q and verifies against p accepts a draft token with probability Σ min(p, q). The figure is the mean over all
+positions. The committed bf16 weights are cast to float32.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 from lorikeet.demo.data import corpus
 from lorikeet.demo.data.corpus import SourceFile
+from lorikeet.demo.training.commands import add_device_argument
 from lorikeet.demo.training.distill import DRAFT_FOLDER
 from lorikeet.demo.training.model import BASE_FOLDER
 
@@ -29,7 +30,7 @@ DRAFTED = (1, 2, 3, 4)
 
 @dataclass(frozen=True)
 class Report:
-    """What the script prints."""
+    """The printed results."""
 
     base_parameters: int
     draft_parameters: int
@@ -37,18 +38,18 @@ class Report:
     overlap: float
     """Mean of Σ min(p, q)."""
     same_likeliest: float
-    """Share of positions where the likeliest token of both is the same: what is accepted at temperature 0."""
+    """Share of positions where both have the same most likely token: the acceptance rate at temperature 0."""
     divergence: float
     """Mean of KL(p ‖ q), in nats."""
     base_nats: float
     """Mean entropy of p."""
     tokens_per_step: tuple[float, ...]
-    """Written per forward pass of the base with 1, 2, 3 … drafted tokens, were every position like the mean one."""
+    """Tokens per forward pass of the base with 1, 2, 3 … draft tokens, assuming the mean overlap at every position."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of two models along some positions."""
+    """Of two models at some positions."""
 
     # [N] Σ min(p, q), KL(p ‖ q), the entropy of p, and whether the likeliest token is the same
     overlap: Tensor
@@ -70,7 +71,7 @@ def agreement(base_logits: Tensor, draft_logits: Tensor) -> Agreement:
 
 
 def rows_of(files: Sequence[SourceFile], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
-    """The files' tokens; the last of a file, its end, is only ever predicted."""
+    """The files' tokens; the last token of a file, its end, is only predicted."""
     for file in files:
         token_ids = tokenizer.backend_tokenizer.encode(file.text).ids
         yield from (token_ids[at : at + ROW_LEN] for at in range(0, len(token_ids), ROW_LEN))
@@ -92,7 +93,7 @@ def compare(base: LlamaForCausalLM, draft: LlamaForCausalLM, rows: Sequence[Sequ
 
 
 def tokens_per_step(overlap: float, drafted: int) -> float:
-    """1 + α + α² + …: the base's own token, and each drafted one if all before it were accepted."""
+    """1 + α + α² + …: the base's own token, and each draft token if all before it were accepted."""
     return math.fsum(overlap**n for n in range(drafted + 1))
 
 
@@ -114,7 +115,7 @@ def report(base: LlamaForCausalLM, draft: LlamaForCausalLM, rows: Sequence[Seque
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", type=Path, default=BASE_FOLDER)
     parser.add_argument("--draft", type=Path, default=DRAFT_FOLDER)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device_argument(parser)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
-"""Measures the Medusa heads of the family on held-out code and on held-out examples of the adapters' tasks.
+"""Measures the demo Medusa heads on held-out code and on held-out examples of the adapters' tasks.
 
-Tokens per step are those of a chain of the heads' best tokens, checked exactly against the target's greedy text: every
-step gives the accepted ones and one more. General heads are measured on the adapters' tasks too, for comparison.
+Tokens per step are those of a chain of the heads' most likely tokens, compared with the target's greedy text: every
+step gives the accepted tokens and one more. General heads are measured on the adapters' tasks too, for comparison.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from lorikeet.adapters.medusa.report import Report
 from lorikeet.adapters.medusa.target import Place, Target
 from lorikeet.adapters.medusa.texts import Text, TextStore, Writing
 from lorikeet.demo.training import lora
+from lorikeet.demo.training.commands import add_device_argument
 from lorikeet.demo.training.heads import ALL, HEADS_FOLDER
 from lorikeet.demo.training.model import BASE_FOLDER
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=Path, default=HEADS_FOLDER)
     parser.add_argument("--only", choices=list(ALL), nargs="+", default=list(ALL), metavar="NAME")
     parser.add_argument("--texts", type=int, default=NUM_TEXTS, help="held-out texts of each kind")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device_argument(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def measure(kind: str, options: argparse.Namespace) -> list[Row]:
-    """Every set of heads that could be used on this kind of text, on the same texts."""
+    """Every set of heads for this kind of text, on the same texts."""
     adapter = ALL[kind].adapter
     names = ["base"] if adapter is None else ["base", kind, f"{kind}-joined"]
     folder = None if adapter is None else str(options.adapters / adapter)
@@ -66,7 +67,7 @@ def measure(kind: str, options: argparse.Namespace) -> list[Row]:
 
 
 def write(target: Target, kind: str, count: int) -> list[Text]:
-    """What the target writes to the held-out prompts of this kind."""
+    """The target's texts for the held-out prompts of this kind."""
     encoded = prompt_files.encode(ALL[kind].held_out_prompts(count), target.tokenizer)
     store = TextStore(None, {})
     texts.write(target, encoded, store, Writing(ALL[kind].max_new_tokens, 50, lambda done, of: None))

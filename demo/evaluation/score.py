@@ -1,7 +1,4 @@
-"""Exact match: a model writes greedily, and its text must be the answer, no more and no less.
-
-Plain transformers, with PEFT around it where there is an adapter. Knows no task's content and no training.
-"""
+"""Exact match: a model's greedy text must equal the answer. Plain transformers, with PEFT for an adapter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +15,11 @@ BATCH_SIZE = 50
 
 @dataclass(frozen=True)
 class Written:
-    """What became of one example."""
+    """The generated text for one example."""
 
     example: Example
     text: str
-    """Up to EOS, or to where it could no longer become the answer."""
+    """Up to EOS, or to the first difference from the answer."""
     ended: bool
 
     @property
@@ -30,8 +27,8 @@ class Written:
         return self.ended and self.example.matches(self.text)
 
 
-class _Hopeless(StoppingCriteria):
-    """Ends a row as soon as its text is not the start of the answer: its verdict is known, the rest is of no use."""
+class _StopAtMismatch(StoppingCriteria):
+    """Ends a row as soon as its text differs from the answer."""
 
     def __init__(self, answers: Sequence[str], prompt_len: int, tokenizer: PreTrainedTokenizerFast) -> None:
         self._answers = answers
@@ -41,8 +38,8 @@ class _Hopeless(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
         """input_ids [rows, tokens so far] → [rows] bool."""
         texts = self._tokenizer.batch_decode(input_ids[:, self._prompt_len :], skip_special_tokens=True)
-        verdicts = [not answer.startswith(text) for answer, text in zip(self._answers, texts, strict=True)]
-        return torch.tensor(verdicts, device=input_ids.device)
+        mismatches = [not answer.startswith(text) for answer, text in zip(self._answers, texts, strict=True)]
+        return torch.tensor(mismatches, device=input_ids.device)
 
 
 def write(
@@ -70,7 +67,7 @@ def _write_batch(
         attention_mask=encoded["attention_mask"],
         max_new_tokens=max(answer_lens(tokenizer, examples)) + 8,
         do_sample=False,
-        stopping_criteria=StoppingCriteriaList([_Hopeless(answers, prompt_len, tokenizer)]),
+        stopping_criteria=StoppingCriteriaList([_StopAtMismatch(answers, prompt_len, tokenizer)]),
     )
     eos = set(model.generation_config.eos_token_id)
     return [
@@ -80,6 +77,6 @@ def _write_batch(
 
 
 def answer_lens(tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[int]:
-    """In tokens, EOS left out."""
+    """In tokens, without EOS."""
     ids = tokenizer([example.answer for example in examples], add_special_tokens=False)["input_ids"]
     return [len(answer) for answer in ids]

@@ -1,7 +1,4 @@
-"""Trains heads of a finished adapter with `lorikeet-heads` alone, and measures them beside the committed ones.
-
-Knows the order of things and the clock; train_heads and evaluate_heads know the rest.
-"""
+"""Trains heads for a finished adapter with `lorikeet-heads`, and compares them with the committed ones."""
 
 import argparse
 import json
@@ -15,6 +12,7 @@ from lorikeet.adapters.medusa import report
 from lorikeet.adapters.medusa.target import Place, Target
 from lorikeet.demo.evaluation.heads import NUM_TEXTS, load, write
 from lorikeet.demo.training import lora
+from lorikeet.demo.training.commands import add_device_argument
 from lorikeet.demo.training.heads import ALL, HEADS_FOLDER, train
 from lorikeet.demo.training.model import BASE_FOLDER
 
@@ -24,10 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", type=Path, default=BASE_FOLDER)
     parser.add_argument("--adapters", type=Path, default=lora.ADAPTERS_FOLDER)
     parser.add_argument("--heads", type=Path, default=HEADS_FOLDER)
-    parser.add_argument("--work", type=Path, help="where a stopped run goes on; its time begins anew")
+    parser.add_argument("--work", type=Path, help="folder to resume a stopped run from; its time starts from zero")
     parser.add_argument("--texts", type=int, default=NUM_TEXTS, help="held-out texts")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device_argument(parser)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,8 +1,7 @@
-"""The draft model: its shape, where it starts from, and how it learns the base's laws of the next token.
+"""The draft model: its shape, its initialization, and its distillation from the base's next-token distributions.
 
-Knows the trainer and the teacher's file, nothing of the command line. A draft is worth what a server accepts of it: at
-temperature 1 that is the overlap Σ min(p, q) of the base's law p with the draft's q. So the loss is Kullback-Leibler
-divergence at first, which has a gradient everywhere, and the lost overlap itself at the end.
+At temperature 1 a server accepts the overlap Σ min(p, q) of the base's distribution p with the draft's q. So the loss
+is the Kullback-Leibler divergence at first, which has a gradient everywhere, and one minus the overlap at the end.
 """
 
 import random
@@ -22,11 +21,11 @@ from lorikeet.demo.training.trainer import Recipe, Run
 
 DRAFT_FOLDER = Path(__file__).parents[1] / "draft"
 PIECE_LEN = 128
-"""Positions whose logits are held at a time on a CPU."""
+"""Positions whose logits are computed at a time on a CPU."""
 INITIAL_SCALE = 0.3
-"""Of the embedding, whose rows in full length would have every token call for itself."""
+"""Of the embedding: at full scale every token would predict itself."""
 SMALLEST = 1e-7
-"""Probabilities below it are taken for it where they are divided by; float16 has nothing smaller."""
+"""Lower bound of probabilities in divisions; float16 has no smaller value."""
 
 
 def draft_config(**overrides: int) -> LlamaConfig:
@@ -44,18 +43,18 @@ def draft_config(**overrides: int) -> LlamaConfig:
 
 @dataclass(frozen=True)
 class DraftRecipe(Recipe):
-    """The trainer's recipe, with other lengths, and what the loss is made of."""
+    """The trainer's recipe with other lengths, and the parameters of the loss."""
 
     cycles: tuple[int, ...] = (13_000, 3_000)
     stages: tuple[tuple[float, int], ...] = ((0.0, 256), (0.6, 512), (0.85, 1024))
     decay_from: float = 0.45
     other_lr: float = 0.008
     overlap_from: float = 0.6
-    """Share of the cycle from which on the lost overlap takes the place of the divergence, over a twentieth of it."""
+    """From this share of the cycle on, 1 − overlap replaces the divergence, gradually over a twentieth of the cycle."""
     overlap_weight: float = 3.0
-    """Of the lost overlap, whose gradients are smaller."""
+    """Of 1 − overlap, whose gradients are smaller."""
     polish_lr: float = 0.3
-    """Share of the learning rates from which a cycle after the first falls, on rows of full length, for the overlap."""
+    """Initial share of the learning rates in later cycles, which train the overlap on rows of full length."""
 
     def sequence_len(self, step: int) -> int:
         return self.stages[-1][1] if self._polishes(step) else super().sequence_len(step)
@@ -77,29 +76,29 @@ class DraftRecipe(Recipe):
 
 
 class EmbeddingLoss(torch.autograd.Function):
-    """What it costs to read hidden states [N, H] through the embedding [V, H] instead of the base's law there.
+    """The distance of the distributions of hidden states [N, H] and embedding [V, H] from the base's.
 
-    (1 - share) · KL(p ‖ q) + share · weight · (1 - Σ min(p, q)), the mean over positions. Logits are made a few
-    positions at a time, and their gradient at once with them: all logits of a step would be far larger than a cache.
+    (1 - share) · KL(p ‖ q) + share · weight · (1 - Σ min(p, q)), the mean over positions. Logits and their gradients
+    are computed a few positions at a time: all logits of a step would be far larger than a cache.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, embedding: Tensor, laws: Sketch, share: float, weight: float, dtype: torch.dtype
+        ctx: Any, hidden: Tensor, embedding: Tensor, sketch: Sketch, share: float, weight: float, dtype: torch.dtype
     ) -> Tensor:
         table, hidden = embedding.to(dtype), hidden.to(dtype)
         hidden_gradient, embedding_gradient = torch.empty_like(hidden), torch.zeros_like(embedding)
         total = torch.zeros((), device=hidden.device)
-        log_p, weights = laws.probabilities.clamp(min=SMALLEST).log(), laws.weights()
+        log_p, weights = sketch.probabilities.clamp(min=SMALLEST).log(), sketch.weights()
         size = PIECE_LEN if hidden.device.type == "cpu" else len(hidden)
         for piece in (slice(at, at + size) for at in range(0, len(hidden), size)):
-            token_ids, w = laws.token_ids[piece], weights[piece]
+            token_ids, w = sketch.token_ids[piece], weights[piece]
             log_q = (hidden[piece] @ table.T).float().log_softmax(-1)
             log_ratio = log_q.gather(1, token_ids) - log_p[piece]
             ratio = log_ratio.exp()
             total += (w * (share * weight * (1 - ratio.clamp(max=1.0)) - (1 - share) * log_ratio)).sum()
             pull = w * (1 - share + share * weight * ratio * (ratio < 1))
-            # q · the sum of all pulls, less each pull at its token: what the logits get.
+            # the gradient of the logits: q · the sum of all pulls, minus each pull at its token
             logit_gradient = log_q.exp_().mul_(pull.sum(-1, keepdim=True)).scatter_add_(1, token_ids, -pull).to(dtype)
             hidden_gradient[piece] = logit_gradient @ table
             embedding_gradient += logit_gradient.T @ hidden[piece]
@@ -113,12 +112,12 @@ class EmbeddingLoss(torch.autograd.Function):
 
 
 class Distiller(Run):
-    """Trains a draft on rows of tokens and the base's laws along them, any number of times over."""
+    """Trains a draft on rows of tokens and the base's sketches of them, for any number of epochs."""
 
-    def __init__(self, draft: LlamaForCausalLM, rows: Tokens, laws: SketchFile, recipe: DraftRecipe, seed: int) -> None:
+    def __init__(self, draft: LlamaForCausalLM, rows: Tokens, sketches: SketchFile, recipe: DraftRecipe, seed: int):
         """rows are [R, ROW_LEN]."""
         super().__init__(draft, recipe)
-        self._recipe, self._rows, self._laws, self._seed = recipe, rows, laws, seed
+        self._recipe, self._rows, self._sketches, self._seed = recipe, rows, sketches, seed
         self._order: list[tuple[int, int, int]] = []
         self._order_key = (-1, -1)
 
@@ -128,15 +127,15 @@ class Distiller(Run):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.bf16):
             hidden = self.model.model(torch.from_numpy(rows).to(self.device), use_cache=False).last_hidden_state
         embedding = self.model.get_input_embeddings().weight
-        laws = self._laws.read(spans, self.device)
+        sketch = self._sketches.read(spans, self.device)
         dtype = torch.bfloat16 if recipe.bf16 else torch.float32
         loss: Tensor = EmbeddingLoss.apply(
-            hidden.flatten(0, 1), embedding, laws, recipe.overlap_share(self.step), recipe.overlap_weight, dtype
+            hidden.flatten(0, 1), embedding, sketch, recipe.overlap_share(self.step), recipe.overlap_weight, dtype
         )
         return loss
 
     def _spans(self) -> list[tuple[int, int, int]]:
-        """(row, start, stop) of each sequence of this step; every epoch reads all of them in an order of its own."""
+        """(row, start, stop) of each sequence of this step; every epoch reads all of them in another order."""
         recipe = self._recipe
         length = recipe.sequence_len(self.step)
         epoch, place = divmod(self.step, self._rows.size // recipe.tokens_per_step)
@@ -150,10 +149,10 @@ class Distiller(Run):
 
 @torch.inference_mode()
 def initial_embedding(base: LlamaForCausalLM, rows: Tokens, hidden_size: int) -> Tensor:
-    """[V, hidden_size]: the embedding through which hidden states of unit variance best give the base's logits.
+    """[V, hidden_size]: the embedding with which hidden states of unit variance best approximate the base's logits.
 
-    Best in the sum of squares over rows [R, L], each token weighed by how likely the base finds it. INITIAL_SCALE of
-    that is what is given.
+    Best in the sum of squares over rows [R, L], each token weighted by its probability under the base. The result is
+    scaled by INITIAL_SCALE.
     """
     table = base.lm_head.weight.float()
     second_moment = torch.zeros(table.shape[1], table.shape[1], device=table.device)

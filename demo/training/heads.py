@@ -1,7 +1,6 @@
 """Trains Medusa heads as `lorikeet-heads` does: general ones for the base, into `demo/heads`, or those of an adapter.
 
-Knows which heads there are and their prompts; adapters/medusa knows the rest. The committed heads of an adapter were
-trained together with it, by train_adapters.
+The committed heads of an adapter were trained together with it, by `lorikeet.demo.training adapters`.
 """
 
 import argparse
@@ -15,26 +14,26 @@ import torch
 from lorikeet.adapters.medusa import report
 from lorikeet.adapters.medusa import run as tool
 from lorikeet.adapters.medusa.report import Report
-from lorikeet.adapters.medusa.run import Asked, TrainOptions
+from lorikeet.adapters.medusa.run import TargetOptions, TrainOptions
 from lorikeet.adapters.medusa.training import Recipe
 from lorikeet.demo.data import corpus
 from lorikeet.demo.data.pieces import pieces
 from lorikeet.demo.data.tasks import citation
 from lorikeet.demo.data.tasks.example import held_out_examples, training_examples
 from lorikeet.demo.training import lora
+from lorikeet.demo.training.commands import add_run_arguments, add_threads_argument
 from lorikeet.demo.training.model import BASE_FOLDER
 
 HEADS_FOLDER = Path(__file__).parents[1] / "heads"
-DEFAULT_WORK_FOLDER = Path(".demo-train/heads")
 
 
 @dataclass(frozen=True)
 class Heads:
-    """One set of heads: whose they are, what they are trained and measured on."""
+    """One set of heads: its target, and its prompts for training and evaluation."""
 
     adapter: str | None
     training_prompts: Callable[[int, int], list[str]]
-    """Of a number and a seed."""
+    """By number and seed."""
     held_out_prompts: Callable[[int], list[str]]
     num_prompts: int
     max_new_tokens: int
@@ -70,15 +69,11 @@ ALL = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=list(ALL), nargs="+", default=["base"], metavar="NAME")
-    parser.add_argument("--base", type=Path, default=BASE_FOLDER, help="what they are heads of")
-    parser.add_argument("--adapters", type=Path, default=lora.ADAPTERS_FOLDER, help="where the adapters lie")
-    parser.add_argument("--out", type=Path, default=HEADS_FOLDER, help="each set goes into a folder of its own")
-    parser.add_argument(
-        "--work", type=Path, default=DEFAULT_WORK_FOLDER, help="texts and checkpoints; a run resumes here"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU; the last bits of the weights depend on it")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--base", type=Path, default=BASE_FOLDER, help="folder of the base model")
+    parser.add_argument("--adapters", type=Path, default=lora.ADAPTERS_FOLDER, help="folder of the adapters")
+    parser.add_argument("--out", type=Path, default=HEADS_FOLDER, help="folder with one subfolder per set")
+    add_run_arguments(parser, "heads")
+    add_threads_argument(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -88,12 +83,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def train(name: str, options: argparse.Namespace, out: Path, work: Path) -> tuple[Report, str]:
-    """As `lorikeet-heads train` does it; returns what it tells of them, and their digest."""
+    """Like `lorikeet-heads train`; returns its report and the heads' digest."""
     heads = ALL[name]
     work.mkdir(parents=True, exist_ok=True)
     prompts = work / "prompts.json"
     prompts.write_text(json.dumps(heads.training_prompts(heads.num_prompts, options.seed)))
-    asked = Asked(
+    target = TargetOptions(
         model_id=str(options.base),
         adapter_id=None if heads.adapter is None else str(options.adapters / heads.adapter),
         prompts=prompts,
@@ -103,6 +98,6 @@ def train(name: str, options: argparse.Namespace, out: Path, work: Path) -> tupl
         seed=options.seed,
     )
     recipe = replace(heads.recipe, seed=options.seed)
-    found, digest = tool.train(TrainOptions(asked, out, work, recipe, base_name=lora.BASE_NAME))
+    found, digest = tool.train(TrainOptions(target, out, work, recipe, base_name=lora.BASE_NAME))
     print(f"{name}\n\n{report.table(found)}\n", flush=True)
     return found, digest

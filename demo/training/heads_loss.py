@@ -1,7 +1,4 @@
-"""Medusa heads as an adapter's companion in training: head h learns the token that comes h + 1 places after the next.
-
-Knows the heads and a batch, nothing of the adapter whose hidden states it reads.
-"""
+"""The loss of Medusa heads that are trained together with an adapter: head h learns the token h + 1 after the next."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +14,7 @@ from lorikeet.demo.data.packing import NO_LABEL, Batch
 
 
 class HeadsLoss(nn.Module):
-    """Mean cross entropy over the answers, summed over the heads, the far ones counting less."""
+    """Mean cross entropy over the answers, summed over the heads, with lower weights for later heads."""
 
     def __init__(self, num_heads: int, hidden_size: int, share: float, fading: float = 0.8) -> None:
         super().__init__()
@@ -36,5 +33,5 @@ class HeadsLoss(nn.Module):
         return total
 
     def save(self, folder: Path, base_name: str) -> None:
-        """In bf16, as `lorikeet-heads` writes its own."""
+        """In bf16, as `lorikeet-heads` writes them."""
         heads_format.write(folder, HeadsFile(self.heads.shape, self.heads.tensors(torch.bfloat16), base_name))

@@ -1,6 +1,7 @@
-"""Runs a training to some step: prints how it goes and leaves checkpoints. Knows nothing of what is trained."""
+"""Runs a training to some step, prints its progress and saves checkpoints."""
 
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +13,7 @@ PRINT_EVERY = 10.0
 
 
 class Training(Protocol):
-    """What can be run step by step."""
+    """A training that runs step by step."""
 
     step: int
 
@@ -20,12 +21,30 @@ class Training(Protocol):
 
     def save(self, path: Path) -> None: ...
 
+    def resume(self, path: Path) -> None: ...
+
+
+def complete(
+    training: Training, num_steps: int, checkpoint: Path, options: Namespace, name: str = "", tokens_per_step: int = 0
+) -> bool:
+    """Resume from the checkpoint, if any, and run to the end or to `--stop-after`; whether the training is complete."""
+    prefix = f"{name}: " if name else ""
+    if checkpoint.exists():
+        training.resume(checkpoint)
+        print(f"{prefix}resuming after step {training.step}", flush=True)
+    stop = min(num_steps, options.stop_after or num_steps)
+    minutes = options.checkpoint_minutes
+    run_until(stop, training, checkpoint, minutes * 60, name=name, tokens_per_step=tokens_per_step)
+    if stop < num_steps:
+        print(f"{prefix}stopped after step {stop}; the same command without --stop-after continues", flush=True)
+    return stop == num_steps
+
 
 def run_until(
     stop: int, training: Training, checkpoint: Path, save_every: float, *, name: str = "", tokens_per_step: int = 0
 ) -> None:
-    """save_every in seconds; the last checkpoint is of step `stop`. Lines begin with a name, and tell tokens per second
-    where a step's tokens are known."""
+    """`save_every` is in seconds; the last checkpoint is of step `stop`. Lines start with the name, and include tokens
+    per second if the tokens of a step are known."""
     saved = printed = time.monotonic()
     recent: list[Progress] = []
     while training.step < stop:

@@ -1,7 +1,4 @@
-"""The adapters of the family: what each is made of, how it is put onto the base, how it is written.
-
-Knows PEFT, nothing of training.
-"""
+"""The demo adapters: their recipes, and how they are attached to the base and saved with PEFT."""
 
 import json
 from dataclasses import dataclass
@@ -22,7 +19,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that an adapter depends on, but for seed and base."""
+    """Everything that an adapter depends on, except seed and base."""
 
     task: str
     """Name of the module in lorikeet.demo.data.tasks."""
@@ -31,20 +28,20 @@ class Recipe:
     targets: tuple[str, ...]
     num_steps: int
     groups_per_step: int
-    """Of examples that start alike."""
+    """Of examples with a common start."""
     lr: float = 3e-3
     warmup_steps: int = 30
     decay_from: float = 0.3
-    """Share of the run after which the learning rate falls in a straight line to zero."""
+    """Share of the run after which the learning rate falls linearly to zero."""
     use_rslora: bool = False
     use_dora: bool = False
     num_heads: int = 0
-    """Medusa heads that are trained along, in order that the adapter's hidden states know what comes later, too."""
+    """Medusa heads that are trained too, so that the adapter's hidden states also encode later tokens."""
     heads_lr: float = 1e-3
     heads_share: float = 0.15
-    """Weight of the first head's loss beside the adapter's own."""
+    """Weight of the first head's loss relative to the adapter's own."""
     bf16: bool = True
-    """Whether products are made in bfloat16; weights and attention stay in float32."""
+    """Whether matrix products use bfloat16; weights and attention stay in float32."""
 
     def lr_factor(self, step: int) -> float:
         remaining = (self.num_steps - step) / (self.num_steps * (1 - self.decay_from))
@@ -60,7 +57,7 @@ RECIPES = {
 
 
 def attach(base: LlamaForCausalLM, recipe: Recipe) -> PeftModel:
-    """A fresh adapter; torch's seed decides its start."""
+    """A new adapter, initialized by torch's seed."""
     config = LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.alpha,
@@ -76,10 +73,9 @@ def attach(base: LlamaForCausalLM, recipe: Recipe) -> PeftModel:
 
 def save(model: PeftModel, folder: Path) -> None:
     """Writes what PEFT writes, the tensors in bf16 and the configuration in a stable order."""
-    model.save_pretrained(
-        folder, save_embedding_layers=False
-    )  # otherwise PEFT asks the hub for the base's configuration
-    (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card is a form left blank
+    # with embedding layers PEFT would look up the base's configuration at the hub
+    model.save_pretrained(folder, save_embedding_layers=False)
+    (folder / "README.md").unlink(missing_ok=True)  # an empty model card
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config_path = folder / "adapter_config.json"

@@ -1,7 +1,7 @@
-"""One adapter's training run: optimiser, schedule, checkpoints and the step. Knows tasks only by their examples.
+"""One adapter's training run: optimizer, schedule, checkpoints and the step.
 
 A run is a function of its recipe, seed and base: stopped anywhere and resumed, it ends with the same weights. A
-companion, such as heads that read the same hidden states, may be trained along with the adapter under one loss.
+companion, such as heads that read the same hidden states, may be trained together with the adapter under one loss.
 """
 
 import os
@@ -25,7 +25,7 @@ from lorikeet.demo.training.lora import Recipe
 from lorikeet.demo.training.trainer import Progress
 
 Groups = Callable[[int], Sequence[Sequence[Example]]]
-"""What a step reads: groups of examples that start alike."""
+"""The groups of examples of a step; a group has a common start."""
 
 
 WIDE_ATTENTION = "wide_sdpa"
@@ -34,7 +34,7 @@ WIDE_ATTENTION = "wide_sdpa"
 def _wide_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **others: Any
 ) -> tuple[Tensor, None]:
-    """In float32 also under autocast: the backward pass in bfloat16 takes three times as long on a CPU."""
+    """In float32 even under autocast: the backward pass in bfloat16 takes three times as long on a CPU."""
     with torch.autocast(query.device.type, enabled=False):
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, query.float(), key.float(), value.float(), mask, **others
@@ -47,15 +47,15 @@ ALL_ATTENTION_FUNCTIONS.register(WIDE_ATTENTION, _wide_attention)
 
 @dataclass(frozen=True)
 class Companion:
-    """Something trained along with the adapter."""
+    """A module that is trained together with the adapter."""
 
     module: nn.Module
-    """Called with the hidden states after the last norm [B, L, H], the batch and the model's LM head; gives a loss."""
+    """Called with the hidden states after the last norm [B, L, H], the batch and the model's LM head."""
     lr: float
 
 
 class LoraTrainer:
-    """Holds the model with its adapter, the optimiser and the number of steps done."""
+    """The model with its adapter, the optimizer and the number of steps done."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class LoraTrainer:
         return Progress(self.step, own.item(), time.monotonic() - started)
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What is minimised, and the adapter's share of it: mean cross entropy in nats per token of the answers."""
+        """The loss, and the adapter's part of it: mean cross entropy in nats per token of the answers."""
         llama = self.model.get_base_model()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
             hidden = llama.model(
@@ -109,7 +109,7 @@ class LoraTrainer:
             return own + self._companion.module(hidden, batch, llama.lm_head), own.detach()
 
     def save(self, path: Path) -> None:
-        """Appears whole or not at all, so a run killed while saving resumes from the checkpoint before."""
+        """The file appears complete or not at all, so a run killed while saving resumes from the one before."""
         path.parent.mkdir(parents=True, exist_ok=True)
         state = {
             "step": self.step,

@@ -1,7 +1,4 @@
-"""The embedded base model: a small Llama, plain transformers.
-
-Knows its shape and its files, nothing of its training.
-"""
+"""The built-in demo model: a small Llama in plain transformers, its shape and its files."""
 
 from pathlib import Path
 

@@ -1,8 +1,7 @@
-"""What the base says about training text: its law of the next token at every position, kept in a file.
+"""The base's next-token distributions at every position of the training text, stored in a file.
 
-Knows the base, rows of tokens and a folder, nothing of the model that learns from them. A law of 4096 numbers is kept
-as a sketch: its likeliest tokens and a few tokens drawn from the rest, so that any mean over the law has an unbiased
-estimate.
+A distribution over 4096 tokens is stored as a sketch: its most likely tokens and a few tokens sampled from the rest, so
+that the mean of any function under the distribution has an unbiased estimate.
 """
 
 import os
@@ -21,26 +20,26 @@ from lorikeet.demo.data.mixture import Tokens
 Numbers = np.memmap[Any, np.dtype[Any]]
 
 NUM_LIKELIEST, NUM_DRAWN = 48, 16
-"""Of a sketch. The likeliest 48 tokens hold 0.92 of the base's law on the average."""
+"""Of a sketch. On average the 48 most likely tokens hold 0.92 of the base's probability."""
 ROW_LEN = 1024
 ROWS_PER_FORWARD = 4
 POSITIONS_AT_ONCE = 128
-"""Whose laws stay in a cache."""
+"""Positions whose distributions fit in a cache."""
 CHUNK_ROWS = 64
-"""So many rows are written before the file counts them as done."""
+"""Rows that are written before the file marks them as done."""
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """The base's laws at N positions, K = NUM_LIKELIEST + NUM_DRAWN tokens of each."""
+    """The base's distributions at N positions, with K = NUM_LIKELIEST + NUM_DRAWN tokens of each."""
 
-    # [N, K] the likeliest tokens first, in order, then those drawn from the rest
+    # [N, K] the most likely tokens in order, then those sampled from the rest
     token_ids: Tensor
-    # [N, K] what the base gives each of them
+    # [N, K] the base's probability of each
     probabilities: Tensor
 
     def weights(self) -> Tensor:
-        """[N, K]: the sum over k of weight[n, k] · f(token_ids[n, k]) estimates the mean of f under the law."""
+        """[N, K]: the sum over k of weight[n, k] · f(token_ids[n, k]) estimates the mean of f."""
         likeliest = self.probabilities[:, :NUM_LIKELIEST]
         rest = (1 - likeliest.sum(-1, keepdim=True)).clamp(min=0) / NUM_DRAWN
         return torch.cat([likeliest, rest.expand(-1, NUM_DRAWN)], dim=1)
@@ -48,12 +47,12 @@ class Sketch:
 
 def sketch(logits: Tensor, generator: torch.Generator) -> Sketch:
     """logits are [N, V]."""
-    law = logits.float().softmax(-1)
-    likeliest, ids = law.topk(NUM_LIKELIEST)
-    sums = law.scatter(1, ids, 0.0).cumsum(-1)
-    points = torch.rand(len(law), NUM_DRAWN, generator=generator).to(law.device) * sums[:, -1:]
-    drawn = torch.searchsorted(sums, points).clamp(max=law.shape[1] - 1)
-    return Sketch(torch.cat([ids, drawn], 1), torch.cat([likeliest, law.gather(1, drawn)], 1))
+    probs = logits.float().softmax(-1)
+    likeliest, ids = probs.topk(NUM_LIKELIEST)
+    sums = probs.scatter(1, ids, 0.0).cumsum(-1)
+    points = torch.rand(len(probs), NUM_DRAWN, generator=generator).to(probs.device) * sums[:, -1:]
+    drawn = torch.searchsorted(sums, points).clamp(max=probs.shape[1] - 1)
+    return Sketch(torch.cat([ids, drawn], 1), torch.cat([likeliest, probs.gather(1, drawn)], 1))
 
 
 class SketchFile:
@@ -72,13 +71,13 @@ class SketchFile:
         return int(self._done_path.read_text()) if self._done_path.exists() else 0
 
     def fill(self, base: LlamaForCausalLM, rows: Tokens, seed: int) -> Iterator[int]:
-        """Asks the base about what is missing of rows [R, ROW_LEN]; gives the number of rows done after each chunk."""
+        """Compute the missing sketches of rows [R, ROW_LEN]; yields the number of finished rows after each chunk."""
         for start in range(self.rows_done, self.num_rows, CHUNK_ROWS):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + start)
             stop = min(start + CHUNK_ROWS, self.num_rows)
             for first in range(start, stop, ROWS_PER_FORWARD):
                 last = min(first + ROWS_PER_FORWARD, stop)
-                self._write(first, last, _ask(base, rows[first:last], generator))
+                self._write(first, last, _compute(base, rows[first:last], generator))
             self._token_ids.flush()
             self._probabilities.flush()
             scratch = self._done_path.with_suffix(".part")
@@ -102,7 +101,7 @@ class SketchFile:
 
 
 @torch.inference_mode()
-def _ask(base: LlamaForCausalLM, rows: Tokens, generator: torch.Generator) -> Sketch:
+def _compute(base: LlamaForCausalLM, rows: Tokens, generator: torch.Generator) -> Sketch:
     token_ids = torch.from_numpy(rows.astype(np.int64)).to(base.device)
     logits = base(token_ids, use_cache=False).logits.flatten(0, 1)
     pieces = [sketch(piece, generator) for piece in logits.split(POSITIONS_AT_ONCE)]
@@ -114,5 +113,5 @@ def _open(path: Path, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Nu
         array: Numbers = np.load(path, mmap_mode="r+")
         if array.shape == shape:
             return array
-        raise ValueError(f"{path} is of another run: its shape is {array.shape}, {shape} is wanted")
+        raise ValueError(f"{path} belongs to another run: its shape is {array.shape}, expected {shape}")
     return np.lib.format.open_memmap(path, "w+", dtype, shape)

@@ -1,6 +1,6 @@
-"""One training run: optimisers, schedule, checkpoints and the step. Knows nothing of where its tokens come from.
+"""One training run: optimizers, schedule, checkpoints and the step.
 
-A run is a function of its recipe and what it reads: stopped anywhere and resumed, it ends with the same weights.
+A run is a function of its recipe and its tokens: stopped anywhere and resumed, it ends with the same weights.
 """
 
 import hashlib
@@ -22,22 +22,22 @@ from transformers import LlamaForCausalLM
 from lorikeet.demo.data.mixture import TokenStream
 
 WINDOW_STEPS = 64
-"""So many steps share one stretch of the stream, and shuffle its rows."""
+"""Steps that share one part of the stream, whose rows are shuffled."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the weights depend on, but for the stream and the initial weights."""
+    """Everything that the weights depend on, except the stream and the initial weights."""
 
     cycles: tuple[int, ...] = (4000,)
-    """Steps of each cycle. Each goes through stages and schedule once more, from where the one before ended, so that a
-    finished run can go on."""
+    """Steps of each cycle. Each repeats stages and schedule from the weights of the previous one, so that a
+    finished run can continue."""
     tokens_per_step: int = 4096
     stages: tuple[tuple[float, int], ...] = ((0.0, 256), (0.5, 512), (0.8, 1024), (0.95, 2048))
-    """(from this share of the cycle on, sequence length): short rows are cheap, long ones teach the rest."""
+    """(from this share of the cycle on, sequence length): short rows are cheap, long ones train long contexts."""
     warmup_steps: int = 50
     decay_from: float = 0.4
-    """Share of the cycle after which the learning rates fall in a straight line to zero."""
+    """Share of the cycle after which the learning rates fall linearly to zero."""
     matrix_lr: float = 0.03
     """Muon's, for the matrices of the layers."""
     other_lr: float = 0.004
@@ -69,7 +69,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step has to say."""
+    """The progress after one step."""
 
     step: int
     loss: float
@@ -77,7 +77,7 @@ class Progress:
 
 
 class Run(ABC):
-    """Holds the model, its two optimisers and the number of steps done."""
+    """The model, its two optimizers and the number of steps done."""
 
     def __init__(self, model: LlamaForCausalLM, recipe: Recipe) -> None:
         self.model = model.train()
@@ -109,10 +109,10 @@ class Run(ABC):
 
     @abstractmethod
     def next_loss(self) -> Tensor:
-        """What step number `step` has to make smaller."""
+        """The loss of step `step`."""
 
     def save(self, path: Path) -> None:
-        """Appears whole or not at all, so a run killed while saving resumes from the checkpoint before."""
+        """The file appears complete or not at all, so a run killed while saving resumes from the one before."""
         path.parent.mkdir(parents=True, exist_ok=True)
         state = {
             "step": self.step,
@@ -149,7 +149,7 @@ class Trainer(Run):
     def _rows(self) -> Tensor:
         """[sequences of the step, sequence length + 1]: each row and the token after it.
 
-        Rows of one step come from anywhere in its window, so that the pieces of one block do not meet in one step.
+        Rows of one step come from anywhere in its window, so that pieces of one block are spread over several steps.
         """
         recipe = self.recipe
         length = recipe.sequence_len(self.step)
@@ -171,7 +171,7 @@ class Trainer(Run):
 
 
 def _check_same_start(saved: Recipe, wanted: Recipe, step: int) -> None:
-    """A run of other cycles may continue a checkpoint only while both would have done the same steps so far."""
+    """A run with other cycles may continue a checkpoint only if both have the same steps so far."""
     if step > min(saved.num_steps, wanted.num_steps):
         raise ValueError(f"the checkpoint is of step {step}, the recipe has {wanted.num_steps}")
     same = asdict(saved) | {"cycles": ()} == asdict(wanted) | {"cycles": ()}

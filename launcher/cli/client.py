@@ -1,6 +1,6 @@
-"""A client of a running server: whole answers, chats, and streams token by token.
+"""A client of a running server: answers, chats, and streams token by token.
 
-Knows the routes and their JSON; nothing but the standard library, so that it starts at once.
+Imports only the standard library, so that it starts fast.
 """
 
 import http.client
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 
 class ServerError(Exception):
-    """The server refused or failed: `status` is HTTP's, the text the server's own."""
+    """An error response: its HTTP status, and its message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -29,15 +29,14 @@ class Token:
     logprob: float | None
     special: bool
     skipped: bool
-    """It cost no step of its own."""
+    """It was an accepted draft token."""
     source: str | None
-    """Who brought it (`target`, `lookup`, `draft`, …); None where the server does not say."""
+    """What proposed it (`target`, `lookup`, `draft`, …); None if the response does not include it."""
 
     @classmethod
-    def read(cls, told: dict[str, Any]) -> Self:
-        return cls(
-            told["id"], told["text"], told["logprob"], told["special"], told.get("skipped", False), told.get("source")
-        )
+    def read(cls, token: dict[str, Any]) -> Self:
+        known = token["id"], token["text"], token["logprob"], token["special"]
+        return cls(*known, token.get("skipped", False), token.get("source"))
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,18 @@ class Answer:
 
     text: str
     details: dict[str, Any]
-    """As LoRAX has them: `tokens`, `finish_reason`, `speculation`, …"""
+    """As in LoRAX: `tokens`, `finish_reason`, `speculation`, …"""
 
     @property
     def tokens(self) -> list[Token]:
-        return [Token.read(told) for told in self.details["tokens"]]
+        return [Token.read(token) for token in self.details["tokens"]]
 
 
 class Client:
-    """Talks to the server at `url`; every call has a connection of its own, so threads may share a client.
+    """Talks to the server at `url`; every call opens a connection, so threads may share a client.
 
-    `token` is sent as a bearer's; `timeout_s` is the longest silence that is borne. Calls raise ServerError, and
-    OSError where nobody answers.
+    `token` is sent as bearer token; `timeout_s` is the timeout of socket operations. Calls raise ServerError, and
+    OSError if the server is not reachable.
     """
 
     def __init__(self, url: str, token: str | None = None, timeout_s: float = 600.0) -> None:
@@ -74,28 +73,28 @@ class Client:
         return Answer(answer["generated_text"], answer.get("details") or {})
 
     def chat(self, messages: str | Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        """OpenAI's chat completion of `messages`, or of one user's message; `fields` stand beside them in the body.
+        """OpenAI's chat completion of `messages`, or of one user message, with other `fields` of the body.
 
-        Without `model` it is whoever answers those that name none: the base, or the server's default adapter.
+        Without `model`, the server's default adapter or the base model answers.
         """
-        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        fields = {"model": "", **fields, "messages": said}
+        listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        fields = {"model": "", **fields, "messages": listed}
         answer: dict[str, Any] = self.post("/v1/chat/completions", fields)
         return answer
 
     def stream(self, prompt: str, **parameters: Any) -> "Stream":
-        """The tokens of the answer to `prompt` as they come."""
+        """The tokens of the answer to `prompt` as they arrive."""
         body = {"inputs": prompt, "parameters": {"details": True, **parameters}}
         connection, response = self._send("POST", "/generate_stream", body)
         return Stream(connection, response)
 
     def info(self) -> dict[str, Any]:
-        """What the server serves, as `/info` has it."""
+        """The response of `/info`."""
         answer: dict[str, Any] = self._answer("GET", "/info", None)
         return answer
 
     def post(self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Any:
-        """The JSON that any other route answers."""
+        """The JSON response of any other route."""
         return self._answer("POST", path, body, headers)
 
     def _answer(
@@ -127,14 +126,14 @@ class Client:
 
 @dataclass
 class Stream:
-    """Tokens as they come, once. Closing it before its end ends the request in the server too."""
+    """Tokens as they arrive; can be iterated once. Closing it early aborts the request in the server too."""
 
     _connection: http.client.HTTPConnection
     _response: http.client.HTTPResponse
     text: str | None = None
     """The whole text, once the stream has ended."""
     details: dict[str, Any] = field(default_factory=dict)
-    """The request's, likewise."""
+    """The request's details, likewise."""
 
     def __enter__(self) -> Self:
         return self
@@ -149,15 +148,15 @@ class Stream:
             for line in self._response:
                 if not line.startswith(b"data:"):
                     continue
-                told = json.loads(line.removeprefix(b"data:"))
-                if "error" in told:
-                    raise ServerError(200, _sentence(told))
-                if told["generated_text"] is not None:
-                    self.text, self.details = told["generated_text"], told.get("details") or {}
-                if told["token"] is not None:
-                    yield Token.read(told["token"])
+                event = json.loads(line.removeprefix(b"data:"))
+                if "error" in event:
+                    raise ServerError(200, _sentence(event))
+                if event["generated_text"] is not None:
+                    self.text, self.details = event["generated_text"], event.get("details") or {}
+                if event["token"] is not None:
+                    yield Token.read(event["token"])
             if self.text is None:
-                raise ServerError(200, "the stream broke off")
+                raise ServerError(200, "the stream ended early")
         finally:
             self.close()
 
@@ -173,7 +172,7 @@ def _message(body: bytes) -> str:
         return body.decode(errors="replace").strip() or "no reason was given"
 
 
-def _sentence(told: Any) -> str:
-    """The words of an error in LoRAX's or OpenAI's shape."""
-    error = told.get("error", told) if isinstance(told, dict) else told
+def _sentence(body: Any) -> str:
+    """The message of an error in LoRAX's or OpenAI's shape."""
+    error = body.get("error", body) if isinstance(body, dict) else body
     return str(error["message"] if isinstance(error, dict) and "message" in error else error)

@@ -1,7 +1,4 @@
-"""`lorikeet-generate`: asks a running server for one text and writes it as it comes; `-v` shows who brought each token.
-
-Knows the command line and the terminal; the wire is client.py's, colours and counts are provenance.py's.
-"""
+"""`lorikeet-generate`: streams one completion of a running server; `-v` colours tokens by what proposed them."""
 
 import argparse
 import os
@@ -18,11 +15,11 @@ _REQUEST = (
     *("adapter_id", "adapter_source", "heads_id"),
     *("speculative_tokens", "speculative_method", "speculative_schedule", "speculative_verify"),
 )
-"""Options that are fields of a request, under the same names."""
+"""Options that are fields of a request with the same names."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (this process's own without `arguments`) and return its exit code."""
+    """Run a command line, by default that of this process, and return its exit code."""
     given = parser().parse_args(arguments)
     client = Client(given.url, token=given.token or os.environ.get("LORIKEET_TOKEN"))
     prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
@@ -32,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nlorikeet-generate: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"lorikeet-generate: nobody answers at {given.url}: {error}", file=sys.stderr)
+        print(f"lorikeet-generate: cannot connect to {given.url}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print()
@@ -43,26 +40,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        prog="lorikeet-generate", description="Asks a running server for one text and writes it as it comes."
+        prog="lorikeet-generate", description="Streams one completion of a running server."
     )
-    result.add_argument("prompt", help="what the text goes on from; - reads standard input")
+    result.add_argument("prompt", help="the prompt; - reads standard input")
     result.add_argument("--url", default="http://127.0.0.1:8080", help="the server (default: %(default)s)")
     result.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
-    result.add_argument("-v", "--verbose", action="store_true", help="colour tokens by who brought them, and count")
+    result.add_argument("-v", "--verbose", action="store_true", help="colour tokens by their source, print statistics")
     result.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
     request = result.add_argument_group("fields of the request, as in /generate")
-    request.add_argument("-M", "--max-new-tokens", type=int, help="tokens at most (default: the server's)")
-    request.add_argument("--temperature", type=float, help="0 takes the likeliest token (default)")
+    request.add_argument("-M", "--max-new-tokens", type=int, help="maximum number of tokens (default: the server's)")
+    request.add_argument("--temperature", type=float, help="0 is greedy (default)")
     request.add_argument("--top-k", type=int)
     request.add_argument("--top-p", type=float)
     request.add_argument("--repetition-penalty", type=float)
     request.add_argument("-s", "--seed", type=int)
     request.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
     request.add_argument("--ignore-eos-token", action="store_const", const=True)
-    request.add_argument("--adapter-id", help="an alias of the server, or an adapter's name")
+    request.add_argument("--adapter-id", help="an alias or the name of an adapter")
     request.add_argument("--adapter-source", help="hub, local or s3")
-    request.add_argument("--heads-id", help="Medusa heads beside the adapter")
-    request.add_argument("-g", "--speculative-tokens", "--gamma", type=int, help="tokens guessed per step; 0 for none")
+    request.add_argument("--heads-id", help="Medusa heads in addition to the adapter")
+    request.add_argument("-g", "--speculative-tokens", "--gamma", type=int, help="draft tokens per step")
     request.add_argument("--speculative-method", help="auto, lookup, medusa, draft or off")
     request.add_argument("--speculative-schedule", help="constant, heuristic or auto")
     request.add_argument("--speculative-verify", help="coupled or rejection (google, deepmind)")
@@ -70,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def request_parameters(given: argparse.Namespace) -> dict[str, Any]:
-    """The fields that were given. Who names a law wants to sample from it (but for a temperature of 0)."""
+    """The fields that were given. Sampling parameters imply `do_sample`."""
     parameters = {name: getattr(given, name) for name in _REQUEST if getattr(given, name) is not None}
     if parameters.keys() & {"temperature", "top_k", "top_p"}:
         parameters["do_sample"] = True
@@ -78,7 +75,7 @@ def request_parameters(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(client: Client, prompt: str, parameters: dict[str, Any], *, verbose: bool, colours: bool) -> str:
-    """Write the text to standard output as it comes and return it; what `verbose` adds goes to standard error."""
+    """Stream the text to standard output and return it; `verbose` adds statistics on standard error."""
     paint = provenance.painter(colours and verbose)
     began = time.monotonic()
     with client.stream(prompt, **parameters) as stream:

@@ -1,7 +1,4 @@
-"""`launch`: a server of real processes for as long as a `with` block lasts, started from Python.
-
-Knows how flags are spelled and how a server is waited for; what the flags mean is the launcher's affair.
-"""
+"""`launch`: a context manager that starts a server from Python and ends it after the block."""
 
 import os
 import socket
@@ -13,7 +10,7 @@ from typing import IO, Any
 
 from lorikeet.launcher.cli.client import Client
 from lorikeet.launcher.config.flag import Kind
-from lorikeet.launcher.config.flags import FLAGS
+from lorikeet.launcher.config.flags import FLAGS, FORMER_NAMES
 from lorikeet.launcher.processes.process import Child, environment_of_children
 from lorikeet.launcher.processes.supervisor import Address
 
@@ -24,7 +21,7 @@ _DRAIN_S = 5.0
 
 
 class LaunchError(Exception):
-    """The server did not become ready; the text ends with the last lines that it wrote."""
+    """The server did not become ready; the message ends with its last log lines."""
 
 
 @contextmanager
@@ -36,12 +33,12 @@ def launch(
     environment: Mapping[str, str] | None = None,
     **flags: Any,
 ) -> Iterator[Client]:
-    """A server of `model_id` (the embedded model without one) on a free port of the loopback, and a client of it.
+    """A server of `model_id` (by default the built-in demo model) on a free loopback port, and a client of it.
 
     `flags` are lorikeet-launcher's with underscores: `launch(model, speculative_tokens=3, dtype="float32")`. A list
-    repeats its flag; None leaves it out. `environment` replaces this process's own. The server ends with the
-    block, and with the thread that entered it. Raises LaunchError, TypeError for a name that is no flag, and ValueError
-    for a switch that is neither true nor false.
+    repeats its flag; None omits it. `environment` replaces that of this process. The server ends with the block, and
+    with the thread that entered it. Raises LaunchError, TypeError for an unknown flag, and ValueError for a switch that
+    is neither true nor false.
     """
     given: dict[str, Any] = {"hostname": "127.0.0.1", "port": free_port(), "drain-timeout-s": _DRAIN_S}
     given |= {"model-id": model_id, "draft-model-id": draft_model_id}
@@ -61,7 +58,7 @@ def launch(
 
 
 def free_port() -> int:
-    """A port of the loopback that nothing listens on."""
+    """A loopback port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -69,8 +66,8 @@ def free_port() -> int:
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """How a flag with that value is written on a command line. Raises TypeError for a name that is no flag."""
-    flag = FLAGS.get(name)
+    """A flag and its value as words of a command line. Raises TypeError for an unknown flag."""
+    flag = FLAGS.get(FORMER_NAMES.get(name, name))
     if flag is None:
         raise TypeError(f"lorikeet-launcher has no flag --{name}")
     if value is None:
@@ -92,6 +89,6 @@ def _wait_until_ready(server: Child, address: Address, seconds: float, log: IO[b
 
 
 def _last_lines(log: IO[bytes]) -> str:
-    """Read without moving the place where the server writes."""
+    """Read without moving the file position, at which the server writes."""
     text = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0).decode(errors="replace")
     return "\n".join(text.splitlines()[-_SHOWN_LINES:])

@@ -1,7 +1,7 @@
-"""Where each token of an answer came from, for people: a colour per source, and one line of counts and seconds.
+"""The sources of an answer's tokens, for people: a colour per source, and one line of statistics.
 
-Knows tokens and `details` as the client has them. The colours are those that LLMSpeculativeSampling's users know:
-accepted guesses red, the model's own in place of a wrong guess blue, its own otherwise magenta.
+The colours are those of LLMSpeculativeSampling: accepted draft tokens red, tokens that replace a rejected one blue,
+other tokens of the target magenta.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ COLOURS = {
     "resample": "\x1b[34m",
     "bonus": "\x1b[95m",
 }
-"""By source: who drew the prompt's last step, a step without guesses, an accepted guess of each guesser, …"""
+"""By source: the prompt's last step, a step without draft tokens, accepted draft tokens by method, …"""
 _STAGES = ("draft", "verify", "accept")
 
 
 def painter(colours: bool) -> Callable[[Token], str]:
-    """What is written for a token: its text, in its source's colour where there are `colours`."""
+    """A function from a token to its text, in its source's colour with `colours`."""
 
     def paint(token: Token) -> str:
         colour = COLOURS.get(token.source or "")
@@ -34,17 +34,17 @@ def painter(colours: bool) -> Callable[[Token], str]:
 
 
 def legend(colours: bool) -> str:
-    """One line that says which colour is which."""
+    """One line that names each colour."""
     return " ".join(f"{colour}{name}{_RESET}" if colours else name for name, colour in COLOURS.items())
 
 
 def summary(details: Mapping[str, Any], seconds: float) -> str:
-    """One line about an answer that took `seconds`: tokens, steps, accepted of drafted, and what the guessing took."""
+    """One line about an answer that took `seconds`: tokens, steps, accepted and drafted tokens, times."""
     num_tokens = details["generated_tokens"]
     parts = [f"{num_tokens} tokens in {seconds:.2f} s"]
     report = details.get("speculation")
     if report is None:
-        return f"{parts[0]}, none of them guessed ahead"
+        return f"{parts[0]}, without speculation"
     steps = report["steps"]
     parts.append(f"{steps} steps ({num_tokens / max(steps, 1):.2f} tokens each)")
     share = f" ({report['accepted'] / report['drafted']:.0%})" if report["drafted"] else ""
@@ -55,5 +55,5 @@ def summary(details: Mapping[str, Any], seconds: float) -> str:
 
 
 def counts(report: Mapping[str, Any]) -> str:
-    """How many tokens each source brought."""
+    """Number of tokens per source."""
     return ", ".join(f"{name} {report['sources'][name]}" for name in COLOURS if report["sources"].get(name))

@@ -1,7 +1,4 @@
-"""A receipt as a client reads it: the request that it is of, and where another one differs from it.
-
-Knows the fields of receipts (docs/receipts.md) and of requests; talks to nobody.
-"""
+"""A receipt (docs/receipts.md) as a client reads it: its request, and its differences from another receipt."""
 
 import json
 from collections.abc import Iterator
@@ -12,79 +9,79 @@ from lorikeet.proto import digest
 
 FORMAT = 1
 BASE = "__base_model__"
-"""The bare base model, whatever adapter answers those that name none."""
+"""The base model, even if the server has a default adapter."""
 _PARTS = ("base_digest", "tokenizer_digest", "dtype", "device", "max_total_tokens")
 _SAMPLING = (
     *("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("seed", "stop"),
 )
-"""Parameters that are fields of a request on every route, under the same names."""
+"""Parameters that are fields of a request on every route, with the same names."""
 
 Prompt = str | list[int] | list[dict[str, Any]]
 """A text, its token ids, or the messages of a chat."""
 
 
 class ReceiptError(Exception):
-    """It is no receipt, or lacks what a replay needs; one sentence."""
+    """It is not a receipt, or lacks what a replay needs; one sentence."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """Of one text."""
+    """The receipt of one completion."""
 
-    told: dict[str, Any]
+    values: dict[str, Any]
 
     @classmethod
-    def read(cls, told: Any) -> Self:
+    def read(cls, values: Any) -> Self:
         """Raises ReceiptError."""
-        if not isinstance(told, dict) or not isinstance(told.get("receipt"), int):
-            raise ReceiptError("this is no receipt")
-        if told["receipt"] != FORMAT:
-            raise ReceiptError(f"receipts of form {told['receipt']} are not known, only {FORMAT}")
-        missing = [name for name in ("parameters", "prompt", "output", "adapter", *_PARTS) if name not in told]
+        if not isinstance(values, dict) or not isinstance(values.get("receipt"), int):
+            raise ReceiptError("this is not a receipt")
+        if values["receipt"] != FORMAT:
+            raise ReceiptError(f"receipt format {values['receipt']} is not supported, only {FORMAT}")
+        missing = [name for name in ("parameters", "prompt", "output", "adapter", *_PARTS) if name not in values]
         if missing:
             raise ReceiptError(f"the receipt lacks {', '.join(missing)}")
-        receipt = cls(told)
+        receipt = cls(values)
         for name in ("prompt", "output"):
-            ids = told[name].get("token_ids")
-            if ids is not None and digest.of_tokens(ids) != told[name]["sha256"]:
-                raise ReceiptError(f"the token ids of its {name} are not those of its hash: the receipt was changed")
+            ids = values[name].get("token_ids")
+            if ids is not None and digest.of_tokens(ids) != values[name]["sha256"]:
+                raise ReceiptError(f"the token ids of its {name} do not match their hash: the receipt was modified")
         return receipt
 
     @property
     def request_id(self) -> str:
-        return str(self.told.get("request_id") or "")
+        return str(self.values.get("request_id") or "")
 
     @property
     def output_ids(self) -> list[int] | None:
-        """None where only their hash is told."""
-        ids: list[int] | None = self.told["output"].get("token_ids")
+        """None if the receipt holds only their hash."""
+        ids: list[int] | None = self.values["output"].get("token_ids")
         return ids
 
     @property
     def num_tokens(self) -> int:
-        return int(self.told["output"]["num_tokens"])
+        return int(self.values["output"]["num_tokens"])
 
     def request(self, prompt: Prompt | None = None) -> tuple[str, dict[str, Any]]:
-        """Path and body that ask for the same text; every field is said, so that no default of a server counts.
+        """Path and body of the same request; every field is explicit, so that no server default applies.
 
-        `prompt` is for receipts that hold its hash alone. Raises ReceiptError.
+        `prompt` is for receipts that hold only its hash. Raises ReceiptError.
         """
-        given = self.told["prompt"].get("token_ids") if prompt is None else prompt
+        given = self.values["prompt"].get("token_ids") if prompt is None else prompt
         if given is None:
-            raise ReceiptError("the receipt holds the hash of its prompt alone: give the prompt")
+            raise ReceiptError("the receipt holds only the hash of its prompt: give the prompt")
         if isinstance(given, list):
             ids = [each for each in given if isinstance(each, int)]
             if len(ids) < len(given):
                 return "/v1/chat/completions", {"messages": given, **self._openai()}
-            if digest.of_tokens(ids) != self.told["prompt"]["sha256"]:
+            if digest.of_tokens(ids) != self.values["prompt"]["sha256"]:
                 raise ReceiptError("the token ids that were given are not those of the receipt's prompt")
-        if self.told["parameters"]["logit_bias"]:  # which LoRAX's routes don't know
+        if self.values["parameters"]["logit_bias"]:  # which LoRAX's routes don't know
             return "/v1/completions", {"prompt": given, **self._openai()}
         return "/generate", {"inputs": given, "parameters": self._native()}
 
     def _common(self) -> dict[str, Any]:
-        parameters = self.told["parameters"]
+        parameters = self.values["parameters"]
         return {
             **{name: parameters[name] for name in _SAMPLING},
             "ignore_eos_token": parameters["ignore_eos"],
@@ -94,12 +91,12 @@ class Receipt:
         }
 
     def _native(self) -> dict[str, Any]:
-        parameters, adapter = self.told["parameters"], self.told["adapter"]
+        parameters, adapter = self.values["parameters"], self.values["adapter"]
         body = {
             **self._common(),
             "do_sample": parameters["do_sample"],
             "max_new_tokens": parameters["max_new_tokens"],
-            "truncate": self.told["prompt"]["num_tokens"],
+            "truncate": self.values["prompt"]["num_tokens"],
             "watermark": parameters["watermark"] is not None,
             "return_full_text": False,
         }
@@ -114,7 +111,7 @@ class Receipt:
         return body | self._source()
 
     def _openai(self) -> dict[str, Any]:
-        parameters, adapter = self.told["parameters"], self.told["adapter"]
+        parameters, adapter = self.values["parameters"], self.values["adapter"]
         if parameters["watermark"] or (adapter or {}).get("merged"):
             raise ReceiptError("OpenAI's routes have neither watermarks nor merged adapters: the prompt must be a text")
         return {
@@ -127,12 +124,12 @@ class Receipt:
         } | self._source()
 
     def _source(self) -> dict[str, Any]:
-        source = (self.told["adapter"] or {}).get("source")
+        source = (self.values["adapter"] or {}).get("source")
         return {} if source is None else {"adapter_source": source}
 
 
 def found_in(text: str) -> Iterator[Receipt]:
-    """Receipts in a file's text: one, JSON lines, a list, or whole answers that hold one. Raises ReceiptError."""
+    """Receipts in a file's text: one, JSON lines, a list, or responses that include one. Raises ReceiptError."""
     try:
         values = [json.loads(text)]
     except ValueError:
@@ -146,7 +143,7 @@ def found_in(text: str) -> Iterator[Receipt]:
 
 
 def _inner(value: Any) -> Any:
-    """The receipt that an answer holds, or what may be one itself."""
+    """The receipt in a response, or `value` itself."""
     for outer in (value, value.get("details")) if isinstance(value, dict) else ():
         if isinstance(outer, dict) and isinstance(outer.get("receipt"), dict):
             return outer["receipt"]
@@ -154,8 +151,8 @@ def _inner(value: Any) -> Any:
 
 
 def different_parts(first: Receipt, second: Receipt) -> list[str]:
-    """What tokens follow from and is not the same in both, each as one line; the version comes last."""
-    before, after = first.told, second.told
+    """The inputs of generation that differ, one line each; the version comes last."""
+    before, after = first.values, second.values
     pairs: dict[str, tuple[Any, Any]] = {
         "prompt": (before["prompt"]["sha256"], after["prompt"]["sha256"]),
         "adapter digest": ((before["adapter"] or {}).get("digest"), (after["adapter"] or {}).get("digest")),
@@ -170,7 +167,7 @@ def different_parts(first: Receipt, second: Receipt) -> list[str]:
 
 
 def first_difference(first: list[int], second: list[int]) -> int:
-    """The position, from 0, of the first token that is not the same: the shorter one's end, where it is that."""
+    """The position of the first token that differs; the end of the shorter list if there is none."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 

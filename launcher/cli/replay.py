@@ -1,7 +1,4 @@
-"""`lorikeet-replay`: asks a server for the text of a receipt again and says whether its tokens are the same.
-
-Knows the command line and what is printed; what a receipt asks for is receipt.py's, the wire client.py's.
-"""
+"""`lorikeet-replay`: repeats the request of a receipt and compares the tokens."""
 
 import argparse
 import json
@@ -18,27 +15,27 @@ from lorikeet.launcher.cli.receipt import Prompt, Receipt, ReceiptError, differe
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one replay."""
+    """The result of one replay."""
 
     is_identical: bool
     num_tokens: int = 0
-    """Of the text as it came now."""
+    """Of the new output."""
     position: int | None = None
-    """Of the first token that differs; None where none does, or where the receipt holds hashes alone."""
+    """Of the first token that differs; None if none does, or if the receipt holds only hashes."""
     parts: list[str] = field(default_factory=list)
-    """What else differs of all that tokens follow from."""
+    """Other inputs of generation that differ."""
     error: str = ""
-    """Why there was no answer to compare."""
+    """Why there was no response to compare."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (this process's own without `arguments`): 0 where every text came again, else 1."""
+    """Run a command line, by default that of this process: 0 if every output was identical, else 1."""
     given = parser().parse_args(arguments)
     client = Client(given.url, token=given.token or os.environ.get("LORIKEET_TOKEN"))
     try:
         receipts = list(found_in(_text_of(given.receipt)))
         if not receipts:
-            raise ReceiptError(f"{given.receipt} holds no receipt")
+            raise ReceiptError(f"{given.receipt} contains no receipt")
         prompts = _prompts(given.prompt, receipts)
     except (ReceiptError, OSError, UnicodeDecodeError) as error:
         print(f"lorikeet-replay: {error}", file=sys.stderr)
@@ -52,45 +49,45 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
         prog="lorikeet-replay",
-        description="Asks a server for the text of a receipt again: exit code 0 if the tokens are the same, else 1.",
+        description="Repeats the request of a receipt: exit code 0 if the tokens are the same, else 1.",
     )
     result.add_argument(
-        "receipt", help="file with a receipt, an answer that holds one, or one in each line; - reads standard input"
+        "receipt", help="file with a receipt, a response that includes one, or one per line; - reads standard input"
     )
     result.add_argument("--url", default="http://127.0.0.1:3000", help="the server (default: %(default)s)")
     result.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
     result.add_argument(
         "--prompt",
         metavar="FILE",
-        help="the prompt of a receipt without one: a text, or as JSON its token ids or the messages of a chat;"
-        " for several receipts a line of JSON each, in their order",
+        help="the prompt of a receipt without one: text, or as JSON token ids or chat messages;"
+        " for several receipts one JSON line each, in the same order",
     )
     return result
 
 
 def replay(client: Client, receipt: Receipt, prompt: Prompt | None = None) -> Outcome:
-    """Ask again and compare."""
+    """Repeat the request and compare."""
     try:
         path, body = receipt.request(prompt)
         headers = {"x-request-id": receipt.request_id} if receipt.request_id else {}
         answer = client.post(path, body, headers)
     except ServerError as error:
-        return Outcome(False, error=f"the server refuses: {error}")
+        return Outcome(False, error=f"the server rejected the request: {error}")
     except OSError as error:
-        return Outcome(False, error=f"nobody answers at {client.url}: {error}")
+        return Outcome(False, error=f"cannot connect to {client.url}: {error}")
     except ReceiptError as error:
         return Outcome(False, error=str(error))
     try:
         (again,) = found_in(json.dumps(answer))
     except ReceiptError as error:
-        return Outcome(False, error=f"the answer tells nothing to compare: {error}")
+        return Outcome(False, error=f"the response includes no receipt to compare: {error}")
     return compared(receipt, again)
 
 
 def compared(receipt: Receipt, again: Receipt) -> Outcome:
     """A receipt and that of its replay."""
     parts = different_parts(receipt, again)
-    if receipt.told["output"]["sha256"] == again.told["output"]["sha256"]:
+    if receipt.values["output"]["sha256"] == again.values["output"]["sha256"]:
         return Outcome(True, again.num_tokens, parts=parts)
     before, after = receipt.output_ids, again.output_ids
     position = None if before is None or after is None else first_difference(before, after)
@@ -98,16 +95,16 @@ def compared(receipt: Receipt, again: Receipt) -> Outcome:
 
 
 def sentences(receipt: Receipt, outcome: Outcome) -> list[str]:
-    """What is printed of one replay."""
+    """The printed lines of one replay."""
     if outcome.error:
         return [outcome.error]
     if outcome.is_identical:
-        return [f"identical: {outcome.num_tokens} tokens", *(f"  though not the same {part}" for part in outcome.parts)]
+        return [f"identical: {outcome.num_tokens} tokens", *(f"  different {part}" for part in outcome.parts)]
     place = "" if outcome.position is None else f" from token {outcome.position} on"
-    lines = [f"different{place}: {receipt.num_tokens} tokens then, {outcome.num_tokens} now"]
-    lines += [f"  not the same {part}" for part in outcome.parts]
+    lines = [f"different{place}: {receipt.num_tokens} tokens before, {outcome.num_tokens} now"]
+    lines += [f"  different {part}" for part in outcome.parts]
     if all(part.startswith("version:") for part in outcome.parts):
-        lines.append("  only the tokens differ: all that they follow from is the same")
+        lines.append("  only the tokens differ, all inputs are the same")
     return lines
 
 
@@ -140,14 +137,14 @@ def _prompts(path: str | None, receipts: list[Receipt]) -> list[Prompt | None]:
     try:
         values = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
-        raise ReceiptError(f"{path} must hold a line of JSON for each receipt: {error}") from None
+        raise ReceiptError(f"{path} must contain one JSON line for each receipt: {error}") from None
     if len(values) != len(receipts):
-        raise ReceiptError(f"{path} holds {len(values)} prompts for {len(receipts)} receipts")
+        raise ReceiptError(f"{path} contains {len(values)} prompts for {len(receipts)} receipts")
     return [value if isinstance(value, str) or _is_structured(value) else str(value) for value in values]
 
 
 def _prompt(text: str) -> Prompt:
-    """A file that holds a list of token ids or messages is that, every other one a text as it stands."""
+    """JSON of token ids or messages is parsed; everything else is the text of the prompt."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,24 +1,24 @@
-"""`--config FILE`: flags from a YAML file, under their own names or as AutoGluon-RAG writes a generator down.
+"""`--config FILE`: flags from a YAML file, under their own names or as keys of AutoGluon-RAG's generator.
 
-Knows keys and how a value of YAML is written as a flag's text; what a text stands for is settings.py's affair.
+Values become texts, as on a command line; settings.py converts those.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import yaml
 
-from lorikeet.launcher.config.flags import FLAGS
-from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.config.flags import FLAGS, FORMER_NAMES
+from lorikeet.launcher.exits import refuse
 
 Texts = str | list[str]
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the file says of one flag."""
+    """The value of one flag."""
 
     texts: Texts
     origin: str
@@ -26,18 +26,18 @@ class Given:
 
 
 def read(path: str) -> dict[str, Given]:
-    """What the file at `path` gives, by flag. Raises LauncherError with one sentence, for unknown keys by name."""
+    """The values in the file at `path`, by flag. Raises LauncherError with one sentence, which names unknown keys."""
     try:
         whole = yaml.safe_load(Path(path).read_text())
     except OSError as error:
-        _refuse(f"--config {path} cannot be read: {error.strerror}")
+        refuse(f"--config {path} cannot be read: {error.strerror}")
     except (yaml.YAMLError, ValueError) as error:
-        _refuse(f"--config {path} is not YAML: {' '.join(str(error).split())}")
+        refuse(f"--config {path} is not YAML: {' '.join(str(error).split())}")
     result: dict[str, Given] = {}
     for key, name, value in _flags(_mapping(whole, "what is", path), path):
         origin = f"{key} in {path}"
         if name in result:
-            _refuse(f"{origin} and {result[name].origin} are two values of --{name}: give one")
+            refuse(f"{origin} and {result[name].origin} are two values of --{name}: give one")
         if value is not None:
             result[name] = Given(_texts(name, value, origin), origin)
     return result
@@ -76,17 +76,17 @@ _GENERATOR: dict[str, _Key] = {
         },
     },
 }
-"""AutoGluon-RAG's keys, as Transformers and vLLM spell them, and the flags that they are. The platform is none."""
+"""AutoGluon-RAG's keys, spelled as in Transformers and vLLM, and the flags that they set. The platform sets none."""
 _OF_REQUESTS = ("hf_generate_params", "vllm_sampling_params")
 _PLATFORMS = ("huggingface", "vllm")
 _LOOKUP = "[ngram]"
-"""What vLLM's `speculative_model` says for prompt lookup."""
+"""vLLM's `speculative_model` for prompt lookup."""
 
 
 def _flags(whole: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
-    """Key, flag and value of everything in the file."""
+    """Key, flag and value of each entry of the file."""
     for key, value in whole.items():
-        name = key.replace("_", "-")
+        name = FORMER_NAMES.get(key, key.replace("_", "-"))
         if key == "generator":
             yield from _walk(_mapping(value, key, path), _GENERATOR, key, path)
         elif key in _GENERATOR:
@@ -94,7 +94,7 @@ def _flags(whole: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
         elif name in FLAGS and name != "config":
             yield key, name, value
         else:
-            _refuse(f"{key} in {path} is neither a flag nor a key of AutoGluon-RAG's generator")
+            refuse(f"{key} in {path} is neither a flag nor a key of AutoGluon-RAG's generator")
 
 
 def _walk(values: dict[str, Any], known: dict[str, _Key], above: str, path: str) -> Iterator[tuple[str, str, Any]]:
@@ -105,11 +105,11 @@ def _walk(values: dict[str, Any], known: dict[str, _Key], above: str, path: str)
             yield from _walk(_mapping(value, shown, path), meaning, shown, path)
         elif meaning is None:
             of_requests = any(part in _OF_REQUESTS for part in shown.split("."))
-            why = "belongs to requests: clients send it" if of_requests else "is no key that a server knows"
-            _refuse(f"{shown} in {path} {why}")
+            why = "belongs to requests: clients send it" if of_requests else "is not a known key"
+            refuse(f"{shown} in {path} {why}")
         elif key == "generator_model_platform":
             if value not in _PLATFORMS:
-                _refuse(f"{shown} in {path} must be one of {', '.join(_PLATFORMS)}, not {value!r}")
+                refuse(f"{shown} in {path} must be one of {', '.join(_PLATFORMS)}, not {value!r}")
         elif value == _LOOKUP:
             yield shown, "speculative-method", "lookup"
         else:
@@ -122,12 +122,12 @@ def _mapping(value: Any, what: str, path: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        _refuse(f"{what} in {path} must be keys and values")
+        refuse(f"{what} in {path} must be keys and values")
     return value
 
 
 def _texts(name: str, value: Any, origin: str) -> Texts:
-    """A value as somebody would write it behind the flag."""
+    """A value as written after the flag on a command line."""
     if isinstance(value, list) and FLAGS[name].repeated:
         return [_text(one, origin) for one in value]
     text = _text(value, origin)
@@ -138,9 +138,5 @@ def _text(value: Any, origin: str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str | int | float):
-        _refuse(f"{origin} must be one value, not {value!r}")
+        refuse(f"{origin} must be one value, not {value!r}")
     return str(value)
-
-
-def _refuse(sentence: str) -> Never:
-    raise LauncherError(Exit.ARGUMENT_VALIDATION, sentence)

@@ -1,15 +1,16 @@
-"""What a launcher flag is: its name, variable, kind, default and meaning, and how its text becomes a value.
+"""A launcher flag: name, variable, kind, default, meaning, the processes that read it, and how its text is parsed.
 
-Knows nothing of single flags; the table of them is flags.py.
+The table of flags is the package `flags`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
+import enum
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
-class Kind(StrEnum):
+class Kind(enum.StrEnum):
     """How a value is written. The values of the enumeration stand in the documentation."""
 
     TEXT = "text"
@@ -20,23 +21,48 @@ class Kind(StrEnum):
     BOOLEAN = "true or false"
 
 
+class Process(enum.Flag):
+    """Who reads a flag: its value is a field of the configuration of these processes."""
+
+    LAUNCHER = enum.auto()
+    """Marks flags of a process that decide in the launcher too, so that they have an effect without that process."""
+    ROUTER = enum.auto()
+    SHARD = enum.auto()
+    LOADER = enum.auto()
+
+
+TEXT, INTEGER, NUMBER, BYTES, SWITCH, BOOLEAN = Kind
+LAUNCHER, ROUTER, SHARD, LOADER = Process
+NOWHERE = Process(0)
+
+
 @dataclass(frozen=True)
 class Flag:
     """One row of the table."""
 
     name: str
     """Without the dashes."""
-    kind: Kind
-    default: Any
-    """None where it is worked out later or there is none; `default_text` then says so."""
     meaning: str
+    kind: Kind = Kind.TEXT
+    default: Any = None
+    """None if it is computed later or there is none; `default_text` then describes it."""
+    to: Process = NOWHERE
+    """The processes whose configuration holds it; none for a flag of the launcher alone."""
+    field_name: str = ""
+    """The name there, unless it is that of the flag."""
+    computed: bool = False
+    """`processes/configs.py` computes the field: it is not simply the flag's value."""
     default_text: str = ""
     choices: tuple[str, ...] = ()
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    """Other spellings of choices."""
     least: float | None = None
     most: float | None = None
     repeated: bool = False
     separator: str = ","
     """Between the values of a repeated flag in its variable."""
+    must_exist: str = ""
+    """`file` or `folder`: the value is the path of one."""
     short: str = ""
     variable: bool = True
     """False for a flag that no environment variable sets."""
@@ -47,17 +73,24 @@ class Flag:
     no_effect_on: str = ""
     """`cpu` or `cuda`: the flag changes nothing on that device only."""
     refused: str = ""
-    """Why the flag is refused, unless its value is one of `harmless`."""
+    """Why the flag is rejected, unless its value is one of `harmless`."""
     harmless: tuple[Any, ...] = ()
-    lorax: bool = True
-    """False for a flag that LoRAX does not have."""
+    new: bool = False
+    """True for a flag that LoRAX does not have."""
     differs: str = ""
     """What is different from LoRAX on purpose."""
+    formerly: str = ""
+    """A deprecated name, accepted with a warning."""
 
     @property
     def environment(self) -> str:
         """The variable that sets it, or an empty text."""
-        return self.name.upper().replace("-", "_") if self.variable else ""
+        return variable_of(self.name) if self.variable else ""
+
+    @property
+    def field(self) -> str:
+        """The name of its field in the configuration of `to`."""
+        return self.field_name or self.name.replace("-", "_")
 
     @property
     def shown_default(self) -> str:
@@ -65,11 +98,13 @@ class Flag:
             return self.default_text
         if self.default is None or self.default == ():
             return "–"
-        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+        if self.kind is Kind.BYTES:
+            return f"{self.default >> 30}GiB" if self.default >= 2**30 else f"{self.default >> 20}MiB"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default).lower()
 
     def value(self, text: str) -> Any:
         """The value that `text` stands for. Raises ValueError with the end of a sentence that starts with the flag."""
-        value = _READERS[self.kind](text)
+        value = _READERS[self.kind](self.synonyms.get(text, text))
         if self.choices and value not in self.choices:
             raise ValueError(f"must be one of {', '.join(self.choices)}, not {text!r}")
         if self.least is not None and value < self.least:
@@ -77,6 +112,11 @@ class Flag:
         if self.most is not None and value > self.most:
             raise ValueError(f"must be at most {self.most:g}, not {text}")
         return value
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a flag."""
+    return name.upper().replace("-", "_")
 
 
 _TRUE = frozenset({"true", "1", "yes", "y", "on", "t"})
@@ -103,7 +143,7 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         raise ValueError(f"must be a number, not {text!r}") from None
-    if value != value or value in (float("inf"), float("-inf")):
+    if not math.isfinite(value):
         raise ValueError(f"must be a finite number, not {text!r}")
     return value
 
@@ -119,18 +159,16 @@ def _bytes(text: str) -> int:
 
 def _boolean(text: str) -> bool:
     lower = text.strip().lower()
-    if lower in _TRUE:
-        return True
-    if lower in _FALSE:
-        return False
-    raise ValueError(f"must be true or false, not {text!r}")
+    if lower not in _TRUE | _FALSE:
+        raise ValueError(f"must be true or false, not {text!r}")
+    return lower in _TRUE
 
 
 _READERS: dict[Kind, Callable[[str], Any]] = {
-    Kind.TEXT: _text,
-    Kind.INTEGER: _integer,
-    Kind.NUMBER: _number,
-    Kind.BYTES: _bytes,
-    Kind.SWITCH: _boolean,
-    Kind.BOOLEAN: _boolean,
+    TEXT: _text,
+    INTEGER: _integer,
+    NUMBER: _number,
+    BYTES: _bytes,
+    SWITCH: _boolean,
+    BOOLEAN: _boolean,
 }

@@ -1,51 +1,58 @@
-"""From a command line and an environment to settings: every flag's value, and whether somebody gave it.
+"""From a command line, an environment and a configuration file to settings: every flag's value, and where it came from.
 
-Knows how flags are written; what they mean together is rules.py.
+What values mean together is checked in rules.py.
 """
 
 import argparse
 import difflib
 import itertools
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from lorikeet.launcher.config import config_file
-from lorikeet.launcher.config.flag import Flag, Kind
-from lorikeet.launcher.config.flags import FLAGS, GROUPS
-from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.config.flag import Flag, Kind, Process, variable_of
+from lorikeet.launcher.config.flags import FLAGS, FORMER_NAMES, GROUPS
+from lorikeet.launcher.exits import LauncherError, refuse
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every flag's value by its name; `given` says by which flag or variable, for those that somebody gave."""
+    """Every flag's value by its name; `given` has the flag, variable or key by which it was set, if it was."""
 
     values: Mapping[str, Any]
     given: Mapping[str, str]
+    deprecated: tuple[str, ...] = ()
+    """A sentence for each deprecated name that was used."""
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
     def with_values(self, **values: Any) -> "Settings":
-        """These settings with some values worked out (`max_total_tokens=…`)."""
+        """These settings with some values replaced (`max_total_tokens=…`)."""
         named = {name.replace("_", "-"): value for name, value in values.items()}
-        unknown = set(named) - set(self.values)
-        if unknown:
+        if unknown := named.keys() - self.values.keys():
             raise KeyError(f"no such flags: {', '.join(sorted(unknown))}")
-        return Settings({**self.values, **named}, self.given)
+        return replace(self, values={**self.values, **named})
 
     def shown(self) -> dict[str, Any]:
         """Every value as it may be printed: secrets are hidden."""
         hidden = {name for name, flag in FLAGS.items() if flag.secret and self.values[name] is not None}
         return {name: "***" if name in hidden else value for name, value in self.values.items()}
 
+    def fields(self, process: Process) -> dict[str, Any]:
+        """The fields of a process's configuration that are values of flags."""
+        return {flag.field: self[name] for name, flag in FLAGS.items() if process in flag.to and not flag.computed}
+
 
 def read(arguments: Sequence[str], environment: Mapping[str, str], hostname: str) -> Settings:
-    """The settings that `arguments` and `environment` ask for; a flag goes before a variable, both before a file.
+    """The settings of `arguments` and `environment`. Flags override variables, and both override the file of --config.
 
-    `hostname` is the machine's own name: HOSTNAME that says no more than that is what every shell sets.
+    `hostname` is the machine's own name: shells set HOSTNAME to it, so that value is ignored.
     Raises LauncherError with one sentence.
     """
+    arguments, environment, deprecated = _with_current_names(arguments, environment)
     parsed = vars(_parse(arguments))
     values: dict[str, Any] = {}
     given: dict[str, str] = {}
@@ -56,16 +63,32 @@ def read(arguments: Sequence[str], environment: Mapping[str, str], hostname: str
             texts, origin = _from_environment(flag, environment, hostname), flag.environment
         if texts is None and name in in_file:
             texts, origin = in_file[name].texts, in_file[name].origin
+            if origin.startswith(f"{flag.formerly} in "):
+                deprecated.append(f"{origin} is deprecated: use {name}")
         if texts is None:
             values[name] = flag.default
-            continue
-        given[name] = origin
-        values[name] = _value(flag, texts, origin)
-    return Settings(values, given)
+        else:
+            given[name], values[name] = origin, _value(flag, texts, origin)
+    return Settings(values, given, tuple(deprecated))
+
+
+def _with_current_names(
+    arguments: Sequence[str], environment: Mapping[str, str]
+) -> tuple[Sequence[str], Mapping[str, str], list[str]]:
+    """Deprecated names replaced by those of today, and a sentence for each that was used."""
+    deprecated = []
+    for old, new in FORMER_NAMES.items():
+        if any(word.partition("=")[0] == f"--{old}" for word in arguments):
+            arguments = [re.sub(f"^--{old}(?==|$)", f"--{new}", word) for word in arguments]
+            deprecated.append(f"--{old} is deprecated: use --{new}")
+        if text := environment.get(variable_of(old)):
+            environment = {variable_of(new): text, **environment}
+            deprecated.append(f"{variable_of(old)} is deprecated: use {variable_of(new)}")
+    return arguments, environment, deprecated
 
 
 def asks_for_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether lines are to be JSON, also where the rest cannot be read."""
+    """Whether lines must be JSON, even if the other settings cannot be read."""
     flag = FLAGS["json-output"]
     if f"--{flag.name}" in arguments:
         return True
@@ -76,7 +99,7 @@ def asks_for_json(arguments: Sequence[str], environment: Mapping[str, str]) -> b
 
 
 def _in_file(arguments: Sequence[str], flag: Flag) -> str:
-    """What the configuration file says of a flag that is not repeated; empty for nothing. Raises LauncherError."""
+    """The text of a flag in the configuration file; empty if there is none. Raises LauncherError."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     paths = [path for word, path in itertools.pairwise(words) if word == "--config"]
     given = config_file.read(paths[-1]).get(flag.name) if paths else None
@@ -84,19 +107,17 @@ def _in_file(arguments: Sequence[str], flag: Flag) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser that the table makes. Values stay texts: what they stand for is worked out in one place for both
-    flags and variables.
-    """
+    """The parser of the table's flags. Values stay texts: `read` converts those of all origins alike."""
     result = _Parser(
         prog="lorikeet-launcher",
         usage="lorikeet-launcher [--model-id ID] [flags]",
         description="Serves a base language model over HTTP: downloads it, starts its processes and ends them.",
-        epilog="Each flag may be set by the variable named beside it. Exit codes are listed in docs/launcher.md.",
+        epilog="Each flag may also be set by its environment variable. Exit codes are listed in docs/launcher.md.",
         allow_abbrev=False,
         add_help=False,
     )
-    result.add_argument("--help", "-h", action="help", help="print this and end")
-    result.add_argument("--version", action="store_true", dest="version", help="print the version and end")
+    result.add_argument("--help", "-h", action="help", help="print this message and exit")
+    result.add_argument("--version", action="store_true", dest="version", help="print the version and exit")
     for title, flags in GROUPS.items():
         group = result.add_argument_group(title)
         for flag in flags:
@@ -108,7 +129,7 @@ class _Parser(argparse.ArgumentParser):
     """Errors are one sentence, not a page of usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise LauncherError(Exit.ARGUMENT_VALIDATION, message.removeprefix("argument ") + " (--help lists all flags)")
+        refuse(message.removeprefix("argument ") + " (--help lists all flags)")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -116,10 +137,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         word = unknown[0].partition("=")[0]
         if not word.startswith("-"):
-            raise LauncherError(Exit.ARGUMENT_VALIDATION, f"{word!r} belongs to no flag (--help lists all flags)")
+            refuse(f"{word!r} belongs to no flag (--help lists all flags)")
         near = difflib.get_close_matches(word.lstrip("-"), FLAGS, 1)
         hint = f": did you mean --{near[0]}?" if near else " (--help lists all flags)"
-        raise LauncherError(Exit.ARGUMENT_VALIDATION, f"unknown flag {word}{hint}")
+        refuse(f"unknown flag {word}{hint}")
     return parsed
 
 
@@ -136,20 +157,19 @@ def _add(group: "argparse._ArgumentGroup", flag: Flag) -> None:
 
 
 def help_text(flag: Flag) -> str:
-    """What `--help` says about one flag."""
+    """What `--help` shows about one flag."""
     text = flag.meaning
     if flag.choices:
         text += f" ({', '.join(flag.choices)})"
     if flag.no_effect:
         text += f"; no effect{f' on {flag.no_effect_on}' if flag.no_effect_on else ''}: {flag.no_effect}"
     if flag.refused:
-        text += f"; refused: {flag.refused}"
-    marks = [f"default: {flag.shown_default}", *([f"env: {flag.environment}"] if flag.variable else [])]
-    return f"{text} [{', '.join(marks)}]"
+        text += f"; rejected: {flag.refused}"
+    return f"{text} [default: {flag.shown_default}{f', env: {flag.environment}' if flag.variable else ''}]"
 
 
 def _from_environment(flag: Flag, environment: Mapping[str, str], hostname: str) -> str | list[str] | None:
-    """The text that the flag's variable holds; a variable without text is as good as none."""
+    """The text of the flag's variable; an empty variable is ignored."""
     text = environment.get(flag.environment, "") if flag.variable else ""
     if not text or (flag.name == "hostname" and text.partition(".")[0] == hostname.partition(".")[0]):
         return None
@@ -158,8 +178,6 @@ def _from_environment(flag: Flag, environment: Mapping[str, str], hostname: str)
 
 def _value(flag: Flag, texts: str | list[str], origin: str) -> Any:
     try:
-        if isinstance(texts, list):
-            return tuple(flag.value(text) for text in texts)
-        return flag.value(texts)
+        return flag.value(texts) if isinstance(texts, str) else tuple(flag.value(text) for text in texts)
     except ValueError as error:
-        raise LauncherError(Exit.ARGUMENT_VALIDATION, f"{origin} {error}") from None
+        refuse(f"{origin} {error}")

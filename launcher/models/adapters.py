@@ -1,4 +1,4 @@
-"""Where adapters come from and are kept, worked out from the settings and the environment before a process starts."""
+"""Sources and storage of adapters, from the settings and the environment."""
 
 import hashlib
 import os
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lorikeet.launcher.config.settings import Settings
-from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.exits import refuse
 from lorikeet.launcher.models.fetch import TOKEN_VARIABLES
 from lorikeet.launcher.models.model import embedded
 
@@ -16,20 +16,20 @@ _FOLDER = "lorikeet-adapters"
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What the router, the loader and the shards are told."""
+    """What the configurations of router, loader and shards need."""
 
     hub_cache: Path
     store: Path
-    """Of served adapters, for this base in this number format alone."""
+    """Folder of converted adapters for this base model and data type only."""
     roots: tuple[str, ...]
     hub_token: str | None = field(default=None, repr=False)
     admin_key_sha256: str | None = None
     warning: str = ""
-    """What the operator should know."""
+    """For the operator."""
 
     @property
     def sources(self) -> dict[str, object]:
-        """The part of a configuration that says where sources look, without sizes."""
+        """Fields of the sources' configuration, without sizes."""
         return {
             "local_roots": list(self.roots),
             "hidden": [str(self.store.parent)],
@@ -39,12 +39,12 @@ class AdapterPlan:
 
 
 def plan(settings: Settings, environment: Mapping[str, str], model: Path, folder: Path) -> AdapterPlan:
-    """`folder` is this run's own: the store of last resort. Raises LauncherError."""
+    """`folder` is this run's private one, the fallback for the store. Raises LauncherError."""
     cache = hub_cache(settings, environment)
     roots = settings["local-adapter-root"]
     for root in roots:
         if "local-adapter-root" in settings.given and not Path(root).is_dir():
-            _refuse(f"{settings.given['local-adapter-root']} {root} is no folder")
+            refuse(f"{settings.given['local-adapter-root']} {root} is not a folder")
     store, warning = _store(settings, cache, model, folder)
     token = next((environment[name] for name in TOKEN_VARIABLES if environment.get(name)), None)
     admin = _admin_key(settings, environment)
@@ -52,7 +52,7 @@ def plan(settings: Settings, environment: Mapping[str, str], model: Path, folder
 
 
 def with_family(settings: Settings, environment: Mapping[str, str]) -> Settings:
-    """The settings with the embedded model's own adapters by alias, where neither a model nor adapters are named."""
+    """The settings with the demo model's adapters by alias, if neither a model nor adapters are given."""
     if settings["model-id"] is not None or settings["adapters"] is not None or settings["local-adapter-root"]:
         return settings
     family = embedded().path.parent
@@ -61,7 +61,7 @@ def with_family(settings: Settings, environment: Mapping[str, str]) -> Settings:
 
 
 def is_family(settings: Settings) -> bool:
-    """Whether the embedded model's own adapters are served."""
+    """Whether the demo model's adapters are served."""
     return settings["model-id"] is None and settings["adapters"] == str(_family_catalogue())
 
 
@@ -70,7 +70,7 @@ def _family_catalogue() -> Path:
 
 
 def hub_cache(settings: Settings, environment: Mapping[str, str]) -> Path:
-    """Where the hub's library keeps what it fetched."""
+    """The download cache of huggingface_hub."""
     given = settings["huggingface-hub-cache"] or environment.get("HF_HUB_CACHE")
     if given:
         return Path(given).expanduser().absolute()
@@ -81,21 +81,21 @@ def hub_cache(settings: Settings, environment: Mapping[str, str]) -> Path:
 
 
 def _admin_key(settings: Settings, environment: Mapping[str, str]) -> str | None:
-    """The hash of the administrator's key: nobody else needs the key itself."""
+    """The hash of the admin key; no process needs the key itself."""
     key, path = environment.get("ADMIN_KEY", ""), settings["admin-key-file"]
     if path is not None:
         try:
             key = Path(path).read_text().strip()
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
-            _refuse(f"{settings.given['admin-key-file']} {path} cannot be read: {reason}")
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            refuse(f"{settings.given['admin-key-file']} {path} cannot be read: {reason}")
         if not key:
-            _refuse(f"{settings.given['admin-key-file']} {path} is empty")
+            refuse(f"{settings.given['admin-key-file']} {path} is empty")
     return hashlib.sha256(key.encode()).hexdigest() if key else None
 
 
 def _store(settings: Settings, cache: Path, model: Path, folder: Path) -> tuple[Path, str]:
-    """The folder of served adapters, made; and a warning where it is not the one that is meant to be."""
+    """The folder of converted adapters, created, and a warning if it is a temporary one."""
     given = settings["adapter-store"]
     name = base_name(model, settings["dtype"])
     wanted = (Path(given).expanduser().absolute() if given else cache / _FOLDER) / name
@@ -107,18 +107,14 @@ def _store(settings: Settings, cache: Path, model: Path, folder: Path) -> tuple[
     except OSError as error:
         reason = error.strerror or type(error).__name__
     if given:
-        _refuse(f"{settings.given['adapter-store']} {given} cannot be used: {reason}")
+        refuse(f"{settings.given['adapter-store']} {given} cannot be used: {reason}")
     own = folder / _FOLDER / name
     own.mkdir(mode=0o700, parents=True)
-    return own, f"{wanted} cannot be used ({reason}): adapters are kept until the end of this run only"
+    return own, f"{wanted} cannot be used ({reason}): converted adapters are lost at the end of this run"
 
 
 def base_name(model: Path, dtype: str | None) -> str:
-    """Short and different for models whose served adapters differ."""
+    """A short name that differs for models whose converted adapters differ."""
     digest = hashlib.sha256((model / "config.json").read_bytes())
     digest.update(f"\0{dtype}".encode())
     return digest.hexdigest()[:16]
-
-
-def _refuse(sentence: str) -> None:
-    raise LauncherError(Exit.ARGUMENT_VALIDATION, sentence)

@@ -1,12 +1,16 @@
-"""Which device a shard runs on, found out without importing torch."""
+"""The machine's devices and versions, without importing torch."""
 
 import ctypes
 import importlib.util
+import os
+import platform
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.proto.version import version
 
 
 def choose(wanted: str) -> str:
@@ -24,12 +28,12 @@ def choose(wanted: str) -> str:
 
 
 def of_each_node(wanted: str) -> str:
-    """The same for nodes of a cluster, which shows a shard its own devices alone."""
+    """The same on nodes of a cluster, where a shard sees its own devices only."""
     return "cpu" if wanted == "cpu" else "cuda:0"
 
 
 def check_count(device: str, num_replicas: int, num_ranks: int) -> None:
-    """Raise LauncherError where replicas from `device` on, of so many ranks, are more than there are CUDA devices."""
+    """Raise LauncherError if there are too few CUDA devices for the replicas, from `device` on."""
     kind, _, number = device.partition(":")
     if kind == "cuda" and int(number) + num_replicas * num_ranks > (count := count_cuda()):
         split = "" if num_ranks == 1 else f" of --num-shard {num_ranks}"
@@ -38,23 +42,21 @@ def check_count(device: str, num_replicas: int, num_ranks: int) -> None:
 
 
 def choose_ranks(sharded: bool | None, num_shard: int | None, device: str, environment: Mapping[str, str]) -> int:
-    """Over how many devices the model is split (LoRAX: as many as the environment names, unless it is said). Raises
-    LauncherError where it is to be split and nobody says over how many.
+    """The tensor-parallel size: --num-shard, or as in LoRAX the number of devices that the environment names.
+
+    Raises LauncherError if --sharded is true and neither is given.
     """
     if num_shard is not None:
         return num_shard
-    if sharded is False or not device.startswith("cuda"):
-        named = 0
-    else:
-        named = _named(environment)
+    named = 0 if sharded is False or not device.startswith("cuda") else _named(environment)
     if sharded and named < 2:
-        reason = "--sharded true needs --num-shard, or two devices and more in CUDA_VISIBLE_DEVICES"
+        reason = "--sharded true needs --num-shard, or two or more devices in CUDA_VISIBLE_DEVICES"
         raise LauncherError(Exit.NOT_ENOUGH_CUDA_DEVICES, reason)
     return max(1, named)
 
 
 def _named(environment: Mapping[str, str]) -> int:
-    """Devices that the environment names one by one."""
+    """Number of devices that the environment lists."""
     text = environment.get("CUDA_VISIBLE_DEVICES", environment.get("NVIDIA_VISIBLE_DEVICES", ""))
     return len([name for name in text.split(",") if name.strip() not in ("", "all", "none", "void")])
 
@@ -76,12 +78,34 @@ def torch_has_cuda() -> bool:
     return _torch_line("cuda") not in (None, "None")
 
 
-def torch_version() -> str | None:
-    return _torch_line("__version__")
+def describe_runtime() -> str:
+    """What `--env` prints: versions, processor, memory, graphics driver."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = [
+        "runtime environment:",
+        f"  lorikeet: {version()}",
+        f"  python: {platform.python_version()}",
+        f"  platform: {platform.platform()}",
+        f"  cores: {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
+        f"  memory: {memory / 2**30:.1f} GiB",
+        f"  torch: {_torch_line('__version__')}",
+        f"  nvidia-smi: {_nvidia_smi()}",
+    ]
+    return "\n".join(lines)
+
+
+def _nvidia_smi() -> str:
+    try:
+        result = subprocess.run(
+            ["nvidia-smi"], capture_output=True, text=True, timeout=20, check=True, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "not found"
+    return "\n" + result.stdout
 
 
 def _torch_line(name: str) -> str | None:
-    """The value that torch/version.py gives to `name`."""
+    """The value of `name` in torch/version.py."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -1,6 +1,6 @@
-"""`python -m lorikeet.launcher.models.fetch REQUEST.json`: downloads one model, writes its path.
+"""`python -m lorikeet.launcher.models.fetch REQUEST.json`: downloads one model and writes its path.
 
-A process of its own, so that the launcher stays free of threads and a signal can end a download at any moment.
+A separate process, so that the launcher has no threads and a signal can end a download at any time.
 """
 
 import json
@@ -10,21 +10,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lorikeet.adapters.refs import Ref, Source
-from lorikeet.launcher import logs
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models.model import ModelFolder
+from lorikeet.proto import logs
+from lorikeet.proto.config_file import ConfigFile
 
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to fetch, and where to say how it went."""
+class Request(ConfigFile):
+    """What to fetch, and where to write the answer."""
 
     id: str
     revision: str | None
     code: bool
-    """Python files too."""
+    """Include Python files."""
     weights: bool
     cache: str | None
     answer: str
@@ -32,14 +33,14 @@ class Request:
     json_output: bool
     log_level: str
     quiet: bool
-    """Log lines go to standard error: standard output belongs to somebody else."""
+    """Log to standard error: standard output is for the result."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
 
 
 def read_answer(path: Path) -> ModelFolder | None:
-    """What a fetch said; None if it said nothing. Raises LauncherError with its sentence if it failed."""
+    """The answer of a fetch, if it wrote one. Raises LauncherError with its sentence if it failed."""
     if not path.is_file():
         return None
     answer = json.loads(path.read_text())
@@ -49,11 +50,11 @@ def read_answer(path: Path) -> ModelFolder | None:
 
 
 def main(path: str) -> int:
-    """Do what the request in the file at `path` asks for."""
-    request = Request(**json.loads(Path(path).read_text()))
-    log = logs.start(request.json_output, request.log_level, sys.stderr if request.quiet else sys.stdout)
+    """Run the request in the file at `path`."""
+    request = Request.read(path)
+    log = logs.start_launcher(request.json_output, request.log_level, sys.stderr if request.quiet else sys.stdout)
     if not sys.stderr.isatty():
-        # Bars are for people; in a log file each refresh would be a line.
+        # In a log file each refresh of a bar would be a line.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from lorikeet.launcher.models.hub import Hub
 

@@ -1,6 +1,6 @@
-"""Models from the Hugging Face hub: which files are needed, the download, and the cache without a network.
+"""Models of the Hugging Face hub: the files that are needed, the download, and the cache without a network.
 
-Knows nothing of processes. The library behind it takes a while to load and starts threads: see fetch.py.
+huggingface_hub loads slowly and starts threads, so this runs in a separate process: see fetch.py.
 """
 
 import json
@@ -23,7 +23,7 @@ _NOT_THE_MODEL = ("consolidated", "adapter_", "training_args", "optimizer", "sch
 
 
 class Hub:
-    """The hub as one user sees it: a token and a cache."""
+    """The hub, with a token and a cache."""
 
     def __init__(self, token: str | None, cache: str | None, log: logging.Logger) -> None:
         self._token = token
@@ -31,15 +31,15 @@ class Hub:
         self._log = log
 
     def fetch(self, ref: Ref, code: bool, weights: bool = True) -> ModelFolder:
-        """The model that `ref` names, downloaded where it is not in the cache yet.
+        """The model `ref`, downloaded if it is not in the cache.
 
-        `code` takes Python files too; without `weights` only the small files come. Raises LauncherError.
+        `code` includes Python files; without `weights` only small files are fetched. Raises LauncherError.
         """
         try:
             sizes = self._listed(ref)
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError) as error:
             raise LauncherError(Exit.DOWNLOAD_ERROR, _why(ref, error, self._token)) from None
-        except Exception as error:  # the library lets errors of whichever HTTP client it is built on through
+        except Exception as error:  # the library passes on errors of the HTTP client that it uses
             return self._cached(ref, weights, error)
         wanted = choose(sizes, code, weights)
         if "config.json" not in wanted:
@@ -51,18 +51,18 @@ class Hub:
         try:
             with self._progress(ref, total):
                 path = Path(self._snapshot(ref, wanted, offline=False))
-        except Exception as error:  # see above, and the disk may be full
+        except Exception as error:  # as above; the disk may also be full
             raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} cannot be downloaded: {_first_line(error)}") from None
         return self._checked(ref, path, weights)
 
     def _listed(self, ref: Ref) -> dict[str, int]:
-        """Names of all files of the repository with their sizes."""
+        """Names and sizes of all files of the repository."""
         api = huggingface_hub.HfApi(token=self._token)
         info = api.model_info(ref.id, revision=ref.revision, files_metadata=True)
         return {file.rfilename: file.size or 0 for file in info.siblings or []}
 
     def _progress(self, ref: Ref, total: int) -> AbstractContextManager[None]:
-        """A terminal has the library's bars, a log gets lines."""
+        """Progress bars in a terminal, else log lines."""
         if sys.stderr.isatty():
             return nullcontext()
         cache = Path(self._cache or constants.HF_HUB_CACHE).expanduser()
@@ -80,14 +80,14 @@ class Hub:
         return str(path)
 
     def _cached(self, ref: Ref, weights: bool, reason: Exception) -> ModelFolder:
-        """The model from the cache alone, because of `reason`."""
+        """The model from the cache, because of `reason`."""
         try:
             path = Path(self._snapshot(ref, ["config.json"], offline=True))
         except (errors.LocalEntryNotFoundError, OSError):
-            sentence = f"{ref} is not in the cache and the hub cannot be asked: {_first_line(reason)}"
+            sentence = f"{ref} is not in the cache, and the hub is not reachable: {_first_line(reason)}"
             raise LauncherError(Exit.DOWNLOAD_ERROR, sentence) from None
         if not isinstance(reason, errors.OfflineModeIsEnabled):
-            self._log.warning("the hub cannot be asked (%s): using %s from the cache", _first_line(reason), ref)
+            self._log.warning("the hub is not reachable (%s): using %s from the cache", _first_line(reason), ref)
         return self._checked(ref, path, weights)
 
     def _checked(self, ref: Ref, path: Path, weights: bool) -> ModelFolder:
@@ -98,7 +98,7 @@ class Hub:
 
 
 def choose(names: Iterable[str], code: bool, weights: bool = True) -> list[str]:
-    """The files among `names` that serving needs: safetensors where there are any, else .bin."""
+    """The files among `names` that serving needs: safetensors if there are any, else .bin."""
     top = [name for name in names if "/" not in name]
     chosen = [name for name in top if name.endswith(_SMALL) and not is_weights(name)]
     if code:
@@ -109,7 +109,7 @@ def choose(names: Iterable[str], code: bool, weights: bool = True) -> list[str]:
 
 
 def missing_files(names: Iterable[str], path: Path, weights: bool) -> list[str]:
-    """What a model's folder with files `names` lacks."""
+    """The files that a model's folder with files `names` lacks."""
     there = set(names)
     missing = [] if "config.json" in there else ["config.json"]
     if not weights:
@@ -133,7 +133,7 @@ def _weights(names: Iterable[str], ending: str) -> list[str]:
 
 
 def _escaped(name: str) -> str:
-    """The pattern that matches this name and no other."""
+    """The glob pattern that matches only this name."""
     return "".join(f"[{character}]" if character in "*?[" else character for character in name)
 
 

@@ -1,6 +1,6 @@
-"""The base model's folder: the embedded one, a local one, or one from the hub with what its configuration decides.
+"""Model folders: the built-in demo model, a local one or one of the hub, and what their config.json decides.
 
-Knows names of files and fields of config.json; opens no weights.
+Opens no weights.
 """
 
 import json
@@ -20,31 +20,31 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model that lies on this machine."""
+    """A model on this machine."""
 
     id: str
-    """The name it was asked for by."""
+    """The name that the operator gave."""
     path: Path
     sha: str | None = None
-    """Its commit, for one from the hub."""
+    """Its commit, for a model of the hub."""
 
 
 def embedded() -> ModelFolder:
-    """The model that is installed beside this package."""
+    """The built-in demo model."""
     path = Path(__file__).parents[2] / "demo" / "base"
     if (path / "config.json").is_file():
         return ModelFolder(EMBEDDED_ID, path)
-    raise LauncherError(Exit.DOWNLOAD_ERROR, "the embedded model is missing from this installation: give --model-id")
+    raise LauncherError(Exit.DOWNLOAD_ERROR, "this installation lacks the built-in demo model: give --model-id")
 
 
 def named(settings: Settings) -> refs.Ref | ModelFolder:
-    """What the settings name: a folder that is here, or a reference into the hub."""
+    """The base model of the settings: a local folder, or a reference to the hub."""
     text = settings["model-id"]
     return embedded() if text is None else found("model-id", text, settings["revision"])
 
 
 def found(flag: str, text: str, revision: str | None) -> refs.Ref | ModelFolder:
-    """What a flag names that has a model for its value; `revision` is that of a flag beside it."""
+    """The model that the flag names; `revision` is the value of the flag for its revision."""
     if Path(text).is_dir():
         return folder(text)
     if text.startswith(("/", "./", "../", "~")):
@@ -57,10 +57,10 @@ def found(flag: str, text: str, revision: str | None) -> refs.Ref | ModelFolder:
 
 
 def folder(text: str) -> ModelFolder:
-    """The model in a folder of this machine."""
+    """The model in a local folder."""
     path = Path(text).resolve()
     if not (path / "config.json").is_file():
-        raise LauncherError(Exit.DOWNLOAD_ERROR, f"{text} holds no config.json: it is not a model's folder")
+        raise LauncherError(Exit.DOWNLOAD_ERROR, f"{text} has no config.json: it is not a model's folder")
     return ModelFolder(text, path)
 
 
@@ -76,23 +76,15 @@ def configuration(path: Path) -> dict[str, Any]:
 
 
 def with_lengths(settings: Settings, config: dict[str, Any]) -> Settings:
-    """The settings with every length that nobody gave, as LoRAX chooses them."""
-    total = settings["max-total-tokens"]
-    if total is None:
-        total = min(_longest(config) or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
-    longest = settings["max-input-length"]
-    if longest is None:
-        longest = total - 1
-    step = settings["max-batch-prefill-tokens"]
-    return settings.with_values(
-        max_total_tokens=total,
-        max_input_length=longest,
-        max_batch_prefill_tokens=longest + 50 if step is None else step,
-    )
+    """The settings with LoRAX's defaults for lengths that were not given."""
+    total = settings["max-total-tokens"] or min(_longest(config) or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
+    longest = settings["max-input-length"] or total - 1
+    step = settings["max-batch-prefill-tokens"] or longest + 50
+    return settings.with_values(max_total_tokens=total, max_input_length=longest, max_batch_prefill_tokens=step)
 
 
 def with_weights_of(override: Path, model: Path, into: Path) -> Path:
-    """A folder `into` that joins `model`'s small files with the weight files of `override`, by links."""
+    """A folder `into` with links to the weight files of `override` and the other files of `model`."""
     weights = [path for path in sorted(override.iterdir()) if is_weights(path.name)]
     if not weights:
         raise LauncherError(Exit.DOWNLOAD_ERROR, f"--weights-cache-override {override} holds no weight files")

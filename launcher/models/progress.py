@@ -1,4 +1,4 @@
-"""How far a download is, as log lines: for logs, where a moving bar would be noise. Looks at the cache's files only."""
+"""Progress of a download as log lines, where a progress bar cannot be shown. Reads sizes of the cache's files."""
 
 import logging
 import threading
@@ -11,14 +11,14 @@ INTERVAL_S = 10.0
 
 @contextmanager
 def logged(folder: Path, total: int, log: logging.Logger, interval_s: float = INTERVAL_S) -> Iterator[None]:
-    """Say from time to time how many of `total` bytes lie in `folder`, until the block ends."""
+    """Log the size of `folder`, out of `total` bytes, at intervals until the block ends."""
     ended = threading.Event()
 
-    def say() -> None:
+    def report() -> None:
         while not ended.wait(interval_s):
             log.info("fetched %s of %s", size(_bytes_in(folder)), size(total))
 
-    thread = threading.Thread(target=say, daemon=True)
+    thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
         yield
@@ -28,7 +28,7 @@ def logged(folder: Path, total: int, log: logging.Logger, interval_s: float = IN
 
 
 def size(count: float) -> str:
-    """A number of bytes for people."""
+    """A readable number of bytes."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -37,7 +37,7 @@ def size(count: float) -> str:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Bytes that the files of a folder take on disk; a file made large in advance counts only what was written."""
+    """Disk usage of a folder's files; of a sparse file only what was written."""
     total = 0
     if folder.is_dir():
         for path in folder.iterdir():

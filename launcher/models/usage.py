@@ -1,4 +1,4 @@
-"""Where ended requests are told to, worked out from the settings and the environment before a process starts."""
+"""Where usage records of finished requests go, from the settings and the environment."""
 
 import os
 from collections.abc import Mapping
@@ -7,31 +7,31 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lorikeet.launcher.config.settings import Settings
-from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.exits import refuse
 
 URL_VARIABLE = "REQUEST_LOGGER_URL"
 
 
 @dataclass(frozen=True)
 class UsagePlan:
-    """What the router is told."""
+    """The destinations."""
 
     log: str | None = None
     url: str | None = field(default=None, repr=False)
-    """It may hold credentials."""
+    """It may contain credentials."""
 
 
 def plan(settings: Settings, environment: Mapping[str, str]) -> UsagePlan:
-    """Raises LauncherError, which never holds the URL."""
+    """Raises LauncherError, whose text never contains the URL."""
     path, url = settings["usage-log"], environment.get(URL_VARIABLE) or None
     if settings["log-texts"] and path is None and url is None:
-        _refuse(f"{settings.given['log-texts']} needs --usage-log or {URL_VARIABLE}: texts go nowhere else")
+        refuse(f"{settings.given['log-texts']} needs --usage-log or {URL_VARIABLE}: texts go to these only")
     if path is not None:
         path = os.path.abspath(path)
         if Path(path).is_dir() or not Path(path).parent.is_dir():
-            _refuse(f"{settings.given['usage-log']} {path} is no file in a folder that exists")
+            refuse(f"{settings.given['usage-log']} {path} is not a file in an existing folder")
     if url is not None and not _is_url(url):
-        _refuse(f"{URL_VARIABLE} is no http:// or https:// URL")
+        refuse(f"{URL_VARIABLE} is not an http:// or https:// URL")
     return UsagePlan(path, url)
 
 
@@ -41,7 +41,3 @@ def _is_url(url: str) -> bool:
         return parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
     except ValueError:
         return False
-
-
-def _refuse(sentence: str) -> None:
-    raise LauncherError(Exit.ARGUMENT_VALIDATION, sentence)

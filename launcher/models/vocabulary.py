@@ -1,26 +1,26 @@
-"""Whether two models mean the same by their token ids, from the files beside their weights.
+"""Compares the vocabularies of base and draft model, from their tokenizer files.
 
-A draft model proposes ids: with another vocabulary none of its guesses would mean what the base model reads.
+A draft model proposes token ids: they must mean the same in both models.
 """
 
 import json
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
-from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.exits import refuse
 from lorikeet.launcher.models.model import ModelFolder, configuration
 
 _FILE = "tokenizer.json"
 _OTHER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-"""Vocabularies of tokenizers that have no tokenizer.json; two of one name are compared byte by byte."""
+"""Vocabularies of tokenizers without tokenizer.json; files of the same name are compared byte by byte."""
 
 
 def check(base: ModelFolder, draft: ModelFolder, tokenizer: ModelFolder | None = None) -> None:
-    """Raise LauncherError that names both if `draft` cannot guess for `base`.
+    """Raise LauncherError that names both models if `draft` cannot propose tokens for `base`.
 
-    `tokenizer` is where somebody says that the draft model's tokenizer is; its own files are not passed over for that.
+    `tokenizer` is the model that --draft-tokenizer-id names; the draft model's own files are compared too.
     """
-    cannot = f"{draft.id} cannot guess for {base.id}"
+    cannot = f"{draft.id} cannot be a draft model for {base.id}"
     if tokenizer is None or any((draft.path / name).exists() for name in (_FILE, *_OTHER_FILES)):
         _compare(base.path, draft.path, f"{cannot}: its tokenizer")
     if tokenizer is not None:
@@ -31,24 +31,24 @@ def check(base: ModelFolder, draft: ModelFolder, tokenizer: ModelFolder | None =
 
 
 def _compare(base: Path, other: Path, whose: str) -> None:
-    """An id that only one of them names is a token that the other never writes: no harm."""
+    """Ids that only one of them has are accepted: the other never produces them."""
     if _same(base, other, _FILE):
         return
     ours, theirs = _tokens(base / _FILE), _tokens(other / _FILE)
     if ours is None or theirs is None:
         if not any(_same(base, other, name) for name in _OTHER_FILES):
-            _refuse(f"{whose} is another one, or cannot be compared")
+            refuse(f"{whose} differs, or cannot be compared")
         return
     for number in sorted(ours.keys() & theirs.keys()):
         if ours[number] != theirs[number]:
-            _refuse(f"{whose} is another one: token {number} is {theirs[number]!r}, in the base model {ours[number]!r}")
+            refuse(f"{whose} differs: token {number} is {theirs[number]!r}, in the base model {ours[number]!r}")
 
 
 def _check_padding(base: Path, other: Path, sentence: str) -> None:
-    """Output heads of two sizes are one vocabulary where the tokenizers name the same ids: the rest is padding."""
+    """Output heads of different sizes are accepted if the tokenizers have the same ids: the rest is padding."""
     ours, theirs = _tokens(base / _FILE), _tokens(other / _FILE)
     if None not in (ours, theirs) and ours != theirs:
-        _refuse(sentence)
+        refuse(sentence)
 
 
 def _size(config: dict[str, Any]) -> int | None:
@@ -66,7 +66,7 @@ def _same(ours: Path, theirs: Path, name: str) -> bool:
 
 
 def _tokens(path: Path) -> dict[int, str] | None:
-    """The texts of all ids in a tokenizer.json; None without one."""
+    """The texts of all ids in a tokenizer.json; None if there is none."""
     try:
         whole = json.loads(path.read_bytes())
         vocabulary = whole["model"]["vocab"]
@@ -78,8 +78,4 @@ def _tokens(path: Path) -> dict[int, str] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        _refuse(f"{path} cannot be read: {error}")
-
-
-def _refuse(sentence: str) -> Never:
-    raise LauncherError(Exit.ARGUMENT_VALIDATION, sentence)
+        refuse(f"{path} cannot be read: {error}")

@@ -1,6 +1,6 @@
-"""Every model of a server before a process starts: the base and the draft model, fetched and fit for each other.
+"""Fetches the base and the draft model before a process starts, and compares their vocabularies.
 
-A download is a process of its own: see fetch.py.
+A download runs in a separate process: see fetch.py.
 """
 
 import os
@@ -19,32 +19,32 @@ from lorikeet.launcher.processes.supervisor import Signals
 
 @dataclass(frozen=True)
 class Models:
-    """What lies on this machine now."""
+    """Models on this machine."""
 
     base: ModelFolder
     draft: ModelFolder | None = None
 
 
 class _Interrupted(Exception):
-    """A signal came before everything was there."""
+    """A signal arrived before everything was fetched."""
 
 
 def collect(settings: Settings, folder: Path, signals: Signals) -> Models | None:
-    """The models that the settings name, from the hub where they are not here; None if a signal came first.
+    """The models of the settings, downloaded if necessary; None if a signal arrived first.
 
-    `folder` is this run's own. Raises LauncherError, also for a draft model that does not fit the base.
+    `folder` is this run's private one. Raises LauncherError, also if the draft model has another vocabulary.
     """
     weights = not settings["print-config"]
-    shelf = _Shelf(settings, folder, signals)
+    downloads = _Downloads(settings, folder, signals)
     try:
-        base = shelf.get("base", model.named(settings), weights and settings["weights-cache-override"] is None)
+        base = downloads.get("base", model.named(settings), weights and settings["weights-cache-override"] is None)
         if settings["draft-model-id"] is None:
             return Models(base)
         named = model.found("draft-model-id", settings["draft-model-id"], settings["draft-revision"])
-        draft, tokenizer = shelf.get("draft", named, weights), None
+        draft, tokenizer = downloads.get("draft", named, weights), None
         if settings["draft-tokenizer-id"] is not None:
             named = model.found("draft-tokenizer-id", settings["draft-tokenizer-id"], None)
-            tokenizer = shelf.get("tokenizer", named, weights=False)
+            tokenizer = downloads.get("tokenizer", named, weights=False)
     except _Interrupted:
         return None
     vocabulary.check(base, draft, tokenizer)
@@ -52,22 +52,22 @@ def collect(settings: Settings, folder: Path, signals: Signals) -> Models | None
 
 
 def with_tokens(settings: Settings, draft: ModelFolder | None) -> Settings:
-    """The settings with the number of guesses that nobody gave."""
+    """The settings with the default number of draft tokens."""
     if draft is None or settings["speculative-tokens"] is not None:
         return settings
     return settings.with_values(speculative_tokens=min(TOKENS_WITH_A_DRAFT, settings["speculative-tokens-max"]))
 
 
 @dataclass(frozen=True)
-class _Shelf:
-    """Where models come from in this run."""
+class _Downloads:
+    """Downloads models in child processes."""
 
     settings: Settings
     folder: Path
     signals: Signals
 
     def get(self, role: str, named: Ref | ModelFolder, weights: bool) -> ModelFolder:
-        """The folder of what was named. Raises LauncherError or _Interrupted."""
+        """The folder of `named`. Raises LauncherError or _Interrupted."""
         if isinstance(named, ModelFolder):
             return named
         read, answer = self.settings, self.folder / f"fetched-{role}.json"

@@ -1,7 +1,4 @@
-"""One child process: started so that it cannot outlive the launcher, asked to end, ended.
-
-Knows signals and exit codes; not what the child does.
-"""
+"""One child process, which cannot outlive the launcher: starting it, signalling it, its exit code."""
 
 import os
 import signal
@@ -16,8 +13,8 @@ _TETHER = Path(__file__).with_name("tether.py")
 
 
 def environment_of_children(base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child: the same code as this process's, whatever lies in the working directory."""
-    # gRPC's own lines have another form than the log's, and come again with every attempt to connect
+    """The environment of a child: it imports the same code as this process, whatever the working directory holds."""
+    # gRPC's own log lines have another format, and are repeated with every attempt to connect
     environment = {"GRPC_VERBOSITY": "NONE"} | dict(base) | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     root = str(Path(__file__).parents[3])
     if root != sysconfig.get_path("purelib"):
@@ -26,9 +23,9 @@ def environment_of_children(base: Mapping[str, str]) -> dict[str, str]:
 
 
 class Child:
-    """`python -m MODULE ARGUMENT…` in a process group of its own: a terminal's Ctrl-C reaches the launcher alone.
+    """`python -m MODULE ARGUMENT…` in a new process group, so that a terminal's Ctrl-C reaches the launcher only.
 
-    Both of its outputs go to `output`, or where this process's go.
+    Standard output and error go to `output`, or to those of this process.
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class Child:
         output: IO[bytes] | None = None,
         inherits: Sequence[int] = (),
     ) -> None:
-        """`inherits`: open files that the child has under the same numbers."""
+        """`inherits`: file descriptors that stay open in the child."""
         self.name = name
         words = arguments if isinstance(arguments, list) else [str(arguments)]
         command = [sys.executable, "-m", module, *words]
@@ -62,12 +59,12 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal, as subprocess has it."""
+        """None while it runs; negative for a signal, as in subprocess."""
         return self._process.poll()
 
     @property
     def ending(self) -> str:
-        """How it ended, for a log line."""
+        """How it exited, for a log line."""
         code = self.exit_code
         if code is None:
             return f"{self.name} is running"
@@ -76,22 +73,19 @@ class Child:
         return f"{self.name} ended with exit code {code}"
 
     def terminate(self) -> None:
-        """Ask it to end."""
-        if self.exit_code is None:
-            self._process.send_signal(signal.SIGTERM)
+        """Ask it to exit."""
+        self._send(signal.SIGTERM)
 
-    def hang_up(self) -> None:
-        """Ask it to read its files again."""
-        if self.exit_code is None:
-            self._process.send_signal(signal.SIGHUP)
+    def reload(self) -> None:
+        """Ask a router to reload its files."""
+        self._send(signal.SIGHUP)
 
     def hand_over(self) -> None:
-        """Ask a router to finish what it has, since another one takes what comes."""
-        if self.exit_code is None:
-            self._process.send_signal(signal.SIGUSR1)
+        """Ask a router to finish its requests and accept no new connections."""
+        self._send(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End it, and whatever it started in its group, even where it has ended itself."""
+        """Kill it and the other processes of its group, even after its own exit."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -99,9 +93,13 @@ class Child:
         self._process.wait()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended within `seconds`."""
+        """Whether it exits within `seconds`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.exit_code is None:
+            self._process.send_signal(number)

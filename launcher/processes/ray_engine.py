@@ -1,7 +1,7 @@
 """`python -m lorikeet.launcher.processes.ray_engine CONFIG.json`: shards as Ray actors.
 
-Ray decides where an actor runs, starts it again and moves it when its node is lost. This process asks every actor for
-its address, again and again, and writes the answers where the router looks. Its actors end with it.
+Ray chooses an actor's node, restarts it, and moves it when its node is lost. This process polls every actor for its
+address, and writes the addresses to a file that the router reads. Its actors exit with it.
 """
 
 import json
@@ -13,131 +13,127 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from lorikeet.launcher import logs
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.processes.ray_shard import END_S, RayShard, State
-from lorikeet.launcher.processes.restart_policy import MOST_ENDS
+from lorikeet.launcher.processes.restart_policy import MAX_EXITS
+from lorikeet.proto import logs
+from lorikeet.proto.config_file import ConfigFile
 
 _POLL_S = 0.5
 _CONNECT_S = 20.0
-_SILENT_S = 5.0
-"""An actor answers at once: one that does not is between two nodes."""
-_REMIND_S = 30.0
-_MOST_DEATHS = 10
-"""An actor that Ray starts again keeps its callers waiting. One that fails so many calls in turn is gone for good."""
+_NO_ANSWER_S = 5.0
+"""An actor that answers later is being moved to another node."""
+_WARN_S = 30.0
+_MAX_FAILED_CALLS = 10
+"""Ray delays calls of an actor that it restarts; it has given up one that fails this many calls in a row."""
 
 
 @dataclass(frozen=True)
-class RayConfig:
-    """What this process is told."""
+class RayConfig(ConfigFile):
+    """The configuration of this process."""
 
     shard: dict[str, Any]
-    """The fields of every shard's configuration but for what its node decides."""
+    """Every shard's configuration, without what depends on its node."""
     num_shards: int
     bundle: dict[str, float]
-    """What one shard takes of a node, in Ray's words: `{"CPU": 1, "GPU": 1}`."""
+    """Ray's resources of one shard: `{"CPU": 1, "GPU": 1}`."""
     secret_path: str
-    """Of the secret that routers show; Ray brings its text to the nodes."""
+    """File with the secret that routers present; Ray copies its text to the nodes."""
     addresses_path: str
-    """Where the JSON list of addresses is written."""
+    """The JSON list of addresses is written there."""
     ready_file: str
-    """Path of a file that appears once all shards take requests."""
+    """Created once all shards accept requests."""
     served_file: str
-    """The same once one has completed a request."""
-    hidden: list[str] = field(default_factory=list)
-    """Environment variables that shards must not see."""
+    """Created once one has completed a request."""
+    hidden: tuple[str, ...] = ()
+    """Environment variables that are not passed to shards."""
     module: str = "lorikeet.shard"
-    """What is started on a node."""
+    """The module that runs on a node."""
     json_output: bool = False
     log_level: str = "info"
 
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        return cls(**json.loads(Path(path).read_text()))
 
-
-class Watched:
-    """One actor, whichever node it is on just now."""
+class WatchedActor:
+    """One actor, on any node."""
 
     def __init__(self, index: int, actor: Any, log: logging.Logger) -> None:
         self.actor = actor
         self.address: str | None = None
-        """None while there is no shard that answers."""
+        """None while the shard does not answer."""
         self.is_ready = False
         self.has_served = False
         self._index = index
         self._log = log
-        self._asked: Any = None
-        self._asked_at = 0.0
-        self._last = ""
-        """The latest address."""
-        self._num_ends = 0
-        self._num_deaths = 0
+        self._call: Any = None
+        self._called_at = 0.0
+        self._last_address = ""
+        self._num_exits = 0
+        self._num_failed_calls = 0
 
-    def look(self) -> None:
-        """Once in a while; never waits. Raises LauncherError where it makes no sense to go on."""
+    def check(self) -> None:
+        """Poll its state without waiting. Raises LauncherError if the shard cannot run or exits too often."""
         import ray
 
         now = time.monotonic()
-        if self._asked is None:
-            self._asked, self._asked_at = self.actor.state.remote(), now
-        if not ray.wait([self._asked], timeout=0)[0]:
-            if now - self._asked_at > _SILENT_S:
-                self._lost("does not answer")
+        if self._call is None:
+            self._call, self._called_at = self.actor.state.remote(), now
+        if not ray.wait([self._call], timeout=0)[0]:
+            if now - self._called_at > _NO_ANSWER_S:
+                self._on_lost("does not answer")
             return
-        asked, self._asked = self._asked, None
+        call, self._call = self._call, None
         try:
-            state: State = ray.get(asked)
+            state: State = ray.get(call)
         except ray.exceptions.RayActorError as error:
-            self._lost("has ended")
-            self._num_deaths += 1
-            if self._num_deaths >= _MOST_DEATHS:
+            self._on_lost("has ended")
+            self._num_failed_calls += 1
+            if self._num_failed_calls >= _MAX_FAILED_CALLS:
                 raise LauncherError(Exit.SHARD_FAILED, f"Ray gave up shard {self._index}: {error}") from None
             return
-        self._num_deaths = 0
-        self._found(state)
+        self._num_failed_calls = 0
+        self._on_state(state)
 
-    def _found(self, state: State) -> None:
+    def _on_state(self, state: State) -> None:
         if state.problem:
             raise LauncherError(Exit.SHARD_CANNOT_START, state.problem)
-        if self._last and state.address != self._last:
-            self._num_ends = 1 if self.has_served else self._num_ends + 1
+        if self._last_address and state.address != self._last_address:
+            self._num_exits = 1 if self.has_served else self._num_exits + 1
             self.has_served = False
-            if self._num_ends >= MOST_ENDS:
-                sentence = f"ended the {MOST_ENDS}th time running without having completed a request"
+            if self._num_exits >= MAX_EXITS:
+                sentence = f"ended the {MAX_EXITS}th time in a row without completing a request"
                 raise LauncherError(Exit.SHARD_KEEPS_ENDING, f"shard {self._index} {sentence}")
         if state.address != self.address:
             self._log.info("shard %d is at %s", self._index, state.address)
-        self.address = self._last = state.address
+        self.address = self._last_address = state.address
         self.is_ready = state.is_ready
         self.has_served = self.has_served or state.has_served
 
-    def _lost(self, how: str) -> None:
+    def _on_lost(self, how: str) -> None:
         if self.address is not None:
-            self._log.error("shard %d at %s %s: Ray starts another one", self._index, self.address, how)
+            self._log.error("shard %d at %s %s: Ray restarts it", self._index, self.address, how)
         self.address = None
         self.is_ready = False
 
 
 class RayEngine:
-    """All shards of one server, in one placement group: a bundle for each."""
+    """All shards of one server, in one placement group with a bundle for each."""
 
     def __init__(self, config: RayConfig, ended: threading.Event, log: logging.Logger) -> None:
-        """`ended` is set where somebody wants it to end."""
+        """`ended` is set to end it."""
         self._config = config
         self._ended = ended
         self._log = log
         self._group: Any = None
-        self._shards: list[Watched] = []
-        self._told: list[str] | None = None
+        self._shards: list[WatchedActor] = []
+        self._published: list[str] | None = None
 
     def run(self) -> None:
-        """Until asked to end. Raises LauncherError."""
-        self._tell([])
+        """Run until `ended` is set. Raises LauncherError."""
+        self._publish([])
         try:
             if self._place():
                 self._start()
@@ -146,21 +142,21 @@ class RayEngine:
             self._end()
 
     def _place(self) -> bool:
-        """Wait until there is room for all; False where the end came first."""
+        """Wait for the placement group; False if `ended` is set first."""
         import ray
 
         config = self._config
-        # Apart where that can be, so that a lost node takes as few along as possible.
+        # Spread over nodes, so that a lost node takes down few shards.
         self._group = ray.util.placement_group([config.bundle] * config.num_shards, strategy="SPREAD")
-        remind_at = time.monotonic() + _POLL_S
+        warn_at = time.monotonic() + _POLL_S
         while not self._group.wait(timeout_seconds=_POLL_S):
             if self._ended.is_set():
                 return False
-            if time.monotonic() > remind_at:
-                remind_at = time.monotonic() + _REMIND_S
+            if time.monotonic() > warn_at:
+                warn_at = time.monotonic() + _WARN_S
                 free = {name: ray.available_resources().get(name, 0.0) for name in config.bundle}
                 self._log.warning(
-                    "waiting for room for %d shards that take %s each: Ray has %s",
+                    "waiting for resources for %d shards of %s each: Ray has %s",
                     config.num_shards,
                     config.bundle,
                     free,
@@ -182,30 +178,30 @@ class RayEngine:
                 scheduling_strategy=place,
             )
             handle = actor.remote(config.module, config.shard, secret, config.hidden)
-            self._shards.append(Watched(index, handle, self._log))
+            self._shards.append(WatchedActor(index, handle, self._log))
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
             for shard in self._shards:
-                shard.look()
-            self._tell([shard.address for shard in self._shards if shard.address is not None])
+                shard.check()
+            self._publish([shard.address for shard in self._shards if shard.address is not None])
             if all(shard.is_ready for shard in self._shards):
                 Path(self._config.ready_file).touch()
             if any(shard.has_served for shard in self._shards):
                 Path(self._config.served_file).touch()
 
-    def _tell(self, addresses: list[str]) -> None:
-        """Write them in one piece: the router may read at any moment."""
-        if addresses == self._told:
+    def _publish(self, addresses: list[str]) -> None:
+        """Write them atomically: the router may read at any moment."""
+        if addresses == self._published:
             return
         path = Path(self._config.addresses_path)
         new = path.with_suffix(".new")
         new.write_text(json.dumps(addresses))
         os.replace(new, path)
-        self._told = addresses
+        self._published = addresses
 
     def _end(self) -> None:
-        """The shards get a moment; then whatever is left of them goes with its place."""
+        """End the shards, and with the placement group whatever is left of them."""
         import ray
 
         if self._shards:
@@ -217,11 +213,11 @@ class RayEngine:
 def main(arguments: Sequence[str]) -> int:
     """Run the process."""
     config = RayConfig.read(arguments[0])
-    log = logs.start(config.json_output, config.log_level, sys.stdout)
+    log = logs.start_launcher(config.json_output, config.log_level, sys.stdout)
     ended = threading.Event()
     try:
         _connect()
-        # Only now: Ray sets handlers of its own.
+        # Only now, since Ray installs handlers of its own.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ended.set())
         RayEngine(config, ended, log).run()
@@ -232,7 +228,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _connect() -> None:
-    """To the cluster that RAY_ADDRESS names, or the one of this machine. Raises LauncherError."""
+    """Connect to the cluster of RAY_ADDRESS, or of this machine. Raises LauncherError."""
     import ray
 
     where = os.environ.get("RAY_ADDRESS", "")
@@ -240,7 +236,7 @@ def _connect() -> None:
         raise LauncherError(Exit.SHARD_CANNOT_START, f"RAY_ADDRESS {where}: run the launcher on a node of the cluster")
     try:
         _wait_for(where)
-        # What shards say stays in Ray's log files: it puts words of its own before each line.
+        # Shards' lines stay in Ray's log files: Ray puts a prefix before each line.
         ray.init(address="auto", log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError) as error:
         sentence = f"no Ray cluster answers at {where or 'this machine'}: {error}"
@@ -248,7 +244,7 @@ def _connect() -> None:
 
 
 def _wait_for(address: str) -> None:
-    """Until somebody listens there. Raises OSError after a while: Ray's own patience is of minutes."""
+    """Wait until something listens there. Raises OSError after `_CONNECT_S`: Ray itself waits for minutes."""
     host, _, port = address.rpartition(":")
     end = time.monotonic() + _CONNECT_S
     while host and port.isdecimal():

@@ -1,6 +1,6 @@
 """One shard as a Ray actor: it starts `python -m lorikeet.shard` on its node and reports the address.
 
-The shard's end is the actor's, so that Ray starts another one. Nothing here imports ray before it runs in an actor.
+The actor exits with the shard, so that Ray restarts it. Nothing here imports ray before it runs in an actor.
 """
 
 import os
@@ -17,30 +17,30 @@ from lorikeet.launcher.processes import configs
 from lorikeet.launcher.processes.process import Child, environment_of_children
 
 END_S = 8.0
-"""Less than the launcher waits for this process."""
+"""Less than the launcher waits for the Ray engine."""
 _POLL_S = 0.1
-_NEEDED = ("model_path", "draft_model", "adapter_store")
+_FOLDERS = ("model_path", "draft_model", "adapter_store")
 
 
 @dataclass(frozen=True)
 class State:
-    """What an actor says of its shard."""
+    """The state of an actor's shard."""
 
     address: str
-    """`host:port` of this one; the next one has another."""
+    """`host:port`; a restarted shard has another one."""
     is_ready: bool
-    """Whether it takes requests."""
+    """Whether it accepts requests."""
     has_served: bool
     """Whether it has completed a request."""
     problem: str = ""
-    """Why there can be none on this node."""
+    """Why the shard cannot run on this node."""
 
 
 class RayShard:
-    """Started by Ray, in a process of its own."""
+    """The actor."""
 
     def __init__(self, module: str, fields: dict[str, Any], secret: str, hidden: Sequence[str]) -> None:
-        """`fields`: the shard's configuration but for what the node decides. `hidden`: variables it must not see."""
+        """`fields`: the shard's configuration without what depends on the node. `hidden`: variables it does not get."""
         self._is_ending = False
         self._folder = Path(tempfile.mkdtemp(prefix="lorikeet-"))
         self._ready_file, self._served_file = self._folder / "ready", self._folder / "served"
@@ -53,11 +53,11 @@ class RayShard:
             threading.Thread(target=self._end_with, args=(self._child,), name="shard", daemon=True).start()
 
     def state(self) -> State:
-        """Where the shard is, and how it does."""
+        """The address and state of the shard."""
         return State(self._address, self._ready_file.exists(), self._served_file.exists(), self._problem)
 
     def end(self) -> None:
-        """Have the shard end, and wait for it."""
+        """End the shard."""
         self._is_ending = True
         if self._child is not None:
             self._child.terminate()
@@ -70,32 +70,32 @@ class RayShard:
         secret_path.touch(mode=0o600)
         secret_path.write_text(secret)
         own = {"listen": self._address, "secret_path": str(secret_path), "parent_pid": os.getpid()}
-        marks = {"ready_file": str(self._ready_file), "served_file": str(self._served_file)}
-        config = configs.write(self._folder / "shard.json", fields | own | marks)
-        seen = {name: text for name, text in os.environ.items() if name not in hidden}
-        return Child("the shard", module, config, environment_of_children(seen))
+        files = {"ready_file": str(self._ready_file), "served_file": str(self._served_file)}
+        config = configs.write(self._folder / "shard.json", fields | own | files)
+        environment = {name: text for name, text in os.environ.items() if name not in hidden}
+        return Child("the shard", module, config, environment_of_children(environment))
 
     def _end_with(self, child: Child) -> None:
-        """One that ended by itself takes the actor along: Ray restarts that."""
+        """Exit the actor when the shard exits by itself, so that Ray restarts it."""
         while not child.wait(_POLL_S):
             pass
         if not self._is_ending:
             print(child.ending, flush=True)
-            child.kill()  # what it may have started itself
+            child.kill()  # and its own children
             shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(1)
 
 
 def node_address() -> str:
-    """Where other nodes reach this one."""
+    """The address of this node in the cluster."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 def missing(fields: dict[str, Any], host: str) -> str:
-    """A sentence about a folder that this node does not have; empty where it has all."""
-    for name in _NEEDED:
+    """A sentence about a folder that this node lacks; empty if it has all."""
+    for name in _FOLDERS:
         path = fields.get(name)
         if path is not None and not Path(path).is_dir():
             return f"node {host} has no folder {path}: model and adapters must be on a volume that all nodes share"
@@ -103,7 +103,7 @@ def missing(fields: dict[str, Any], host: str) -> str:
 
 
 def free_port(host: str) -> int:
-    """Of those that the system gives out. Should another take it first, the shard ends and the next one tries anew."""
+    """A free port. If another process takes it first, the shard exits and the restarted one tries another."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -1,6 +1,4 @@
-"""Which processes a plan asks for, and what is said once they serve: a whole server, a router whose shards run
-elsewhere, or a shard whose routers do.
-"""
+"""The processes of a plan: a whole server, a router with remote shards, or a shard for remote routers."""
 
 import errno
 import functools
@@ -21,7 +19,7 @@ from lorikeet.launcher.processes.process import Child, environment_of_children
 from lorikeet.launcher.processes.supervisor import Address, Processes, ShardStart, Signals, Supervisor
 
 _STORES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-"""Credentials for the router and the loader, which ask stores for adapters; a shard has no use for them."""
+"""Credentials for the router and the loader, which fetch adapters; shards do not get them."""
 _SECRETS = (*fetch.TOKEN_VARIABLES, usage.URL_VARIABLE, "ADMIN_KEY", "PREDIBASE_API_TOKEN", "NGROK_AUTHTOKEN")
 
 
@@ -34,9 +32,9 @@ def serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
     address = Address(plan.settings["hostname"], plan.settings["port"])
     _check_writable(plan.settings["receipts"])
     with _bound(address, "--hostname {host} --port {port}") as bound:
-        # Every router of this run listens on this one socket, so nobody is turned away between two of them.
-        processes = Processes(_shards(plan), _router(plan, bound), plan.router_ready, plan.router_beside, _loader(plan))
-        return _run(plan, address, processes, signals, log)
+        # Every router of this run inherits this socket, so no connection is refused while one replaces another.
+        router = _router(plan, bound), plan.router_ready_file, plan.replacement_file
+        return _run(plan, address, Processes(_shards(plan), *router, _loader(plan)), signals, log)
 
 
 def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Signals, log: logging.Logger) -> int:
@@ -45,7 +43,7 @@ def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Si
     if plan.num_replicas:
         log.info("loading %s on %s from %s", plan.model.id, plan.device, plan.model.path)
     if plan.num_replicas and plan.draft is not None:
-        log.info("and to guess for it %s from %s", plan.draft.id, plan.draft.path)
+        log.info("loading the draft model %s from %s", plan.draft.id, plan.draft.path)
 
     def when_ready() -> None:
         if not plan.has_router:
@@ -64,7 +62,7 @@ def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Si
 def _environment(plan: configs.Plan) -> Mapping[str, str]:
     environment = environment_of_children({name: text for name, text in os.environ.items() if name not in _SECRETS})
     if plan.settings["json-output"] or not sys.stderr.isatty():
-        environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars are for people, not for log files
+        environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # a log file would get a line per refresh
     return environment
 
 
@@ -76,20 +74,20 @@ def _shards(plan: configs.Plan) -> list[ShardStart]:
     for index in range(plan.num_replicas):
         path = configs.write(plan.folder / f"shard-{index}.json", configs.shard_fields(plan, index))
         start = functools.partial(Child, f"shard {index}", "lorikeet.shard", path, environment)
-        found.append(ShardStart(start, plan.marks(index)))
+        found.append(ShardStart(start, plan.shard_files(index)))
     return found
 
 
 def _ray(plan: configs.Plan) -> ShardStart:
-    """What asks Ray for all of them."""
+    """The process that starts all shards on Ray."""
     assert plan.secret_path is not None
     if plan.settings["shard-secret-file"] is None:
         configs.write_text(Path(plan.secret_path), secrets.token_hex(32))
     path = configs.write(plan.folder / "ray.json", configs.ray_fields(plan, _SECRETS))
     start = functools.partial(
-        Child, "the keeper of shards on Ray", "lorikeet.launcher.processes.ray_engine", path, _environment(plan)
+        Child, "the Ray engine", "lorikeet.launcher.processes.ray_engine", path, _environment(plan)
     )
-    return ShardStart(start, plan.marks(0))
+    return ShardStart(start, plan.shard_files(0))
 
 
 def _router(plan: configs.Plan, bound: socket.socket) -> functools.partial[Child]:
@@ -105,18 +103,18 @@ def _loader(plan: configs.Plan) -> functools.partial[Child]:
 
 
 def _try_it(plan: configs.Plan, address: Address) -> str:
-    """A request that shows what there is: of the embedded family, an adapter and what was guessed."""
+    """A request to try; for the built-in demo model with an adapter and speculation."""
     wanted: dict[str, Any] = {"inputs": "def fibonacci(n):", "parameters": {"max_new_tokens": 40}}
     if adapters.is_family(plan.settings):
         wanted = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'}
         wanted["parameters"] = {"adapter_id": "json", "max_new_tokens": 64, "details": True}
-        wanted["parameters"] |= {"speculative_schedule": "constant"}  # `auto` need not find that guesses pay just now
+        wanted["parameters"] |= {"speculative_schedule": "constant"}  # `auto` may find that speculation does not pay
     body = json.dumps(wanted)
     return f"\n  Try it:\n\n    curl {address.url}/generate -H 'content-type: application/json' -d '{body}'\n"
 
 
 def _check_writable(receipts: str | None) -> None:
-    """Raise LauncherError if lines could not be written there."""
+    """Raise LauncherError if the file cannot be appended to."""
     if receipts is None:
         return
     try:
@@ -128,9 +126,9 @@ def _check_writable(receipts: str | None) -> None:
 
 
 def _bound(address: Address, flags: str) -> socket.socket:
-    """A socket of that address that does not listen yet: better to fail now than after loading a model.
+    """A bound socket that does not listen yet, so that a taken address is an error before a model is loaded.
 
-    Raises LauncherError if nothing could listen there.
+    Raises LauncherError.
     """
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -145,7 +143,7 @@ def _bound(address: Address, flags: str) -> socket.socket:
             raise
         return bound
     except OSError as error:
-        reason = "it is taken by another process" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
+        reason = "it is in use by another process" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
         raise LauncherError(
             Exit.WEBSERVER_CANNOT_START,
             f"cannot listen on {flags.format(host=address.host, port=address.port)}: {reason}",

@@ -1,7 +1,4 @@
-"""The life of a server in named stages: start, wait until ready, watch, drain, end.
-
-Knows processes, signals and the router's `GET /ready`; not what is served.
-"""
+"""Supervises the processes of a server: start, wait until ready, restart what exits, replace, drain, end."""
 
 import http.client
 import logging
@@ -19,38 +16,38 @@ from typing import Self
 
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.processes.process import Child
-from lorikeet.launcher.processes.restart_policy import Marks, SupervisedHelper, SupervisedShard
+from lorikeet.launcher.processes.restart_policy import ShardFiles, SupervisedHelper, SupervisedShard
 
 SAME_REQUEST_S = 0.5
-"""A signal so soon after another was sent for the same reason: `timeout` and closing terminals send two at once."""
+"""Signals closer together than this count as one: `timeout` and closing terminals send two at once."""
 _POLL_S = 0.05
 _SHARD_END_S = 10.0
-_REPLACED_S = 1800.0
-"""So long a new shard may load its model."""
+_START_S = 1800.0
+"""Time for a new shard to load its model."""
 _ROUTER_GRACE_S = 10.0
 FLUSH_TIMEOUT_S = 2.0
-_MEANT = (None, 0, -signal.SIGTERM)
-"""Exit codes of who ends as it was asked to: by SIGTERM itself only before it listens, and then it does nothing yet."""
+_CLEAN_EXITS = (None, 0, -signal.SIGTERM)
+"""Exit codes of a child that ends on request; SIGTERM itself kills only one that does not listen yet."""
 
 
 class Stop(Exception):
-    """Somebody asked the launcher to end."""
+    """A signal asked the launcher to end."""
 
 
 class Forced(Exception):
-    """Somebody asked again."""
+    """A second signal asked it to end at once."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where something listens, as seen from this machine."""
+    """Host and port that something on this machine listens on."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Of `host:port`, an IPv6 host in brackets."""
+        """Parse `host:port`, with an IPv6 host in brackets."""
         host, _, port = text.rpartition(":")
         return cls(host.removeprefix("[").removesuffix("]"), int(port))
 
@@ -64,7 +61,7 @@ class Address:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def is_ready(self) -> bool:
-        """Whether the server there takes requests."""
+        """Whether `GET /ready` of the server returns 200."""
         connection = http.client.HTTPConnection(self.reachable_host, self.port, timeout=2)
         try:
             connection.request("GET", "/ready")
@@ -76,25 +73,23 @@ class Address:
 
 
 class Signals:
-    """SIGTERM, SIGINT and SIGHUP, in the order of their arrival; those of one moment count once. SIGUSR2 asks for new
-    processes.
-    """
+    """SIGTERM, SIGINT and SIGHUP in the order of their arrival, and SIGUSR2, which replaces all processes."""
 
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._counted_at = -math.inf
         self.reloads = False
-        """SIGHUP asks for the operator's files to be read again, not for an end."""
+        """Whether SIGHUP reloads the operator's files instead of ending the server."""
         self._asked: Counter[int] = Counter()
         self._outlives_terminal = False
 
     def take(self, number: int) -> int:
-        """How often something other than an end was asked for by that signal, since last asked."""
+        """How often the signal arrived since the last call, if it does not end the server."""
         return self._asked.pop(number, 0)
 
     @contextmanager
     def caught(self) -> Iterator["Signals"]:
-        self._outlives_terminal = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup means it
+        self._outlives_terminal = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # set by nohup
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
         before = {number: signal.signal(number, self._note) for number in numbers}
         try:
@@ -124,26 +119,26 @@ class Signals:
 
 @dataclass(frozen=True)
 class ShardStart:
-    """How a shard is started, and the files that tell of it."""
+    """How a shard is started, and the files that signal its state."""
 
     start: Callable[[], Child]
-    marks: Marks
+    files: ShardFiles
 
 
 @dataclass(frozen=True)
 class Processes:
-    """How each process of a server is started. One that ends while serving is started again."""
+    """How each process of a server is started. One that exits while serving is restarted."""
 
     shards: Sequence[ShardStart]
-    """What they computed goes on elsewhere, or there once they are back."""
+    """Requests of one that exits resume on another shard, or on the restarted one."""
     router: Callable[[], Child] | None = None
-    """Its connections are lost with it. None where shards serve routers that run elsewhere."""
-    router_ready: Path | None = None
-    """A file that it makes when requests are welcome, and …"""
-    router_beside: Path | None = None
-    """… one that is there while it takes another router's place: it listens when it is ready then."""
+    """Its connections are lost when it exits. None if the shards serve remote routers."""
+    router_ready_file: Path | None = None
+    """Created by the router once it is ready."""
+    replacement_file: Path | None = None
+    """Exists while a new router replaces a running one: the new one listens only once it is ready."""
     loader: Callable[[], Child] | None = None
-    """Of adapters. Only what was being loaded is lost."""
+    """Only adapters that are being loaded are lost when it exits."""
 
 
 class Supervisor:
@@ -159,11 +154,11 @@ class Supervisor:
         self._shards: list[SupervisedShard] = []
         self._router: SupervisedHelper | None = None
         self._loader: SupervisedHelper | None = None
-        self._leaving: list[Child] = []
-        """Processes that finish what they have beside their successors."""
+        self._retiring: list[Child] = []
+        """Replaced processes that finish their requests while their successors serve."""
 
     def run(self, signals: Signals, when_ready: Callable[[], None]) -> Exit:
-        """Serve until a signal. Raises LauncherError where a process cannot be had, or ends too often; leaves none."""
+        """Serve until a signal. Raises LauncherError if a process cannot start or exits too often."""
         try:
             self._start()
             try:
@@ -177,7 +172,7 @@ class Supervisor:
             self._log.warning("second signal: ending at once")
             return Exit.FORCED
         except LauncherError:
-            self._give_up()
+            self._end_after_failure()
             raise
         finally:
             for child in self._children():
@@ -185,7 +180,7 @@ class Supervisor:
 
     def _start(self) -> None:
         for shard in self._processes.shards:
-            self._shards.append(SupervisedShard(shard.start, shard.marks, self._log))
+            self._shards.append(SupervisedShard(shard.start, shard.files, self._log))
         if self._processes.loader is not None:
             self._loader = SupervisedHelper(self._processes.loader, Exit.LOADER_FAILED, self._log)
         if self._processes.router is not None:
@@ -198,122 +193,122 @@ class Supervisor:
         if self._router is not None:
             exits.append((self._router.child, Exit.WEBSERVER_CANNOT_START))
         while not self._is_ready():
-            self._listen(signals)
+            self._handle_signal(signals)
             for child, exit in exits:
                 if child.exit_code is not None:
                     raise LauncherError(exit, f"{child.ending} before the server was ready")
 
     def _watch(self, signals: Signals) -> None:
         while True:
-            self._look(signals)
+            self._check(signals)
             if signals.take(signal.SIGUSR2):
                 self._replace_all(signals)
 
-    def _look(self, signals: Signals, untried: SupervisedHelper | None = None) -> None:
-        """Look after everything but a helper that has yet to show whether it can be started at all."""
-        self._listen(signals)
-        for kept in (*self._shards, self._loader, self._router):
-            if kept is not None and kept is not untried:
-                kept.look()
+    def _check(self, signals: Signals, starting: SupervisedHelper | None = None) -> None:
+        """Handle signals and restart what exited, except `starting`, which may not be able to start."""
+        self._handle_signal(signals)
+        for each in (*self._shards, self._loader, self._router):
+            if each is not None and each is not starting:
+                each.check()
 
     def _replace_all(self, signals: Signals) -> None:
-        """Every process by a new one, while the server serves: shards one after the other, then the router."""
-        self._log.info("SIGUSR2: every process is replaced")
+        """Rolling restart: shards one after the other, then the loader, then the router."""
+        self._log.info("SIGUSR2: replacing every process")
         for shard in self._shards:
             shard.replace()
-            if not self._until(lambda shard=shard: shard.is_ready, signals, ending=shard.child):  # type: ignore[misc]
-                self._log.error("%s has not come back: nothing else is replaced", shard.child.name)
+            if not self._wait_for(lambda shard=shard: shard.is_ready, signals, ending=shard.child):  # type: ignore[misc]
+                self._log.error("the new %s did not become ready: the rolling restart stops here", shard.child.name)
                 return
         if self._loader is not None:
-            self._end_beside(self._loader.replace(), signals)
+            self._retire(self._loader.replace(), signals)
         if self._router is None or self._replace_router(self._router, signals):
             self._log.info("every process was replaced")
 
     def _replace_router(self, router: SupervisedHelper, signals: Signals) -> bool:
-        """Both are there until the new one is ready."""
-        ready, beside = self._processes.router_ready, self._processes.router_beside
-        assert ready is not None and beside is not None
+        """The old router serves until the new one is ready. Returns whether it became ready."""
+        ready, replacement = self._processes.router_ready_file, self._processes.replacement_file
+        assert ready is not None and replacement is not None
         ready.unlink(missing_ok=True)
-        beside.touch()
+        replacement.touch()
         old = router.replace()
-        self._leaving.append(old)
-        has_ended = lambda: router.child.exit_code is not None
-        self._until(lambda: ready.exists() or has_ended(), signals, untried=router)
-        beside.unlink()
-        if has_ended() or not ready.exists():
-            self._log.error("the new router cannot serve (%s): the old one goes on", router.child.ending)
-            self._leaving.remove(old)
-            router.take_back(old)
+        self._retiring.append(old)
+        has_exited = lambda: router.child.exit_code is not None
+        self._wait_for(lambda: ready.exists() or has_exited(), signals, starting=router)
+        replacement.unlink()
+        if has_exited() or not ready.exists():
+            self._log.error("the new router did not become ready (%s): the old one keeps serving", router.child.ending)
+            self._retiring.remove(old)
+            router.restore(old)
             return False
         old.hand_over()
-        self._end_beside(old, signals)
+        self._retire(old, signals)
         return True
 
-    def _until(
+    def _wait_for(
         self,
-        is_so: Callable[[], bool],
+        condition: Callable[[], bool],
         signals: Signals,
         ending: Child | None = None,
-        untried: SupervisedHelper | None = None,
+        starting: SupervisedHelper | None = None,
     ) -> bool:
-        """Look after everything until it is so; False where that takes too long. `ending` is killed if it does not end
-        in time, and then there is time again for its successor.
+        """Supervise until `condition` holds; False at a timeout. At its timeout, `ending` is killed; its successor has
+        another timeout.
         """
         end = time.monotonic() + self._drain_timeout_s + _SHARD_END_S
-        while not is_so():
+        while not condition():
             if time.monotonic() > end:
                 if ending is None or ending.exit_code is not None:
                     return False
                 ending.kill()
-                ending, end = None, time.monotonic() + _REPLACED_S
+                ending, end = None, time.monotonic() + _START_S
             elif ending is not None and ending.exit_code is not None:
-                ending, end = None, time.monotonic() + _REPLACED_S
-            self._look(signals, untried)
+                ending, end = None, time.monotonic() + _START_S
+            self._check(signals, starting)
         return True
 
-    def _end_beside(self, old: Child, signals: Signals) -> None:
-        """Let a process that has a successor end; it is killed if it takes too long."""
-        if old not in self._leaving:
-            self._leaving.append(old)
+    def _retire(self, old: Child, signals: Signals) -> None:
+        """Wait until a replaced process has exited; kill it at a timeout."""
+        if old not in self._retiring:
+            self._retiring.append(old)
             old.terminate()
-        if not self._until(lambda: old.exit_code is not None, signals):
-            self._log.warning("%s did not end in time and is killed", old.name)
+        if not self._wait_for(lambda: old.exit_code is not None, signals):
+            self._log.warning("%s did not exit in time; killing it", old.name)
         old.kill()
-        self._leaving.remove(old)
+        self._retiring.remove(old)
 
-    def _listen(self, signals: Signals) -> None:
-        """Wait a moment. Raises Stop for a signal."""
+    def _handle_signal(self, signals: Signals) -> None:
+        """Wait for a moment. Raises Stop for a signal that ends the server."""
         name = signals.wait(_POLL_S)
         if name is not None:
             raise Stop(name)
         if signals.take(signal.SIGHUP) and self._router is not None:
-            self._log.info("SIGHUP: the router reads its files again")
-            self._router.child.hang_up()
+            self._log.info("SIGHUP: the router reloads its files")
+            self._router.child.reload()
 
     def _drain(self, signals: Signals) -> Exit:
-        """Router first: it answers what runs, and needs the shards for that."""
+        """End the router first: it finishes running requests, which needs the shards."""
         gone: list[str] = []
         if self._router is not None:
             self._end([self._router.child], self._drain_timeout_s + _ROUTER_GRACE_S, signals)
             router = self._router.child
-            if router.exit_code not in _MEANT:
+            if router.exit_code not in _CLEAN_EXITS:
                 raise LauncherError(Exit.WEBSERVER_FAILED, f"{router.ending} while draining")
             if router.exit_code is None:
                 raise LauncherError(Exit.WEBSERVER_FAILED, "the router did not drain in time and was killed")
-            gone = [shard.child.ending for shard in self._shards if shard.child.exit_code not in _MEANT]
-        # Without a router here, the shards finish what routers elsewhere have given them.
+            gone = [shard.child.ending for shard in self._shards if shard.child.exit_code not in _CLEAN_EXITS]
+        # Without a local router, the shards finish the requests of remote routers.
         timeout_s = _SHARD_END_S if self._router is not None else self._drain_timeout_s + _SHARD_END_S
         others = [child for child in self._children() if self._router is None or child is not self._router.child]
         self._end(others, timeout_s, signals)
         if any(child.exit_code is None for child in others):
-            self._log.warning("a shard or the loader did not end in time and is killed")
+            self._log.warning("a shard or the loader did not exit in time; killing it")
         if gone:
             raise LauncherError(Exit.SHARD_FAILED, f"{gone[0]} before the router had drained")
         self._log.info("ended")
         return Exit.OK
 
     def _end(self, children: Sequence[Child], timeout_s: float, signals: Signals) -> None:
-        """Ask them to end, and wait. Raises Forced at a signal."""
+        """Ask them to exit, and wait. Raises Forced at a signal."""
         for child in children:
             child.terminate()
         end = time.monotonic() + timeout_s
@@ -321,8 +316,8 @@ class Supervisor:
             if signals.wait(_POLL_S) is not None:
                 raise Forced
 
-    def _give_up(self) -> None:
-        """After a death: the others get a moment to tell their clients."""
+    def _end_after_failure(self) -> None:
+        """Give the other processes a moment to answer their clients."""
         for child in self._children():
             child.terminate()
         end = time.monotonic() + FLUSH_TIMEOUT_S
@@ -332,4 +327,4 @@ class Supervisor:
     def _children(self) -> list[Child]:
         shards = [shard.child for shard in self._shards]
         helpers = [helper.child for helper in (self._loader, self._router) if helper is not None]
-        return [*shards, *helpers, *self._leaving]
+        return [*shards, *helpers, *self._retiring]

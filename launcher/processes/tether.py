@@ -1,7 +1,7 @@
-"""`python tether.py LAUNCHER_PID COMMAND…`: become COMMAND, tied to the launcher: it is killed when the launcher ends.
+"""`python tether.py LAUNCHER_PID COMMAND…`: replaces itself by COMMAND, which is killed when the launcher exits.
 
-A program of its own, which imports nothing of the project: what must happen between fork and exec would run in a copy
-of the launcher, where another thread of it may have held any lock.
+A separate program that imports nothing of the project: code between fork and exec would run in a copy of the launcher,
+where another thread may have held any lock.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ def main() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):  # it died before the line above
         sys.exit(1)
-    os.execv(command[0], command)  # what prctl has set outlives an exec
+    os.execv(command[0], command)  # the setting of prctl survives an exec
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.router.errors import adapter_problem
 from lorikeet.router.requests.adapter_ref import Adapter

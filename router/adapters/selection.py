@@ -9,8 +9,7 @@ from lorikeet.adapters import refs
 from lorikeet.adapters.catalogue import SOURCES, Entry
 from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, NotServed
 from lorikeet.adapters.keys import Keys
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.rights import Rights
 from lorikeet.router.adapters.directory import Directory
 from lorikeet.router.config import RouterConfig

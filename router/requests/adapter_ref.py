@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lorikeet.adapters.pin import Pin
+from lorikeet.adapters.refs import Pin
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def make_offer(config: RouterConfig, shards_draft_model: str) -> Offer:
         config.speculative_tokens_max,
         METHODS[config.speculative_method],
         config.speculative_schedule,
-        RULES[config.speculative_verify],
+        {"shared-noise": "coupled"}.get(config.speculative_verification, config.speculative_verification),
         has_draft_model,
     )
 

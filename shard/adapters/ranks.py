@@ -1,4 +1,4 @@
-"""Adapters of a shard of several ranks: each reads and holds its own part, and the first says when they are used."""
+"""Adapters of a tensor-parallel shard: each rank reads and holds its own part, and the first rank assigns the slots."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import TypeVar
 from lorikeet.shard.adapters.reader import reason_of
 from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles
 from lorikeet.shard.model.tensor_parallel.group import Group
+from lorikeet.shard.ranks.commands import Clear, Forget, Put
 from lorikeet.shard.ranks.leader import Leader
 from lorikeet.shard.scheduler.adapter_slots import Content, Device
 
@@ -17,7 +18,7 @@ To = TypeVar("To")
 
 @dataclass(frozen=True)
 class Part:
-    """The first rank's part of an adapter that all ranks hold."""
+    """The first rank's part of an adapter that every rank holds."""
 
     digest: str
     own: AdapterContent
@@ -32,18 +33,18 @@ class Part:
 
 
 class CollectiveReader:
-    """Reads an adapter where all ranks can: for the thread of each that does so."""
+    """Reads an adapter on all ranks together, in the reader thread of each."""
 
     def __init__(self, files: AdapterFiles, group: Group) -> None:
         self._files, self._group = files, group
 
     def read(self, path: Path) -> AdapterContent:
-        """This rank's part, once all others have theirs. Raises ValueError with a reason, on every rank or on none."""
+        """This rank's part, once every rank has its own. Raises ValueError with a reason, on every rank or on none."""
         opened = self._all(path, self._files.open, path.stem)
         return self._all(opened, self._files.lay_out, path.stem)
 
     def _all(self, what: From, do: Callable[[From], To], digest: str) -> To:
-        """What this rank makes of it, once every rank has."""
+        """`do(what)`, once every rank has done it."""
         found, reason = None, ""
         try:
             found = do(what)
@@ -55,31 +56,31 @@ class CollectiveReader:
         return found
 
     def read_first(self, path: Path) -> Part:
-        """The same for the first rank, which is to name it to the others."""
+        """`read` on the first rank, which names adapters to the others by digest."""
         return Part(path.stem, self.read(path))
 
 
 class BroadcastingSlots:
-    """The slots of all ranks, as the first one's bookkeeping meets them."""
+    """The first rank's slots, whose changes are sent to the other ranks."""
 
     def __init__(self, own: Device, leader: Leader) -> None:
         self._own, self._leader = own, leader
 
     def put(self, slot: int, content: Content) -> None:
-        """Let `slot` mean `content` everywhere."""
+        """Put `content` into `slot` on every rank."""
         assert isinstance(content, Part)
-        self._leader.put(slot, content.digest)
+        self._leader.send(Put(slot, content.digest))
         self._own.put(slot, content.own)
 
     def is_ready(self, slot: int) -> bool:
-        """Here; the others wait for their own copies before they compute a step."""
+        """On this rank; the others wait for their own copies before they compute a step."""
         return self._own.is_ready(slot)
 
     def clear(self, slot: int) -> None:
-        """Let `slot` mean nothing anywhere."""
-        self._leader.clear(slot)
+        """Clear `slot` on every rank."""
+        self._leader.send(Clear(slot))
         self._own.clear(slot)
 
     def forget(self, digest: str) -> None:
-        """Nobody holds it any more."""
-        self._leader.forget(digest)
+        """Drop an adapter from host memory on every rank."""
+        self._leader.send(Forget(digest))

@@ -1,4 +1,15 @@
-"""Attention over paged K and V behind one narrow interface. `create` picks a backend by name, device and dtype."""
+"""Attention over paged K and V behind one interface; `create` picks a backend by name, device and dtype.
+
+`auto` picks, in this order:
+
+- on CUDA `varlen`, torch's FlashAttention, for float16 and bfloat16 with pages of a multiple of 256 tokens and K and V
+  not in fp8; layers that it does not support run on `triton`;
+- on CUDA otherwise `triton`, our own kernels, if the package triton is installed;
+- on CPU `cpu`, our own C kernel, for float32 and bfloat16 if there is a C compiler;
+- else `reference`, which is slow.
+
+Layers that `varlen` and `triton` cannot compute run on `reference`.
+"""
 
 import importlib.util
 import logging
@@ -7,8 +18,7 @@ import torch
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention
 from lorikeet.shard.attention.layerwise import LayerwiseAttention
-from lorikeet.shard.attention.quantized_kv import dtype_of
-from lorikeet.shard.attention.reference import ReferenceAttention
+from lorikeet.shard.attention.reference import FP8, ReferenceAttention
 
 __all__ = ["AttentionBackend", "AttentionSpec", "LayerKV", "NativeAttention", "create"]
 
@@ -18,21 +28,21 @@ logger = logging.getLogger(__name__)
 def create(
     name: str, device: torch.device, dtype: torch.dtype, page_size: int | None, kv_cache_dtype: str = "auto"
 ) -> AttentionBackend:
-    """The backend called `name`; `auto` picks one. Raises ValueError for names that do not exist or do not fit.
+    """The backend called `name`; `auto` picks one. Raises ValueError for an unknown name or unsupported arguments.
 
-    `kv_cache_dtype`: `auto` keeps K and V as the model computes them, `fp8` in eight bits.
+    `kv_cache_dtype`: `auto` keeps K and V in the dtype of the model, `fp8` in eight bits.
     """
-    kv_dtype = dtype_of(kv_cache_dtype)
+    if kv_cache_dtype not in ("auto", "fp8"):
+        raise ValueError(f"unknown --kv-cache-dtype {kv_cache_dtype!r}; known: auto, fp8")
+    kv_dtype = FP8 if kv_cache_dtype == "fp8" else None
     if name == "auto":
-        name = _choose(device, dtype, page_size, is_kept_small=kv_dtype is not None)
+        name = _choose(device, dtype, page_size, kv_dtype)
     if name == "reference":
         return ReferenceAttention(page_size or 16, kv_dtype)
     if name in ("cpu", "varlen") and kv_dtype is not None:
-        raise ValueError(f"the {name} attention backend keeps KV in the number format of the model, not in fp8")
+        raise ValueError(f"the {name} attention backend does not support --kv-cache-dtype fp8")
     if name == "cpu":
-        from lorikeet.shard.attention.cpu import (
-            CpuAttention,  # builds on import of its kernel, so only where it is wanted
-        )
+        from lorikeet.shard.attention.cpu import CpuAttention
 
         if device.type != "cpu":
             raise ValueError(f"the cpu attention backend does not run on {device}")
@@ -47,17 +57,18 @@ def create(
 def _layerwise(
     name: str, device: torch.device, page_size: int | None, kv_dtype: torch.dtype | None
 ) -> LayerwiseAttention:
-    """What computes a layer where `name` does not: our own kernels if they can be, else the reference."""
+    """`name`, then the triton backend if it can run here, then the reference."""
     backends: list[AttentionBackend] = []
+    on_cuda = has_triton() and device.type == "cuda"
     if name == "varlen":
         from lorikeet.shard.attention.varlen import PAGE_SIZE, VarlenAttention, copy_rows
 
         page_size = page_size or PAGE_SIZE
         store = copy_rows
-        if has_triton() and device.type == "cuda":
+        if on_cuda:
             from lorikeet.shard.attention.paged import store
         backends.append(VarlenAttention(page_size, store=store))
-    if name == "triton" or (has_triton() and device.type == "cuda"):
+    if name == "triton" or on_cuda:
         from lorikeet.shard.attention.paged import PagedAttention
 
         backends.append(PagedAttention(page_size, kv_dtype))
@@ -65,29 +76,28 @@ def _layerwise(
 
 
 def has_triton() -> bool:
-    """Whether our own kernels can be compiled here."""
+    """Whether the package triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
-def _choose(device: torch.device, dtype: torch.dtype, page_size: int | None, is_kept_small: bool) -> str:
-    """The fastest backend that works here, with a warning where that is a slow one."""
+def _choose(device: torch.device, dtype: torch.dtype, page_size: int | None, kv_dtype: torch.dtype | None) -> str:
+    """The backend that `auto` stands for. Logs a warning if it is the reference although another one could run."""
     if device.type == "cuda":
-        from lorikeet.shard.attention.varlen import DTYPES, PAGE_SIZE, is_there
+        from lorikeet.shard.attention.varlen import DTYPES, PAGE_SIZE, has_page_tables
 
         has_pages = (page_size or PAGE_SIZE) % PAGE_SIZE == 0
-        if dtype in DTYPES and is_there() and has_pages and not is_kept_small:
+        if dtype in DTYPES and has_page_tables() and has_pages and kv_dtype is None:
             return "varlen"
         if has_triton():
             return "triton"
-        logger.warning("attention runs on the slow reference backend: there is no package triton")
+        logger.warning("attention runs on the slow reference backend: the package triton is not installed")
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
         from lorikeet.shard.attention.cpu import load
         from lorikeet.shard.system.native import CompilerMissing
 
         try:
             load(dtype == torch.bfloat16)
+            return "cpu"
         except CompilerMissing as reason:
             logger.warning("attention runs on the slow reference backend: %s", reason)
-        else:
-            return "cpu"
     return "reference"

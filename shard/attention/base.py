@@ -1,19 +1,24 @@
-"""What an attention backend is: it keeps K and V in pages and lets a step's queries see them.
+"""The interface of an attention backend, which keeps K and V in pages and computes a step's queries over them.
 
-A backend is told once per step which segments come, then called once per layer. Knows nothing of the model around it.
+A backend gets the segments once per step, then one call per layer. Backends share the usual layout of pages and the
+transfer of a step's metadata to the device.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.batch.transfer import sendable, to_device
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What is fixed about one layer's attention."""
+    """The fixed parameters of one layer's attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,7 +42,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class Region:
-    """The pages of one layer's K or V, one after another in the memory of this process."""
+    """The pages of one layer's K or V, contiguous in the memory of this process."""
 
     address: int
     page_bytes: int
@@ -47,13 +52,33 @@ class LayerKV:
     """K and V of one layer, all pages, in the layout of the backend that made it."""
 
     def fresh_regions(self) -> list[Region]:
-        """Memory that the system gives only when it is first written."""
+        """Memory that the system provides only when it is first written."""
         return []
+
+
+class PagedKV(LayerKV):
+    """The usual layout: the tokens of a page are contiguous, and so are the heads of a token."""
+
+    def __init__(
+        self, spec: AttentionSpec, pages: tuple[int, int], dtype: torch.dtype, on: torch.device, has_scales: bool
+    ) -> None:
+        """pages: their number and size, N and P."""
+        shape = (*pages, spec.num_kv_heads)
+        # [N, P, num_kv_heads, key_dim]
+        self.keys = torch.zeros(*shape, spec.key_dim, dtype=dtype, device=on)
+        # [N, P, num_kv_heads, value_dim]
+        self.values = torch.zeros(*shape, spec.value_dim, dtype=dtype, device=on)
+        # [N, P, num_kv_heads] float32 factor of each token's head, with K and V in eight bits
+        self.key_scales = torch.ones(shape, device=on) if has_scales else None
+        self.value_scales = torch.ones(shape, device=on) if has_scales else None
+        # [num_heads] float32, contiguous, for kernels
+        self.sinks = None if spec.sinks is None else spec.sinks.detach().to(on, torch.float32).contiguous()
+        self.slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.to(on, torch.float32).contiguous()
 
 
 @dataclass(frozen=True)
 class NativeAttention:
-    """One layer's attention for the step at hand, as compiled code calls it. Good until the next `prepare`."""
+    """One layer's attention in the current step, to be called by compiled code. Valid until the next `prepare`."""
 
     function: int
     """Address of a function (layer, step, query, key, value, six strides, output, number of threads)."""
@@ -68,23 +93,24 @@ class AttentionBackend(ABC):
 
     page_size: int
     kv_dtype: torch.dtype | None = None
-    """What K and V are kept in; None is what the model computes in. With another one each token's head has a scale."""
+    """Format of K and V in pages, with a scale per token and head; None is the model's dtype, without scales."""
     can_capture: bool = False
-    """Whether a forward under `StepInputs.bounds` reads and launches what follows from these alone."""
+    """Whether a forward under `StepInputs.bounds` depends, in what it reads and launches, on these bounds alone."""
 
     def page_bytes(self, spec: AttentionSpec, dtype: torch.dtype) -> int:
-        """Bytes that one page takes in one layer, `dtype` is what the model computes in."""
+        """Bytes of one page in one layer of a model that computes in `dtype`."""
         head = (spec.key_dim + spec.value_dim) * (self.kv_dtype or dtype).itemsize
         scales = 0 if self.kv_dtype is None else 2 * torch.float32.itemsize
         return spec.num_kv_heads * (head + scales) * self.page_size
 
     def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
-        """What of a layer it does not have there; empty if it has all."""
+        """Why this backend cannot compute a layer on a device; empty if it can."""
         return ""
 
-    @abstractmethod
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
         """Memory for `num_pages` pages of one layer."""
+        pages = (num_pages, self.page_size)
+        return PagedKV(spec, pages, self.kv_dtype or dtype, device, has_scales=self.kv_dtype is not None)
 
     @abstractmethod
     def prepare(self, inputs: StepInputs) -> None:
@@ -101,5 +127,32 @@ class AttentionBackend(ABC):
         """
 
     def native(self, kv: LayerKV) -> NativeAttention | None:
-        """How other compiled code calls `attend` without coming back to Python; None where that is not possible."""
+        """How compiled code calls `attend` without returning to Python; None if it cannot."""
         return None
+
+
+class StepMetadata:
+    """int32 metadata of a step on the device, sent as one pinned copy. Steps of the same bounds use the same address,
+    which a captured graph reads.
+    """
+
+    def __init__(self) -> None:
+        # [capacity of the bounds] int32 of each bounds
+        self._fixed: dict[tuple[Bounds, torch.device], torch.Tensor] = {}
+
+    def send(
+        self, numbers: npt.NDArray[np.int32], device: torch.device, bounds: Bounds | None = None, capacity: int = 0
+    ) -> torch.Tensor:
+        """Copy `numbers` without waiting for it. Returns as many numbers, or with `bounds` the `capacity` numbers
+        reserved for these. Raises RuntimeError if the capacity is too small.
+        """
+        host = torch.from_numpy(numbers)
+        if bounds is None:
+            return to_device(host, device)
+        memory = self._fixed.get((bounds, device))
+        if memory is None:
+            memory = self._fixed[bounds, device] = torch.zeros(capacity, dtype=torch.int32, device=device)
+        if len(numbers) > memory.numel():
+            raise RuntimeError(f"a step needs {len(numbers)} numbers for attention, {memory.numel()} are reserved")
+        memory[: len(numbers)].copy_(sendable(host, device), non_blocking=True)
+        return memory

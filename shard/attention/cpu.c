@@ -1,28 +1,26 @@
 // Attention over paged K and V on a CPU, for one step and one layer. Compiled once per element type (-DBF16=0 or 1, and
 // -DPAIRED=0 for bfloat16 without products of pairs).
 //
-// Every query row is computed by the same sequence of operations whatever else is in the step: scores of positions in
-// pages of P, softmax over the whole visible range with a sum per lane, then a sum over positions in order. So the bits
-// of a row depend on its query and on what it sees, not on chunks, batches or threads.
+// Every query row is computed by the same sequence of operations in any step: scores of positions in pages of P, softmax
+// over the whole visible range with a sum per lane, then a sum over positions in order. So the bits of a row depend on
+// its query and the keys it sees, not on chunks, batches or threads.
 //
-// A lane multiplies TERMS products at once: two with AVX512-BF16, where weights are rounded to bfloat16 too, else one.
-// K lies as [N, kv_heads, key_width / TERMS, P, TERMS], so that 16 positions are one vector, V as
+// A lane adds TERMS products at once: two with AVX512-BF16, where weights are rounded to bfloat16 too, else one.
+// K is stored as [N, kv_heads, key_width / TERMS, P, TERMS], so that 16 positions are one vector, V as
 // [N, kv_heads, P / TERMS, value_width, TERMS]; key_width is key_dim rounded up to 2, value_width rounded up to 16.
 #include <math.h>
 #include <omp.h>
-#include <stdint.h>
-#include <string.h>
-#if BF16 && PAIRED && defined(__AVX512BF16__)
-#include <immintrin.h>
+#include "system/simd.h"
+#if BF16 && PAIRED && defined(WITH_AVX512)
 #define TERMS 2
 #else
 #define TERMS 1
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
-#define BLOCK (2 * LANES)  // positions that one pass over the dimensions scores
-#define COLUMNS 4          // vectors of V that one pass over the positions sums up
-#define AHEAD 256          // positions between what is read and what is brought near meanwhile
+#define BLOCK (2 * LANES)  // positions scored in one pass over the dimensions
+#define COLUMNS 4          // vectors of V summed in one pass over the positions
+#define AHEAD 256          // prefetch distance in positions
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -52,19 +50,13 @@ INLINE vec exp_vec(vec x) {
     return select_vec(tiny, splat(0.0f), y * (vec)((n + 127) << 23));
 }
 
-#if BF16
-typedef uint16_t element;
-#else
-typedef float element;
-#endif
-
-// `operand`: an element of a query or a weight as it is multiplied; `terms`: what a lane multiplies, TERMS of them.
+// `operand`: the type of a query element or weight in a product; `terms`: TERMS operands per lane.
 #if TERMS == 2
 typedef element operand;
 typedef __m512bh terms;
 INLINE void put_query(operand *out, const element *query, int64_t dim) { memcpy(out, query, sizeof(element) * dim); }
 INLINE terms load(const element *p) { return (terms)_mm512_loadu_si512(p); }
-INLINE terms load_first(const element *p) {  // with 0 for the second of each pair, whatever lies there
+INLINE terms load_first(const element *p) {  // with 0 for the second of each pair
     return (terms)_mm512_maskz_loadu_epi16(0x55555555, p);
 }
 INLINE terms spread(const operand *p) {
@@ -73,13 +65,13 @@ INLINE terms spread(const operand *p) {
     return (terms)_mm512_set1_epi32(pair);
 }
 INLINE vec add_products(vec sum, terms a, terms b) { return (vec)_mm512_dpbf16_ps((__m512)sum, a, b); }
-// The weights of BLOCK positions as operands, added to `sum` as they are after rounding.
+// The weights of BLOCK positions as operands; `sum` adds the rounded weights.
 INLINE vec keep_weights(operand *out, vec low, vec high, vec sum) {
     const terms both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
     _mm512_storeu_si512(out, (__m512i)both);
     return add_products(sum, both, (terms)_mm512_set1_epi16(0x3f80));
 }
-// e to the power of x - most, for x <= most, within 1e-6 of itself and far below what rounding to bfloat16 adds.
+// exp(x - most) for x <= most; its relative error of 1e-6 is far below the rounding to bfloat16.
 INLINE vec weigh(vec x, float most) {
     const float log2e = 1.44269504088896341f;
     const __m512 z = _mm512_max_ps(splat(-200.0f), x * splat(log2e) - splat(most * log2e));  // a NaN stays
@@ -94,11 +86,8 @@ INLINE vec weigh(vec x, float most) {
 INLINE vec larger(vec x, vec than) { return _mm512_max_ps(x, than); }  // `than` where x is NaN
 INLINE float largest(vec x) { return _mm512_reduce_max_ps(x); }
 INLINE float total(vec x) { return _mm512_reduce_add_ps(x); }
-INLINE uint16_t first_lanes(int64_t count) { return count >= LANES ? 0xffff : (1u << count) - 1; }
-INLINE void store_lanes(element *out, vec x, int64_t count) {
-    _mm256_mask_storeu_epi16(out, first_lanes(count), (__m256i)_mm512_cvtneps_pbh((__m512)x));
-}
-// A position's V to its half of the pairs at `out`, and nothing to the other half: that may be another thread's.
+INLINE void store_first(element *out, vec x, int64_t count) { store_lanes(out, first_lanes(count), (__m512)x); }
+// Writes a position's V to its half of the pairs at `out` only: another thread may write the other half.
 INLINE void put_value(element *out, const element *value, int64_t dim, int64_t half) {
     for (int64_t c = 0; c < dim; c += LANES) {
         const __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(dim - c), value + c));
@@ -113,18 +102,8 @@ INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_
 typedef float operand;
 typedef vec terms;
 #if BF16
-INLINE float to_float(element x) {
-    union { uint32_t i; float f; } u = {(uint32_t)x << 16};
-    return u.f;
-}
-INLINE element from_float(float x) {  // round to nearest even; NaN stays NaN
-    union { float f; uint32_t i; } u = {x};
-    return x != x ? 0x7fc0 : (element)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
-}
 INLINE terms load(const element *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
 #else
-INLINE float to_float(element x) { return x; }
-INLINE element from_float(float x) { return x; }
 INLINE terms load(const element *p) { return *(const vec *)p; }
 #endif
 INLINE terms load_first(const element *p) { return load(p); }
@@ -157,7 +136,7 @@ INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_
     for (int64_t d = 0; d < dim; d++) out[d * page_size] = key[d];
     if (dim % 2) out[dim * page_size] = 0;
 }
-INLINE void store_lanes(element *out, vec x, int64_t count) {
+INLINE void store_first(element *out, vec x, int64_t count) {
     for (int i = 0; i < LANES && i < count; i++) out[i] = from_float(x[i]);
 }
 #endif
@@ -178,7 +157,7 @@ typedef struct {
     float *memory;                                // [num_threads, scratch]
 } Step;
 
-// K or V of one tile's positions: page i of them, of `count`, begins at base + pages[i] * stride.
+// K or V of one tile's positions: page i of `count` begins at base + pages[i] * stride.
 typedef struct {
     const element *base;
     const int32_t *pages;
@@ -187,14 +166,14 @@ typedef struct {
 
 INLINE const element *page_of(const Stream *s, int64_t i) { return s->base + s->pages[i] * s->stride; }
 
-// `count` tokens of one segment, from its token `first` on, for one kv head. Together they see positions of the pages
-// from number `page` on, up to `end`.
+// `count` tokens of one segment, from its token `first` on, for one kv head. Together they see the positions from page
+// number `page` up to `end`.
 typedef struct {
     int64_t segment, first, count, kv_head, start, end, page;
     Stream keys, values;
 } Tile;
 
-// The n-th tile, of all items for the first `heads` kv heads, then of all items for as many more, and so on.
+// The n-th tile: all items for the first `heads` kv heads, then all items for the next `heads`, and so on.
 static Tile tile_of(const Layer *layer, const Step *step, int64_t n, int64_t heads) {
     const int32_t *item = step->items + n % (step->num_items * heads) / heads * 3;
     const int64_t kv_head = n / (step->num_items * heads) * heads + n % heads;
@@ -208,7 +187,7 @@ static Tile tile_of(const Layer *layer, const Step *step, int64_t n, int64_t hea
                   {layer->values + kv_head * value_size, pages, count, layer->num_kv_heads * value_size}};
 }
 
-// The i-th page of what is read from a tile's start on: its K, its V, the K of the next tile.
+// The i-th page read from the start of a tile: its K, its V, then the K of the next tile.
 INLINE const element *page_in_turn(const Tile *tile, const Tile *next, int64_t i) {
     const int64_t n = tile->keys.count, later = i - 2 * n;
     if (i < n) return page_of(&tile->keys, i);
@@ -216,12 +195,12 @@ INLINE const element *page_in_turn(const Tile *tile, const Tile *next, int64_t i
     return page_of(&next->keys, later < next->keys.count ? later : 0);
 }
 
-// Into the second cache: the first has too few places for misses, and loads would wait for one.
+// Into the second-level cache: the first has too few miss buffers, and loads would wait for one.
 INLINE void prefetch(const element *p, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / sizeof(element)) __builtin_prefetch(p + i, 0, 2);
 }
 
-// Scaled scores out[r][0..BLOCK) of `rows` query rows against BLOCK positions of one page, while `soon` comes near.
+// Scaled scores out[r][0..BLOCK) of `rows` query rows against BLOCK positions of one page; prefetches `soon`.
 INLINE void score_block(int rows, const operand *q, int64_t dim, const element *k, int64_t page_size, float scaling,
                         float *out, int64_t stride, const element *soon) {
     vec low[8] = {0}, high[8] = {0};
@@ -267,7 +246,7 @@ INLINE void value_block(int rows, int columns, const operand *p, int64_t stride,
             prefetch(soon + j * width, columns * LANES * TERMS);
             add_terms(rows, columns, sum, p + j, stride, x);
         }
-        if (j < here) {  // the last position is the first of a pair: what lies beside it is not ours
+        if (j < here) {  // the last position is the first of a pair, whose second belongs to no visible position
             for (int c = 0; c < columns; c++) x[c] = load_first(v + j * width + c * LANES * TERMS);
             add_terms(rows, columns, sum, p + j, stride, x);
         }
@@ -284,7 +263,7 @@ INLINE vec tanh_vec(vec x) {
     return select_vec((ivec)(x != x), x, (vec)((ivec)y | sign));
 }
 
-// 16 scores of a row, from position j on, of which [low, high) are visible, as the softmax takes them.
+// 16 scores of a row, from position j on, of which [low, high) are visible, with cap, slope and mask applied.
 INLINE vec shape_scores(const Layer *layer, vec x, int64_t j, int64_t low, int64_t high, float slope) {
     const ivec position = (int32_t)j + (ivec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     if (layer->softcap != 0) x = splat(layer->softcap) * tanh_vec(x / splat(layer->softcap));
@@ -293,7 +272,7 @@ INLINE vec shape_scores(const Layer *layer, vec x, int64_t j, int64_t low, int64
 }
 
 // Scores to weights, in place, over the block-aligned positions [from, to), of which [low, high) are visible.
-// Returns the sum of the weights. A NaN that is seen makes its weight and the sum NaN.
+// Returns the sum of the weights. A visible NaN makes its weight and the sum NaN.
 static float softmax(const Layer *layer, float *row, int64_t from, int64_t to, int64_t low, int64_t high,
                      int64_t head) {
     const float slope = layer->slopes ? layer->slopes[head] : 0.0f;
@@ -345,7 +324,7 @@ static void attend_tile(const Layer *layer, const Step *step, const Tile *tile, 
         const int64_t low = layer->window && position + 1 > layer->window ? position + 1 - layer->window : 0;
         sums[r] = softmax(layer, scores + r * span, from, from + span, low, position + 1, kv_head * group + r % group);
     }
-    const operand *p = (const operand *)scores;  // weights lie where scores were
+    const operand *p = (const operand *)scores;  // weights replace the scores
     const int64_t stride = span * (int64_t)(sizeof(float) / sizeof(operand));
     for (int64_t c = 0, r = 0, columns; c < width; c += columns * LANES, r = 0) {
         columns = c + COLUMNS * LANES <= width ? COLUMNS : 1;
@@ -360,7 +339,7 @@ static void attend_tile(const Layer *layer, const Step *step, const Tile *tile, 
         element *target =
             output + ((row0 + r / group) * layer->num_heads + kv_head * group + r % group) * layer->value_dim;
         for (int64_t c = 0; c < layer->value_dim; c += LANES)
-            store_lanes(target + c, *(vec *)(out + r * width + c) * scale, layer->value_dim - c);
+            store_first(target + c, *(vec *)(out + r * width + c) * scale, layer->value_dim - c);
     }
 }
 
@@ -382,7 +361,7 @@ void attend(const Layer *layer, const Step *step, const element *query, const el
             const int64_t *strides, element *output, int num_threads) {
     const int64_t kv_heads = layer->num_kv_heads, tiles = step->num_items * kv_heads;
     if (tiles == 0) return;
-    const int64_t even = kv_heads % num_threads == 0;  // then each thread keeps to its own heads, else takes turns
+    const int64_t even = kv_heads % num_threads == 0;  // then each thread computes its own heads, else tiles are shared dynamically
     const int64_t heads = even ? kv_heads / num_threads : kv_heads;
     const int64_t chunk = even ? step->num_items * heads : 1 + tiles / (8 * num_threads);
 #pragma omp parallel num_threads(num_threads)

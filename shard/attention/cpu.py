@@ -1,12 +1,13 @@
-"""Fast attention on CPU: hands a step's metadata and each layer's tensors to the compiled kernel in cpu.c.
+"""Fast attention on CPU: passes a step's metadata and each layer's tensors to the compiled kernel in cpu.c.
 
-The kernel reads pages in place, so nothing is gathered, and each row's bits depend on its own request alone.
+The kernel reads pages in place, so nothing is gathered, and a row's bits depend on its own request alone.
 """
 
 import math
 import mmap
 from ctypes import CDLL, POINTER, Structure, addressof, c_float, c_int, c_int64, c_void_p, cast
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +19,9 @@ from lorikeet.shard.system.native import library
 SOURCE = Path(__file__).with_name("cpu.c")
 LANES = 16
 TILE_ROWS = 64
-"""Query rows (tokens times heads of a group) of one tile at most."""
+"""Maximum of query rows (tokens times heads of a group) per tile."""
 TILE_SCORES = 1 << 17
-"""Scores that a tile keeps at most, unless one token has more."""
+"""Maximum of scores per tile, unless one token has more."""
 
 
 def load(bf16: bool, paired: bool = True) -> CDLL:
@@ -31,16 +32,17 @@ def load(bf16: bool, paired: bool = True) -> CDLL:
     return library(SOURCE, f"BF16={int(bf16)}", f"PAIRED={int(paired)}")
 
 
+def _typed(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class Layer(Structure):
     """`Layer` of cpu.c."""
 
     _fields_ = [
-        *(
-            (name, c_int64)
-            for name in ("num_heads", "num_kv_heads", "key_dim", "key_width", "value_dim", "value_width", "window")
-        ),
-        *((name, c_float) for name in ("scaling", "softcap")),
-        *((name, c_void_p) for name in ("sinks", "slopes", "keys", "values")),
+        *_typed(c_int64, "num_heads num_kv_heads key_dim key_width value_dim value_width window"),
+        *_typed(c_float, "scaling softcap"),
+        *_typed(c_void_p, "sinks slopes keys values"),
     ]
 
 
@@ -48,21 +50,18 @@ class Step(Structure):
     """`Step` of cpu.c."""
 
     _fields_ = [
-        *(
-            (name, c_int64)
-            for name in ("num_segments", "num_tokens", "page_size", "page_stride", "num_items", "scratch")
-        ),
-        *((name, c_void_p) for name in ("starts", "first_rows", "counts", "pages", "items", "slots", "memory")),
+        *_typed(c_int64, "num_segments num_tokens page_size page_stride num_items scratch"),
+        *_typed(c_void_p, "starts first_rows counts pages items slots memory"),
     ]
 
 
 def widths(spec: AttentionSpec) -> tuple[int, int]:
-    """Elements that a position takes per kv head in K and in V: whole pairs, and whole vectors of LANES."""
+    """Elements of a position per kv head in K and in V: padded to pairs, and to vectors of LANES."""
     return -(-spec.key_dim // 2) * 2, -(-spec.value_dim // LANES) * LANES
 
 
 def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take time and memory only where they are written, in large pages where the system gives them."""
+    """Zeros that take time and memory only when they are first written, in huge pages if the system provides them."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -70,26 +69,22 @@ def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class CpuKV(LayerKV):
-    """K and V of one layer as the kernel wants them, with the description it is called with."""
+    """K and V of one layer in the kernel's layout, with its `Layer`."""
 
     def __init__(self, spec: AttentionSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
         self.spec = spec
         key_width, value_width = widths(spec)
-        # [N, kv_heads, key_width * P] in an order that cpu.c chooses for this processor
+        # [N, kv_heads, key_width * P] in the order of cpu.c for this processor
         self.keys = fresh_zeros((num_pages, spec.num_kv_heads, key_width * page_size), dtype)
         # [N, kv_heads, P * value_width] likewise
         self.values = fresh_zeros((num_pages, spec.num_kv_heads, page_size * value_width), dtype)
         self.sinks = None if spec.sinks is None else spec.sinks.detach().float().contiguous()
         self.slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
         self.layer = Layer(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            key_dim=spec.key_dim,
+            **{name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "scaling")},
             key_width=key_width,
-            value_dim=spec.value_dim,
             value_width=value_width,
             window=spec.window or 0,
-            scaling=spec.scaling,
             softcap=spec.softcap or 0.0,
             sinks=None if self.sinks is None else self.sinks.data_ptr(),
             slopes=None if self.slopes is None else self.slopes.data_ptr(),
@@ -98,7 +93,7 @@ class CpuKV(LayerKV):
         )
 
     def fresh_regions(self) -> list[Region]:
-        return [Region(kept.data_ptr(), kept[0].nbytes) for kept in (self.keys, self.values)]
+        return [Region(pool.data_ptr(), pool[0].nbytes) for pool in (self.keys, self.values)]
 
 
 class CpuAttention(AttentionBackend):
@@ -107,9 +102,9 @@ class CpuAttention(AttentionBackend):
     def __init__(self, dtype: torch.dtype, page_size: int | None = None, paired: bool = True) -> None:
         self.page_size = page_size or 32
         if self.page_size % 32:
-            raise ValueError(f"the cpu attention backend needs a page size that 32 divides, not {self.page_size}")
+            raise ValueError(f"the cpu attention backend needs pages of a multiple of 32 tokens, not {self.page_size}")
         if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"the cpu attention backend computes float32 and bfloat16, not {dtype}")
+            raise ValueError(f"the cpu attention backend supports float32 and bfloat16, not {dtype}")
         self.dtype = dtype
         self._attend = load(dtype == torch.bfloat16, paired).attend
         self._attend.restype = None
@@ -160,21 +155,11 @@ class CpuAttention(AttentionBackend):
     ) -> torch.Tensor:
         assert isinstance(kv, CpuKV)
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
-        strides = self._strides
-        strides[0], strides[1], strides[2], strides[3] = query.stride(0), query.stride(1), key.stride(0), key.stride(1)
-        strides[4], strides[5] = value.stride(0), value.stride(1)
+        self._strides[:] = [*query.stride()[:2], *key.stride()[:2], *value.stride()[:2]]
         # [T, num_heads, value_dim]
         output = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
-        self._attend(
-            kv.layer,
-            self._step,
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            strides,
-            output.data_ptr(),
-            self._num_threads,
-        )
+        rows = (x.data_ptr() for x in (query, key, value))
+        self._attend(kv.layer, self._step, *rows, self._strides, output.data_ptr(), self._num_threads)
         return output
 
     def native(self, kv: LayerKV) -> NativeAttention:
@@ -182,7 +167,7 @@ class CpuAttention(AttentionBackend):
         return NativeAttention(self._attend_address, addressof(kv.layer), addressof(self._step), self._step.num_tokens)
 
     def _tiles(self, inputs: StepInputs) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int32]], int]:
-        """[tiles, 3] segment, first token in it, tokens; and the floats that the largest tile needs."""
+        """[tiles, 3] segment, first token in it, tokens; and the scratch floats of the largest tile."""
         tiles: list[tuple[int, int, int]] = []
         most = 0
         for index, segment in enumerate(inputs.segments):
@@ -190,13 +175,8 @@ class CpuAttention(AttentionBackend):
             tokens = max(1, min(TILE_ROWS, TILE_SCORES // span) // self._tile_group)
             tokens = min(tokens, segment.num_tokens)
             most = max(most, tokens * self._tile_group * (span + self._tile_dims))
-            if tokens == segment.num_tokens:
-                tiles.append((index, 0, tokens))
-            else:
-                tiles.extend(
-                    (index, first, min(tokens, segment.num_tokens - first))
-                    for first in range(0, segment.num_tokens, tokens)
-                )
+            firsts = range(0, segment.num_tokens, tokens)
+            tiles += [(index, first, min(tokens, segment.num_tokens - first)) for first in firsts]
         return np.array(tiles, np.int32).reshape(-1, 3), most
 
     def _reserve(self, floats: int) -> None:

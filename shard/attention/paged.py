@@ -1,30 +1,28 @@
 """Attention by our own Triton kernels over pages: any window, soft cap, sinks, slopes, and heads of up to 256.
 
-One launch stores a step's K and V, one or two compute all of its segments: single tokens, guesses to verify and chunks
-of prompts alike. K and V may be kept in eight bits. Tables and launches are here, the arithmetic is in paged_triton.py.
+One launch stores a step's K and V, and one or two compute all of its segments: single tokens, draft tokens and chunks
+of prompts. K and V may be kept in eight bits. Tables and launches are here, the kernels are in paged_triton.py.
 """
 
 import numpy as np
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from lorikeet.shard.attention.metadata import StepMetadata
-from lorikeet.shard.attention.paged_kv import PagedKV
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV, StepMetadata
 from lorikeet.shard.attention.paged_triton import MOST_DIM, attend_paged, store_kv, tile_of, width_of
-from lorikeet.shard.attention.quantized_kv import FP8
-from lorikeet.shard.attention.spans import SPAN, Kind, Rows, Told, capacity, pack
+from lorikeet.shard.attention.reference import FP8
+from lorikeet.shard.attention.spans import SPAN, Kind, Rows, StepTables, capacity, pack
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds
 
 PAGE_STEP = 64
-"""A tile's keys lie in one page."""
+"""The keys of a tile are in one page, so page sizes are multiples of this."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONVERTS_FP8 = (8, 9)
-"""Compute capability of the first devices that do."""
+"""Compute capability of the first devices that convert FP8."""
 PROGRAMS_PER_PROCESSOR = 2
-"""What registers and shared memory of one multiprocessor hold."""
+"""Programs that fit into the registers and shared memory of one multiprocessor."""
 PARTIAL_FLOATS = 1 << 24
-"""For what single spans give."""
+"""Memory for the results of single spans."""
 
 
 class PagedAttention(AttentionBackend):
@@ -39,28 +37,28 @@ class PagedAttention(AttentionBackend):
         span: int = SPAN,
         num_programs: int | None = None,
     ) -> None:
-        """`span`: positions of a partial result; `num_programs`: those that share the work, by default what the device
-        runs at once. Raises ValueError for page sizes that the kernels do not have.
+        """`span`: positions of a partial result; `num_programs`: programs per launch, by default as many as the device
+        runs at once. Raises ValueError for page sizes that the kernels do not support.
         """
         self.page_size = page_size or PAGE_STEP
         if self.page_size % PAGE_STEP or span % PAGE_STEP:
-            raise ValueError(f"the triton attention backend takes page sizes that are multiples of {PAGE_STEP}")
+            raise ValueError(f"the triton attention backend needs a page size that is a multiple of {PAGE_STEP}")
         self.kv_dtype = kv_dtype
         self._span = span
         self._num_programs = num_programs
         self._kinds: dict[Kind, int] = {}
         self._metadata = StepMetadata()
         self._bounds: Bounds | None = None
-        self._told = Told(np.empty(0, np.int32), (), ())
+        self._tables = StepTables(np.empty(0, np.int32), (), ())
         # int32 of `pack`, on the device
         self._numbers = torch.empty(0, dtype=torch.int32)
-        # [PARTIAL_FLOATS] float32 rows of what single spans give, and for each row its largest score and sum of weights
+        # [PARTIAL_FLOATS] float32 rows of single spans' results, and for each row its largest score and sum of weights
         self._partials = torch.empty(0)
         self._stats = torch.empty(0)
         # [T] page id * P + offset in page
         self._kv_slots = torch.empty(0, dtype=torch.long)
 
-    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
+    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
         """Raises ValueError with a reason for a layer that the kernels do not compute."""
         if reason := self.unsupported_reason(spec, dtype, device):
             raise ValueError(reason)
@@ -70,16 +68,16 @@ class PagedAttention(AttentionBackend):
             self._partials = torch.empty(PARTIAL_FLOATS, device=device)
             self._stats = torch.empty(2 * PARTIAL_FLOATS // width_of(1), device=device)
         self._kinds.setdefault(kind_of(spec, dtype), len(self._kinds))
-        return PagedKV(spec, num_pages, self.page_size, self.kv_dtype or dtype, device, self.kv_dtype is not None)
+        return super().allocate(spec, num_pages, dtype, device)
 
     def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
         if dtype not in DTYPES:
-            return f"the triton attention backend does not compute in {dtype}"
+            return f"the triton attention backend does not support {dtype}"
         if max(spec.key_dim, spec.value_dim) > MOST_DIM:
-            return f"the triton attention backend has no heads of {spec.key_dim} and {spec.value_dim}"
+            return f"the triton attention backend does not support heads of {spec.key_dim} and {spec.value_dim}"
         is_cuda, is_small = device.type == "cuda", self.kv_dtype == FP8
         if is_small and is_cuda and torch.cuda.get_device_capability(device) < CONVERTS_FP8:
-            return "KV in fp8 needs a device of compute capability 8.9 or newer, which converts it"
+            return "--kv-cache-dtype fp8 needs a device of compute capability 8.9 or newer"
         return ""
 
     def prepare(self, inputs: StepInputs) -> None:
@@ -93,11 +91,11 @@ class PagedAttention(AttentionBackend):
         offsets = np.cumsum(num_pages) - num_pages
         pages = inputs.page_table[np.arange(inputs.page_table.shape[1]) < num_pages[:, None]]
         rows = Rows(inputs.starts, inputs.counts, inputs.first_rows, offsets.astype(np.int32))
-        self._told = pack(kinds, rows, pages, self._num_programs, self._span)
+        self._tables = pack(kinds, rows, pages, self._num_programs, self._span)
         size = 0
         if inputs.bounds is not None:
             size = capacity(kinds, inputs.bounds, self.page_size, self._num_programs, self._span)
-        self._numbers = self._metadata.send(self._told.numbers, inputs.device, inputs.bounds, size)
+        self._numbers = self._metadata.send(self._tables.numbers, inputs.device, inputs.bounds, size)
 
     def attend(
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -116,28 +114,28 @@ class PagedAttention(AttentionBackend):
         return output
 
     def _grid(self, kind: int, num_kv_heads: int) -> list[int]:
-        """Programs that compute items and those that fold spans: of the step, or of its bounds alone."""
+        """Numbers of programs of `attend` and `fold`: of the step, or of its bounds alone."""
         assert self._num_programs is not None
         if self._bounds is None:
-            return [self._told.num_items[kind] * num_kv_heads, self._told.num_folds[kind] * num_kv_heads]
+            return [self._tables.num_items[kind] * num_kv_heads, self._tables.num_folds[kind] * num_kv_heads]
         return [self._num_programs, self._num_programs if self._bounds.max_kv_len > self._span else 0]
 
 
 def store(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Keep a step's K and V in one launch. slots: [T] page id * P + offset in page; key, value: [T, kv_heads, dim]."""
+    """Store a step's K and V in one launch. slots: [T] page id * P + offset in page; key, value: [T, kv_heads, dim]."""
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
     store_kv(key, value, slots, kv.keys, kv.values, kv.key_scales, kv.value_scales)
 
 
 def kind_of(spec: AttentionSpec, dtype: torch.dtype) -> Kind:
-    """Layers of one kind share tables."""
+    """The kind of a layer; layers of one kind share tables."""
     tile = tile_of(dtype, spec.key_dim, spec.value_dim)
     room = PARTIAL_FLOATS // (spec.num_kv_heads * width_of(spec.value_dim))
     return Kind(spec.group, spec.num_kv_heads, spec.window, tile.rows, room)
 
 
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors; one where there is no such thing."""
+    """Multiprocessors of a CUDA device; 1 for any other."""
     if device.type != "cuda":
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

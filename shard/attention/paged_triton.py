@@ -1,15 +1,15 @@
 """Attention over paged K and V in Triton: `store` writes a step's K and V, `attend` and `fold` read them.
 
-A tile's rows are the query heads of one K and V head, token after token. Keys are cut into spans of a fixed number of
-absolute positions; results of spans (online softmax, Dao 2023) are merged in the order of positions, by the program
-that computes all of a tile's spans or, where programs share them, by `fold`, with the same operations.
-Bits: a row's result is one sequence of operations that follows from the layer, the row's position and what it sees.
-What it sees nothing of leaves its sums as they are, tiles have one shape per number format and head size, and nothing
-is added by atomics. So a row has equal bits alone, in company, in any chunks, on pages of any size and however spans
-are shared, as far as a matrix unit computes the rows of a tile alike.
+The rows of a tile are the query heads of one K and V head, token by token. Keys are divided into spans of a fixed
+number of absolute positions. The results of spans (online softmax, Dao 2023) are merged in the order of positions, with
+the same operations either by the program that computes all spans of a tile or, if programs share them, by `fold`.
+Bits: a row's result is one sequence of operations, determined by the layer, the row's position and the keys it sees.
+Invisible keys leave its sums unchanged, tiles have one shape per dtype and head size, and no sum is atomic. So a row
+has equal bits in any batch, in any chunks, on pages of any size and however spans are shared, provided that a matrix
+unit computes all rows of a tile alike.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-# (Triton compiles the kernels' text, annotations too)
+# (Triton compiles the kernels' source, annotations included)
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ import triton.language as tl
 from lorikeet.shard.attention.spans import FOLD_ROWS, HEADER, RECORD
 
 MOST_DIM = 256
-"""The largest head."""
+"""The largest head size."""
 LOG2E = 1.4426950408889634
 _NOTHING = tl.constexpr(float("-inf"))
 _HEADER, _RECORD = tl.constexpr(HEADER), tl.constexpr(RECORD)
@@ -30,7 +30,7 @@ _LARGEST_FP8 = tl.constexpr(448.0)
 
 @triton.jit
 def _rounded(x):
-    """x as float8_e4m3fn has it, still in float32."""
+    """x rounded to float8_e4m3fn, in float32."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
@@ -61,7 +61,7 @@ def store(
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_SCALES: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """K and V of one row and HEADS heads, to where `slots` says."""
+    """Write K and V of one row and HEADS heads to the row's slot."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     slot = tl.load(slots + row)
@@ -80,7 +80,7 @@ def _dot(left, right, sums, WIDENS: tl.constexpr):
 
 @triton.jit
 def _merge(most, total, sums, span_most, span_total, span_sums):
-    """What is known of some spans and of the next one. Which terms are rounded is said here, not by a compiler."""
+    """Merge the result of the next span. Explicit fused operations leave no rounding to the compiler."""
     both = tl.maximum(most, span_most)
     origin = tl.where(both == _NOTHING, 0.0, both)
     before, after = tl.exp2(most - origin), tl.exp2(span_most - origin)
@@ -91,7 +91,7 @@ def _merge(most, total, sums, span_most, span_total, span_sums):
 
 @triton.jit
 def _divide(most, total, sums, sinks, heads, valid, HAS_SINKS: tl.constexpr):
-    """The weighted mean; a sink takes its share and brings no value."""
+    """The weighted mean; a sink has a weight and no value."""
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=valid, other=0.0) * 1.4426950408889634
         both = tl.maximum(most, sink)
@@ -103,27 +103,26 @@ def _divide(most, total, sums, sinks, heads, valid, HAS_SINKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["kind"])
 def attend(
-    query, keys, values, key_scales, value_scales, sinks, slopes, told, partials, stats, output,
+    query, keys, values, key_scales, value_scales, sinks, slopes, tables, partials, stats, output,
     kind, query_row, query_head, scale, cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """Programs take turns at the items of their kind, of every K and V head. Scores are kept as exponents of two:
-    `scale` has log2(e) in it, or with a cap what its tanh, written as an exponential, needs.
+    """Programs iterate over the items of their kind, for every K and V head. Scores are exponents of two: `scale`
+    includes log2(e), or with a cap the factor of its tanh, which is computed by exp2.
     """
-    items = told + tl.load(told + kind * _HEADER)
-    num_items = tl.load(told + kind * _HEADER + 1)
+    items = tables + tl.load(tables + kind * _HEADER)
+    num_items = tl.load(tables + kind * _HEADER + 1)
     lanes, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     key_dims, value_dims = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
     for work in range(tl.program_id(0), num_items * KV_HEADS, tl.num_programs(0)):
         item = items + (work // KV_HEADS) * _RECORD
         kv_head = work % KV_HEADS
         first_row, first, count, start = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-        pages, first_span, end_span, partial = (
-            told + tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
-        )  # fmt: skip
+        pages, first_span, end_span = tables + tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+        partial = tl.load(item + 7)
         valid = lanes < count
         tokens = (first + lanes) // GROUP
         heads = kv_head * GROUP + (first + lanes) % GROUP
@@ -133,7 +132,7 @@ def attend(
         lowest = 0
         if WINDOW > 0:
             lowest = (tl.maximum(0, start + first // GROUP - WINDOW + 1) // COLUMNS) * COLUMNS
-        asked = tl.load(
+        queries = tl.load(
             query + rows[:, None] * query_row + heads[:, None] * query_head + key_dims[None, :],
             mask=valid[:, None] & (key_dims < KEY_DIM)[None, :],
             other=0.0,
@@ -158,7 +157,7 @@ def attend(
                     mask=is_there[:, None] & (key_dims < KEY_DIM)[None, :],
                     other=0.0,
                 )
-                scores = _dot(asked, tl.trans(found.to(asked.dtype)), tl.zeros((ROWS, COLUMNS), tl.float32), WIDENS)
+                scores = _dot(queries, tl.trans(found.to(queries.dtype)), tl.zeros((ROWS, COLUMNS), tl.float32), WIDENS)
                 scores *= scale
                 if HAS_SCALES:
                     scores *= tl.load(key_scales + slots * KV_HEADS + kv_head, mask=is_there, other=0.0)[None, :]
@@ -185,10 +184,10 @@ def attend(
                 )
                 if HAS_SCALES:
                     weights *= tl.load(value_scales + slots * KV_HEADS + kv_head, mask=is_there, other=0.0)[None, :]
-                    if asked.dtype == tl.float16:  # a small scale leaves its range
+                    if queries.dtype == tl.float16:  # a small scale is out of its range
                         weights, brought = weights.to(tl.bfloat16), brought.to(tl.bfloat16)
                     else:
-                        weights, brought = weights.to(asked.dtype), brought.to(asked.dtype)
+                        weights, brought = weights.to(queries.dtype), brought.to(queries.dtype)
                 else:
                     weights = weights.to(brought.dtype)
                 span_sums = _dot(weights, brought, span_sums * before[:, None], WIDENS)
@@ -208,24 +207,19 @@ def attend(
 
 @triton.jit(do_not_specialize=["kind"])
 def fold(
-    told, partials, stats, sinks, output, kind,
+    tables, partials, stats, sinks, output, kind,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr, AHEAD: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """What single spans gave, in the order of positions; AHEAD of them are read before the first is needed."""
-    folds = told + tl.load(told + kind * _HEADER + 2)
-    num_folds = tl.load(told + kind * _HEADER + 3)
+    """Merge the results of single spans in the order of positions; AHEAD of them are read in advance."""
+    folds = tables + tl.load(tables + kind * _HEADER + 2)
+    num_folds = tl.load(tables + kind * _HEADER + 3)
     lanes, dims = tl.arange(0, ROWS), tl.arange(0, VALUE_WIDTH)
     for work in range(tl.program_id(0), num_folds * KV_HEADS, tl.num_programs(0)):
         record = folds + (work // KV_HEADS) * _RECORD
         kv_head = work % KV_HEADS
-        first_row, first, count, partial = (
-            tl.load(record),
-            tl.load(record + 1),
-            tl.load(record + 2),
-            tl.load(record + 3),
-        )
-        stride, num_spans = tl.load(record + 4), tl.load(record + 5)
+        first_row, first, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+        partial, stride, num_spans = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
         valid = lanes < count
         spans = tl.where(valid, num_spans, 0)
         heads = kv_head * GROUP + (first + lanes) % GROUP
@@ -249,17 +243,17 @@ def fold(
 
 
 _WIDENS = not isinstance(attend, triton.JITFunction)
-"""Triton's interpreter cannot multiply bfloat16, and rounds to eight bits wrongly where an exponent changes."""
+"""Triton's interpreter cannot multiply bfloat16, and rounds to eight bits wrongly if the exponent changes."""
 
 
 def width_of(dim: int) -> int:
-    """Elements that a head takes in a tile."""
+    """Elements of a head in a tile."""
     return max(16, triton.next_power_of_2(dim))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of a tile and how it is compiled: one for each number format and head size."""
+    """The shape of a tile and its compiler options: one for each dtype and head size."""
 
     rows: int
     columns: int
@@ -269,7 +263,7 @@ class Tile:
 
 def tile_of(dtype: torch.dtype, key_dim: int, value_dim: int) -> Tile:
     """Every tile of a layer has this shape."""
-    if dtype == torch.float32:  # no matrix unit computes it as it is
+    if dtype == torch.float32:  # matrix units do not support it
         return Tile(rows=16, columns=32, num_stages=1)
     if max(key_dim, value_dim) > 128:
         return Tile(rows=64, columns=32, num_warps=8)
@@ -296,22 +290,20 @@ def store_kv(
     )  # fmt: skip
 
 
-@store_kv.register_fake
-def _(*_args: object) -> None:
-    return None
+store_kv.register_fake(lambda *_: None)
 
 
 @torch.library.custom_op("lorikeet::attend_paged", mutates_args=("partials", "stats", "output"))
 def attend_paged(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None, sinks: torch.Tensor | None, slopes: torch.Tensor | None, told: torch.Tensor,
+    value_scales: torch.Tensor | None, sinks: torch.Tensor | None, slopes: torch.Tensor | None, tables: torch.Tensor,
     partials: torch.Tensor, stats: torch.Tensor, output: torch.Tensor, kind: int, window: int, span: int,
     grid: list[int], scaling: float, softcap: float,
 ) -> None:  # fmt: skip
-    """query: [T, heads, key_dim] with neighbouring elements side by side; keys, values, scales: as in `store_kv`;
-    sinks, slopes: [heads] float32; told: int32 of `spans.pack`; partials, stats: float32 for what single spans give;
-    output: [T, heads, value_dim]. window, softcap: 0 for none. grid: programs of `attend` and of `fold`, which is left
-    out with 0.
+    """query: [T, heads, key_dim], contiguous in the last dimension; keys, values, scales: as in `store_kv`;
+    sinks, slopes: [heads] float32; tables: int32 of `spans.pack`; partials, stats: float32 results of single spans;
+    output: [T, heads, value_dim]. window, softcap: 0 for none. grid: programs of `attend` and of `fold`, which is not
+    launched with 0.
     """
     num_kv_heads, page_size = keys.shape[2], keys.shape[1]
     key_dim, value_dim = keys.shape[3], values.shape[3]
@@ -328,7 +320,7 @@ def attend_paged(
     }
     attend[(grid[0],)](
         query, keys, values, key_scales if has_scales else keys, value_scales if has_scales else values,
-        output if sinks is None else sinks, output if slopes is None else slopes, told, partials, stats, output,
+        output if sinks is None else sinks, output if slopes is None else slopes, tables, partials, stats, output,
         kind, query.stride(0), query.stride(1), scale, softcap * LOG2E,
         KEY_DIM=key_dim, KEY_WIDTH=width_of(key_dim), PAGE=page_size, SPAN=span, WINDOW=window,
         ROWS=tile.rows, COLUMNS=tile.columns, HAS_SCALES=has_scales, HAS_CAP=softcap > 0,
@@ -336,11 +328,9 @@ def attend_paged(
     )  # fmt: skip
     if grid[1]:
         fold[(grid[1],)](
-            told, partials, stats, output if sinks is None else sinks, output, kind,
+            tables, partials, stats, output if sinks is None else sinks, output, kind,
             ROWS=FOLD_ROWS, AHEAD=4, **shared,
         )  # fmt: skip
 
 
-@attend_paged.register_fake
-def _(*_args: object) -> None:
-    return None
+attend_paged.register_fake(lambda *_: None)

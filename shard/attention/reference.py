@@ -1,25 +1,29 @@
-"""Attention written out, one segment at a time, on any device: the specification that other backends are tested by."""
+"""Reference attention, one segment at a time, on any device: the specification that other backends are tested against.
+
+Also specifies K and V in eight bits: float8_e4m3fn with one float32 scale per token and K and V head. A scale depends
+on its token alone, so the stored values do not depend on the batch.
+"""
 
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from lorikeet.shard.attention.quantized_kv import dequantize, quantize
-from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV
+from lorikeet.shard.batch.inputs import Segment, StepInputs
+
+FP8 = torch.float8_e4m3fn
+MAX_FP8 = 448.0
 
 
-class ReferenceKV(LayerKV):
-    """One row per token slot."""
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: [..., dim]. Returns it in eight bits, and the factor of each row, [...] float32."""
+    x = x.float()
+    largest = x.abs().amax(-1)
+    scale = torch.where(largest > 0, largest / MAX_FP8, 1.0)
+    return (x / scale[..., None]).to(FP8), scale
 
-    def __init__(
-        self, spec: AttentionSpec, num_slots: int, dtype: torch.dtype, device: torch.device, has_scales: bool = False
-    ) -> None:
-        # [N * P, num_kv_heads, key_dim]
-        self.keys = torch.zeros(num_slots, spec.num_kv_heads, spec.key_dim, dtype=dtype, device=device)
-        # [N * P, num_kv_heads, value_dim]
-        self.values = torch.zeros(num_slots, spec.num_kv_heads, spec.value_dim, dtype=dtype, device=device)
-        # [N * P, num_kv_heads] float32 that a token's head is multiplied by, where it is kept in eight bits
-        self.key_scales = torch.ones(self.keys.shape[:2], device=device) if has_scales else None
-        self.value_scales = torch.ones(self.keys.shape[:2], device=device) if has_scales else None
+
+def dequantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x: [..., dim] in eight bits, scale: [...]. Returns float32."""
+    return x.float() * scale[..., None]
 
 
 class ReferenceAttention(AttentionBackend):
@@ -30,17 +34,13 @@ class ReferenceAttention(AttentionBackend):
         self.kv_dtype = kv_dtype
         self._inputs: StepInputs | None = None
 
-    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> ReferenceKV:
-        num_slots = num_pages * self.page_size
-        return ReferenceKV(spec, num_slots, self.kv_dtype or dtype, device, has_scales=self.kv_dtype is not None)
-
     def prepare(self, inputs: StepInputs) -> None:
         self._inputs = inputs
 
     def attend(
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        assert self._inputs is not None and isinstance(kv, ReferenceKV), "prepare() comes before attend()"
+        assert self._inputs is not None and isinstance(kv, PagedKV), "prepare() comes before attend()"
         written = self._inputs.kv_slots
         _put(kv.keys, kv.key_scales, written, key)
         _put(kv.values, kv.value_scales, written, value)
@@ -50,35 +50,32 @@ class ReferenceAttention(AttentionBackend):
         for segment in self._inputs.segments:
             rows = slice(first, first + segment.num_tokens)
             first += segment.num_tokens
-            slots = self._slots(segment.page_ids, segment.kv_len, query.device)
-            output[rows] = attend_one(
-                spec, query[rows], _get(kv.keys, kv.key_scales, slots), _get(kv.values, kv.value_scales, slots),
-                segment.start,
-            )  # fmt: skip
+            slots = self._slots(segment, query.device)
+            keys, values = _get(kv.keys, kv.key_scales, slots), _get(kv.values, kv.value_scales, slots)
+            output[rows] = attend_one(spec, query[rows], keys, values, segment.start)
         return output
 
-    def _slots(self, page_ids: object, kv_len: int, device: torch.device) -> torch.Tensor:
-        """[kv_len] slot of each position."""
-        positions = torch.arange(kv_len, device=device)
-        pages = torch.tensor(list(page_ids), device=device)  # type: ignore[call-overload]
-        slots: torch.Tensor = pages[positions // self.page_size] * self.page_size + positions % self.page_size
-        return slots
+    def _slots(self, segment: Segment, device: torch.device) -> torch.Tensor:
+        """[kv_len] slot of each position: page id * P + offset in page."""
+        positions = torch.arange(segment.kv_len, device=device)
+        pages = torch.tensor(list(segment.page_ids), device=device)
+        return pages[positions // self.page_size] * self.page_size + positions % self.page_size
 
 
 def _put(pool: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor, x: torch.Tensor) -> None:
-    """pool: [N * P, heads, dim], scales: [N * P, heads], slots: [T], x: [T, heads, dim]."""
-    if scales is None:
-        pool[slots] = x
-    else:
-        kept, scales[slots] = quantize(x)
-        pool.view(torch.uint8)[slots] = kept.view(torch.uint8)  # torch moves no elements of eight bits on every device
+    """pool: [N, P, heads, dim], scales: [N, P, heads], slots: [T], x: [T, heads, dim]."""
+    if scales is not None:
+        x, scales.flatten(0, 1)[slots] = quantize(x)
+        x, pool = x.view(torch.uint8), pool.view(torch.uint8)  # not every device copies elements of eight-bit floats
+    pool.flatten(0, 1)[slots] = x
 
 
 def _get(pool: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
     """[L, heads, dim] of slots [L]."""
     if scales is None:
-        return pool[slots]
-    return dequantize(pool.view(torch.uint8)[slots].view(pool.dtype), scales[slots])
+        return pool.flatten(0, 1)[slots]
+    found = pool.view(torch.uint8).flatten(0, 1)[slots].view(pool.dtype)
+    return dequantize(found, scales.flatten(0, 1)[slots])
 
 
 def attend_one(
@@ -91,10 +88,9 @@ def attend_one(
     scores = torch.einsum("qhd,lhd->hql", query.float(), keys.float()) * spec.scaling
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    # [Q, L] how far back each position lies
-    distance = (torch.arange(query.shape[0], device=query.device) + start)[:, None] - torch.arange(
-        keys.shape[0], device=query.device
-    )
+    # [Q, L] distance of each position from the query's
+    positions = torch.arange(query.shape[0], device=query.device) + start
+    distance = positions[:, None] - torch.arange(keys.shape[0], device=query.device)
     if spec.alibi_slopes is not None:
         scores = scores - spec.alibi_slopes.float()[:, None, None] * distance
     hidden = distance < 0

@@ -1,8 +1,8 @@
-"""Who computes what of a step's attention: tiles of query rows, spans of the keys that they see, as records of numbers.
+"""Divides a step's attention among programs, as integer records of tiles of query rows and spans of their keys.
 
-A row of a tile is one query head of one token; a tile has neighbouring rows of one segment and one K and V head. Its
-spans go to one program, or to one each where the tile sees more than a program's fair share: results are the same, bit
-by bit. Knows nothing of tensors.
+A row of a tile is one query head of one token; a tile has neighbouring rows of one segment and one K and V head. One
+program computes all spans of a tile, or one program each if the tile has more than a fair share per program. Both give
+equal bits. Works on numpy arrays only.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from lorikeet.shard.batch.padding import Bounds
 SPAN = 512
 """Positions of a span."""
 FOLD_ROWS = 8
-"""Rows whose spans one program merges."""
+"""Rows whose spans one program of `fold` merges."""
 HEADER = 4
-"""Numbers about a kind, of `Told.numbers`: where its items begin, how many; where its folds begin, how many."""
+"""Numbers per kind in `StepTables.numbers`: offset and number of its items, offset and number of its folds."""
 RECORD = 8
 """Numbers of an item (first row of the segment in T, first row of the tile in the segment, rows, the segment's first
-position, where its pages begin, first span, end of spans, first partial row or -1) and of a fold (first row of the
-segment in T, first row in the segment, rows, partial row of the first span, partial rows from span to span, spans).
+position, offset of its pages, first span, end of spans, first partial row or -1) and of a fold (first row of the
+segment in T, first row in the segment, rows, partial row of the first span, partial rows per span, spans).
 """
 
 Numbers = npt.NDArray[np.int32]
@@ -38,7 +38,7 @@ class Kind:
     window: int | None
     tile_rows: int
     num_partial_rows: int
-    """Rows that there is memory for, of what single spans give."""
+    """Rows of the memory for results of single spans."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,22 @@ class Rows:
     counts: Numbers
     first_rows: Numbers
     page_offsets: Numbers
-    """Where the segment's pages begin, counted from the first page of all."""
+    """Offset of the segment's pages in the pages of all segments."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the kernels read of a step."""
+class StepTables:
+    """The tables of a step that the kernels read."""
 
     # [kinds * HEADER, then items, folds and page ids] int32
     numbers: Numbers
-    # [kinds] programs that have something to do in `attend` and in `fold`, if each did one thing
+    # [kinds] number of items, and of folds
     num_items: Sequence[int]
     num_folds: Sequence[int]
 
 
-def pack(kinds: Sequence[Kind], rows: Rows, pages: Numbers, num_programs: int, span: int = SPAN) -> Told:
-    """The records of every kind, then `pages`: the page ids of all segments, one segment after another."""
+def pack(kinds: Sequence[Kind], rows: Rows, pages: Numbers, num_programs: int, span: int = SPAN) -> StepTables:
+    """The records of every kind, then `pages`, the concatenated page ids of all segments."""
     plans = [plan(kind, rows, num_programs, span) for kind in kinds]
     header = np.zeros(header_size(len(kinds)), np.int32)
     at = header.size
@@ -75,16 +75,16 @@ def pack(kinds: Sequence[Kind], rows: Rows, pages: Numbers, num_programs: int, s
         items[:, 4] += at
     records = [records.ravel() for pair in plans for records in pair]
     numbers = np.concatenate([header, *records, pages])
-    return Told(numbers, [len(items) for items, _ in plans], [len(folds) for _, folds in plans])
+    return StepTables(numbers, [len(items) for items, _ in plans], [len(folds) for _, folds in plans])
 
 
 def header_size(num_kinds: int) -> int:
-    """Numbers before the first record."""
+    """Size of the header, which precedes the records."""
     return -(-num_kinds * HEADER // RECORD) * RECORD
 
 
 def capacity(kinds: Sequence[Kind], bounds: Bounds, page_size: int, num_programs: int, span: int = SPAN) -> int:
-    """Numbers that a step within `bounds` has at most."""
+    """The largest size of `StepTables.numbers` within `bounds`."""
     most_spans = -(-bounds.max_kv_len // span)
     size = header_size(len(kinds)) + bounds.num_rows * -(-bounds.max_kv_len // page_size)
     for kind in kinds:
@@ -96,8 +96,8 @@ def capacity(kinds: Sequence[Kind], bounds: Bounds, page_size: int, num_programs
 
 
 def plan(kind: Kind, rows: Rows, num_programs: int, span: int) -> tuple[Numbers, Numbers]:
-    """[items, RECORD], those that take longest first, and [folds, RECORD]."""
-    owners, first, count = _cut(rows.counts * kind.group, kind.tile_rows)
+    """[items, RECORD], the longest first, and [folds, RECORD]."""
+    owners, first, count = _split(rows.counts * kind.group, kind.tile_rows)
     starts = rows.starts[owners]
     ends = (starts + (first + count - 1) // kind.group) // span + 1
     begins = np.zeros_like(ends)
@@ -107,7 +107,7 @@ def plan(kind: Kind, rows: Rows, num_programs: int, span: int) -> tuple[Numbers,
     owners, first, count, begins, ends = (each[order] for each in (owners, first, count, begins, ends))
     spans = ends - begins
     fair = max(1, -(-int(spans.sum()) * kind.num_kv_heads // num_programs))
-    # [tiles] memory for partial rows up to and with the tile's; the longest come first
+    # [tiles] memory for partial rows up to and including the tile's; the longest tiles are first
     taken = np.cumsum(spans.astype(np.int64) * count)
     num_split = int(((spans > fair) & (taken <= kind.num_partial_rows)).sum())
     common = np.stack([rows.first_rows[owners], first, count, rows.starts[owners], rows.page_offsets[owners]], axis=1)
@@ -119,27 +119,23 @@ def plan(kind: Kind, rows: Rows, num_programs: int, span: int) -> tuple[Numbers,
     parts = np.concatenate([common[tiles], np.stack([span_ids, span_ids + 1, partial], axis=1)], axis=1)
     items = np.concatenate([whole, parts]).astype(np.int32)
 
-    tiles, at, size = _cut(count[:num_split], FOLD_ROWS)
+    tiles, at, size = _split(count[:num_split], FOLD_ROWS)
     begin_of = taken[:num_split] - spans[:num_split] * count[:num_split]
     folds = np.zeros((len(tiles), RECORD), np.int32)
-    folds[:, 0] = common[tiles, 0]
-    folds[:, 1] = first[tiles] + at
-    folds[:, 2] = size
-    folds[:, 3] = begin_of[tiles] + at
-    folds[:, 4] = count[tiles]
-    folds[:, 5] = spans[tiles]
+    columns = (common[tiles, 0], first[tiles] + at, size, begin_of[tiles] + at, count[tiles], spans[tiles])
+    folds[:, : len(columns)] = np.stack(columns, axis=1)
     return items, folds
 
 
-def _cut(sizes: Numbers, most: int) -> tuple[Numbers, Numbers, Numbers]:
-    """Pieces of up to `most`: whose each is, where it begins, its size."""
+def _split(sizes: Numbers, most: int) -> tuple[Numbers, Numbers, Numbers]:
+    """Split each size into pieces of up to `most`: the owner, start and size of each piece."""
     owners, numbers = _repeat(-(-sizes // most))
     first = numbers * most
     return owners, first, np.minimum(most, sizes[owners] - first).astype(np.int32)
 
 
 def _repeat(times: Numbers) -> tuple[Numbers, Numbers]:
-    """Each index as often as `times` says, and how often it came before."""
+    """Each index `times` times, and the number of its earlier occurrences."""
     owners = np.repeat(np.arange(len(times), dtype=np.int32), times)
     numbers = np.arange(len(owners)) - np.repeat(np.cumsum(times) - times, times)
     return owners, numbers.astype(np.int32)

@@ -1,7 +1,7 @@
-"""Attention on CUDA by torch's own variable-length FlashAttention over the page table, where it covers the layer.
+"""Attention on CUDA by torch's variable-length FlashAttention over the page table, for the layers that it supports.
 
-It has no soft caps, sinks or slopes, no float32, and not every size of a head. One split of the keys, so that a row's
-bits do not depend on the rows beside it (Dao 2023 for the algorithm).
+It has no soft caps, sinks or slopes, no float32, and not every head size. The keys are not split, so that a row's bits
+do not depend on the other rows of the step (Dao 2023 for the algorithm).
 """
 
 import inspect
@@ -12,15 +12,13 @@ import numpy as np
 import torch
 from torch.nn.attention import varlen
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from lorikeet.shard.attention.metadata import StepMetadata
-from lorikeet.shard.attention.paged_kv import PagedKV
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV, StepMetadata
 from lorikeet.shard.batch.inputs import StepInputs
 
 PAGE_SIZE = 256
-"""Tokens; the kernel takes multiples of it."""
+"""Tokens; the kernel needs a multiple of it."""
 MOST_DIM, DIM_STEP = 256, 8
-"""Sizes of a head that the kernel has."""
+"""Head sizes that the kernel supports."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 Kernel = Callable[..., torch.Tensor]
@@ -28,21 +26,21 @@ Store = Callable[[PagedKV, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def copy_rows(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Keep a step's K and V. slots: [T] page id * P + offset in page; key, value: [T, kv_heads, dim]."""
+    """Store a step's K and V. slots: [T] page id * P + offset in page; key, value: [T, kv_heads, dim]."""
     kv.keys.flatten(0, 1).index_copy_(0, slots, key)
     kv.values.flatten(0, 1).index_copy_(0, slots, value)
 
 
 class VarlenAttention(AttentionBackend):
-    """One call per layer for all segments: chunks of prompts, single tokens and guesses to verify alike."""
+    """One call per layer for all segments: chunks of prompts, single tokens and draft tokens."""
 
     can_capture = True
 
     def __init__(self, page_size: int | None = None, kernel: Kernel | None = None, store: Store = copy_rows) -> None:
-        """Raises ValueError for page sizes that the kernel does not have. `kernel`: in place of torch's."""
+        """Raises ValueError for page sizes that the kernel does not support. `kernel` replaces torch's."""
         self.page_size = page_size or PAGE_SIZE
         if self.page_size % PAGE_SIZE:
-            raise ValueError(f"the varlen attention backend takes page sizes that are multiples of {PAGE_SIZE}")
+            raise ValueError(f"the varlen attention backend needs a page size that is a multiple of {PAGE_SIZE}")
         self._kernel = kernel or cast(Kernel, varlen.varlen_attn)
         self._store = store
         self._metadata = StepMetadata()
@@ -50,7 +48,7 @@ class VarlenAttention(AttentionBackend):
         self._most = (0, 0)
         # [R + 1] int32 first row of each segment, and T
         self._cu_rows = torch.empty(0, dtype=torch.int32)
-        # [R] int32 tokens that the segment's last row sees
+        # [R] int32 tokens that are visible to the segment's last row
         self._kv_lens = torch.empty(0, dtype=torch.int32)
         # [R, most pages of a segment] int32
         self._page_table = torch.empty(0, 0, dtype=torch.int32)
@@ -58,13 +56,17 @@ class VarlenAttention(AttentionBackend):
         self._kv_slots = torch.empty(0, dtype=torch.long)
 
     def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
-        return unsupported_reason(spec, dtype)
-
-    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
-        return PagedKV(spec, num_pages, self.page_size, dtype, device)
+        if dtype not in DTYPES:
+            return f"torch's FlashAttention does not support {dtype}"
+        for name in ("softcap", "sinks", "alibi_slopes"):
+            if getattr(spec, name) is not None:
+                return f"torch's FlashAttention does not support {name}"
+        if spec.key_dim != spec.value_dim or spec.key_dim % DIM_STEP or spec.key_dim > MOST_DIM:
+            return f"torch's FlashAttention does not support heads of {spec.key_dim} and {spec.value_dim}"
+        return ""
 
     def prepare(self, inputs: StepInputs) -> None:
-        """Under bounds there are as many segments and pages of each as these allow: the missing ones have no rows."""
+        """With bounds there are as many segments and pages as these allow; the missing segments have no rows."""
         num_segments, num_pages = inputs.page_table.shape
         most_segments, most_pages = num_segments, num_pages
         kv_lens = inputs.starts + inputs.counts
@@ -73,14 +75,14 @@ class VarlenAttention(AttentionBackend):
             self._most = inputs.bounds.num_rows, inputs.bounds.max_kv_len
             most_segments, most_pages = inputs.bounds.num_rows, -(-inputs.bounds.max_kv_len // self.page_size)
         sizes = [most_segments + 1, most_segments, most_segments * most_pages]
-        told = np.zeros(sum(sizes), np.int32)
-        rows, lens, table = np.split(told, np.cumsum(sizes[:2]))
+        numbers = np.zeros(sum(sizes), np.int32)
+        rows, lens, table = np.split(numbers, np.cumsum(sizes[:2]))
         ends = inputs.first_rows + inputs.counts
         rows[1 : num_segments + 1] = ends
         rows[num_segments + 1 :] = ends[-1:]
         lens[:num_segments] = kv_lens
         table.reshape(most_segments, most_pages)[:num_segments, :num_pages] = inputs.page_table
-        on_device = self._metadata.send(told, inputs.device, inputs.bounds, told.size)
+        on_device = self._metadata.send(numbers, inputs.device, inputs.bounds, numbers.size)
         self._cu_rows, self._kv_lens, pages = on_device.split(sizes)
         self._page_table = pages.view(most_segments, most_pages)
         self._kv_slots = inputs.kv_slots
@@ -91,7 +93,7 @@ class VarlenAttention(AttentionBackend):
         assert isinstance(kv, PagedKV)
         self._store(kv, self._kv_slots, key, value)
         most_rows, most_tokens = self._most
-        # torch refuses first rows of queries without those of keys; which keys there are, the page table says alone
+        # torch requires cu_seqlens of the keys too, but only the page table determines which keys there are
         arguments = (query.contiguous(), kv.keys, kv.values, self._cu_rows, self._cu_rows, most_rows, most_tokens)
         named = {
             "scale": spec.scaling,
@@ -105,22 +107,10 @@ class VarlenAttention(AttentionBackend):
         except RuntimeError as error:
             if not self._splits or "num_splits" not in str(error):
                 raise
-            self._splits = {}  # an older torch, which splits no keys that lie in pages and will not be told so
+            self._splits = {}  # an older torch, which never splits keys in pages and rejects the argument
         return self._kernel(*arguments, **named)
 
 
-def is_there() -> bool:
-    """Whether this torch attends through a page table."""
+def has_page_tables() -> bool:
+    """Whether this version of torch supports page tables."""
     return "block_table" in inspect.signature(varlen.varlen_attn).parameters
-
-
-def unsupported_reason(spec: AttentionSpec, dtype: torch.dtype) -> str:
-    """What of a layer the kernel does not have; empty if it has all."""
-    if dtype not in DTYPES:
-        return f"{dtype} is not what FlashAttention computes in"
-    for name in ("softcap", "sinks", "alibi_slopes"):
-        if getattr(spec, name) is not None:
-            return f"torch's FlashAttention has no {name}"
-    if spec.key_dim != spec.value_dim or spec.key_dim % DIM_STEP or spec.key_dim > MOST_DIM:
-        return f"torch's FlashAttention has no heads of {spec.key_dim} and {spec.value_dim}"
-    return ""

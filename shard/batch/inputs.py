@@ -212,8 +212,8 @@ class StepInputs:
         head_slots = np.full(self.logits_rows.shape[0], -1, np.int32)
         head_slots[: len(wanted)] = wanted
         drafted = [heads.row for heads in self.heads for _ in range(heads.num_drafts)]
-        head_slots = head_slots[np.asarray(drafted, np.int64)]
-        head_slots = np.concatenate([head_slots, head_slots])
+        draft_slots = head_slots[np.asarray(drafted, np.int64)]
+        head_slots = np.concatenate([head_slots, draft_slots])
         self.head_adapter_rows = rows_of(head_slots.tolist())
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups

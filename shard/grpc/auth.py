@@ -1,6 +1,6 @@
-"""Who may use a shard over TCP: routers that show the secret, or a certificate of an authority, or both.
+"""Authenticates routers over TCP: by a shared secret, by mutual TLS, or by both.
 
-A Unix socket needs neither: its folder lets in its owner alone. Health is told to everybody.
+A Unix socket needs neither: only the owner of its folder can open it. The health service is open to everyone.
 """
 
 import hmac
@@ -19,26 +19,30 @@ _GUARDED = "/lorikeet.shard.v1.Shard/"
 
 @dataclass(frozen=True)
 class Access:
-    """What is asked of who connects."""
+    """Credentials that a client must present."""
 
     secret: str = ""
-    """Shown as a bearer's in the metadata of each call; empty asks for none."""
+    """Bearer token in the metadata of each call; empty requires none."""
     credentials: grpc.ServerCredentials | None = None
-    """Of TLS; with an authority's certificate the router must have one of it too."""
+    """TLS of the server; with a certificate authority the client must present a certificate signed by it."""
 
     @classmethod
     def of(cls, config: ShardConfig) -> Self:
-        """Raises ValueError where a TCP address would be open to everybody, or a file is of no use."""
+        """Raises ValueError if a TCP address would be open to everyone or the secret is too short."""
         secret = "" if config.secret_path is None else read_secret(Path(config.secret_path))
         credentials = None
-        if config.tls_cert_path is not None and config.tls_key_path is not None:
-            pair = Path(config.tls_key_path).read_bytes(), Path(config.tls_cert_path).read_bytes()
-            authority = None if config.tls_ca_path is None else Path(config.tls_ca_path).read_bytes()
+        if config.shard_tls_cert_path is not None and config.shard_tls_key_path is not None:
+            pair = Path(config.shard_tls_key_path).read_bytes(), Path(config.shard_tls_cert_path).read_bytes()
+            authority = None if config.shard_tls_ca_path is None else Path(config.shard_tls_ca_path).read_bytes()
             credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
-        if not config.listen.startswith("unix:") and not secret and (credentials is None or config.tls_ca_path is None):
+        if (
+            not config.listen.startswith("unix:")
+            and not secret
+            and (credentials is None or config.shard_tls_ca_path is None)
+        ):
             raise ValueError(
-                f"whoever reaches {config.listen} could use this shard: it needs a secret (--shard-secret-file), or TLS"
-                " and an authority whose certificates routers show (--shard-tls-cert, --shard-tls-key, --shard-tls-ca)"
+                f"anyone who reaches {config.listen} could use this shard: set a secret (--shard-secret-file) or mutual"
+                " TLS (--shard-tls-cert, --shard-tls-key, --shard-tls-ca)"
             )
         return cls(secret, credentials)
 
@@ -48,7 +52,7 @@ class Access:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Lets calls through that show the secret."""
+    """Rejects calls without the secret."""
 
     def __init__(self, secret: str) -> None:
         self._expected = f"Bearer {secret}".encode()
@@ -57,22 +61,22 @@ class Guard(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         handler = await continuation(details)
-        if handler is None or not details.method.startswith(_GUARDED) or self._knows(details):
+        if handler is None or not details.method.startswith(_GUARDED) or self._is_authorized(details):
             return handler
         make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_unary_rpc_method_handler
-        return make(_refuse, handler.request_deserializer, handler.response_serializer)
+        return make(_reject, handler.request_deserializer, handler.response_serializer)
 
-    def _knows(self, details: grpc.HandlerCallDetails) -> bool:
+    def _is_authorized(self, details: grpc.HandlerCallDetails) -> bool:
         shown = next((value for name, value in details.invocation_metadata or () if name == "authorization"), "")
         return hmac.compare_digest(str(shown).encode(), self._expected)
 
 
-async def _refuse(_: Any, context: Any) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this shard asks for its secret")
+async def _reject(_: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this shard requires its secret (--shard-secret-file)")
 
 
 def read_secret(path: Path) -> str:
-    """Raises ValueError for one that could be guessed, OSError where there is no file."""
+    """Raises ValueError for a secret that is too short, OSError if there is no file."""
     secret = path.read_text().strip()
     if len(secret) < SHORTEST_SECRET:
         raise ValueError(f"the secret in {path} has fewer than {SHORTEST_SECRET} characters")

@@ -1,30 +1,24 @@
-"""Between the wire's messages and the shard's own words, both ways, with everything checked on the way in.
+"""Converts the wire's messages to the shard's types and back, and validates what routers send.
 
-Runs in the gRPC thread; knows no stream, no step and no state of the shard beyond the fixed bounds.
+Runs in the gRPC thread, and depends on no state of the shard beyond its fixed bounds.
 """
 
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from typing import Any
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.inbox import Commands, Refusal
-from lorikeet.shard.grpc.outbox import Details, Output, StreamUpdate
-from lorikeet.shard.scheduler.request import (
-    LogprobParams,
-    Method,
-    Request,
-    Rule,
-    SamplingParams,
-    Schedule,
-    Speculation,
-)
+from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StreamUpdate
+from lorikeet.shard.scheduler.request import LogprobParams, Method, Request, Rule, SamplingParams, Schedule, Speculation
 
 MAX_MESSAGE_BYTES = 3 << 20
-"""Estimated size at which a message is cut; the wire's limit is 4 MiB."""
+"""Estimated size at which a message is split; the wire's limit is 4 MiB."""
 BYTES_PER_ITEM = 10
-"""No token id, log probability or flag takes more, two alternatives' parts counted one by one."""
+"""Upper bound for a token id, a log probability or a flag; an alternative counts as two items."""
 MAX_ALTERNATIVES = 256
 MAX_DRAFTS = 64
 SCHEDULES = set(map(str, Schedule))
@@ -32,9 +26,24 @@ RULES = set(map(str, Rule))
 HEX_DIGITS = frozenset("0123456789abcdef")
 
 
+def common_fields(kind: Any, message: Any) -> tuple[str, ...]:
+    """Names of the fields that a dataclass shares with a message."""
+    return tuple(field.name for field in fields(kind) if field.name in message.DESCRIPTOR.fields_by_name)
+
+
+SAMPLING = common_fields(SamplingParams, pb.Sampling)
+LOGPROBS = common_fields(LogprobParams, pb.Logprobs)
+LOAD = tuple(name for name in common_fields(Status, pb.Load) if name != "num_preempted")
+
+
+def pick(source: object, names: tuple[str, ...]) -> dict[str, Any]:
+    """The named attributes, as keyword arguments."""
+    return {name: getattr(source, name) for name in names}
+
+
 @dataclass(frozen=True)
 class Bounds:
-    """What a request must keep within."""
+    """Limits of every request."""
 
     vocab_size: int
     max_total_tokens: int
@@ -44,7 +53,7 @@ class Bounds:
 
 
 def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
-    """Check a router's message. What cannot run becomes a Refusal; nothing is raised for bad values."""
+    """Validate a router's message. A request that cannot run becomes a Refusal; no bad value raises an error."""
     return Commands(
         epoch=epoch,
         submits=[read_submit(epoch, submit, bounds) for submit in command.submits],
@@ -57,11 +66,10 @@ def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
 
 
 def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refusal:
-    """One request, or why it cannot run."""
+    """One request, or the reason why it cannot run."""
     key = (epoch, submit.id)
     prompt_ids = list(submit.prompt_ids)
-    fault = find_fault(submit, prompt_ids, bounds)
-    if fault:
+    if fault := find_fault(submit, prompt_ids, bounds):
         return Refusal(key, fault)
     sampling, logprobs = submit.sampling, submit.logprobs
     return Request(
@@ -70,26 +78,11 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         num_prompt=len(prompt_ids) - submit.num_emitted,
         max_new_tokens=submit.max_new_tokens,
         sampling=SamplingParams(
-            do_sample=sampling.do_sample,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            typical_p=sampling.typical_p,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
+            **pick(sampling, SAMPLING),
             logit_bias=tuple(zip(sampling.bias_ids, sampling.bias_values, strict=True)),
-            watermark=sampling.watermark,
             seed=submit.seed,
         ),
-        logprobs=LogprobParams(
-            wanted=logprobs.wanted,
-            alternatives=logprobs.alternatives,
-            raw=logprobs.mode == pb.Logprobs.RAW,
-            prefill=logprobs.prefill,
-            prefill_alternatives=logprobs.prefill_alternatives,
-        ),
+        logprobs=LogprobParams(**pick(logprobs, LOGPROBS), raw=logprobs.mode == pb.Logprobs.RAW),
         stop_ids=frozenset(submit.stop_ids),
         adapter_digest=submit.adapter.digest,
         heads_digest=submit.heads.digest,
@@ -101,7 +94,7 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
 
 
 def read_speculation(submit: pb.Submit) -> Speculation:
-    """How far ahead is guessed; its words are known to be among those of the enumerations."""
+    """How the request speculates. `find_fault` has validated the values of the enumerations."""
     wanted = submit.speculation
     return Speculation(
         Method(wanted.method or Method.OFF),
@@ -114,13 +107,13 @@ def read_speculation(submit: pb.Submit) -> Speculation:
 
 
 def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
-    """Why a request cannot run, in a sentence; empty if it can."""
+    """The error message of a request that cannot run; empty if it can."""
     if not prompt_ids:
         return "the prompt is empty"
     if max(prompt_ids) >= bounds.vocab_size:
         return f"token id {max(prompt_ids)} of the prompt is outside the vocabulary of {bounds.vocab_size}"
     if submit.num_emitted >= len(prompt_ids):
-        return "no token of the prompt is left beside those already emitted"
+        return "num_emitted leaves no token of the prompt"
     if submit.max_new_tokens <= submit.num_emitted:
         return "max_new_tokens leaves nothing to generate"
     total = len(prompt_ids) - submit.num_emitted + submit.max_new_tokens
@@ -128,55 +121,58 @@ def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
         return f"prompt and max_new_tokens make {total} tokens; this shard takes {bounds.max_total_tokens}"
     if total > bounds.num_kv_tokens:
         return f"prompt and max_new_tokens make {total} tokens; the KV memory holds {bounds.num_kv_tokens}"
-    if submit.HasField("adapter") and not (bounds.has_adapters and is_digest(submit.adapter.digest)):
-        return "this shard serves no adapters" if not bounds.has_adapters else "an adapter's digest is 64 hex digits"
+    if submit.HasField("adapter") and (fault := find_digest_fault(submit.adapter.digest, bounds)):
+        return fault
     if fault := find_speculation_fault(submit, bounds):
         return fault
     if submit.grammar:
         return "grammars are not supported yet"
     logprobs = submit.logprobs
     if max(logprobs.alternatives, logprobs.prefill_alternatives) > min(MAX_ALTERNATIVES, bounds.vocab_size):
-        return f"at most {min(MAX_ALTERNATIVES, bounds.vocab_size)} alternatives can be given"
+        return f"at most {min(MAX_ALTERNATIVES, bounds.vocab_size)} alternatives can be returned"
     return find_sampling_fault(submit.sampling, bounds)
 
 
 def find_speculation_fault(submit: pb.Submit, bounds: Bounds) -> str:
-    """Why nothing can be guessed like this, in a sentence; empty if it can."""
+    """The error message of speculation that this shard cannot do; empty if it can."""
     wanted = submit.speculation
-    known: dict[str, tuple[str, set[str]]] = {
-        "method": (wanted.method, methods_of(bounds)),
-        "schedule": (wanted.schedule, SCHEDULES),
-        "verification": (wanted.verify, RULES),
-    }
-    for name, (word, words) in known.items():
-        if word and word not in words:
-            return f"{word} is no {name} of speculation here; there are: {', '.join(sorted(words))}"
-    if submit.heads.digest and not (bounds.has_adapters and is_digest(submit.heads.digest)):
-        return "this shard serves no adapters" if not bounds.has_adapters else "a digest of heads is 64 hex digits"
+    known = (
+        ("method", wanted.method, methods_of(bounds)),
+        ("schedule", wanted.schedule, SCHEDULES),
+        ("verification", wanted.verify, RULES),
+    )
+    for name, value, values in known:
+        if value and value not in values:
+            return f"this shard does not support the speculation {name} {value}; supported: {', '.join(sorted(values))}"
+    if submit.heads.digest and (fault := find_digest_fault(submit.heads.digest, bounds)):
+        return fault
     if wanted.num_tokens > MAX_DRAFTS:
-        return f"at most {MAX_DRAFTS} tokens can be guessed in a step"
+        return f"at most {MAX_DRAFTS} draft tokens can be proposed per step"
     if max(submit.prediction_ids, default=0) >= bounds.vocab_size:
         return f"token id {max(submit.prediction_ids)} of the prediction is outside the vocabulary"
     return ""
 
 
 def methods_of(bounds: Bounds) -> set[str]:
-    """What can guess here."""
-    found = {Method.OFF.value, Method.AUTO.value, Method.LOOKUP.value}
-    if bounds.has_adapters:
-        found.add(Method.MEDUSA.value)
-    if bounds.has_draft_model:
-        found.add(Method.DRAFT.value)
-    return found
+    """The speculation methods that this shard supports."""
+    missing = ([] if bounds.has_adapters else [Method.MEDUSA]) + ([] if bounds.has_draft_model else [Method.DRAFT])
+    return {method.value for method in Method if method not in missing}
+
+
+def find_digest_fault(digest: str, bounds: Bounds) -> str:
+    """The error message of an adapter or heads that this shard cannot load; empty if it can."""
+    if not bounds.has_adapters:
+        return "this shard serves no adapters"
+    return "" if is_digest(digest) else "the digest of an adapter or heads must be 64 hex digits"
 
 
 def is_digest(text: str) -> bool:
-    """Whether a text can name an adapter, and with it a file."""
+    """Whether a text is a well-formed digest, and so safe as a file name."""
     return len(text) == 64 and set(text) <= HEX_DIGITS
 
 
 def find_sampling_fault(sampling: pb.Sampling, bounds: Bounds) -> str:
-    """Why tokens cannot be drawn like this, in a sentence; empty if they can."""
+    """The error message of sampling parameters that are invalid; empty if they are valid."""
     in_range = {
         "temperature": 0 < sampling.temperature < math.inf,
         "top_p": 0 < sampling.top_p <= 1,
@@ -198,29 +194,17 @@ def find_sampling_fault(sampling: pb.Sampling, bounds: Bounds) -> str:
 
 
 def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:
-    """The messages that tell a stream its mail, each below 4 MiB. Each is complete in itself."""
+    """The messages of an update, each below 4 MiB and each complete in itself."""
     status = update.status
     head = pb.StepOutput(
         step=status.step,
         credit=pb.Credit(
-            num_requests=status.credit_requests,
-            num_kv_tokens=status.credit_tokens,
-            acknowledged=update.acknowledged,
+            num_requests=status.credit_requests, num_kv_tokens=status.credit_tokens, acknowledged=update.acknowledged
         ),
         heartbeat=heartbeat,
-        load=pb.Load(
-            num_running=status.num_running,
-            num_waiting=status.num_waiting,
-            used_pages=status.used_pages,
-            cached_pages=status.cached_pages,
-            step_ms=status.step_ms,
-            step_tokens=status.step_tokens,
-            expected_ms=status.expected_ms,
-            gap_us=status.gap_us,
-        ),
+        load=pb.Load(**pick(status, LOAD)),
     )
-    message = pb.StepOutput()
-    message.CopyFrom(head)
+    message = deepcopy(head)
     message.load.num_preempted = update.num_preempted
     for digest, (residency, reason) in update.adapters.items():
         message.adapters.add(digest=digest, residency=residency.value, reason=reason)
@@ -228,20 +212,18 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.S
         message.step_requests.CopyFrom(pb.StepRequests(ids=update.step_requests))
     size = 0
     for output in update.outputs:
-        for part in cut(output):
+        for part in split(output):
             is_next_part = bool(message.outputs) and message.outputs[-1].id == part.key[1]
             if is_next_part or (size and size + estimate_bytes(part) > MAX_MESSAGE_BYTES):
                 yield message
-                message = pb.StepOutput()
-                message.CopyFrom(head)
-                size = 0
+                message, size = deepcopy(head), 0
             message.outputs.append(write_output(part))
             size += estimate_bytes(part)
     yield message
 
 
 def write_output(output: Output) -> pb.RequestOutput:
-    """One request's part of a message. Only what is there is set: most outputs are one token."""
+    """One request's part of a message. Empty fields are left unset: most outputs are one token."""
     message = pb.RequestOutput(
         id=output.key[1],
         token_ids=output.token_ids,
@@ -260,18 +242,14 @@ def write_output(output: Output) -> pb.RequestOutput:
         message.error = output.error
         message.retryable = output.retryable
         message.in_step = output.in_step
-    details = output.details
-    if details is not None:
-        message.alternative_ids.extend(details.alternative_ids)
-        message.alternative_logprobs.extend(details.alternative_logprobs)
-        message.prefill_logprobs.extend(details.prefill_logprobs)
-        message.prefill_alternative_ids.extend(details.prefill_alternative_ids)
-        message.prefill_alternative_logprobs.extend(details.prefill_alternative_logprobs)
+    if output.details is not None:
+        for name in DETAILS:
+            getattr(message, name).extend(getattr(output.details, name))
     return message
 
 
 def estimate_bytes(output: Output) -> int:
-    """No less than the output takes on the wire."""
+    """An upper bound for the output's size on the wire."""
     num_items = 3 * len(output.token_ids)
     details = output.details
     if details is not None:
@@ -279,12 +257,12 @@ def estimate_bytes(output: Output) -> int:
     return BYTES_PER_ITEM * num_items + 4 * len(output.error) + 64
 
 
-def cut(output: Output) -> Iterator[Output]:
-    """The output itself, or several that together say the same, each small enough for a message."""
+def split(output: Output) -> Iterator[Output]:
+    """The output itself, or equivalent smaller ones, each small enough for a message."""
     if estimate_bytes(output) <= MAX_MESSAGE_BYTES:
         yield output
         return
-    parts = [*truncate_scores(output), *truncate_tokens(output)]
+    parts = [*split_scores(output), *split_tokens(output)]
     parts[0].num_cached = output.num_cached
     parts[0].num_drafted, parts[0].num_accepted = output.num_drafted, output.num_accepted
     parts[0].seconds = output.seconds
@@ -293,8 +271,8 @@ def cut(output: Output) -> Iterator[Output]:
     yield from parts
 
 
-def truncate_scores(output: Output) -> Iterator[Output]:
-    """What the output says about the prompt."""
+def split_scores(output: Output) -> Iterator[Output]:
+    """The output's log probabilities of the prompt."""
     details = output.details or Details()
     num_scores = len(details.prefill_logprobs)
     width = len(details.prefill_alternative_ids) // max(num_scores, 1)
@@ -309,7 +287,7 @@ def truncate_scores(output: Output) -> Iterator[Output]:
         yield Output(output.key, details=part)
 
 
-def truncate_tokens(output: Output) -> Iterator[Output]:
+def split_tokens(output: Output) -> Iterator[Output]:
     """The tokens of the output."""
     details = output.details or Details()
     num_tokens = len(output.token_ids)

@@ -1,4 +1,4 @@
-"""How word from the routers reaches the step loop: put by the gRPC thread, drained once per turn. Knows no gRPC."""
+"""Queues the routers' commands for the step loop: the gRPC thread puts them, the loop drains them every iteration."""
 
 import threading
 from collections import deque
@@ -26,14 +26,14 @@ class StreamOpened:
 
 @dataclass(frozen=True)
 class StreamEnded:
-    """A router is gone: its requests end."""
+    """A router has disconnected: its requests end."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class Commands:
-    """One message of a router, checked and put into the shard's own words. Applied in the order of the fields."""
+    """One validated message of a router. Applied in the order of the fields."""
 
     epoch: int
     submits: list[Request | Refusal] = field(default_factory=list)
@@ -41,15 +41,15 @@ class Commands:
     prefetches: list[str] = field(default_factory=list)
     """Digests of adapters that will be needed soon."""
     pins: list[tuple[str, bool]] = field(default_factory=list)
-    """(digest, whether it is to stay)."""
+    """(digest, whether it is pinned)."""
     unloads: list[str] = field(default_factory=list)
-    """Digests of adapters that are not needed any more."""
+    """Digests of adapters that are no longer needed."""
     drain: bool = False
 
 
 @dataclass(frozen=True)
 class AdapterRead:
-    """An adapter has come into host memory, or will not come."""
+    """An adapter was read into host memory, or could not be read."""
 
     digest: str
     content: Content | None
@@ -60,7 +60,7 @@ Item = StreamOpened | StreamEnded | Commands | AdapterRead
 
 
 class Inbox:
-    """A queue between threads that the reader may sleep on."""
+    """A queue between threads on which the reader may block."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
@@ -71,17 +71,14 @@ class Inbox:
         self._changed.set()
 
     def wake(self) -> None:
-        """Let the reader look around although nothing came."""
+        """Wake the reader although nothing was put."""
         self._changed.set()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Sleep until something was put, or wake() was called, since the last drain; or for so long."""
+        """Block until something was put or wake() was called since the last drain, `seconds` at most."""
         self._changed.wait(seconds)
 
     def drain(self) -> list[Item]:
-        """All that came, in order."""
+        """All items, in order."""
         self._changed.clear()
-        items = []
-        while self._items:
-            items.append(self._items.popleft())
-        return items
+        return [self._items.popleft() for _ in range(len(self._items))]

@@ -1,27 +1,29 @@
-"""What the steps gave, on its way to the routers. The loop never waits: what a slow stream has yet to take is merged.
+"""Buffers the outputs of steps for the routers. The step loop never waits: outputs that a slow stream has not taken yet
+are merged.
 
-Knows streams by their epoch and how to merge outputs; knows neither gRPC nor the wire's messages.
+A stream is identified by its epoch. Nothing here depends on gRPC or on the wire's messages.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from operator import add
 
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.request import FinishReason, Source
 
 AdapterEvent = tuple[Residency, str]
-"""Where an adapter is, and why it failed."""
+"""Where an adapter is, and why it could not be loaded."""
 NO_SECONDS = (0.0, 0.0, 0.0)
 DRAFTED = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT)
-"""In this order drafts are counted, as on the wire."""
-NO_UPDATE: Mapping[str, AdapterEvent] = {}
+"""Draft sources in the order of the wire's draft counts."""
+AdapterEvents = Mapping[str, AdapterEvent]
+NO_EVENTS: AdapterEvents = {}
 
 
 @dataclass(slots=True)
 class Details:
-    """What few requests ask for. Lists are flat, as on the wire."""
+    """Log probabilities that few requests ask for. Lists are flat, as on the wire."""
 
     alternative_ids: list[int] = field(default_factory=list)
     alternative_logprobs: list[float] = field(default_factory=list)
@@ -30,17 +32,17 @@ class Details:
     prefill_alternative_logprobs: list[float] = field(default_factory=list)
 
     def merge(self, later: "Details") -> None:
-        """Append what a later step gave."""
-        self.alternative_ids += later.alternative_ids
-        self.alternative_logprobs += later.alternative_logprobs
-        self.prefill_logprobs += later.prefill_logprobs
-        self.prefill_alternative_ids += later.prefill_alternative_ids
-        self.prefill_alternative_logprobs += later.prefill_alternative_logprobs
+        """Append those of a later step."""
+        for name in DETAILS:
+            getattr(self, name).extend(getattr(later, name))
+
+
+DETAILS = tuple(field.name for field in fields(Details))
 
 
 @dataclass(slots=True)
 class Output:
-    """What one or several steps gave one request. One is made per token, so it is kept small."""
+    """One request's output of one or several steps. One is made per token, so it is kept small."""
 
     key: tuple[int, int]
     token_ids: list[int] = field(default_factory=list)
@@ -50,18 +52,18 @@ class Output:
     details: Details | None = None
     num_cached: int = 0
     num_drafted: tuple[int, ...] = ()
-    """Drafts verified, by DRAFTED; empty for none."""
+    """Drafts verified, in the order of DRAFTED; empty for none."""
     num_accepted: int = 0
     seconds: tuple[float, float, float] = NO_SECONDS
-    """Proposing, verifying and accepting took, in the steps that verified drafts."""
+    """Time spent proposing, verifying and accepting, in the steps that verified drafts."""
     finish_reason: FinishReason = FinishReason.NONE
     error: str = ""
     retryable: bool = False
     in_step: bool = False
-    """Whether a step that computed it failed."""
+    """Whether a step that computed the request failed."""
 
     def merge(self, later: "Output") -> None:
-        """Append what a later step gave."""
+        """Append the output of a later step."""
         self.token_ids += later.token_ids
         self.sources += later.sources
         self.step_ends += later.step_ends
@@ -72,23 +74,18 @@ class Output:
             self.details.merge(later.details)
         self.num_cached += later.num_cached
         if later.num_drafted:
-            self._merge_drafts(later)
-        self.finish_reason = later.finish_reason
-        self.error = later.error
-        self.retryable = later.retryable
-        self.in_step = later.in_step
-
-    def _merge_drafts(self, later: "Output") -> None:
-        counts = self.num_drafted or (0,) * len(later.num_drafted)
-        self.num_drafted = tuple(map(add, counts, later.num_drafted))
-        self.num_accepted += later.num_accepted
-        draft, verify, accept = map(add, self.seconds, later.seconds)
-        self.seconds = draft, verify, accept
+            counts = self.num_drafted or (0,) * len(later.num_drafted)
+            self.num_drafted = tuple(map(add, counts, later.num_drafted))
+            self.num_accepted += later.num_accepted
+            draft, verify, accept = map(add, self.seconds, later.seconds)
+            self.seconds = draft, verify, accept
+        self.finish_reason, self.error = later.finish_reason, later.error
+        self.retryable, self.in_step = later.retryable, later.in_step
 
 
 @dataclass(frozen=True)
 class Status:
-    """How the shard stands after a turn of its loop."""
+    """State of the shard after an iteration of its loop."""
 
     step: int = 0
     credit_requests: int = 0
@@ -98,69 +95,74 @@ class Status:
     used_pages: int = 0
     cached_pages: int = 0
     num_preempted: int = 0
-    """In this turn."""
+    """In this iteration."""
     step_ms: int = 0
     step_tokens: int = 0
     expected_ms: int = 0
-    """What the step at hand, or the next one, should take."""
+    """Estimated time of the running step, or of the next one."""
     gap_us: int = 0
-    """That the device has waited for the host between steps, since the start."""
+    """Total time that the device has waited for the host between steps."""
 
 
 @dataclass
 class StreamUpdate:
-    """What one stream is to be told next."""
+    """Everything that one stream sends next."""
 
-    outputs: list[Output]
-    status: Status
-    num_preempted: int
-    """Since the stream's last mail."""
-    acknowledged: int
-    adapters: dict[str, AdapterEvent]
-    """By digest: where it is now, where that has changed."""
+    outputs: list[Output] = field(default_factory=list)
+    status: Status = Status()
+    num_preempted: int = 0
+    """Since the stream's last update."""
+    acknowledged: int = 0
+    adapters: dict[str, AdapterEvent] = field(default_factory=dict)
+    """New state by digest, of adapters whose state has changed."""
     step_requests: list[int] | None = None
-    """Ids of the stream's requests that the step at hand computes, where that has changed."""
-
-
-class StreamBuffer:
-    """What waits for one stream."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.wake = wake
-        self.outputs: dict[int, Output] = {}
-        self.status = Status()
-        self.num_preempted = 0
-        self.acknowledged = 0
-        self.adapters: dict[str, AdapterEvent] = {}
-        self.step_requests: list[int] | None = None
-        self.is_announced = True
-        """Whether the stream has sent the last word on what is computed."""
-        self.is_called = False
-        self.told: tuple[int, ...] | None = None
-
-    def call(self) -> None:
-        """Wake who takes, unless that was done."""
-        if not self.is_called:
-            self.is_called = True
-            self.wake()
+    """Ids of the stream's requests in the running step, if these have changed."""
 
     @property
-    def news(self) -> tuple[int, ...]:
-        """What the router decides by; worth a message when it changes."""
+    def routing_state(self) -> tuple[int, ...]:
+        """What the router's decisions depend on; a change is worth a message."""
         status = self.status
         return (status.credit_requests, status.credit_tokens, status.expected_ms, self.acknowledged)
 
 
+class StreamBuffer:
+    """The update that one stream has not taken yet."""
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self.wake = wake
+        self.update = StreamUpdate()
+        self.outputs: dict[int, Output] = {}
+        """Outputs of `update` by request id."""
+        self.is_announced = True
+        """Whether the stream has sent the latest `step_requests`."""
+        self.is_called = False
+        self.last_sent: tuple[int, ...] | None = None
+
+    def call(self) -> None:
+        """Wake the stream, once until it takes its update."""
+        if not self.is_called:
+            self.is_called = True
+            self.wake()
+
+    def add(self, output: Output) -> None:
+        """Merge an output into the one that the stream has not taken yet."""
+        earlier = self.outputs.setdefault(output.key[1], output)
+        if earlier is output:
+            self.update.outputs.append(output)
+        else:
+            earlier.merge(output)
+
+
 class Outbox:
-    """One tray per open stream."""
+    """One buffer per open stream."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sent = threading.Condition(self._lock)
         self._buffers: dict[int, StreamBuffer] = {}
 
-    def open(self, epoch: int, wake: Callable[[], None]) -> None:
-        """`wake` is called, from the step loop's thread, when there is something to take."""
+    def open(self, epoch: int, wake: Callable[[], object]) -> None:
+        """`wake` is called from the step loop's thread when there is an update to take."""
         with self._lock:
             self._buffers[epoch] = StreamBuffer(wake)
 
@@ -170,69 +172,47 @@ class Outbox:
             self._sent.notify_all()
 
     def announce_step(self, keys: Iterable[tuple[int, int]], wait_s: float = 0.0) -> None:
-        """A step is about to compute these requests. Waits up to `wait_s` until every stream has sent that."""
+        """Announce the requests of the step that is about to run. Waits up to `wait_s` for all streams to send this."""
         ids: dict[int, list[int]] = {}
         for epoch, request_id in keys:
             ids.setdefault(epoch, []).append(request_id)
         with self._lock:
             for epoch, buffer in self._buffers.items():
-                buffer.step_requests, buffer.is_announced = ids.get(epoch, []), False
+                buffer.update.step_requests, buffer.is_announced = ids.get(epoch, []), False
                 buffer.call()
             if wait_s:
                 self._sent.wait_for(lambda: all(buffer.is_announced for buffer in self._buffers.values()), wait_s)
 
     def sent(self, epoch: int, update: StreamUpdate) -> None:
-        """A stream has sent what it took."""
-        if update.step_requests is None:
-            return
+        """A stream has sent an update that it took."""
         with self._lock:
             buffer = self._buffers.get(epoch)
-            if buffer is not None and buffer.step_requests is None:
+            if update.step_requests is not None and buffer is not None and buffer.update.step_requests is None:
                 buffer.is_announced = True
                 self._sent.notify_all()
 
     def publish(
-        self,
-        outputs: list[Output],
-        status: Status,
-        acknowledged: dict[int, int],
-        adapters: Mapping[str, AdapterEvent] = NO_UPDATE,
+        self, outputs: list[Output], status: Status, acknowledged: dict[int, int], adapters: AdapterEvents = NO_EVENTS
     ) -> None:
-        """Hand over what a turn gave. Outputs of streams that have ended are dropped."""
+        """Buffer the results of an iteration. Outputs of streams that have ended are dropped."""
         with self._lock:
             for output in outputs:
-                epoch, request_id = output.key
-                buffer = self._buffers.get(epoch)
-                if buffer is None:
-                    continue
-                earlier = buffer.outputs.setdefault(request_id, output)
-                if earlier is not output:
-                    earlier.merge(output)
+                if output.key[0] in self._buffers:
+                    self._buffers[output.key[0]].add(output)
             for epoch, buffer in self._buffers.items():
-                buffer.status = status
-                buffer.num_preempted += status.num_preempted
-                buffer.acknowledged = acknowledged.get(epoch, 0)
-                buffer.adapters.update(adapters)
-                has_update = buffer.outputs or buffer.adapters or buffer.news != buffer.told
-                if has_update:
+                update = buffer.update
+                update.status = status
+                update.num_preempted += status.num_preempted
+                update.acknowledged = acknowledged.get(epoch, 0)
+                update.adapters.update(adapters)
+                if update.outputs or update.adapters or update.routing_state != buffer.last_sent:
                     buffer.call()
 
     def take(self, epoch: int) -> StreamUpdate:
-        """All that waits for a stream."""
+        """Take everything that is buffered for a stream."""
         with self._lock:
             buffer = self._buffers[epoch]
-            update = StreamUpdate(
-                list(buffer.outputs.values()),
-                buffer.status,
-                buffer.num_preempted,
-                buffer.acknowledged,
-                buffer.adapters,
-                buffer.step_requests,
-            )
-            buffer.outputs = {}
-            buffer.step_requests = None
-            buffer.num_preempted = 0
-            buffer.adapters = {}
-            buffer.is_called = False
-            buffer.told = buffer.news
-            return update
+            taken = buffer.update
+            buffer.update = replace(taken, outputs=[], num_preempted=0, adapters={}, step_requests=None)
+            buffer.outputs, buffer.is_called, buffer.last_sent = {}, False, taken.routing_state
+            return taken

@@ -1,9 +1,10 @@
-"""The shard's gRPC side, in a thread of its own: it moves messages between streams, inbox and outbox, nothing more.
+"""The shard's gRPC server, in its own thread: it moves messages between streams, inbox and outbox.
 
-It listens from the start, so that a router need not poll; calls wait until the shard says what it is.
+It listens from the start, so that a router need not poll; calls wait until the model is loaded.
 """
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -34,18 +35,18 @@ OPTIONS = [("grpc.max_send_message_length", 4 << 20), ("grpc.max_receive_message
 
 @dataclass(frozen=True)
 class Facts:
-    """What a shard says of itself once it is ready."""
+    """Description of a shard that is ready."""
 
     info: pb.ShardInfo
     bounds: Bounds
     progress: Callable[[], tuple[int, float]]
     """Number and start of the running step, (0, …) while idle."""
     digest: Callable[[], Future[str]]
-    """Of the files that the model was loaded from."""
+    """Digest of the files that the model was loaded from."""
 
 
 class ShardService(shard_pb2_grpc.ShardServicer):
-    """The calls of the wire. Lives in the server's event loop."""
+    """The rpcs. Runs in the server's event loop."""
 
     def __init__(self, inbox: Inbox, outbox: Outbox) -> None:
         self.facts: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
@@ -69,9 +70,9 @@ class ShardService(shard_pb2_grpc.ShardServicer):
         facts = await asyncio.shield(self.facts)
         epoch = next(self._epochs)
         loop, called = asyncio.get_running_loop(), asyncio.Event()
-        self._outbox.open(epoch, wake=lambda: call(loop, called))
+        self._outbox.open(epoch, wake=lambda: loop.call_soon_threadsafe(called.set))
         self._inbox.put(StreamOpened(epoch))
-        log.info("stream opened", stream=epoch)
+        log.info("stream_opened", stream=epoch)
         reader = asyncio.create_task(self._read(epoch, commands, facts.bounds, called))
         try:
             is_last = False
@@ -80,7 +81,7 @@ class ShardService(shard_pb2_grpc.ShardServicer):
                 await wait_for_event(called, 0 if is_last else HEARTBEAT_S)
                 called.clear()
                 update = self._outbox.take(epoch)
-                for message in write_update(update, beat(facts)):
+                for message in write_update(update, heartbeat(facts)):
                     await context.write(message)
                 self._outbox.sent(epoch, update)
             if reader.done() and not reader.cancelled() and isinstance(reader.exception(), DecodeError):
@@ -89,7 +90,7 @@ class ShardService(shard_pb2_grpc.ShardServicer):
             reader.cancel()
             self._outbox.close(epoch)
             self._inbox.put(StreamEnded(epoch))
-            log.info("stream ended", stream=epoch)
+            log.info("stream_ended", stream=epoch)
 
     async def _read(
         self, epoch: int, commands: AsyncIterator[pb.Command], bounds: Bounds, ended: asyncio.Event
@@ -101,22 +102,15 @@ class ShardService(shard_pb2_grpc.ShardServicer):
             ended.set()
 
 
-def call(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    """Set an event of the loop from another thread."""
-    loop.call_soon_threadsafe(event.set)
-
-
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
-    """Until the event is set, or so long."""
-    try:
+    """Wait until the event is set, `timeout_s` at most."""
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
-    except TimeoutError:
-        pass
 
 
-def beat(facts: Facts) -> pb.Heartbeat:
-    """How the running step is getting on."""
+def heartbeat(facts: Facts) -> pb.Heartbeat:
+    """Number and age of the running step."""
     number, started = facts.progress()
     if not number:
         return pb.Heartbeat()
@@ -124,7 +118,7 @@ def beat(facts: Facts) -> pb.Heartbeat:
 
 
 class Server:
-    """A running gRPC server."""
+    """The gRPC server and its thread."""
 
     def __init__(self, listen: str, inbox: Inbox, outbox: Outbox, access: Access | None = None) -> None:
         self._listen = listen
@@ -133,26 +127,25 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._service: ShardService
         self._health: health.aio.HealthServicer
-        self._ended: asyncio.Event
         self._thread = threading.Thread(target=self._run, args=(inbox, outbox), name="grpc", daemon=True)
 
     def start(self) -> str:
-        """Listen. Returns the address, with the real port where 0 was asked for. Raises OSError if it cannot be had."""
+        """Listen. Returns the address, with the port that was bound for 0. Raises OSError if it cannot be bound."""
         self._thread.start()
         return self._started.result()
 
     def ready(self, facts: Facts) -> None:
-        """The shard can serve."""
+        """Start to answer calls."""
         asyncio.run_coroutine_threadsafe(self._ready(facts), self._loop).result()
 
     def closing(self) -> None:
-        """Nothing new is taken: let routers know, which go elsewhere then."""
-        asyncio.run_coroutine_threadsafe(self._health_is(health_pb2.HealthCheckResponse.NOT_SERVING), self._loop)
+        """Report that the shard accepts no new requests, so that routers use other shards."""
+        asyncio.run_coroutine_threadsafe(self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING), self._loop)
 
     def stop(self) -> None:
-        """Send what is left to say, then end."""
+        """Send the remaining updates, then end."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ended.set)
+            self._loop.call_soon_threadsafe(self._service.ended.set)
             self._thread.join()
 
     def _run(self, inbox: Inbox, outbox: Outbox) -> None:
@@ -166,30 +159,29 @@ class Server:
 
     async def _serve(self, inbox: Inbox, outbox: Outbox) -> None:
         self._service = ShardService(inbox, outbox)
-        self._ended = self._service.ended
         self._health = health.aio.HealthServicer()
         server = grpc.aio.server(options=OPTIONS, interceptors=self._access.interceptors)
         shard_pb2_grpc.add_ShardServicer_to_server(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        await self._health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         address = bind(server, self._listen, self._access)
         await server.start()
         self._started.set_result(address)
-        await self._ended.wait()
+        await self._service.ended.wait()
         await self._health.enter_graceful_shutdown()
         await server.stop(END_GRACE_S)
 
     async def _ready(self, facts: Facts) -> None:
         self._service.facts.set_result(facts)
-        await self._health_is(health_pb2.HealthCheckResponse.SERVING)
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
-    async def _health_is(self, status: Any) -> None:
+    async def _set_health(self, status: Any) -> None:
         for name in ("", "lorikeet.shard.v1.Shard"):
             await self._health.set(name, status)
 
 
 def bind(server: Any, listen: str, access: Access) -> str:
-    """Take the address: a Unix socket that only its owner may open, or host and port. Raises OSError."""
+    """Bind the address: a Unix socket that only its owner can open, or host and port. Raises OSError."""
     is_private = listen.startswith("unix:")
     mask = os.umask(0o177)
     try:

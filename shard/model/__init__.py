@@ -1,20 +1,19 @@
-"""One base model: transformers' code, our layers, our attention, paged KV."""
+"""One base model: transformers' modules with our layers, our attention and paged KV."""
 
 import torch
 
-from lorikeet.proto import quantization
+from lorikeet.proto.quantization import choose as choose_quantization
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.layers import quantized_matrices
-from lorikeet.shard.model.loader import choose_dtype, load_network, read_config
+from lorikeet.shard.model.loader import choose_dtype, load_network, read_config, reject_unservable
 from lorikeet.shard.model.model import Model, ModelInfo
 from lorikeet.shard.model.probe import probe
 from lorikeet.shard.model.quantization.layers import check_batch_invariance
 from lorikeet.shard.model.rotary import fix_rotary
 from lorikeet.shard.model.tensor_parallel.group import Group
-from lorikeet.shard.model.unsupported import reject_unservable
 
 __all__ = ["Model", "ModelInfo", "load_model"]
 
@@ -31,9 +30,9 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     reject_unservable(checkpoint)
     text_config = checkpoint.get_text_config()
     try:
-        method = quantization.choose(config.quantize, checkpoint.to_dict())
+        method = choose_quantization(config.quantize, checkpoint.to_dict())
         if method is not None and group is not None:
-            raise ValueError(f"quantised by {method} it is not split over several devices: --num-shard 1")
+            raise ValueError(f"a network quantised by {method} cannot be split over several devices: use --num-shard 1")
         fix_rotary(text_config, config.max_total_tokens)
     except ValueError as reason:
         raise ValueError(f"cannot serve {checkpoint.model_type}: {reason}") from None

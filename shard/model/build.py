@@ -1,4 +1,4 @@
-"""From a loaded network to a `Model`: the layer pass, then the facts that others may know."""
+"""Builds a `Model` from a loaded network: partitioning, rotary tables, the layer pass, the model's facts."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from lorikeet.shard.model.model import Model, ModelInfo
 from lorikeet.shard.model.quantization.layers import num_parameters
 from lorikeet.shard.model.rotary import tabulate_rotary
 from lorikeet.shard.model.tensor_parallel.group import Group
-from lorikeet.shard.model.tensor_parallel.partitioning import join, partition_network
+from lorikeet.shard.model.tensor_parallel.partitioning import connect_ranks, partition_network
 
 
 def assemble(
@@ -26,15 +26,14 @@ def assemble(
     quantization: str = "",
     fusions: str = "auto",
 ) -> Model:
-    """Replace the layers of `network`, which this takes over, and wrap it. No position reaches `num_positions`. With
-    other ranks in `group`, this one's part of it. Raises ValueError where that cannot be.
+    """Replace the layers of `network`, which the model owns from then on. Positions are below `num_positions`. With a
+    `group` of ranks, keep this rank's part. Raises ValueError where that is not possible.
 
-    `quantization`: what its weights are quantised by, for others to know; `fusions`: as in `ShardConfig`.
+    `quantization`: the method that its weights are quantised by; `fusions`: as in `ShardConfig`.
     """
     info = ModelInfo(
         model_type=text_config.model_type,
         vocab_size=text_config.vocab_size,
-        max_positions=getattr(text_config, "max_position_embeddings", None),
         dtype=dtype,
         device=inputs.device,
         quantization=quantization,
@@ -45,7 +44,7 @@ def assemble(
     if group is None:
         targets = replace_layers(network, backend, inputs, dtype, fusions=fusions)
         return Model(network, backend, inputs, info, targets)
-    cuts = partition_network(network, text_config, group)
+    partitions = partition_network(network, text_config, group)
     network.to(inputs.device)
     targets = replace_layers(network, backend, inputs, dtype, is_whole=False)
-    return Model(network, backend, inputs, info, targets, lambda: join(network, cuts, group))
+    return Model(network, backend, inputs, info, targets, lambda: connect_ranks(network, partitions, group))

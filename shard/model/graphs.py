@@ -1,9 +1,9 @@
 """Steps captured as CUDA graphs: one for each of the bounds that steps are padded to, replayed with one launch.
 
-A graph is the launches of one forward pass at the addresses that they had. What differs from step to step (tokens,
-positions, pages, which row has which adapter, ranks, heads) is read by the kernels from memory that is refilled before
-each replay; so any mix of adapters, ranks and widths of verification is the same graph. All graphs share their memory:
-one runs at a time. Knows what is captured; what a step is padded to is for shard/batch/padding.py to say.
+A graph is the launches of one forward pass at fixed addresses. What differs from step to step (tokens, positions,
+pages, each row's adapter, ranks, heads) is read by the kernels from memory that is refilled before each replay; so any
+mix of adapters, ranks and draft lengths is the same graph. All graphs share their memory: one runs at a time.
+shard/batch/padding.py decides how a step is padded.
 """
 
 import time
@@ -27,18 +27,18 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-
 
 
 class CannotCapture(RuntimeError):
-    """Something that the forward pass does cannot be captured, or gives something else when replayed."""
+    """The forward pass cannot be captured, or gives other logits when replayed."""
 
 
 class Recorder(Protocol):
     """Captures launches."""
 
     def record(self, compute: Launch) -> Launch:
-        """Run `compute` and return what runs it again, on whatever is at its addresses then."""
+        """Run `compute` and return a function that runs it again, on the memory at the same addresses."""
 
 
-class StepRequests(Protocol):
-    """A model, as far as graphs are concerned."""
+class CapturableModel(Protocol):
+    """The parts of a model that graphs use."""
 
     inputs: StepInputs
     backend: AttentionBackend
@@ -56,7 +56,7 @@ class CudaRecorder:
         self._stream = _side_stream(device)
 
     def record(self, compute: Launch) -> Launch:
-        """Run `compute` once, so that kernels are compiled and libraries have their memory, then capture it."""
+        """Run `compute` once, so that kernels are compiled and libraries allocate, then capture it."""
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
@@ -64,29 +64,29 @@ class CudaRecorder:
             with torch.cuda.stream(self._stream):
                 compute()
             before.wait_stream(self._stream)
-            # other threads may copy meanwhile
+            # other threads may copy at the same time
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 compute()
         finally:
-            torch.cuda.set_stream(before)  # torch leaves the other one where a capture fails
+            torch.cuda.set_stream(before)  # torch does not restore it where a capture fails
         return graph.replay
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where steps are captured: always the same, for libraries keep memory of their own for each stream."""
+    """Where steps are captured: always the same stream, because libraries allocate for each stream."""
     return torch.cuda.Stream(device)
 
 
 class Graphs:
     """The captured steps of one model."""
 
-    def __init__(self, model: StepRequests, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds]) -> None:
+    def __init__(self, model: CapturableModel, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds]) -> None:
         """Captures one graph for each of `bounds`. The inputs must be padded already. Raises CannotCapture."""
         started = time.monotonic()
         self._model, self._padding = model, padding
         most_logits = max(each.num_logits for each in bounds)
-        # [most S + E, V] of the step at hand
+        # [most S + E, V] of the current step
         self._logits = torch.zeros(most_logits, model.info.vocab_size, device=model.info.device)
         self._launches: dict[Bounds, Launch] = {}
         for each in bounds:
@@ -101,13 +101,13 @@ class Graphs:
         self.seconds = time.monotonic() - started
 
     def replay(self, bounds: Bounds) -> torch.Tensor:
-        """Compute the step that inputs and backend hold. Returns [T + E, V] float32, good until the next replay."""
+        """Compute the step of inputs and backend. Returns [T + E, V] float32, valid until the next replay."""
         self._launches[bounds]()
         return self._logits[: bounds.num_logits]
 
     def check(self) -> None:
-        """Compare what the largest graph of each family gives for tokens that it was not captured with to what the same
-        launches give one by one. Raises CannotCapture.
+        """Compare the largest graph of each family with the same launches outside a graph, for tokens that it was not
+        captured with. Raises CannotCapture.
         """
         families = {(bool(each.num_drafts), each.has_adapters): each for each in reversed(self._launches)}
         for bounds in families.values():
@@ -127,8 +127,8 @@ class Graphs:
         return recorder.record(compute)
 
     def _describe(self, bounds: Bounds, first_token: int = 0) -> None:
-        """Fill in a step of these bounds: requests of one token each in the spare page. Those at the same place of it
-        are alike, for on a device nobody knows whose K and V stay there.
+        """Describe a step of these bounds: requests of one token each in the spare page. Those at the same position of
+        it have the same token, because on a device any of them may write its K and V last.
         """
         inputs, num_rows = self._model.inputs, bounds.num_rows
         num_places = min(inputs.page_size, bounds.max_kv_len)
@@ -139,5 +139,5 @@ class Graphs:
         ids = (rows % num_places + first_token) % self._model.info.vocab_size
         inputs.fill(segments, ids, rows, range(num_rows), heads)
         if inputs.bounds != bounds:
-            raise CannotCapture(f"a step that is to be captured as {bounds} is {inputs.bounds}")
+            raise CannotCapture(f"a step to be captured as {bounds} is {inputs.bounds}")
         self._model.backend.prepare(inputs)

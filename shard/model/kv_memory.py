@@ -1,4 +1,4 @@
-"""How many KV pages there are: what memory gives after the model is loaded, within what was asked for."""
+"""The number of KV pages: the memory left after the model is loaded, within the configured limits."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from lorikeet.shard.model import Model
 log = structlog.get_logger()
 
 CPU_SHARE = 0.25
-"""Part of the available memory that KV takes on CPU unless told otherwise: other processes live there too."""
+"""Part of the available memory that KV takes on CPU by default: other processes need some too."""
 
 
 def choose_num_pages(
     config: ShardConfig, model: Model, draft_model: Model | None = None, graph_bytes: int = 0, num_spare: int = 0
 ) -> int:
-    """The number of KV pages, each of both models, beside `num_spare` more and `graph_bytes` for graphs. Raises
-    ValueError when they could not hold one request of `max_total_tokens`.
+    """The number of KV pages, each of both models, besides `num_spare` pages and `graph_bytes` for graphs. Raises
+    ValueError when they cannot hold one request of `max_total_tokens`.
     """
     page_bytes = model.page_bytes + (0 if draft_model is None else draft_model.page_bytes)
     num_pages = config.num_pages
@@ -37,7 +37,7 @@ def choose_num_pages(
             f"{config.max_total_tokens} of one request: lower --max-total-tokens or give more memory"
         )
     log.info(
-        "kv memory",
+        "kv_memory",
         num_pages=num_pages,
         num_tokens=num_tokens,
         bytes=num_pages * page_bytes,
@@ -48,25 +48,25 @@ def choose_num_pages(
 
 
 def measure_budget(config: ShardConfig, model: Model) -> int:
-    """Bytes that KV may take."""
+    """Bytes available for KV."""
     if model.info.device.type == "cuda":
         return max(0, measure_cuda_budget(config, model) - adapter_bytes(config, model))
     return cpu_budget(config) - adapter_bytes(config, model)
 
 
 def adapter_bytes(config: ShardConfig, model: Model) -> int:
-    """Bytes that the adapters in slots may take; on CPU these are all that are in memory."""
+    """Bytes available for the adapters in slots; on CPU no other adapters are in memory."""
     if config.adapter_store is None:
         return 0
     device = model.info.device
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * config.adapter_memory_fraction)
-    told = (config.adapter_host_memory or 0) // config.num_ranks
-    return told or int(cpu_budget(config) * config.adapter_memory_fraction)
+    configured = (config.adapter_host_memory or 0) // config.num_ranks
+    return configured or int(cpu_budget(config) * config.adapter_memory_fraction)
 
 
 def cpu_budget(config: ShardConfig) -> int:
-    """Bytes that KV and adapters may take together on CPU, of one rank."""
+    """Bytes available for KV and adapters together on CPU, of one rank."""
     if config.cpu_memory is not None:
         return config.cpu_memory // config.num_ranks
     return int(available_bytes() * CPU_SHARE * config.memory_wiggle_room)
@@ -74,7 +74,7 @@ def cpu_budget(config: ShardConfig) -> int:
 
 @torch.inference_mode()
 def measure_cuda_budget(config: ShardConfig, model: Model) -> int:
-    """What the device has left of the fraction that is ours, minus what the largest step needs beside KV."""
+    """The free part of the configured fraction of the device, minus what the largest step needs in addition to KV."""
     device = model.info.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -85,7 +85,7 @@ def measure_cuda_budget(config: ShardConfig, model: Model) -> int:
     rows = torch.arange(num_rows, device=device)
     model.inputs.fill(largest_step(config, model.page_size), input_ids, rows)
     logits = model.forward()
-    spare = 5 * logits.numel() * logits.element_size()  # sampling: filters sort, noise, laws
+    spare = 5 * logits.numel() * logits.element_size()  # sampling: filters sort, noise, distributions
     step = torch.cuda.max_memory_allocated(device) - before + spare
     del logits
     torch.cuda.empty_cache()
@@ -95,14 +95,14 @@ def measure_cuda_budget(config: ShardConfig, model: Model) -> int:
 
 
 def largest_step(config: ShardConfig, page_size: int) -> list[Segment]:
-    """The prompts of a step of `step_tokens`, none longer than a request may be. Without KV nothing is stored."""
+    """The prompts of a step of `step_tokens`, each at most as long as a request. Without KV nothing is stored."""
     firsts = range(0, config.step_tokens, config.max_total_tokens)
     lengths = [min(config.max_total_tokens, config.step_tokens - first) for first in firsts]
     return [Segment(0, length, range(-(-length // page_size))) for length in lengths]
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take: the system's, or less where a control group says so."""
+    """Memory that this process may still allocate: the system's, or less within a limited control group."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             system = int(line.split()[1]) * 1024

@@ -1,10 +1,10 @@
-"""The pass over a loaded network that puts our parts in place of transformers': attention sites, linears, experts.
+"""The pass over a loaded network that replaces transformers' attention, linear layers and experts by ours.
 
-Our layers own their weights. Quantised ones are ours on every device. On CPU plain ones lie in oneDNN's blocked
-layout, which reads two to three times as fast for few rows and gives equal bits for any number of rows from two on; the
-model never runs fewer (see `Model.compute`). In bfloat16 the layout and the product are our own where the processor
-allows, and a usual decoder layer is one call. On devices plain products are torch's; what lies between them is fused
-(twins.py).
+Our layers own their weights. Quantised layers are replaced on every device. On CPU plain weights lie in oneDNN's
+blocked layout, which is read two to three times as fast for few rows and gives equal bits for any number of rows from
+two on; the model never runs fewer (see `Model.compute`). In bfloat16 layout and product are ours where the processor
+allows it, and a usual decoder layer is one call. On devices plain products are torch's; the operators between them are
+fused (fusion/select.py).
 """
 
 from itertools import pairwise
@@ -15,37 +15,13 @@ from transformers.pytorch_utils import Conv1D
 
 from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.model.adapters.discovery import Target, hook_plain, mark_targets, target_of
-from lorikeet.shard.model.fusion import select as twins
-from lorikeet.shard.model.fusion.cpu_parts import FusedNorm
-from lorikeet.shard.model.kernels.packing import PackedMatrix, SharedMatrix, can_pack, pack, return_freed_memory
-from lorikeet.shard.model.legacy import replace_legacy
-from lorikeet.shard.model.lora.targets import LoraTarget, adapt_output
-from lorikeet.shard.model.moe.cuda import place_experts
-from lorikeet.shard.model.moe.experts import PackedExperts, is_experts
-from lorikeet.shard.model.moe.routers import replace_router_weights
+from lorikeet.shard.model.adapters.discovery import PackedLinear, Target, hook_plain, mark_targets, target_of
+from lorikeet.shard.model.attention_binding import AttentionBinding, replace_legacy
+from lorikeet.shard.model.fusion.select import choose
+from lorikeet.shard.model.kernels.packing import SharedMatrix, can_pack, pack, return_freed_memory
+from lorikeet.shard.model.moe.experts import PackedExperts, is_experts, place_experts, replace_router_weights
 from lorikeet.shard.model.quantization.layers import is_quantized, matrix_of
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
-from lorikeet.shard.model.site import AttentionBinding
-
-
-class PackedLinear(nn.Module):
-    """`y = x Wᵀ + bias` with a packed weight that it alone owns, or one that is shared."""
-
-    def __init__(self, matrix: PackedMatrix, adapters: LoraTarget | None = None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = matrix.out_features, matrix.in_features
-        self.matrix = matrix
-        self.adapters = adapters
-        if adapters is not None:
-            adapters.project = self.matrix.project
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., in]. Returns [..., out]."""
-        y = self.matrix(x)
-        if self.adapters is not None:
-            adapt_output(self.adapters, x, y)
-        return y
 
 
 def replace_layers(
@@ -56,22 +32,22 @@ def replace_layers(
     is_whole: bool = True,
     fusions: str = "auto",
 ) -> dict[str, Target]:
-    """Bind every attention module to the backend, put fused twins in place (`fusions`: which, see twins.py) and give
-    weight matrices their packed layer: quantised ones always, plain ones on CPU. Unless it `is_whole` every module
-    stays in its place: the sums over ranks come between them, each at a module of its plan.
+    """Bind every attention module to the backend, fuse modules (`fusions`: see fusion/select.py) and pack weight
+    matrices: quantised ones always, plain ones on CPU. Unless `is_whole` nothing is fused: the sums over ranks are
+    hooks of the plain modules.
 
-    Returns where adapters can change the network, by module name. Raises ValueError for twins that cannot be had.
+    Returns the modules that adapters can change, by name. Raises ValueError for fusions that are not available.
     """
     replace_legacy(network, backend, inputs)
     targets = mark_targets(network, inputs, dtype)
     for module in list(network.modules()):
         if isinstance(getattr(module, "layer_idx", None), int):
-            module.lorikeet_target = AttentionBinding(backend, inputs)
+            module.lorikeet_binding = AttentionBinding(backend, inputs)
     _take_over_quantized(network, dtype)
     tied = _shared_weights(network)
-    chosen = twins.choose(fusions, network, inputs.device, dtype, tied) if is_whole else None
-    if chosen is not None:
-        twins.place(network, chosen)
+    fusion = choose(fusions, network, inputs.device, dtype, tied) if is_whole else None
+    if fusion is not None:
+        fusion.place(network)
     if inputs.device.type == "cpu" and can_pack(dtype):
         _pack_layers(network, tied, is_whole)
     place_experts(network)
@@ -80,7 +56,7 @@ def replace_layers(
 
 
 def _take_over_quantized(network: nn.Module, dtype: torch.dtype) -> None:
-    """Put our layers in place of quantised ones, which keep the weight as it is."""
+    """Replace quantised layers by ours, which keep the weight as it is."""
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
             if is_quantized(child):
@@ -90,7 +66,7 @@ def _take_over_quantized(network: nn.Module, dtype: torch.dtype) -> None:
 
 
 def quantized_matrices(network: nn.Module) -> list[QuantizedMatrix]:
-    """Of the layers that this pass has put in place of quantised ones."""
+    """Of the layers that replace quantised ones."""
     matrices = [module.matrix for module in network.modules() if isinstance(module, PackedLinear)]
     return [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
 
@@ -104,12 +80,12 @@ def _pack_layers(network: nn.Module, tied: set[int], is_whole: bool) -> None:
             if isinstance(child, nn.Linear | Conv1D):
                 setattr(parent, name, _packed(child, is_shared=id(child.weight) in tied))
     replace_router_weights(network)
-    _leave_the_file(network, set() if is_whole else tied)
+    _copy_from_mmap(network, set() if is_whole else tied)
     return_freed_memory()
 
 
 def _packed(module: nn.Linear | Conv1D, is_shared: bool) -> PackedLinear:
-    """The packed layer of a module, whose own weight is dropped. Conv1D keeps its weight as [in, out]."""
+    """The packed layer of a module, whose weight is dropped. Conv1D keeps its weight as [in, out]."""
     bias = None if module.bias is None else module.bias.detach()
     if is_shared and isinstance(module, nn.Linear):
         return PackedLinear(SharedMatrix(module.weight, bias), target_of(module))
@@ -119,19 +95,17 @@ def _packed(module: nn.Linear | Conv1D, is_shared: bool) -> PackedLinear:
     return packed
 
 
-def _leave_the_file(network: nn.Module, copied: set[int]) -> None:
-    """Copy what is left of the plain weights: one view into the mapped checkpoint would keep all of it resident.
-
-    Fused norms hold copies already, to which compiled layers point. `copied`: ids of other weights that are.
+def _copy_from_mmap(network: nn.Module, copied: set[int]) -> None:
+    """Copy the remaining plain weights: one view into the mapped checkpoint would keep all of it resident. `copied`:
+    ids of weights that are copies already.
     """
-    left = {p for m in network.modules() if not isinstance(m, FusedNorm) for p in m.parameters(recurse=False)}
-    for parameter in left:
+    for parameter in set(network.parameters()):
         if id(parameter) not in copied:
             parameter.data = parameter.data.clone()
 
 
 def _shared_weights(network: nn.Module) -> set[int]:
-    """Ids of weights that more than one module holds, all or a part of them: a tied head stays plain, for a second copy
+    """Ids of weights that more than one module holds, wholly or in part: a tied head stays plain, because a second copy
     would cost memory.
     """
     held = [parameter for module in network.modules() for parameter in module.parameters(recurse=False)]

@@ -1,6 +1,5 @@
-"""From a folder with a configuration and weights to a network that is ready for the layer pass.
-
-Knows transformers' loading; knows nothing of steps or pages.
+"""Loads a checkpoint with transformers: its configuration, the reason why it cannot be served, and its network, ready
+for the layer pass.
 """
 
 import pickle
@@ -9,18 +8,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.moe import experts
 from lorikeet.shard.model.quantization import layers as quantized
-from lorikeet.shard.model.site import NAME
 
+SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+"""Kinds of layers that are served."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_config(config: ShardConfig) -> Any:
-    """The checkpoint's own configuration (transformers' class)."""
+    """The checkpoint's configuration (transformers' class)."""
     try:
         return AutoConfig.from_pretrained(
             config.model_path, trust_remote_code=config.trust_remote_code, local_files_only=True
@@ -30,8 +31,34 @@ def read_config(config: ShardConfig) -> Any:
         raise ValueError(f"cannot read the configuration of {config.model_id}: {sentence}") from failure
 
 
+def reject_unservable(checkpoint: Any) -> None:
+    """Raise ValueError when a model of this configuration cannot be served."""
+    reason = unsupported_reason(checkpoint)
+    if reason is not None:
+        raise ValueError(f"cannot serve {checkpoint.model_type}: {reason}")
+
+
+def unsupported_reason(checkpoint: Any) -> str | None:
+    """Why a model of this configuration cannot be served, or None. The probe (probe.py) finds further reasons."""
+    if getattr(checkpoint, "is_encoder_decoder", False):
+        return "it is an encoder-decoder, and only decoders are served"
+    for name, kind in (("vision_config", "images"), ("audio_config", "audio")):
+        if getattr(checkpoint, name, None) is not None:
+            return f"it takes {kind}, and only text models are served"
+    text = checkpoint.get_text_config()
+    other = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS
+    if other:
+        return f"it has layers other than full and sliding attention ({', '.join(sorted(other))})"
+    if getattr(text, "attention_chunk_size", None):
+        return "its attention works in chunks, which are not served"
+    remote = getattr(checkpoint, "auto_map", None) or {}
+    if type(checkpoint) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in remote:
+        return "transformers has no causal language model of this kind"
+    return None
+
+
 def choose_dtype(config: ShardConfig, checkpoint: Any) -> torch.dtype:
-    """What was asked for, else the checkpoint's own; float16 has no fast path on CPU and becomes float32 there."""
+    """The configured dtype, else the checkpoint's; float16 has no fast path on CPU and becomes float32 there."""
     if config.dtype is not None:
         if config.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {config.dtype!r}; known: {', '.join(DTYPES)}")
@@ -45,10 +72,10 @@ def choose_dtype(config: ShardConfig, checkpoint: Any) -> torch.dtype:
 def load_network(
     config: ShardConfig, checkpoint: Any, dtype: torch.dtype, method: str | None = None, is_whole: bool = True
 ) -> nn.Module:
-    """Weights in place on the device, in host memory where only a part of them is to go there, in eval mode, quantised
-    by `method`. Raises ValueError for files that are broken or hold code.
+    """The network in eval mode, quantised by `method`: on the device, or in host memory where only a part of it will be
+    on the device. Raises ValueError for files that are broken or hold code.
     """
-    told = {
+    options = {
         "config": checkpoint,
         "dtype": dtype,
         "device_map": {"": config.device} if is_whole and config.device != "cpu" else None,
@@ -59,7 +86,7 @@ def load_network(
         "weights_only": True,
     }
     try:
-        network = _load(config, told, method)
+        network = _load(config, options, method)
     except pickle.UnpicklingError as failure:
         raise ValueError(
             f"cannot load the weights of {config.model_id}: a .bin file of it is broken or holds more than tensors. "
@@ -72,15 +99,15 @@ def load_network(
     return network.eval()
 
 
-def _load(config: ShardConfig, told: dict[str, Any], method: str | None) -> nn.Module:
-    """The network, quantised by `method`. Raises ValueError with what the method's package says against it."""
+def _load(config: ShardConfig, options: dict[str, Any], method: str | None) -> nn.Module:
+    """The network, quantised by `method`. Raises ValueError with the error of the method's package."""
     if method is None:
-        plain: nn.Module = AutoModelForCausalLM.from_pretrained(config.model_path, **told)
+        plain: nn.Module = AutoModelForCausalLM.from_pretrained(config.model_path, **options)
         return plain
     try:
-        told |= quantized.loading(method, told["config"], told["dtype"], config.device)
-        network: nn.Module = AutoModelForCausalLM.from_pretrained(config.model_path, **told)
-        quantized.quantize_loaded(network, method, told["dtype"], config.device)
+        options |= quantized.loading(method, options["config"], options["dtype"], config.device)
+        network: nn.Module = AutoModelForCausalLM.from_pretrained(config.model_path, **options)
+        quantized.quantize_loaded(network, method, options["dtype"], config.device)
     except (ImportError, RuntimeError, ValueError, AssertionError) as failure:
         sentence = (str(failure).strip() or type(failure).__name__).splitlines()[0]
         raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {sentence}") from failure

@@ -1,6 +1,7 @@
-"""The model as the engine sees it: fill `inputs`, call `forward`, get one row of logits per wanted token.
+"""The model: fill `inputs`, call `forward`, get one row of logits per requested token.
 
-Runs transformers' own code on one flat row of T tokens; KV lives in pages that the attention backend owns.
+Runs transformers' own code on one flat row of T tokens; The attention backend owns
+the pages of KV.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,10 @@ from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.network import RankDesync
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.model.adapters.discovery import Target
+from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.graphs import Graphs, Recorder
 from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.medusa.heads import HeadsPool
-from lorikeet.shard.model.site import AttentionBinding
 
 if TYPE_CHECKING:
     from lorikeet.shard.model.adapters.tables import DeviceKernels
@@ -26,31 +27,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What others may know about a loaded model."""
+    """Facts about a loaded model."""
 
     model_type: str
     vocab_size: int
     """Rows of the output head."""
-    max_positions: int | None
     dtype: torch.dtype
     device: torch.device
     num_layers: int
     num_parameters: int
     quantization: str = ""
-    """What the weights are quantised by, "" for not at all."""
+    """The method that the weights are quantised by, "" for none."""
 
 
 class PeerRanks(Protocol):
-    """The other ranks of a model that is split over several, as the first one meets them."""
+    """The other ranks of a model that is split over several, for the first one."""
 
     def step(self, inputs: StepInputs) -> None:
-        """Compute along what `inputs` describes."""
+        """Compute the step that `inputs` describes too."""
 
     def allocate_kv(self, num_pages: int) -> None:
-        """Have so many pages."""
+        """Allocate this many pages."""
 
     def free_kv(self) -> None:
-        """Have no pages."""
+        """Free all pages."""
 
     def capture(self, padding: Padding, bounds: Sequence[Bounds], is_checked: bool) -> None:
         """Capture the same steps."""
@@ -66,59 +66,58 @@ class Model:
         inputs: StepInputs,
         info: ModelInfo,
         lora_targets: Mapping[str, Target],
-        join: Callable[[], None] = lambda: None,
+        connect_ranks: Callable[[], None] = lambda: None,
     ) -> None:
-        """`join` lets modules that are cut into parts give what the whole ones would."""
+        """`connect_ranks` adds the sums over ranks to partitioned modules."""
         self.network = network
         self.backend = backend
         self.info = info
         self.page_size = backend.page_size
         self.inputs = inputs
         self.lora_targets = lora_targets
-        """Where adapters can change the network, by module name."""
+        """The modules that adapters can change, by name."""
         self.heads = HeadsPool(inputs)
-        output = next((site for site in lora_targets.values() if isinstance(site, LoraTarget) and site.is_head), None)
-        if output is not None:
-            self.heads.attach(network, output)
-        join()
+        for target in lora_targets.values():
+            if isinstance(target, LoraTarget) and target.is_head:
+                self.heads.attach(network, target)
+        connect_ranks()
         self.others: PeerRanks | None = None
-        """Who computes along, once they listen."""
+        """The other ranks, once they are connected."""
         self.graphs: Graphs | None = None
-        """Padded steps as they were captured, once they are."""
-        self.targets = [module for module in network.modules() if isinstance(module, AttentionBinding)]
+        """The captured steps, if any."""
+        self.bindings = [module for module in network.modules() if isinstance(module, AttentionBinding)]
         self._trace_attention_shapes()
 
     @property
     def page_bytes(self) -> int:
         """Bytes of K and V per page, over all layers."""
-        return sum(self.backend.page_bytes(site.spec, self.info.dtype) for site in self.targets if site.spec)
+        return sum(self.backend.page_bytes(binding.spec, self.info.dtype) for binding in self.bindings if binding.spec)
 
     def allocate_kv(self, num_pages: int) -> None:
-        """Reserve KV memory for `num_pages` pages in every layer, dropping what was there, graphs too."""
+        """Reserve KV memory for `num_pages` pages in every layer, dropping earlier pages and graphs."""
         self.free_kv()
         if self.others is not None:
             self.others.allocate_kv(num_pages)
-        for site in self.targets:
-            assert site.spec is not None
-            site.kv = self.backend.allocate(site.spec, num_pages, self.info.dtype, self.info.device)
+        for binding in self.bindings:
+            assert binding.spec is not None
+            binding.kv = self.backend.allocate(binding.spec, num_pages, self.info.dtype, self.info.device)
 
     def free_kv(self) -> None:
-        """Have no pages, and no graphs that would read them."""
+        """Free all pages, and the graphs that read them."""
         if self.others is not None:
             self.others.free_kv()
         self.drop_graphs()
-        for site in self.targets:
-            site.kv = None
+        for binding in self.bindings:
+            binding.kv = None
 
     def allocate_adapters(self, num_slots: int) -> None:
-        """Room for so many adapters in a step, dropping what was there."""
-        for site in self.lora_targets.values():
-            site.allocate(num_slots)
+        """Allocate slots for adapters, dropping earlier ones."""
+        for binding in self.lora_targets.values():
+            binding.allocate(num_slots)
 
     def enable_device_kernels(self, num_slots: int, max_rows: int, max_drafts: int) -> "DeviceKernels":
-        """Let kernels of the device compute adapters and heads, for steps of up to `max_rows` rows whose logits or
-        tokens are wanted, and `max_drafts` rows of guesses. Needs triton. Raises ValueError where the file of their
-        configurations is not right.
+        """Compute adapters and heads by kernels of the device, for up to `max_rows` rows and `max_drafts` draft rows of
+        a step. Needs triton. Raises ValueError for an invalid file of kernel configurations.
         """
         from lorikeet.shard.model.adapters.tables import DeviceKernels, targets_of
         from lorikeet.shard.model.kernels import tuning
@@ -131,14 +130,14 @@ class Model:
 
     @property
     def graphs_unsupported_reason(self) -> str:
-        """What of its forward pass cannot be captured; empty where nothing is known."""
-        return "" if self.backend.can_capture else "its attention goes from request to request on the host"
+        """Why its forward pass cannot be captured; empty where no reason is known."""
+        return "" if self.backend.can_capture else "its attention loops over requests on the host"
 
     def capture(self, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds], is_checked: bool = False) -> None:
-        """Compute steps of these bounds of `padding` by graphs from now on, captured here and, where they are to be
-        checked, compared to what the same launches give one by one. The spare page must be there.
+        """Capture steps of these bounds of `padding` as graphs, and replay them from now on; with `is_checked` compare
+        them with the launches outside a graph. The spare page must be allocated.
 
-        Raises CannotCapture. Ranks that compute together capture together.
+        Raises CannotCapture. All ranks capture together.
         """
         if self.others is not None:
             self.others.capture(padding, bounds, is_checked)
@@ -154,14 +153,14 @@ class Model:
             raise
 
     def drop_graphs(self) -> None:
-        """Compute steps as they come again."""
+        """Stop padding steps and replaying graphs."""
         self.graphs = None
         self.inputs.pad(None)
 
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:
-        """Logits of `inputs.logits_rows`, then those of the heads that `inputs.heads` wants: [S + E, V] float32. Good
-        until the next call.
+        """Logits of `inputs.logits_rows`, then those of the heads in `inputs.heads`: [S + E, V] float32, valid until
+        the next call.
         """
         if self.others is None:
             return self._forward()
@@ -184,8 +183,8 @@ class Model:
         return torch.cat([logits, drafts]) if inputs.num_drafts else logits
 
     def compute(self) -> torch.Tensor:
-        """What the network makes of `inputs` after `backend.prepare`: rows of logits in the network's dtype, [S + E, V]
-        or one row more; of a padded step [T + E, V].
+        """Run the network after `backend.prepare`. Returns logits in its dtype, [S + E, V] or one row more; of a padded
+        step [T + E, V].
         """
         inputs = self.inputs
         input_ids, position_ids, rows = inputs.input_ids, inputs.position_ids, inputs.logits_rows
@@ -196,19 +195,19 @@ class Model:
         )
         logits: torch.Tensor = output.logits[0]
         if logits.shape[0] < inputs.num_logits:
-            raise RuntimeError("heads are to guess, and the network does not take its logits from its output head")
+            raise RuntimeError("Medusa heads need a model whose logits come from its output head (lm_head)")
         return logits
 
     def _trace_attention_shapes(self) -> None:
-        """Run two tokens without KV, so that every site learns its layer's shape; a site never called is dropped."""
+        """Run two tokens without KV: bindings record their layers' shapes; those not called are dropped."""
         row = torch.zeros(2, dtype=torch.long, device=self.info.device)
         self.inputs.fill([Segment(0, 2, range(1))], row, row[:1])
         self.forward()
-        self.targets = [site for site in self.targets if site.spec is not None]
-        if any(site.num_calls != 1 for site in self.targets) or len(self.targets) != self.info.num_layers:
-            raise ValueError(f"{self.info.model_type}: its layers do not call one attention function once each")
+        self.bindings = [binding for binding in self.bindings if binding.spec is not None]
+        if any(binding.num_calls != 1 for binding in self.bindings) or len(self.bindings) != self.info.num_layers:
+            raise ValueError(f"{self.info.model_type}: its layers do not call the attention function once each")
 
 
 def _at_least_two(values: torch.Tensor) -> torch.Tensor:
-    """values: [n]. One value is doubled: matrix products give equal bits for any number of rows from two on."""
+    """values: [n]. One value is repeated: matrix products give equal bits for any number of rows from two on."""
     return values.expand(2) if values.shape[0] == 1 else values

@@ -1,7 +1,8 @@
-"""The proof at start that an architecture survives our way of running it.
+"""The check at startup that an architecture gives the same logits here as in transformers.
 
-A two-layer random copy runs alone in transformers' own attention, then packed, paged and in chunks in ours; any
-difference refuses the architecture by name. The copy's windows are cut short, so that rows cross them.
+A two-layer random copy runs with transformers' attention, each prompt alone, then with ours: packed, paged and in
+chunks. Any difference rejects the architecture with an error that names it. The copy's windows are short, so that
+prompts exceed them.
 """
 
 import copy
@@ -13,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.model import Model
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
-from lorikeet.shard.model.site import NAME
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.model.tensor_parallel.partitioning import TensorParallelUnsupported
 
@@ -29,8 +30,8 @@ TOLERANCE = 1e-3
 
 
 def probe(config: ShardConfig, checkpoint: Any, group: Group | None = None) -> None:
-    """Raise ValueError when the two-layer copy of `checkpoint`'s architecture differs between the two ways; ours is
-    split over the ranks of `group`.
+    """Raise ValueError when the two-layer copy of `checkpoint`'s architecture gives other logits here, split over the
+    ranks of `group`.
     """
     small = two_layers(checkpoint.get_text_config())
     device = torch.device(config.device)
@@ -47,7 +48,7 @@ def probe(config: ShardConfig, checkpoint: Any, group: Group | None = None) -> N
     largest = max(float(a.abs().max()) for a in expected)
     if not worst <= TOLERANCE * max(largest, 1e-3):
         raise ValueError(
-            f"cannot serve {checkpoint.model_type}: packed into one row its layers compute something else "
+            f"cannot serve {checkpoint.model_type}: packed into one row its layers give other logits "
             f"(logits differ by {worst:.1e} of {largest:.1e})"
         )
 
@@ -55,7 +56,7 @@ def probe(config: ShardConfig, checkpoint: Any, group: Group | None = None) -> N
 def two_layers(text_config: Any) -> Any:
     """A copy of the configuration with two layers of different kinds, a small vocabulary and short windows."""
     small = copy.deepcopy(text_config)
-    if hasattr(small, "quantization_config"):  # its weights are random, and stay as they are
+    if hasattr(small, "quantization_config"):  # its weights are random and stay plain
         del small.quantization_config
     kinds = list(getattr(small, "layer_types", None) or ())
     small.num_hidden_layers = 2
@@ -72,7 +73,7 @@ def two_layers(text_config: Any) -> Any:
 def _both_ways(
     config: ShardConfig, small: Any, rows: list[torch.Tensor], device: torch.device, group: Group | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Logits of every row: each alone by transformers, all together by us."""
+    """Logits of every row: each alone in transformers, all together here."""
     network = AutoModelForCausalLM.from_config(
         small, dtype=torch.float32, attn_implementation="sdpa" if small.model_type == "falcon" else "eager",
         trust_remote_code=config.trust_remote_code,

@@ -1,7 +1,7 @@
-"""Rotary position tables that do not depend on what else is in a step.
+"""Rotary position tables that do not depend on the other requests of a step.
 
-transformers picks some tables by the longest position in the row it sees; our rows hold many requests, so the choice
-is made once, at start.
+transformers selects some tables by the longest position in its input row; our rows hold many requests, so the choice is
+made once, at startup.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position, computed once by the model's own code: a fiftieth of a small step otherwise."""
+    """cos and sin of every position, computed once by the model's code: otherwise a fiftieth of a small step."""
 
     def __init__(self, rotary: nn.Module, num_positions: int, like: torch.Tensor) -> None:
         """`like`: any tensor of the dtype and on the device of the hidden states."""
@@ -29,7 +29,7 @@ class RotaryTable(nn.Module):
 
 
 def tabulate_rotary(network: nn.Module, num_positions: int, like: torch.Tensor) -> None:
-    """Put a table in place of every rotary embedding that is a function of the position alone."""
+    """Replace every rotary embedding that depends on the position alone by a table."""
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(getattr(child, "inv_freq", None), torch.Tensor) and _takes_positions_alone(child):
@@ -37,7 +37,7 @@ def tabulate_rotary(network: nn.Module, num_positions: int, like: torch.Tensor) 
 
 
 def rotary_width(network: nn.Module) -> int | None:
-    """Numbers of a head that positions turn; None where it is not the same in all of the network."""
+    """Elements of a head that are rotated; None where modules differ."""
     widths = {int(module.cos.shape[1]) for module in network.modules() if isinstance(module, RotaryTable)}
     frequencies = (getattr(module, "inv_freq", None) for module in network.modules())
     widths |= {2 * found.numel() for found in frequencies if isinstance(found, torch.Tensor)}
@@ -45,16 +45,16 @@ def rotary_width(network: nn.Module) -> int | None:
 
 
 def _takes_positions_alone(rotary: nn.Module) -> bool:
-    """Not the layer's kind too, for instance."""
+    """And not, for instance, the layer's kind."""
     return list(inspect.signature(rotary.forward).parameters) == ["x", "position_ids"]
 
 
 def fix_rotary(text_config: Any, max_total_tokens: int) -> None:
-    """Leave one factor set of longrope, by the longest request allowed. Raises ValueError for dynamic tables."""
+    """Select one factor set of longrope by the longest request allowed. Raises ValueError for dynamic tables."""
     for parameters in _parameter_sets(getattr(text_config, "rope_parameters", None)):
         kind = parameters.get("rope_type", "default")
         if "dynamic" in kind:
-            raise ValueError("its rotary table (dynamic NTK) depends on the longest neighbour in a batch")
+            raise ValueError("its rotary table (dynamic NTK) depends on the longest request of a batch")
         if kind == "longrope":
             original = parameters.get("original_max_position_embeddings") or getattr(
                 text_config, "original_max_position_embeddings", text_config.max_position_embeddings

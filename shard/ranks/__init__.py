@@ -1,1 +1,1 @@
-"""One model over several processes: the first steps, the others follow it word by word (tensor parallel)."""
+"""Tensor parallelism over several processes: the first rank runs the engine and sends its commands to the others."""

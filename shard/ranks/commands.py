@@ -1,89 +1,78 @@
-"""What the first rank tells the others, in order, over a socket that only the two have."""
+"""Commands that the first rank sends to each other rank, in order, over a private socket."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lorikeet.shard.batch.inputs import HeadsRow, Segment
 from lorikeet.shard.batch.padding import Bounds, Padding
 
 
-@dataclass(frozen=True)
-class Begin:
-    """Be this rank, and load the model."""
+class Begin(NamedTuple):
+    """Load the model as this rank."""
 
     config: dict[str, Any]
     rank: int
     host: str
-    """Where the ranks meet."""
+    """Address of the rendezvous store."""
     port: int
 
 
-@dataclass(frozen=True)
-class AllocateKv:
-    """Have so many pages."""
+class AllocateKv(NamedTuple):
+    """Allocate KV pages."""
 
     num_pages: int
 
 
-@dataclass(frozen=True)
-class FreeKv:
-    """Have no pages."""
+class FreeKv(NamedTuple):
+    """Free all KV pages."""
 
 
-@dataclass(frozen=True)
-class Capture:
-    """Capture these steps, and check them where that is wanted."""
+class Capture(NamedTuple):
+    """Capture these steps as graphs, and verify them if `is_checked`."""
 
     padding: Padding
     bounds: Sequence[Bounds]
     is_checked: bool
 
 
-@dataclass(frozen=True)
-class AllocateAdapters:
-    """Have room for adapters."""
+class AllocateAdapters(NamedTuple):
+    """Allocate slots and host memory for adapters."""
 
     num_slots: int
     host_bytes: int
 
 
-@dataclass(frozen=True)
-class Step:
-    """Compute along. On CPU the tokens are in here, on a device the first rank sends them by the group."""
+class Step(NamedTuple):
+    """Compute a step. On CPU the command holds the tokens; on a device the first rank broadcasts them in the group."""
 
     segments: Sequence[Segment]
     num_tokens: int
     token_ids: Sequence[int] | None
     logits_rows: Sequence[int]
-    heads: Sequence[HeadsRow] = field(default_factory=list)
+    heads: Sequence[HeadsRow]
 
 
-@dataclass(frozen=True)
-class Read:
-    """Bring an adapter into host memory, beside the steps."""
+class Read(NamedTuple):
+    """Read an adapter into host memory, in parallel with the steps."""
 
     digest: str
 
 
-@dataclass(frozen=True)
-class Put:
-    """Let a slot mean an adapter that every rank has read."""
+class Put(NamedTuple):
+    """Put an adapter that every rank has read into a slot."""
 
     slot: int
     digest: str
 
 
-@dataclass(frozen=True)
-class Clear:
-    """Let a slot mean nothing."""
+class Clear(NamedTuple):
+    """Clear a slot."""
 
     slot: int
 
 
-@dataclass(frozen=True)
-class Forget:
-    """Let go of an adapter."""
+class Forget(NamedTuple):
+    """Drop an adapter from host memory."""
 
     digest: str
 

@@ -1,4 +1,4 @@
-"""The first rank's side: starts the others, tells them what to do, and ends the shard where one of them has ended."""
+"""The first rank's side: starts the other ranks, sends them commands, and ends the shard when one of them has ended."""
 
 import socket
 import subprocess
@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 
 import structlog
@@ -18,45 +18,23 @@ from lorikeet.shard.batch.network import RankDesync
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.tensor_parallel.group import RANK_EXIT, Group, prefer_loopback
-from lorikeet.shard.ranks.commands import (
-    AllocateAdapters,
-    AllocateKv,
-    Begin,
-    Capture,
-    Clear,
-    Command,
-    Forget,
-    FreeKv,
-    Put,
-    Read,
-    Step,
-)
+from lorikeet.shard.ranks.commands import AllocateKv, Begin, Capture, Command, FreeKv, Step
 from lorikeet.shard.system.process import end_process
 
 log = structlog.get_logger()
 
-MEETING_S = 120.0
-"""So long the ranks wait for each other, when they begin."""
+RENDEZVOUS_S = 120.0
+"""Time that the ranks wait for each other at start."""
 GRACE_S = 1.0
-"""So long after a rank has ended this one may still say why itself."""
+"""Time after the end of another rank in which this one may still log its own error."""
 END_S = 10.0
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """All of them, as the first one has them."""
-
-    leader: "Leader"
-    group: Group
-
-
 class Leader:
-    """Of one shard. Commands are for one thread."""
+    """The first rank's connections to the others. Commands are sent by one thread."""
 
     def __init__(self, config: ShardConfig) -> None:
-        """Starts the other ranks, which load the model once they have met: see `meet`. Raises ValueError where that
-        cannot be.
-        """
+        """Starts the other ranks, which load the model after `meet`. Raises ValueError if the store cannot listen."""
         prefer_loopback(config.master_addr)
         self._store = _store(config)
         self._group: Group | None = None
@@ -67,15 +45,20 @@ class Leader:
         for rank in range(1, config.num_ranks):
             self._start(rank)
 
-    def meet(self) -> Ranks:
-        """Wait for the others. Raises RuntimeError where they do not come."""
-        self._group = group = Group(
-            0, self._config.num_ranks, self._store, torch.device(self._config.device), MEETING_S
-        )
-        return Ranks(self, group)
+    @property
+    def group(self) -> Group:
+        """All ranks, from `meet` on."""
+        assert self._group is not None, "the ranks have not met yet"
+        return self._group
+
+    def meet(self) -> Group:
+        """Wait for the other ranks. Raises RuntimeError if they do not connect."""
+        device = torch.device(self._config.device)
+        self._group = Group(0, self._config.num_ranks, self._store, device, RENDEZVOUS_S)
+        return self._group
 
     def end(self) -> None:
-        """Let the others end: nothing is computed any more."""
+        """End the other ranks, after the last step."""
         self._is_ending = True
         for link in self._links:
             link.close()
@@ -85,59 +68,30 @@ class Leader:
             except subprocess.TimeoutExpired:
                 process.kill()
 
-    # What the network says
-
     def step(self, inputs: StepInputs) -> None:
-        """Compute along what `inputs` describes."""
+        """Have the other ranks compute the step that `inputs` describes."""
         on_cpu = inputs.device.type == "cpu"
         token_ids = inputs.input_ids.tolist() if on_cpu else None
-        num_tokens = inputs.input_ids.shape[0]
-        self._tell(Step(inputs.segments, num_tokens, token_ids, list(inputs.host_rows), inputs.heads))
+        self.send(Step(inputs.segments, len(inputs.input_ids), token_ids, list(inputs.host_rows), inputs.heads))
         if not on_cpu:
-            assert self._group is not None
-            self._group.broadcast(inputs.input_ids)
+            self.group.broadcast(inputs.input_ids)
 
     def allocate_kv(self, num_pages: int) -> None:
-        """Have so many pages."""
-        self._tell(AllocateKv(num_pages))
+        self.send(AllocateKv(num_pages))
 
     def free_kv(self) -> None:
-        """Have no pages."""
-        self._tell(FreeKv())
+        self.send(FreeKv())
 
     def capture(self, padding: Padding, bounds: Sequence[Bounds], is_checked: bool) -> None:
-        """Capture the same steps, at the same time."""
-        self._tell(Capture(padding, bounds, is_checked))
+        self.send(Capture(padding, bounds, is_checked))
 
-    # What is said of adapters
-
-    def allocate_adapters(self, num_slots: int, host_bytes: int) -> None:
-        """Have room for adapters."""
-        self._tell(AllocateAdapters(num_slots, host_bytes))
-
-    def read(self, digest: str) -> None:
-        """Bring an adapter into host memory."""
-        self._tell(Read(digest))
-
-    def put(self, slot: int, digest: str) -> None:
-        """Let a slot mean an adapter."""
-        self._tell(Put(slot, digest))
-
-    def clear(self, slot: int) -> None:
-        """Let a slot mean nothing."""
-        self._tell(Clear(slot))
-
-    def forget(self, digest: str) -> None:
-        """Let go of an adapter."""
-        self._tell(Forget(digest))
-
-    def _tell(self, command: Command) -> None:
-        """Raises RankDesync where somebody is gone."""
+    def send(self, command: Command) -> None:
+        """Raises RankDesync if a rank has ended."""
         try:
             for link in self._links:
                 link.send(command)
         except OSError as error:
-            raise RankDesync("a rank of this shard is gone") from error
+            raise RankDesync("a rank of this shard has ended") from error
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
@@ -156,30 +110,26 @@ class Leader:
         if self._is_ending:
             return
         time.sleep(GRACE_S)
-        log.error("a rank of this shard has ended", rank=rank, code=code)
+        log.error("rank_ended", rank=rank, code=code)
         end_process(RANK_EXIT)
 
 
 def _store(config: ShardConfig) -> TCPStore:
-    """Where the ranks find each other. torch's own would listen on every address of the machine."""
+    """The store at which the ranks meet. torch's own listener would accept connections on every address."""
     host = config.master_addr
     try:
-        listener = socket.create_server((host, config.master_port), family=_family(host))
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, config.master_port), family=family)
     except OSError as error:
-        said = str(error.strerror or error).partition(" (")[0]
-        reason = f"the ranks cannot meet at {host}:{config.master_port}: {said}"
-        raise ValueError(reason) from error
+        reason = str(error.strerror or error).partition(" (")[0]
+        raise ValueError(f"the ranks cannot meet at {host}:{config.master_port}: {reason}") from error
     port = listener.getsockname()[1]
     return TCPStore(
         host, port, config.num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-
-
 def device_of(config: ShardConfig, rank: int) -> str:
-    """What a rank computes on: CUDA devices are dealt out from the first rank's on."""
+    """The device of a rank: CUDA devices are numbered from the first rank's on."""
     kind, colon, number = config.device.partition(":")
     return f"{kind}:{int(number) + rank}" if colon else config.device

@@ -1,10 +1,11 @@
-"""Whether the steps of a shard are computed by graphs, how much memory these take, and when they are captured.
+"""Decides whether a shard's steps run as CUDA graphs, measures their memory, and captures them.
 
-Their memory is measured before KV is sized: after one that compiles kernels and lets libraries take what they keep, two
-trials on one page say what the first graph takes and what each one more does.
+Their memory is measured before KV is sized. A first capture compiles kernels and lets libraries allocate their
+workspaces; two trials on one page then give the memory of the first graph and of each further one.
 """
 
 import gc
+from copy import copy
 from dataclasses import dataclass
 
 import structlog
@@ -22,34 +23,33 @@ TRIAL = 3
 
 
 @dataclass(frozen=True)
-class Captured:
-    """What is to be captured of one model."""
+class CapturePlan:
+    """The graphs to capture of one model."""
 
     model: Model
-    most_rows: int
-    max_kv_len: int
-    has_adapters: bool
+    padding: Padding
     num_bytes: int
-    """That all graphs should take."""
-    is_asked: bool = False
-    """Whether there is to be no shard without."""
+    """Estimated memory of all graphs."""
+    is_required: bool = False
+    """Whether the shard must not run without graphs."""
 
     def capture(self, spare_page: int) -> None:
-        """Capture all; the KV of padding goes to `spare_page`. Raises ValueError where that was asked for and cannot
-        be.
+        """Capture all graphs; padding rows write their KV to `spare_page`. Raises ValueError if graphs are required
+        and cannot be captured.
         """
         device = self.model.info.device
         before = _free(device)
-        padding = Padding(self.most_rows, self.max_kv_len, spare_page, self.has_adapters)
+        padding = copy(self.padding)
+        padding.spare_page = spare_page
         try:
             self.model.capture(padding, CudaRecorder(device), padding.all(), is_checked=True)
         except CannotCapture as failure:
-            _go_without(self.model, str(failure), self.is_asked)
+            _run_without(self.model, str(failure), self.is_required)
             return
         graphs = self.model.graphs
         assert graphs is not None
         log.info(
-            "graphs captured",
+            "graphs_captured",
             model_type=self.model.info.model_type,
             num_graphs=graphs.num_graphs,
             seconds=round(graphs.seconds, 1),
@@ -58,16 +58,16 @@ class Captured:
         )
 
 
-def plan_capture(config: ShardConfig, model: Model, has_adapters: bool) -> Captured | None:
-    """What is to be captured of a model whose adapters have their tables already; its KV has no pages before or after.
-    None where steps are launched one by one. Raises ValueError where graphs were asked for and cannot be.
+def plan_capture(config: ShardConfig, model: Model, has_adapters: bool) -> CapturePlan | None:
+    """The graphs to capture of a model whose adapter slots are allocated and whose KV has no pages, before or after.
+    None if its steps run without graphs. Raises ValueError if graphs are required and cannot be captured.
     """
     if config.graphs is False or model.info.device.type != "cuda":
         return None
     model.allocate_kv(1)
     reason = model.graphs_unsupported_reason
     if not reason and config.num_ranks > 1 and config.graphs is None:
-        reason = "the model is split over several devices, whose sums are captured only with --compile"
+        reason = "sums over ranks are captured only with --compile"
     try:
         if not reason:
             return _measure(config, model, has_adapters)
@@ -75,29 +75,29 @@ def plan_capture(config: ShardConfig, model: Model, has_adapters: bool) -> Captu
         reason = str(failure)
     finally:
         model.free_kv()
-    _go_without(model, reason, is_asked=bool(config.graphs))
+    _run_without(model, reason, is_required=bool(config.graphs))
     return None
 
 
-def _go_without(model: Model, reason: str, is_asked: bool) -> None:
-    if is_asked:
-        raise ValueError(f"steps of {model.info.model_type} do not run as CUDA graphs (--compile): {reason}")
-    log.warning("steps do not run as CUDA graphs", model_type=model.info.model_type, reason=reason)
+def _run_without(model: Model, reason: str, is_required: bool) -> None:
+    if is_required:
+        raise ValueError(f"steps of {model.info.model_type} cannot run as CUDA graphs (--compile): {reason}")
+    log.warning("graphs_unavailable", model_type=model.info.model_type, reason=reason)
 
 
-def _measure(config: ShardConfig, model: Model, has_adapters: bool) -> Captured:
-    most_rows = min(config.graph_rows, config.step_tokens + config.max_running)
-    padding = Padding(most_rows, config.max_total_tokens, spare_page=0, has_adapters=has_adapters)
-    every = padding.all()
+def _measure(config: ShardConfig, model: Model, has_adapters: bool) -> CapturePlan:
+    max_rows = min(config.graph_rows, config.step_tokens + config.max_running)
+    padding = Padding(max_rows, config.max_total_tokens, spare_page=0, has_adapters=has_adapters)
+    num_graphs = len(padding.all())
+    num_trial = min(TRIAL, num_graphs)
     _used(model, padding, 1)
-    used = [_used(model, padding, count) for count in (1, min(TRIAL, len(every)))]
-    each = max(0, used[1] - used[0]) // max(1, min(TRIAL, len(every)) - 1)
-    num_bytes = used[0] + each * (len(every) - 1)
-    return Captured(model, most_rows, config.max_total_tokens, has_adapters, num_bytes, bool(config.graphs))
+    first, several = (_used(model, padding, count) for count in (1, num_trial))
+    each = max(0, several - first) // max(1, num_trial - 1)
+    return CapturePlan(model, padding, first + each * (num_graphs - 1), bool(config.graphs))
 
 
 def _used(model: Model, padding: Padding, count: int) -> int:
-    """Bytes of the device that the first so many graphs take."""
+    """Device memory of the first `count` graphs, in bytes."""
     device = model.info.device
     before = _free(device)
     model.capture(padding, CudaRecorder(device), padding.all()[:count])

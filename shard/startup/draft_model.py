@@ -1,6 +1,6 @@
-"""The draft model: a second model by the same loader, whose KV shares page numbers with the target's.
+"""Loads the draft model with the target's loader. Its KV uses the target's page numbers.
 
-It must read the same token ids as the target: where both folders have a tokenizer, the two must be equal.
+Both models must use the same token ids: if both folders have a tokenizer, their vocabularies must be equal.
 """
 
 import json
@@ -15,7 +15,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def load_draft_model(config: ShardConfig, target: Model) -> Model | None:
-    """The draft model that the configuration asks for. Raises ValueError with a reason when it cannot serve."""
+    """The configured draft model, or None. Raises ValueError with a reason if it cannot be served."""
     if config.draft_model is None:
         return None
     check_tokenizer(config)
@@ -34,25 +34,25 @@ def load_draft_model(config: ShardConfig, target: Model) -> Model | None:
         raise ValueError(f"the draft model {config.draft_model_id}: {reason}") from reason
     if draft.page_size != target.page_size:
         raise ValueError(
-            f"the draft model {config.draft_model_id} takes pages of {draft.page_size} tokens, "
-            f"{config.model_id} takes {target.page_size}"
+            f"the draft model {config.draft_model_id} needs pages of {draft.page_size} tokens, but {config.model_id} "
+            f"uses {target.page_size}"
         )
     return draft
 
 
 def check_tokenizer(config: ShardConfig) -> None:
-    """Raises ValueError, naming both models, where one's tokens are not the other's."""
+    """Raises ValueError that names both models if their vocabularies differ."""
     assert config.draft_model is not None
-    ours, its = read_vocabulary(config.model_path), read_vocabulary(config.draft_model)
-    if ours is not None and its is not None and ours != its:
+    target, draft = read_vocabulary(config.model_path), read_vocabulary(config.draft_model)
+    if target is not None and draft is not None and target != draft:
         raise ValueError(
-            f"the draft model {config.draft_model_id} has another tokenizer than {config.model_id}: a draft model "
-            "must read and write the same token ids"
+            f"the draft model {config.draft_model_id} has another tokenizer than {config.model_id}: both models must "
+            "use the same token ids"
         )
 
 
 def read_vocabulary(folder: str) -> dict[int, Any] | None:
-    """Each token id's text as the folder's tokenizer has it; None without one that can be read."""
+    """The text of each token id in the folder's tokenizer; None without a tokenizer that can be read."""
     path = Path(folder) / TOKENIZER
     if not path.exists():
         return None

@@ -1,41 +1,43 @@
-"""Has the system give memory for KV pages a little before they are first written: else the first step that writes to
-new ones waits for it, 0.1 s and more where a page of 2 MiB in every layer has to be cleared at once.
+"""Populates the memory of KV pages shortly before they are first written.
+
+Otherwise the first step that writes to new pages waits until the system has cleared them: 0.1 s and more with a page of
+2 MiB in every layer.
 """
 
 import ctypes
 import errno
 import mmap
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
 
 from lorikeet.shard.attention.base import LayerKV
 from lorikeet.shard.scheduler.kv_cache import KvCache
+from lorikeet.shard.system.process import lower_priority
 
 AHEAD_BYTES = 256 << 20
-"""So much of all layers together is there before it is needed."""
+"""Memory of all layers together that is populated ahead of use."""
 CHUNK_BYTES = 2 << 20
-"""Asked for at once."""
+"""Memory populated by one system call."""
 POLL_S = 0.05
 NICENESS = 9
-"""Added to the process's own. More would hold up who is to give way to nobody: the system keeps the process's address
-space locked meanwhile, and a thread of the lowest priority may be put off for seconds in the middle of that.
+"""Added to the process's own. More would stall other threads: the system keeps the process's address space locked
+during the call, and a thread of the lowest priority may be descheduled for seconds inside it.
 """
 MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14; what is there already keeps its content."""
+"""Since Linux 5.14; memory that is already populated keeps its content."""
 
 
 class Prefault:
-    """Keeps the pages that come next in memory."""
+    """Populates the memory of the pages that will be used next."""
 
     def __init__(self, layers: Sequence[LayerKV], cache: KvCache) -> None:
-        """layers: all of them; kept, so that their memory stays theirs."""
+        """layers: all of them; referenced, so that their memory is not freed."""
         self._layers = layers
         self._regions = [region for kv in layers for region in kv.fresh_regions()]
         self._cache = cache
-        self._done = 0  # pages from the first one that are there
+        self._done = 0  # pages, from the first on, that are populated
         sizes = [region.page_bytes for region in self._regions]
         self._num_ahead = AHEAD_BYTES // max(1, sum(sizes))
         self._num_at_once = max(1, CHUNK_BYTES // max(sizes, default=1))
@@ -43,15 +45,14 @@ class Prefault:
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def start(self) -> None:
-        """Go on in a thread that gives way to all others, as long as the process lives. Does nothing where all memory
-        is there from the start.
+        """Populate pages in a thread of low priority, as long as the process lives. Does nothing if all memory is
+        populated from the start.
         """
-        if not self._regions:
-            return
-        threading.Thread(target=self._run, name="prefault", daemon=True).start()
+        if self._regions:
+            threading.Thread(target=self._run, name="prefault", daemon=True).start()
 
     def advance(self) -> bool:
-        """Bring the next few pages in; False if enough are there. Raises OSError where the system can't."""
+        """Populate the next few pages; False if enough are. Raises OSError if the system cannot."""
         target = min(self._cache.num_pages, self._cache.num_touched + self._num_ahead)
         if self._done >= target:
             return False
@@ -63,19 +64,17 @@ class Prefault:
 
     def _populate(self, address: int, num_bytes: int) -> None:
         start = address // mmap.PAGESIZE * mmap.PAGESIZE
-        if self._libc.madvise(start, address + num_bytes - start, MADV_POPULATE_WRITE):  # lets others run meanwhile
+        if self._libc.madvise(start, address + num_bytes - start, MADV_POPULATE_WRITE):  # releases the GIL
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
     def _run(self) -> None:
-        if sys.platform == "linux":
-            own = os.getpriority(os.PRIO_PROCESS, 0)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + NICENESS)
+        lower_priority(NICENESS)
         while self._done < self._cache.num_pages:
             try:
                 if not self.advance():
                     time.sleep(POLL_S)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # an older system
+                if error.errno != errno.EINVAL:  # an older kernel
                     raise
                 return

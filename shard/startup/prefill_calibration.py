@@ -1,4 +1,4 @@
-"""How many prompt tokens of a crowded adapter a step may have, by what steps take on this machine."""
+"""Calibrates the per-adapter prefill budget: how many prompt tokens of the busiest adapter a step may contain."""
 
 import time
 from statistics import median
@@ -9,39 +9,39 @@ from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.model import Model
 
 CUDA_TOKENS = 512
-"""There so many prompt tokens make a step about as long again as one that only decodes."""
-LONGER = 1.5
-"""By so many times the length of a step that only decodes, such prompts may lengthen one on a CPU: enough for prompts
-to keep pace with the texts behind them, and little for whoever comes meanwhile."""
-LEAST, MOST = 16, 512
-ROWS, EXTRA = 8, 64
-"""What is timed: steps of so many requests, with and without a prompt of so many tokens."""
-TURNS = 3
+"""Not measured on CUDA: there this many prompt tokens make a step about twice as long as one that only decodes."""
+SLOWDOWN = 1.5
+"""Time that the prompts of one adapter may add to a step on CPU, as a multiple of a step that only decodes: enough for
+prompts to keep pace with the requests that decode, and little for the requests of other adapters."""
+MIN_TOKENS, MAX_TOKENS = 16, 512
+NUM_DECODES, NUM_PROMPT_TOKENS = 8, 64
+"""Steps of so many decoding requests are timed with and without so many prompt tokens."""
+REPEATS = 3
 
 
-def measure(model: Model, num_tokens: int) -> int:
-    """Tokens. One request may have up to `num_tokens`. Writes to KV pages, so nobody may have any yet."""
+def measure(model: Model, max_prompt_tokens: int) -> int:
+    """The budget in tokens. Writes to KV pages, so it must run before any request."""
     if model.info.device.type == "cuda":
         return CUDA_TOKENS
-    extra = min(EXTRA, num_tokens)
-    decodes = [Segment(0, 1, range(1))] * ROWS
-    longer = [*decodes, Segment(0, extra, range(-(-extra // model.page_size)))]
-    plain, mixed = [], []
-    for _ in range(TURNS):
-        plain.append(_seconds(model, decodes))
-        mixed.append(_seconds(model, longer))
-    return tokens(median(plain), median(mixed), extra)
+    num_prompt = min(NUM_PROMPT_TOKENS, max_prompt_tokens)
+    decodes = [Segment(0, 1, range(1))] * NUM_DECODES
+    with_prompt = [*decodes, Segment(0, num_prompt, range(-(-num_prompt // model.page_size)))]
+    times = [(_seconds(model, decodes), _seconds(model, with_prompt)) for _ in range(REPEATS)]
+    decode_s, mixed_s = map(median, zip(*times, strict=True))
+    return budget(decode_s, mixed_s, num_prompt)
 
 
-def tokens(plain: float, mixed: float, extra: int) -> int:
-    """plain: seconds of a step that only decodes; mixed: of one with `extra` prompt tokens besides."""
-    each = max(0.0, mixed - plain) / extra
-    return MOST if each * MOST <= LONGER * plain else max(LEAST, int(LONGER * plain / each))
+def budget(decode_s: float, mixed_s: float, num_prompt: int) -> int:
+    """The budget for a step that takes `decode_s` without and `mixed_s` with `num_prompt` prompt tokens."""
+    token_s = max(0.0, mixed_s - decode_s) / num_prompt
+    if token_s * MAX_TOKENS <= SLOWDOWN * decode_s:
+        return MAX_TOKENS
+    return max(MIN_TOKENS, int(SLOWDOWN * decode_s / token_s))
 
 
 def _seconds(model: Model, segments: list[Segment]) -> float:
     num_tokens = sum(segment.num_tokens for segment in segments)
-    rows = list(range(ROWS))
+    rows = list(range(NUM_DECODES))
     start = time.perf_counter()
     model.inputs.fill(segments, torch.zeros(num_tokens, dtype=torch.long), torch.tensor(rows), rows)
     model.forward()

@@ -1,37 +1,37 @@
-"""`python -m lorikeet.shard.startup.rank_main FD`: a rank of a shard, told what to do over an inherited socket.
+"""`python -m lorikeet.shard.startup.rank_main FD`: a further rank of a shard, with commands from an inherited socket.
 
-Exit code 0 after a clean end, else 1.
+Apart from rank_worker, because signals must be set up before that module's imports. Exit code 0 after a clean end,
+else 1.
 """
 
-import ctypes
 import signal
 import sys
 from multiprocessing.connection import Connection
 
 import structlog
 
-from lorikeet.shard.system.process import PR_SET_PDEATHSIG, end_process
+from lorikeet.proto.process import signal_at_parent_death
+from lorikeet.shard.system.process import end_process
 
 log = structlog.get_logger()
 
 
 def main() -> int:
-    """Run the process; every failure is one line of log that says what is wrong."""
-    # The first rank decides when this one ends, also where a signal is for all processes of a server.
+    """Run the process; every failure is logged as one event with its reason."""
+    # The first rank ends this one, even when a signal is sent to all processes of a server.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_parent_death()
     link = Connection(int(sys.argv[1]))
     try:
-        from lorikeet.shard.startup.rank_worker import follow
+        from lorikeet.shard.startup.rank_worker import run_rank
 
-        follow(link)
+        run_rank(link)
     except (ValueError, OSError) as error:
-        log.error("a rank cannot serve", reason=str(error))
+        log.error("start_failed", reason=str(error))
         return 1
     except Exception:
-        log.exception("a rank ends")
+        log.exception("rank_failed")
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Every rank but the first: does what it is told, in order, until the first one is gone."""
+"""Every rank but the first: executes the first rank's commands in order, until that one closes the socket."""
 
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -8,6 +8,7 @@ import structlog
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lorikeet.proto import logs
 from lorikeet.shard.adapters.manager import prepare
 from lorikeet.shard.adapters.ranks import CollectiveReader
 from lorikeet.shard.adapters.reader import AdapterReader
@@ -18,56 +19,43 @@ from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.adapters.loading import AdapterContent
 from lorikeet.shard.model.graphs import CudaRecorder
 from lorikeet.shard.model.tensor_parallel.group import Group, prefer_loopback
-from lorikeet.shard.ranks.commands import (
-    AllocateAdapters,
-    AllocateKv,
-    Begin,
-    Capture,
-    Clear,
-    Command,
-    Forget,
-    FreeKv,
-    Put,
-    Read,
-    Step,
-)
-from lorikeet.shard.ranks.leader import MEETING_S, device_of
+from lorikeet.shard.ranks import commands
+from lorikeet.shard.ranks.leader import RENDEZVOUS_S, device_of
 from lorikeet.shard.scheduler.adapter_slots import Device
-from lorikeet.shard.system import logs
 
 log = structlog.get_logger()
 
 
-class Follower:
+class RankWorker:
     """One rank with its part of the model."""
 
     def __init__(self, config: ShardConfig, model: Model, group: Group) -> None:
         self._config, self._model, self._group = config, model, group
         self._inbox = Inbox()
-        """What its reader has read."""
+        """Adapters that its reader has read."""
         self._reader: AdapterReader | None = None
         self._device: Device | None = None
         self._contents: dict[str, AdapterContent] = {}
         self._copying: set[int] = set()
 
     @torch.inference_mode()
-    def do(self, command: Command) -> None:
-        """One thing. What fails here leaves the ranks apart, and ends this one."""
+    def execute(self, command: commands.Command) -> None:
+        """Execute one command. An error here desynchronises the ranks, and ends this one."""
         match command:
-            case Step():
+            case commands.Step():
                 self._step(command)
-            case AllocateKv(num_pages):
+            case commands.AllocateKv(num_pages):
                 self._model.allocate_kv(num_pages)
-            case FreeKv():
+            case commands.FreeKv():
                 self._model.free_kv()
-            case Capture(padding, bounds, is_checked):
+            case commands.Capture(padding, bounds, is_checked):
                 self._model.capture(padding, CudaRecorder(self._model.info.device), bounds, is_checked)
-            case AllocateAdapters():
-                self._allocate_adapters(command)
+            case commands.AllocateAdapters(num_slots, host_bytes):
+                self._allocate_adapters(num_slots, host_bytes)
             case _:
                 self._change_adapters(command)
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: commands.Step) -> None:
         device, inputs = self._model.info.device, self._model.inputs
         if self._device is not None:
             while self._copying:
@@ -81,56 +69,55 @@ class Follower:
         inputs.fill(step.segments, input_ids, rows, step.logits_rows, step.heads)
         self._model.forward()
 
-    def _allocate_adapters(self, command: AllocateAdapters) -> None:
-        config, model = self._config, self._model
-        assert config.adapter_store is not None
-        slots, host_bytes = command.num_slots, command.host_bytes
-        self._device, files, _ = prepare(config, model, slots, host_bytes, self._group.add_up)
-        self._reader = AdapterReader(Path(config.adapter_store), CollectiveReader(files, self._group).read, self._inbox)
+    def _allocate_adapters(self, num_slots: int, host_bytes: int) -> None:
+        assert self._config.adapter_store is not None
+        self._device, files, _ = prepare(self._config, self._model, num_slots, host_bytes, self._group.add_up)
+        read = CollectiveReader(files, self._group).read
+        self._reader = AdapterReader(Path(self._config.adapter_store), read, self._inbox)
 
-    def _change_adapters(self, command: Read | Put | Clear | Forget) -> None:
+    def _change_adapters(self, command: commands.Read | commands.Put | commands.Clear | commands.Forget) -> None:
         assert self._device is not None and self._reader is not None
-        self._take_read()
+        self._take_contents()
         match command:
-            case Read(digest):
-                self._reader.ask(digest)
-            case Put(slot, digest):
-                while digest not in self._contents:  # the first rank may hear before this one that all have read it
+            case commands.Read(digest):
+                self._reader.request(digest)
+            case commands.Put(slot, digest):
+                while digest not in self._contents:  # the first rank may learn earlier that every rank has read it
                     self._inbox.wait()
-                    self._take_read()
+                    self._take_contents()
                 self._device.put(slot, self._contents[digest])
                 self._copying.add(slot)
-            case Clear(slot):
+            case commands.Clear(slot):
                 self._device.clear(slot)
                 self._copying.discard(slot)
-            case Forget(digest):
+            case commands.Forget(digest):
                 self._contents.pop(digest, None)
 
-    def _take_read(self) -> None:
+    def _take_contents(self) -> None:
         for item in self._inbox.drain():
             if isinstance(item, AdapterRead) and isinstance(item.content, AdapterContent):
                 self._contents[item.digest] = item.content
 
 
-def follow(link: Connection) -> None:
-    """Be a rank until the first one closes its end. Raises ValueError where the model cannot be served."""
-    begin: Begin = link.recv()
+def run_rank(link: Connection) -> None:
+    """Run a rank until the first one closes its end. Raises ValueError if the model cannot be served."""
+    begin: commands.Begin = link.recv()
     prefer_loopback(begin.host)
     config = ShardConfig(**begin.config)
     config = replace(config, device=device_of(config, begin.rank))
-    logs.configure(config.json_output, config.log_level)
+    logs.configure(config.json_output, config.log_level, "shard")
     structlog.contextvars.bind_contextvars(rank=begin.rank)
     logs.adopt_libraries()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     store = TCPStore(begin.host, begin.port, config.num_ranks, is_master=False)
-    group = Group(begin.rank, config.num_ranks, store, torch.device(config.device), MEETING_S)
+    group = Group(begin.rank, config.num_ranks, store, torch.device(config.device), RENDEZVOUS_S)
     model = load_model(config, group)
     logs.adopt_libraries()
-    follower = Follower(config, model, group)
+    worker = RankWorker(config, model, group)
     while True:
         try:
-            command: Command = link.recv()
+            command: commands.Command = link.recv()
         except EOFError:
             return
-        follower.do(command)
+        worker.execute(command)

@@ -1,4 +1,4 @@
-"""A shard from its configuration to its end: load the model, serve until told to end."""
+"""Runs a shard: loads the model, then serves until a signal ends it."""
 
 import gc
 import os
@@ -7,6 +7,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from lorikeet.proto import logs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine
 from lorikeet.shard.engine.watchdog import Watchdog
@@ -20,14 +21,14 @@ from lorikeet.shard.startup.build import build_engine, describe
 from lorikeet.shard.startup.draft_model import load_draft_model
 from lorikeet.shard.startup.model_files import ModelFiles
 from lorikeet.shard.startup.prefault import Prefault
-from lorikeet.shard.system import cores, logs
+from lorikeet.shard.system import cores
 from lorikeet.shard.system.process import watch_signals
 
 log = structlog.get_logger()
 
 
-class Ending:
-    """What a signal does: it ends the engine once there is one, else the process."""
+class Shutdown:
+    """Handles signals: ends the engine once there is one, until then the process."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -46,34 +47,33 @@ class Ending:
 
 
 def serve(config: ShardConfig) -> None:
-    """Load, listen, step. Returns when told to end."""
+    """Listen, load the model and run the step loop. Returns after a signal to end."""
     logs.adopt_libraries()
     inbox, outbox = Inbox(), Outbox()
     server = Server(config.listen, inbox, outbox, Access.of(config))
-    ending = Ending(server)
-    watch_signals(ending.end, ending.orphaned, config.parent_pid)
+    shutdown = Shutdown(server)
+    watch_signals(shutdown.end, shutdown.orphaned, config.parent_pid)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     address = server.start()
     files = ModelFiles(config.model_path, has_code=config.trust_remote_code)
     leader = None if config.num_ranks == 1 else Leader(config)
-    ranks = None if leader is None else leader.meet()
-    model = load_model(config, None if ranks is None else ranks.group)
+    model = load_model(config, None if leader is None else leader.meet())
     draft_model = load_draft_model(config, model)
-    logs.adopt_libraries()  # of those that loading needed
-    engine = build_engine(config, model, inbox, outbox, draft_model, ranks)
+    logs.adopt_libraries()  # those that loading imported
+    engine = build_engine(config, model, inbox, outbox, draft_model, leader)
     engine.warm_up()
-    targets = model.targets + ([] if draft_model is None else draft_model.targets)
-    Prefault([site.kv for site in targets if site.kv is not None], engine.scheduler.cache).start()
-    # What exists now lives as long as the process: a walk of the collector over it halts a step for 0.2 s.
+    bindings = model.bindings + ([] if draft_model is None else draft_model.bindings)
+    Prefault([binding.kv for binding in bindings if binding.kv is not None], engine.scheduler.cache).start()
+    # All objects so far live as long as the process: collecting them would stall a step for 0.2 s.
     gc.collect()
     gc.freeze()
-    ending.engine = engine
+    shutdown.engine = engine
     server.ready(describe(config, model, engine, files))
     if config.ready_file is not None:
         Path(config.ready_file).touch()
     log.info("ready", address=address, model_id=config.model_id, architecture=model.info.model_type)
     if model.info.device.type == "cpu":
-        cores.keep()
+        cores.pin_threads()
     Watchdog(engine, config.served_file, config.step_timeout_s).start()
     engine.run()
     server.stop()

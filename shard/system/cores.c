@@ -1,11 +1,11 @@
-// Keeps each thread of a parallel region on a core of its own.
+// Pins each thread of a parallel region to one core.
 #define _GNU_SOURCE
 #include <omp.h>
 #include <sched.h>
 
-// cores: [count]. Thread i of every region of `count` threads that the caller opens stays on cores[i]. 0, or how many
-// threads the system refused that.
-int keep(const int *cores, int count) {
+// cores: [count]. Pins thread i of the caller's team of `count` threads to cores[i]. Returns the number of threads for
+// which that failed.
+int pin_threads(const int *cores, int count) {
     int failed = 0;
 #pragma omp parallel num_threads(count) reduction(+ : failed)
     {

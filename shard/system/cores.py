@@ -1,7 +1,7 @@
-"""Keeps the threads that compute a step on a core each.
+"""Pins the threads that compute a step to one core each.
 
-They wait for each other at every product. Two of them on one core, where the system may put them while a process of low
-priority runs on the other, take turns of some milliseconds each, of which one does nothing but wait.
+These threads wait for each other at every product. If the system puts two of them on one core, as it may while another
+process of low priority runs on the other, they take turns of some milliseconds each, and the waiting one's is wasted.
 """
 
 import ctypes
@@ -17,15 +17,15 @@ log = structlog.get_logger()
 _SOURCE = Path(__file__).with_name("cores.c")
 
 
-def keep() -> bool:
-    """Keep the calling thread and those that compute with it on a core each, where there are as many threads as cores:
-    with fewer, the system has cores to choose from. Threads that the caller starts later would be kept beside it, so it
-    is to be the last thing before the steps. Whether it was done.
+def pin_threads() -> bool:
+    """Pin the calling thread and its OpenMP team to one core each, if there are as many threads as cores; with fewer,
+    the system chooses better. Threads that the caller starts later inherit its core, so call this right before the
+    steps. Returns whether the threads are pinned.
     """
     if not hasattr(os, "sched_getaffinity"):
         return False
     cores = sorted(os.sched_getaffinity(0))
-    first = os.getpid() % len(cores)  # not every server's own thread on the same core
+    first = os.getpid() % len(cores)  # the main threads of several servers get different cores
     cores = cores[first:] + cores[:first]
     if len(cores) < 2 or torch.get_num_threads() != len(cores):
         return False
@@ -33,7 +33,7 @@ def keep() -> bool:
         own = library(_SOURCE)
     except CompilerMissing:
         return False
-    failed = own.keep((ctypes.c_int * len(cores))(*cores), len(cores))
+    failed = own.pin_threads((ctypes.c_int * len(cores))(*cores), len(cores))
     if failed:
-        log.warning("threads are not kept on cores", failed=failed)
+        log.warning("thread_pinning_failed", num_threads=failed)
     return not failed

@@ -1,6 +1,5 @@
-"""The shard as a process: which signals end it, and that it never outlives its parent. Knows nothing of models."""
+"""The shard's process: signals that end it, the watch on its parent, and the priority of threads."""
 
-import ctypes
 import math
 import os
 import signal
@@ -9,38 +8,44 @@ import threading
 import time
 from collections.abc import Callable
 
-PR_SET_PDEATHSIG = 1
+from lorikeet.proto.process import signal_at_parent_death
+
 POLL_S = 0.5
 SAME_REQUEST_S = 0.5
-"""A signal so soon after another was sent for the same reason: `timeout` sends two at once."""
+"""A signal this soon after another is the same request: `timeout` sends two at once."""
 FORCED_END_S = 5.0
-
-
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 def end_process(code: int) -> None:
-    """End at once: nothing is left to do, and threads of libraries must not keep the process alive."""
+    """End at once: threads of libraries must not keep the process alive."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def hold_signals() -> None:
-    """Keep the signals that end a shard until they are watched for. Call this before any other thread exists: one that
-    does not hold them would take them, and end the process at once.
+    """Block the signals that end a shard until `watch_signals`. Call this before any other thread exists: a thread that
+    does not block them would receive them, and the process would end at once.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
-def watch_signals(on_end: Callable[[], None], on_orphaned: Callable[[], None], parent_pid: int | None) -> None:
-    """Call `on_end` at SIGTERM or SIGINT, `on_orphaned` when the parent is gone.
+def lower_priority(niceness: int) -> None:
+    """Raise the calling thread's niceness above the process's own, on Linux."""
+    if sys.platform == "linux":
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(own + niceness, 19))
 
-    A parent decides: with one, only its own SIGTERM counts. A signal to all processes of a server must not end the
-    shard while the router still has requests for it. Both are called in a thread of their own, so they may take locks.
+
+def watch_signals(on_end: Callable[[], None], on_orphaned: Callable[[], None], parent_pid: int | None) -> None:
+    """Call `on_end` at SIGTERM or SIGINT, `on_orphaned` when the parent has ended.
+
+    With a parent, only the parent's own SIGTERM counts: a signal to all processes of a server must not end the shard
+    while the router still has requests for it. Both are called in a separate thread, so they may take locks.
     """
-    if parent_pid is not None and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if parent_pid is not None:
+        signal_at_parent_death(signal.SIGTERM)
 
     def watch() -> None:
         counted_at = -math.inf
@@ -60,7 +65,7 @@ def watch_signals(on_end: Callable[[], None], on_orphaned: Callable[[], None], p
 
 
 def _next_signal() -> tuple[int | None, int | None]:
-    """One of the signals held and the process that sent it, where the system says so; None after a while."""
+    """A blocked signal that has arrived, and its sender if the system reports it; None after POLL_S without one."""
     if sys.platform == "linux":
         info = signal.sigtimedwait(_SIGNALS, POLL_S)
         return (info.si_signo, info.si_pid) if info else (None, None)

@@ -1,4 +1,4 @@
-"""Broken and malicious adapters as changes to a sound one's folder, with the fault that a refusal must name.
+"""Broken and malicious adapters as changes to a valid one's folder, with the reason that the error must give.
 
 The sound one is of rank 4 on q_proj and v_proj of the tiny Llama. Knows files, no reader of them.
 """
@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Change, type[AdapterError], str]] = {
     "a rank above the most": (config(r=513), AdapterInvalid, "from 1 to 512"),
     "a rank of text": (config(r="8"), AdapterInvalid, "`r`"),
     "a rank of truth": (config(r=True), AdapterInvalid, "`r`"),
-    "another rank": (config(r=16), AdapterInvalid, r"shape \[4, 64\], here it must have \[16, 64\]"),
+    "another rank": (config(r=16), AdapterInvalid, r"shape \[4, 64\], but must have \[16, 64\]"),
     "a huge rank by pattern": (config(rank_pattern={"q_proj": 1 << 30}), AdapterInvalid, "`rank_pattern`"),
     "an infinite scaling": (config(lora_alpha=1e300), AdapterInvalid, "`lora_alpha`"),
     "targets of numbers": (config(target_modules=[1, 2]), AdapterInvalid, "`target_modules`"),
@@ -144,9 +144,9 @@ CASES: dict[str, tuple[Change, type[AdapterError], str]] = {
     "layers of text": (config(layers_to_transform="0"), AdapterInvalid, "`layers_to_transform`"),
     "a layer that is not there": (config(layers_to_transform=[7]), AdapterInvalid, "not found"),
     "an unknown bias": (config(bias="some"), AdapterInvalid, "`bias`"),
-    "prefix tuning": (config(peft_type="PREFIX_TUNING"), NotServed, "prefix tuning"),
-    "prompt tuning": (config(peft_type="PROMPT_TUNING"), NotServed, "prompt tuning"),
-    "IA3": (config(peft_type="IA3"), NotServed, "IA³"),
+    "prefix tuning": (config(peft_type="PREFIX_TUNING"), NotServed, "PREFIX_TUNING"),
+    "prompt tuning": (config(peft_type="PROMPT_TUNING"), NotServed, "PROMPT_TUNING"),
+    "IA3": (config(peft_type="IA3"), NotServed, "IA3"),
     "LoHa": (config(peft_type="LOHA"), NotServed, "LoHa"),
     "LoKr": (config(peft_type="LOKR"), NotServed, "LoKr"),
     "AdaLoRA": (config(peft_type="ADALORA"), NotServed, "AdaLoRA"),
@@ -178,14 +178,14 @@ CASES: dict[str, tuple[Change, type[AdapterError], str]] = {
     "overlapping places": (
         forged(lambda entries: [entries[key].update(data_offsets=[0, 1024]) for key in entries if "lora_A" in key]),
         AdapterInvalid,
-        "forged",
+        "overlaps another tensor",
     ),
     "a forged shape": (
         forged(lambda entries: first(entries).update(shape=[1 << 40, 1 << 40])),
         AdapterInvalid,
         "shape",
     ),
-    "a negative shape": (forged(lambda entries: first(entries).update(shape=[-4, -64])), AdapterInvalid, "no sound"),
+    "a negative shape": (forged(lambda entries: first(entries).update(shape=[-4, -64])), AdapterInvalid, "invalid"),
     "an unknown type": (forged(lambda entries: first(entries).update(dtype="F128")), AdapterInvalid, "F128"),
     "whole numbers": (put(f"{Q0}.lora_A.weight", torch.ones(4, 64, dtype=torch.int32)), AdapterInvalid, "I32"),
     "a name without end": (put("x" * 4000, torch.ones(1)), AdapterInvalid, "name"),
@@ -236,7 +236,7 @@ CASES: dict[str, tuple[Change, type[AdapterError], str]] = {
     "a compressed archive": (bin_file(compressed(saved({"x": torch.zeros(1 << 20)}))), AdapterInvalid, "compressed"),
     "a truncated archive": (bin_file(saved({"x": torch.ones(4096)})[:-600]), AdapterInvalid, "broken"),
     "an archive of a list": (bin_file(saved([torch.ones(1)])), AdapterInvalid, "no dictionary"),
-    "an archive of numbers": (bin_file(saved({"x": 1})), AdapterInvalid, "beside named tensors"),
+    "an archive of numbers": (bin_file(saved({"x": 1})), AdapterInvalid, "other than named tensors"),
     "sparse tensors": (bin_file(saved({"x": torch.eye(4).to_sparse()})), AdapterInvalid, "adapter_model.bin"),
     "a tensor without end": (
         bin_file(saved({f"{Q0}.lora_A.weight": torch.zeros(1).expand(1 << 20, 1 << 20)})),
@@ -244,5 +244,5 @@ CASES: dict[str, tuple[Change, type[AdapterError], str]] = {
         "shape|matches no module|lacks",
     ),
     # paths
-    "parts elsewhere": (link_out, AdapterInvalid, "no part of this adapter|names no|holds no"),
+    "parts elsewhere": (link_out, AdapterInvalid, "not a part of this adapter|names no|holds no"),
 }

@@ -1,4 +1,4 @@
-"""A loader's process for tests, and a caller that speaks to it over its socket."""
+"""A loader's process for tests, and a caller that uses its socket."""
 
 import json
 import os
@@ -38,7 +38,7 @@ class Caller:
         """Wait for the answer to a call."""
         while call not in self.answers:
             line = self._lines.readline()
-            assert line, "the loader hung up"
+            assert line, "the loader disconnected"
             answer = json.loads(line)
             self.answers[answer["call"]] = answer
             self.order.append(answer["call"])
@@ -48,14 +48,14 @@ class Caller:
         return self.answer(self.ask(**body))
 
     def raw(self, line: bytes) -> dict[str, Any]:
-        """Send a line that is no call."""
+        """Send an invalid line."""
         self._lines.write(line + b"\n")
         self._lines.flush()
         answer: dict[str, Any] = json.loads(self._lines.readline())
         return answer
 
     def until(self, sees: Any) -> dict[str, Any]:
-        """Ask for numbers until they are as wanted."""
+        """Poll the statistics until `sees` accepts them."""
         while True:
             stats: dict[str, Any] = self.call(stats=True)["stats"]
             if sees(stats):
@@ -86,10 +86,10 @@ class Running:
         return Caller(self.socket)
 
     def processes(self) -> list[int]:
-        """Process ids of the nursery and the readers."""
+        """Process ids of the fork server and the workers."""
         return [pid for child in children(self.process.pid) for pid in (child, *children(child))]
 
-    def readers(self) -> list[int]:
+    def workers(self) -> list[int]:
         return [pid for child in children(self.process.pid) for pid in children(child)]
 
 
@@ -101,7 +101,7 @@ def children(pid: int) -> list[int]:
 
 @contextmanager
 def loader(folder: Path, model: Path, environment: Mapping[str, str] | None = None, **fields: Any) -> Iterator[Running]:
-    """A loader at work in `folder`; ended with the block."""
+    """A loader running in `folder` inside the block."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "socket": str(folder / "loader.sock"),

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from lorikeet.adapters.formats import configuration, layout
 from lorikeet.adapters.formats import weights as weight_files
 from lorikeet.adapters.formats.base_values import BaseValues
-from lorikeet.adapters.formats.reader import Reader
+from lorikeet.adapters.formats.peft_plans import PlannedReader
 from lorikeet.adapters.formats.skeleton import Skeleton, base_hash, weights_hash
 
 LIMIT = 1 << 30
@@ -84,14 +84,14 @@ def of_peft(base: Path, folder: Path) -> torch.Tensor:
         return logits(peft.PeftModel.from_pretrained(load_base(base), folder).eval())
 
 
-def make_reader(base: Path) -> tuple[Reader, layout.Base]:
+def make_reader(base: Path) -> tuple[PlannedReader, layout.Base]:
     """What lays adapters out for a base, in float32."""
     skeleton = Skeleton(base)
     facts = layout.Base(base_hash(base), weights_hash(base), torch.float32, ALL_KINDS, BaseValues(skeleton))
-    return Reader(skeleton), facts
+    return PlannedReader(skeleton), facts
 
 
-def lay_out(reader: Reader, facts: layout.Base, folder: Path) -> layout.Layout:
+def lay_out(reader: PlannedReader, facts: layout.Base, folder: Path) -> layout.Layout:
     """The served layout of the adapter in `folder`."""
     values = configuration.parse(weight_files.read_small(folder / "adapter_config.json"))
     with weight_files.opened(folder, LIMIT) as opened:

@@ -1,4 +1,4 @@
-"""`lorikeet-adapters check`: a row per adapter of a catalogue, told by headers and configurations alone."""
+"""`lorikeet-adapters check`: one row per adapter of a catalogue, from headers and configurations only."""
 
 import json
 import os
@@ -65,14 +65,14 @@ def local(name: str) -> dict[str, str]:
     return {"source": "local", "id": name}
 
 
-def test_sound_adapters_are_served(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_valid_adapters_are_served(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     code, rows = world.check({f"alias{number}": local(f"sound{number}") for number in range(3)}, capsys)
     assert code == 0 and {row["state"] for row in rows.values()} == {"served"}
     assert [(row["rank"], row["modules"]) for row in rows.values()] == [(4, 3), (5, 6), (6, 4)]
     assert rows["alias0"]["num_bytes"] == (world.root / "sound0" / WEIGHTS).stat().st_size
 
 
-def test_the_broken_are_named_and_no_others(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_broken_adapters_are_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     entries = {f"ok{number}": local(f"sound{number % 3}") for number in range(30)}
     world.copy("rank", r=32)
     world.copy("kind", peft_type="LOHA")
@@ -87,7 +87,7 @@ def test_the_broken_are_named_and_no_others(world: World, capsys: pytest.Capture
     assert code == 1
     assert {alias for alias, row in rows.items() if row["state"] == "refused"} == {*broken, "odd"}
     reasons = {alias: rows[alias]["reason"] for alias in broken}
-    assert "[32, 64]" in reasons["rank"] and "LoHa" in reasons["kind"] and "truncated" in reasons["truncated"]
+    assert "[32, 64]" in reasons["rank"] and "LOHA" in reasons["kind"] and "truncated" in reasons["truncated"]
     assert "<new>" in reasons["other-tokenizer"] and "nowhere" in reasons["nowhere"]
     assert tensors  # the sound copy was left alone
 
@@ -99,7 +99,7 @@ def test_what_the_loader_refuses_by_shape_is_refused_here(world: World, capsys: 
     assert code == 1 and "lm_head" in rows["head"]["reason"]
 
 
-def test_a_bin_file_is_not_looked_into(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bin_file_is_not_read(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     folder = world.copy("pickled")
     torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
     (folder / WEIGHTS).unlink()
@@ -107,7 +107,7 @@ def test_a_bin_file_is_not_looked_into(world: World, capsys: pytest.CaptureFixtu
     assert code == 0 and rows["pickled"]["state"] == "unseen" and rows["pickled"]["rank"] == 4
 
 
-def test_heads_are_judged_alone_and_beside_a_lora(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_are_validated_alone_and_with_a_lora(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     alone, joined, other = world.root / "heads", world.copy("joined"), world.root / "other-heads"
     names = ["heads", "joined", "other-heads", "pickled-heads"]
     heads_files.write(alone, small.heads(HeadsShape(3, 1, 64)))
@@ -125,7 +125,7 @@ def test_heads_are_judged_alone_and_beside_a_lora(world: World, capsys: pytest.C
 
 
 def test_no_byte_of_weights_is_read(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file whose tensors are a hole in a file system is judged like any other."""
+    """A file whose tensors are a hole in the file system is validated like any other."""
     path = world.copy("hollow") / WEIGHTS
     content = path.read_bytes()
     head = content[: 8 + int.from_bytes(content[:8], "little")]
@@ -137,7 +137,7 @@ def test_no_byte_of_weights_is_read(world: World, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.long
-def test_adapters_at_the_hub_are_judged_by_their_first_bytes(world: World, tmp_path: Path) -> None:
+def test_adapters_at_the_hub_are_validated_by_their_first_bytes(world: World, tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in (world.root / "sound1").iterdir()}
     file = tmp_path / "catalogue.yaml"
     file.write_text(json.dumps({name: {"id": f"acme/{name}"} for name in ("sound", "private", "broken", "missing")}))
@@ -180,7 +180,7 @@ def test_a_table_for_people(world: World, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("wrong", ["file", "model", "yaml"])
-def test_nothing_to_check_is_said_in_a_sentence(wrong: str, world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_check_are_one_sentence(wrong: str, world: World, capsys: pytest.CaptureFixture[str]) -> None:
     file = world.folder / "other.yaml"
     file.write_text("[" if wrong == "yaml" else "{}")
     path = world.folder / "missing.yaml" if wrong == "file" else file

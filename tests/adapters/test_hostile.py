@@ -1,4 +1,4 @@
-"""Broken and malicious adapters: each is refused with a sentence that names the fault, and costs nothing it claims."""
+"""Broken and malicious adapters: each is rejected with the reason, without using the resources that it claims."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def adapter(sound: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_broken_adapter_is_refused_by_name(case: str, base: Any, adapter: Path) -> None:
+def test_a_broken_adapter_is_rejected_with_the_reason(case: str, base: Any, adapter: Path) -> None:
     change, kind, sentence = CASES[case]
     change(adapter)
     _, reader, facts = base
@@ -49,7 +49,7 @@ def test_a_broken_adapter_is_refused_by_name(case: str, base: Any, adapter: Path
     assert not list(Path("/tmp").glob("must-not-exist-by-*"))
 
 
-def test_what_came_before_does_not_matter_afterwards(base: Any, sound: Path, tmp_path: Path) -> None:
+def test_a_rejected_adapter_does_not_affect_the_next(base: Any, sound: Path, tmp_path: Path) -> None:
     """The skeleton is as it was after any refusal."""
     folder, reader, facts = base
     fresh_reader, fresh = making.make_reader(folder)
@@ -63,7 +63,7 @@ def test_more_bytes_than_the_limit_are_refused_before_they_are_read(adapter: Pat
         pass
 
 
-def test_a_file_that_changes_meanwhile_is_refused(adapter: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_is_rejected(adapter: Path) -> None:
     with weights.opened(adapter, 1 << 20) as opened:
         opened.check_unchanged()
         with (adapter / WEIGHTS).open("r+b") as file:
@@ -75,7 +75,7 @@ def test_a_file_that_changes_meanwhile_is_refused(adapter: Path) -> None:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_header_with_changed_bytes_is_read_soundly_or_refused(data: Any, sound: Path) -> None:
+def test_a_header_with_changed_bytes_is_valid_or_rejected(data: Any, sound: Path) -> None:
     content = bytearray((sound / WEIGHTS).read_bytes())
     length = int.from_bytes(content[:8], "little")
     for _ in range(data.draw(st.integers(1, 4))):
@@ -94,7 +94,7 @@ def test_a_header_with_changed_bytes_is_read_soundly_or_refused(data: Any, sound
 
 @settings(max_examples=300, deadline=None)
 @given(head=st.binary(max_size=300), claimed=st.integers(0, 1 << 64) | st.none(), size=st.integers(0, 1 << 40))
-def test_no_bytes_make_the_header_fail_otherwise(head: bytes, claimed: int | None, size: int) -> None:
+def test_arbitrary_headers_raise_only_adapter_errors(head: bytes, claimed: int | None, size: int) -> None:
     prefix = (len(head) if claimed is None else claimed % (1 << 64)).to_bytes(8, "little")
     with pytest.raises(AdapterError):
         header.parse(prefix + head, size, "it")
@@ -114,7 +114,7 @@ FIELDS = (
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3))
-def test_no_setting_makes_reading_fail_otherwise(changes: dict[str, Any], base: Any, sound: Path) -> None:
+def test_arbitrary_settings_raise_only_adapter_errors(changes: dict[str, Any], base: Any, sound: Path) -> None:
     _, reader, facts = base
     values = {**json.loads((sound / CONFIG).read_text()), **changes}
     try:

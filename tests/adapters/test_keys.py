@@ -1,4 +1,4 @@
-"""API keys: who they are, by hash alone."""
+"""API keys, identified by hash only."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from lorikeet.adapters.catalogue import CatalogueError
 from lorikeet.adapters.keys import Key, Keys, read, sha256
 
 
-def test_keys_are_found_by_what_they_are(tmp_path: Path) -> None:
+def test_keys_are_found_by_their_hash(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(
         f"- {{name: team-a, sha256: {sha256('secret a')}, isolate: true}}\n"
@@ -38,14 +38,14 @@ def test_the_administrator_s_own_key() -> None:
         ("- a", "key 1 must be a mapping"),
         ("- {name: a, sha: b}", "key 1 must be a mapping"),
         ("- {sha256: b}", "has no `name`"),
-        ("- {name: a, sha256: secret}", "the hash of the key, not the key"),
+        ("- {name: a, sha256: secret}", "the SHA-256 hash of the key"),
         ("- {name: a}", "must be 64 hexadecimal digits"),
         (f"- {{name: a, sha256: {'a' * 64}, admin: perhaps}}", "`admin` of key a"),
         (f"- {{name: a, sha256: {'a' * 64}}}\n- {{name: a, sha256: {'b' * 64}}}", "key a is given twice"),
         (f"- {{name: a, sha256: {'a' * 64}}}\n- {{name: b, sha256: {'a' * 64}}}", "the same `sha256`"),
     ],
 )
-def test_what_is_no_list_of_keys(tmp_path: Path, text: str, part: str) -> None:
+def test_invalid_lists_of_keys(tmp_path: Path, text: str, part: str) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(CatalogueError) as caught:
@@ -53,6 +53,6 @@ def test_what_is_no_list_of_keys(tmp_path: Path, text: str, part: str) -> None:
     assert part in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CatalogueError, match="cannot be read"):
         read(tmp_path / "none")

@@ -15,10 +15,9 @@ from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats import configuration, layout
 from lorikeet.adapters.formats import weights as weight_files
-from lorikeet.adapters.formats.reading import TENSORS, Found
+from lorikeet.adapters.formats.peft_reading import TENSORS, ModuleChange
 from lorikeet.adapters.merging import merge
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Source
+from lorikeet.adapters.refs import Pin, Source
 from tests import tiny
 from tests.adapters import making
 
@@ -52,7 +51,7 @@ class World:
         for pin in wanted.pins:
             values = configuration.parse(weight_files.read_small(self.folder / pin.id / "adapter_config.json"))
             with weight_files.opened(self.folder / pin.id, making.LIMIT) as opened:
-                found = layout.settled(self.reader.read(values, opened), self.facts)
+                found = layout.without_unchanged(self.reader.read(values, opened), self.facts)
                 parts.append([detached(each) for each in found])
         return layout.lay_out(merge(parts, wanted, digest), self.facts)
 
@@ -69,7 +68,7 @@ class World:
         return making.logits(model.eval())
 
 
-def detached(found: Found) -> Found:
+def detached(found: ModuleChange) -> ModuleChange:
     tensors: dict[str, Any] = {
         field: tensor.clone() for field in TENSORS if (tensor := getattr(found, field)) is not None
     }
@@ -91,7 +90,7 @@ def test_a_merge_computes_what_pefts_does(strategy: str, weights: list[float], m
     assert (served - making.logits(making.load_base(world.base))).abs().mean() > 1e-3
 
 
-def test_cat_takes_any_ranks_and_is_the_exact_sum(world: World) -> None:
+def test_cat_accepts_any_ranks_and_is_the_exact_sum(world: World) -> None:
     wanted = world.wanted(["first", "narrow"], [0.5, 2.0], "cat")
     served = world.merged(wanted)
     name = "model.layers.1.self_attn.q_proj"
@@ -102,7 +101,7 @@ def test_cat_takes_any_ranks_and_is_the_exact_sum(world: World) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["dare_linear", "dare_ties"])
-def test_the_mask_of_dare_is_that_of_the_digest(strategy: str, world: World) -> None:
+def test_the_mask_of_dare_depends_on_the_digest(strategy: str, world: World) -> None:
     wanted = world.wanted(["first", "third"], [1.0, 1.0], strategy, 0.5)
     torch.manual_seed(1)
     first = world.merged(wanted)
@@ -126,7 +125,7 @@ def test_dare_keeps_a_share_and_scales_it_up(world: World) -> None:
     assert not torch.equal(kept, pruned.tensors["model.layers.1.self_attn.q_proj.A"] != 0)
 
 
-def test_dare_that_prunes_nothing_is_pefts(world: World) -> None:
+def test_dare_without_pruning_equals_pefts(world: World) -> None:
     wanted = world.wanted(["first", "second"], [0.3, 0.9], "dare_linear", 1.0)
     served = making.of_layout(world.base, world.merged(wanted))
     linear = world.by_peft(world.wanted(["first", "second"], [0.3, 0.9], "linear"))
@@ -140,14 +139,14 @@ def test_unequal_ranks_are_named(strategy: str, world: World) -> None:
 
 
 @pytest.mark.parametrize(("name", "reason"), [("dora", "DoRA.*dora"), ("saved", "lm_head of saved")])
-def test_what_cannot_be_merged_is_named(name: str, reason: str, world: World) -> None:
+def test_adapters_that_cannot_be_merged_are_named(name: str, reason: str, world: World) -> None:
     with pytest.raises(NotServed, match=reason):
         world.merged(world.wanted(["first", name], [1, 1], "linear"))
 
 
-def test_a_merged_rank_above_the_most_is_refused(world: World) -> None:
+def test_a_merged_rank_above_the_limit_is_rejected(world: World) -> None:
     with pytest.raises(AdapterInvalid, match="rank 640"):
-        big = [[Found("m", "linear", 320, a=torch.ones(320, 2), b=torch.ones(2, 320))]] * 2
+        big = [[ModuleChange("m", "linear", 320, a=torch.ones(320, 2), b=torch.ones(2, 320))]] * 2
         merge(big, world.wanted(["first", "second"], [1, 1], "cat"), DIGEST)
 
 
@@ -159,10 +158,10 @@ PINS = [Pin(Source.LOCAL, name, "r").as_dict() for name in ("a", "b")]
     [
         ({"pins": []}, "0 adapters"),
         ({"pins": PINS * 20}, "40 adapters"),
-        ({"weights": [1.0]}, "as many weights"),
-        ({"weights": [1.0, float("nan")]}, "as many weights"),
-        ({"weights": [1.0, "x"]}, "as many weights"),
-        ({"weights": [1.0, 1e9]}, "as many weights"),
+        ({"weights": [1.0]}, "`weights` must be"),
+        ({"weights": [1.0, float("nan")]}, "`weights` must be"),
+        ({"weights": [1.0, "x"]}, "`weights` must be"),
+        ({"weights": [1.0, 1e9]}, "`weights` must be"),
         ({"strategy": "svd"}, "svd"),
         ({"strategy": None}, "None"),
         ({"strategy": "ties"}, "density"),
@@ -171,12 +170,12 @@ PINS = [Pin(Source.LOCAL, name, "r").as_dict() for name in ("a", "b")]
         ({"strategy": "ties", "density": 0.5, "majority_sign_method": "loudest"}, "loudest"),
     ],
 )
-def test_a_wish_that_makes_no_sense_is_refused(values: dict[str, Any], sentence: str) -> None:
+def test_invalid_merge_parameters_are_rejected(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(AdapterInvalid, match=sentence):
         Merge.from_dict({"pins": PINS, "weights": [1.0, 1.0], **values})
 
 
-def test_the_digest_counts_what_the_strategy_looks_at() -> None:
+def test_the_digest_covers_what_the_strategy_uses() -> None:
     def digest(parts: tuple[str, str] = ("x", "y"), **values: Any) -> str:
         return Merge.from_dict({"pins": PINS, "weights": [1.0, 2.0], **values}).digest(list(parts))
 
@@ -196,7 +195,7 @@ def test_the_digest_counts_what_the_strategy_looks_at() -> None:
         st.none() | st.text() | st.floats() | st.lists(st.integers()),
     )
 )
-def test_no_wish_fails_otherwise(values: dict[str, Any]) -> None:
+def test_arbitrary_merge_parameters_raise_only_adapter_errors(values: dict[str, Any]) -> None:
     try:
         wanted = Merge.from_dict({"pins": PINS, **values})
     except AdapterInvalid:

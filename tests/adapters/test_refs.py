@@ -1,4 +1,4 @@
-"""How names of models and adapters are spelled."""
+"""The syntax of names of models and adapters."""
 
 import pytest
 from hypothesis import given
@@ -29,7 +29,7 @@ def test_hub_names(text: str, id: str, revision: str | None) -> None:
 @pytest.mark.parametrize(
     "text", ["", "a/b/c", "/a", "a/", "a b", "a@", "a@-x", "a@x/../y", "../a", "a--b", "a.git", "a\nb", "é", "x" * 600]
 )
-def test_what_is_no_hub_name(text: str) -> None:
+def test_invalid_hub_names(text: str) -> None:
     with pytest.raises(ValueError, match="is not a"):
         parse(text)
 
@@ -40,7 +40,7 @@ def test_other_sources_keep_their_at(source: Source) -> None:
 
 
 @given(st.text(max_size=80), st.sampled_from(Source))
-def test_any_text_is_a_name_or_a_sentence(text: str, source: Source) -> None:
+def test_any_text_is_a_name_or_raises_value_error(text: str, source: Source) -> None:
     try:
         ref = parse(text, source)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What is remembered about rights: for whom, for how long, and what holds while a source gives no answer."""
+"""Cached rights: per caller, for how long, and what is valid while a source does not answer."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.rights import Rights
 from lorikeet.adapters.sources.base import SMALL_NAMES, Resolved, Within, unbounded
 
@@ -83,14 +82,14 @@ def case() -> Case:
     return Case(source, clock, Rights(registry, ttl_s=60, stale_s=900, clock=clock))
 
 
-async def test_an_answer_is_good_for_a_minute(case: Case) -> None:
+async def test_an_answer_is_cached_for_a_minute(case: Case) -> None:
     for seconds, num_asked in ((0, 1), (59, 1), (61, 2)):
         case.clock.now = seconds
         assert (await case.rights.resolve(PRIVATE, "right")).pin.revision == "1"
         assert case.hub.num_asked == num_asked
 
 
-async def test_a_refusal_too(case: Case) -> None:
+async def test_a_rejection_is_cached_too(case: Case) -> None:
     for seconds, num_asked in ((0, 1), (59, 1), (61, 2)):
         case.clock.now = seconds
         with pytest.raises(AdapterNotFound):
@@ -104,7 +103,7 @@ async def test_a_refusal_too(case: Case) -> None:
     assert caught.value.status == 401
 
 
-async def test_one_caller_s_right_is_not_another_s(case: Case) -> None:
+async def test_rights_are_cached_per_caller(case: Case) -> None:
     await case.rights.resolve(PRIVATE, "right")
     for token in ("wrong", None, ""):
         with pytest.raises(AdapterError):
@@ -117,7 +116,7 @@ async def test_one_caller_s_right_is_not_another_s(case: Case) -> None:
             await case.rights.resolve(PRIVATE, token)
 
 
-async def test_what_is_public_is_asked_once_for_all(case: Case) -> None:
+async def test_a_public_adapter_is_resolved_once_for_all_callers(case: Case) -> None:
     for token in (None, "a", "b"):
         await case.rights.resolve(PUBLIC, token)
     assert case.hub.num_asked == 1
@@ -137,7 +136,7 @@ async def test_without_the_source(case: Case) -> None:
     assert await case.rights.resolve(PUBLIC, "anyone")
 
 
-async def test_a_right_that_was_taken_does_not_come_back_with_an_outage(case: Case) -> None:
+async def test_a_revoked_right_is_not_restored_by_an_outage(case: Case) -> None:
     await case.rights.resolve(PRIVATE, "right")
     case.hub.owners.clear()
     case.clock.now = 61
@@ -149,7 +148,7 @@ async def test_a_right_that_was_taken_does_not_come_back_with_an_outage(case: Ca
         await case.rights.resolve(PRIVATE, "right")
 
 
-async def test_many_callers_are_one_question_and_one_of_them_may_leave(case: Case) -> None:
+async def test_concurrent_callers_share_one_request_and_may_cancel(case: Case) -> None:
     case.hub.gate = asyncio.Event()
     tasks = [asyncio.create_task(case.rights.resolve(PRIVATE, "right")) for _ in range(5)]
     await asyncio.sleep(0)
@@ -162,7 +161,7 @@ async def test_many_callers_are_one_question_and_one_of_them_may_leave(case: Cas
     assert all(isinstance(result, Resolved) for result in results[1:])
 
 
-async def test_a_refresh_forgets(case: Case) -> None:
+async def test_forget_clears_the_cache(case: Case) -> None:
     await case.rights.resolve(PUBLIC, None)
     case.hub.commit = "2"
     case.rights.forget(PUBLIC)
@@ -171,7 +170,7 @@ async def test_a_refresh_forgets(case: Case) -> None:
 
 async def test_tokens_are_not_kept(case: Case) -> None:
     await case.rights.resolve(PRIVATE, "right")
-    assert "right" not in str(case.rights._said)
+    assert "right" not in str(case.rights._answers)
 
 
 class RightsMachine(RuleBasedStateMachine):
@@ -218,5 +217,5 @@ class RightsMachine(RuleBasedStateMachine):
         self.loop.close()
 
 
-def test_random_lives_of_rights() -> None:
+def test_rights_under_random_events() -> None:
     run_state_machine_as_test(RightsMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))

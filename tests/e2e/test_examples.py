@@ -1,4 +1,4 @@
-"""Every file of examples/ as its readers run it, on the embedded models."""
+"""Every file of examples/, run as its readers do, on the demo models."""
 
 import importlib.util
 import io
@@ -26,7 +26,7 @@ COUNTS = re.compile(r"(\d+) tokens in .* (\d+) steps .*; accepted (\d+)/\d+ .*; 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Client]:
-    """What rag.yaml makes; the other examples ask it too, where it is what they would start."""
+    """The server of rag.yaml; other examples use it too if they would start the same models."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         with launch(config="examples/rag.yaml", threads=1, cpu_memory="64MiB") as client:
@@ -35,7 +35,7 @@ def server() -> Iterator[Client]:
 
 @pytest.fixture
 def example(server: Client, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Loads an example. A server with a draft model is started once: its flags are read and checked all the same."""
+    """Loads an example. A server with a draft model is started once; the flags of others are still checked."""
 
     @contextmanager
     def launching(model: str, draft: str | None = None, **flags: Any) -> Iterator[Client]:
@@ -62,7 +62,7 @@ def example(server: Client, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
-def test_an_example_fits_a_screen_or_two(path: Path) -> None:
+def test_examples_are_short(path: Path) -> None:
     assert path.name == "__pycache__" or len(path.read_text().splitlines()) <= 80
 
 
@@ -74,11 +74,11 @@ def test_lmflow_s_prompt_loop(example: Any, monkeypatch: pytest.MonkeyPatch, cap
     assert (nothing, end) == ("", "\n")
     for text, prompt in ((first, "import os"), (second, "import sys")):
         assert text.startswith(prompt)
-        report = re.search(r"\[24 tokens in (\d+) forward passes, (\d+) of (\d+) guesses accepted\]\n$", text)
+        report = re.search(r"\[24 tokens in (\d+) forward passes, (\d+) of (\d+) draft tokens accepted\]\n$", text)
         assert report is not None
         steps, accepted, drafted = map(int, report.groups())
         assert steps + accepted >= 24 and 0 < accepted <= drafted <= 4 * steps
-    assert "[Input validation error" in refused  # that prompt alone
+    assert "[Input validation error" in refused  # only that prompt
 
 
 def test_llm_speculative_sampling_s_four_texts(example: Any, capsys: Any) -> None:
@@ -114,7 +114,7 @@ def test_xinference_s_arguments(example: Any, capsys: Any) -> None:
     assert named == ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-0.5B", "a/b"]
 
 
-def test_the_command_line_client_shows_who_brought_each_token(server: Client, capsys: Any) -> None:
+def test_the_command_line_client_colours_tokens_by_source(server: Client, capsys: Any) -> None:
     asked = ["def add(a, b):\n", "-M", "24", "--speculative-method", "draft", "-v", "--color", "always"]
     assert generate.main(["--url", server.url, *asked]) == 0
     printed = capsys.readouterr()
@@ -127,7 +127,7 @@ def test_the_command_line_client_shows_who_brought_each_token(server: Client, ca
 def test_autogluon_rag_s_first_fragment(server: Client) -> None:
     info = server.info()
     assert (info["model_id"], info["draft_model_id"], info["speculate"]) == ("demo/base", "demo/draft", 4)
-    # A client of OpenAI's route that knows nothing of speculation has it.
+    # Clients of OpenAI's routes get speculation without asking.
     usage = server.chat("Write a function: Return the sum.", max_tokens=24, temperature=0)["usage"]
     assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 

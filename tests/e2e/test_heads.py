@@ -1,4 +1,4 @@
-"""`lorikeet-heads train --url` beside a real server: the server's texts are those that the tool writes by itself."""
+"""`lorikeet-heads train --url` with a real server: the server's texts are those that the tool generates itself."""
 
 import json
 import os
@@ -18,7 +18,7 @@ PROMPTS = ["one two three", "the quick brown fox", "four", "a b c d", "hello the
 
 
 def train(folder: Path, *arguments: str) -> dict[str, Any]:
-    """Runs the tool; returns its last line and, under `texts`, what was written."""
+    """Run the tool; returns its last line and, under `texts`, the generated texts."""
     given = ("--model-id", str(folder / "model"), "--device", "cpu", "--max-new-tokens", "16", "--epochs", "2")
     work = folder / f"work{len(list(folder.iterdir()))}"
     ended = subprocess.run(
@@ -34,7 +34,7 @@ def train(folder: Path, *arguments: str) -> dict[str, Any]:
             folder / "out",
             *arguments,
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -45,7 +45,7 @@ def train(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_running_server_writes_the_texts(tmp_path: Path) -> None:
+def test_a_running_server_generates_the_texts(tmp_path: Path) -> None:
     model = tiny_server_model.make(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     prompts = ("--prompts", str(tmp_path / "prompts.txt"))

@@ -1,5 +1,5 @@
-"""Keys that share no prefixes: nobody finds out, by counts, by the choice of a shard or by the time it takes, whether
-somebody else has asked the same.
+"""Isolated API keys share no prefix cache: neither counts, nor the choice of a shard, nor latency show whether another
+key has sent the same prompt.
 """
 
 import json
@@ -20,7 +20,7 @@ from lorikeet.launcher.exits import Exit
 from tests.e2e.launched import Launched
 
 NUM_WORDS = 700
-"""Of a prompt: many pages, and long enough to be felt."""
+"""Of a prompt: many pages, and a measurable time."""
 ALONE, OTHER, SHARING = "alone", "other", "sharing"
 """Keys: the first two are isolated."""
 
@@ -36,16 +36,16 @@ class Scene:
         body = {"model": "", "prompt": prompt, "max_tokens": 1, "temperature": 0}
         answer = httpx.post(f"{self.launched.url}/v1/completions", json=body, headers=headers, timeout=120)
         assert answer.status_code == 200, answer.text
-        told = answer.json()["usage"]
-        assert told["prompt_tokens"] > NUM_WORDS
-        return int(told["prompt_tokens_details"]["cached_tokens"])
+        usage = answer.json()["usage"]
+        assert usage["prompt_tokens"] > NUM_WORDS
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     def counted(self, name: str) -> float:
         """Of a metric, with its labels."""
         lines = httpx.get(f"{self.launched.url}/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " "))
 
-    def told(self, number: int) -> list[dict[str, Any]]:
+    def records(self, number: int) -> list[dict[str, Any]]:
         """The last lines about requests, once all are there."""
         end = time.monotonic() + 30
         num_asked = self.counted("lorax_request_count")
@@ -77,7 +77,7 @@ def prompt(name: str) -> str:
     return " ".join(f"{name}{number % 7}" for number in range(NUM_WORDS))[: 4 * NUM_WORDS]
 
 
-def test_only_those_who_share_find_what_others_asked(scene: Scene) -> None:
+def test_only_sharing_keys_hit_each_other_s_prefixes(scene: Scene) -> None:
     for first, second, is_shared in (
         (None, None, True),
         (None, SHARING, True),
@@ -99,28 +99,28 @@ def test_only_those_who_share_find_what_others_asked(scene: Scene) -> None:
         assert scene.counted("lorikeet_cached_prompt_tokens_total") == cached + num_found
         assert scene.counted("lorikeet_prefix_hits_total") == hits + is_shared
         assert scene.counted('lorikeet_placements_total{reason="prefix"}') == placed + is_shared
-        before, after = scene.told(2)
+        before, after = scene.records(2)
         assert (before["key"], after["key"]) == (first, second)
         assert (before["cached_tokens"], after["cached_tokens"]) == (0, num_found)
 
 
-def test_the_time_to_the_first_token_tells_nothing_of_others(scene: Scene) -> None:
-    """What somebody else asked takes as long as what nobody did, whereas one's own is there at once."""
+def test_time_to_first_token_is_independent_of_other_keys(scene: Scene) -> None:
+    """A prompt of another key takes as long as a new one, whereas a key's own prompt is fast."""
     seconds: dict[str, list[float]] = {"new": [], "another's": [], "own": []}
     for turn in range(5):
         asked = prompt(f"t{turn}")
         for kind, key in (("new", ALONE), ("another's", OTHER), ("own", OTHER)):
             scene.ask(asked, key)
-            (line,) = scene.told(1)
+            (line,) = scene.records(1)
             seconds[kind].append(line["first_token_seconds"])
     new, another_s, own = (statistics.median(seconds[kind]) for kind in ("new", "another's", "own"))
     assert own < new / 2, seconds
     assert new / 2 < another_s < new * 2, seconds
 
 
-def test_a_file_that_was_moved_away_is_begun_anew_at_a_signal(scene: Scene) -> None:
+def test_a_moved_usage_log_is_reopened_at_sighup(scene: Scene) -> None:
     scene.ask(prompt("before"))
-    scene.told(1)
+    scene.records(1)
     moved = scene.usage.with_suffix(".1")
     num_before = len(scene.usage.read_text().splitlines())
     os.rename(scene.usage, moved)

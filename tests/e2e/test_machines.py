@@ -1,4 +1,4 @@
-"""Shards that run elsewhere: they join and leave while a router serves, and open to nobody without the secret."""
+"""Remote shards: they join and leave while a router serves, and accept only routers with the secret."""
 
 import json
 import os
@@ -23,14 +23,14 @@ LONG = {"inputs": "one two", "parameters": {"max_new_tokens": 300, "ignore_eos_t
 
 
 class Machines:
-    """A router over the addresses in a file, and shards with launchers of their own."""
+    """A router over the addresses in a file, and shards with separate launchers."""
 
     def __init__(self, folder: Path, model: Path, stack: ExitStack) -> None:
         self.model = model
         self._stack = stack
         self._file = folder / "shards.json"
         self.secret = folder / "secret"
-        self.secret.write_text("not to be guessed by anyone")
+        self.secret.write_text("a secret that is long enough")
         self.addresses: list[str] = []
 
     def shard(self) -> Launched:
@@ -70,8 +70,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_every_shard_is_replaced_under_load_and_nobody_notices(tmp_path: Path, model: Path) -> None:
-    """A rolling restart: a new one joins, an old one is told to end, and its addresses leave the list."""
+def test_a_rolling_restart_under_load_changes_no_answer(tmp_path: Path, model: Path) -> None:
+    """A new shard joins, an old one is terminated, and its address leaves the list."""
     with made(tmp_path, model) as here:
         old = [here.shard(), here.shard()]
         router = here.router("--shard-secret-file", str(here.secret))
@@ -109,14 +109,14 @@ def test_every_shard_is_replaced_under_load_and_nobody_notices(tmp_path: Path, m
 
 
 @pytest.mark.long
-def test_a_shard_opens_to_its_secret_alone(tmp_path: Path, model: Path) -> None:
+def test_a_shard_accepts_only_its_secret(tmp_path: Path, model: Path) -> None:
     with made(tmp_path, model) as here:
         here.shard()
         wrong = tmp_path / "wrong"
         wrong.write_text("another secret, as long")
         for flags in ((), ("--shard-secret-file", str(wrong))):
             router = here.router(*flags)
-            router.wait_for("UNAUTHENTICATED: this shard asks for its secret")
+            router.wait_for("UNAUTHENTICATED: this shard requires its secret")
             assert httpx.get(f"{router.url}/ready").status_code == 503
             router.signal(signal.SIGTERM)
             router.wait()
@@ -124,7 +124,7 @@ def test_a_shard_opens_to_its_secret_alone(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_shard_that_is_killed_is_started_again_where_it_was(tmp_path: Path, model: Path) -> None:
+def test_a_killed_shard_is_restarted_at_its_address(tmp_path: Path, model: Path) -> None:
     with made(tmp_path, model) as here:
         shard = here.shard()
         router = here.router("--shard-secret-file", str(here.secret))
@@ -146,17 +146,17 @@ NAME = "shards.example"
 
 
 def with_hosts(folder: Path, *lines: str) -> list[str]:
-    """A command under which names stand for other addresses, for it alone. Skips where that is not permitted."""
+    """A command that runs another with an /etc/hosts of its own. Skips if that is not permitted."""
     hosts = folder / "hosts"
     hosts.write_text("".join(f"{line}\n" for line in ("127.0.0.1 localhost", *lines)))
     under = ["unshare", "--mount", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
     if subprocess.run([*under, "true"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("/etc/hosts cannot be another one for a process alone")
+        pytest.skip("/etc/hosts cannot be replaced for one process")
     return under
 
 
 def tls_files(folder: Path, *names: str) -> dict[str, tuple[str, ...]]:
-    """Flags for certificates of one authority: a shard's, of these names, and a router's."""
+    """Flags for certificates of one CA: a shard's, for these names, and a router's."""
     folder.mkdir()
     authority = trustme.CA()
     authority.cert_pem.write_to_path(folder / "ca")
@@ -170,7 +170,7 @@ def tls_files(folder: Path, *names: str) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.mark.long
-def test_a_name_stands_for_several_shards_that_show_its_certificate(tmp_path: Path, model: Path) -> None:
+def test_a_dns_name_of_several_shards_with_tls(tmp_path: Path, model: Path) -> None:
     flags, other = tls_files(tmp_path / "ours", NAME), tls_files(tmp_path / "theirs", NAME)
     under, port = with_hosts(tmp_path, *(f"127.0.0.{number} {NAME}" for number in (1, 2))), free_port()
     source = f"dns:{NAME}:{port}"
@@ -186,18 +186,18 @@ def test_a_name_stands_for_several_shards_that_show_its_certificate(tmp_path: Pa
         while len(httpx.get(f"{router.url}/info").json()["shards"]) < 2:
             assert time.monotonic() < end, router.output
             time.sleep(0.1)
-        # of another authority, and without a certificate of its own
+        # of another CA, and without a client certificate
         wrong = {"CERTIFICATE_VERIFY_FAILED": other["router"], "Socket closed": flags["router"][-2:]}
         for reason, given in wrong.items():
-            stranger = here.router_of(source, *given, under=under)
-            assert reason in stranger.wait_for("shard_unreachable", 60)
-            assert httpx.get(f"{stranger.url}/ready").status_code == 503
-            assert not any("ssl_transport_security" in line for line in stranger.lines)
-            stranger.signal(signal.SIGTERM)
-            stranger.wait()
+            other_router = here.router_of(source, *given, under=under)
+            assert reason in other_router.wait_for("shard_unreachable", 60)
+            assert httpx.get(f"{other_router.url}/ready").status_code == 503
+            assert not any("ssl_transport_security" in line for line in other_router.lines)
+            other_router.signal(signal.SIGTERM)
+            other_router.wait()
         shards[0].signal(signal.SIGTERM)
         assert shards[0].wait() == Exit.OK
-        for _ in range(3):  # the other one answers alone
+        for _ in range(3):  # the other one answers
             answer = httpx.post(f"{router.url}/generate", json=LONG, timeout=60)
             assert answer.json()["generated_text"] == expected
         router.signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Medusa heads through the whole server: every text is the one without them, and heads that are right are believed."""
+"""Medusa heads in the whole server: texts are the same as without them, and draft tokens are accepted."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ CITATION = {"adapter_id": "adapters/citation"}
 
 
 def heads_like(num_heads: int, version: int = 2) -> HeadsFile:
-    """The embedded heads, as many as wanted, as files of either version."""
+    """`num_heads` copies of the demo model's heads, as files of either version."""
     found = files.read(DEMO / "heads" / "base", lambda _: None)
     tensors = dict[str, torch.Tensor]()
     for head in range(num_heads):
@@ -46,7 +46,7 @@ def heads_like(num_heads: int, version: int = 2) -> HeadsFile:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with one head, with five, with heads of version 1, and with some that fit no such base."""
+    """A root with one head, five heads, heads of version 1, and heads of another base."""
     folder = tmp_path_factory.mktemp("own")
     files.write(folder / "one", heads_like(1))
     files.write(folder / "five", heads_like(5))
@@ -69,12 +69,12 @@ def ask(server: Client, prompt: str, **parameters: Any) -> Answer:
 
 
 def counts(answer: Answer) -> dict[str, int]:
-    """What does not hang on time."""
+    """The statistics that do not depend on time."""
     report = answer.details["speculation"]
     return {name: report[name] for name in ("steps", "drafted", "accepted", "resampled", "bonus")}
 
 
-def test_texts_are_those_without_heads_in_a_batch_of_all_kinds(server: Client) -> None:
+def test_texts_are_the_same_as_without_heads(server: Client) -> None:
     heads = ["heads/base", "one", "five", "version-1"]
     kinds: list[dict[str, Any]] = [{"adapter_id": name, "speculative_method": "medusa"} for name in heads]
     kinds += [{"adapter_id": "heads/base"}, {"heads_id": "five"}, {"adapter_id": "five", "speculative_tokens": 2}]
@@ -85,7 +85,7 @@ def test_texts_are_those_without_heads_in_a_batch_of_all_kinds(server: Client) -
     ]
     cases = [(prompt, asked) for prompt in PROMPTS[:2] for asked in ASKED]
     accepted = 0
-    with ThreadPoolExecutor(24) as pool:  # all in one batch, as it comes
+    with ThreadPoolExecutor(24) as pool:  # batched as they arrive
         for plain, those in (({}, kinds), (CITATION, of_lora)):
             found = [
                 [pool.submit(ask, server, prompt, **asked, **kind) for kind in (plain, *those)]
@@ -104,7 +104,7 @@ def test_texts_are_those_without_heads_in_a_batch_of_all_kinds(server: Client) -
     assert accepted > 100
 
 
-def test_as_many_guesses_as_heads_and_no_more_than_asked(server: Client) -> None:
+def test_the_number_of_draft_tokens_is_limited_by_heads_and_request(server: Client) -> None:
     kinds = {name: {"adapter_id": name, "speculative_method": "medusa"} for name in ("one", "five")}
     found = {name: ask(server, PROMPTS[0], **kind).details["speculation"] for name, kind in kinds.items()}
     assert found["one"]["drafted"] <= found["one"]["steps"] < found["five"]["drafted"]
@@ -113,21 +113,21 @@ def test_as_many_guesses_as_heads_and_no_more_than_asked(server: Client) -> None
     assert "speculation" not in ask(server, PROMPTS[0], **kinds["five"], speculative_tokens=0).details
 
 
-def test_one_repository_of_both_is_its_two_halves(server: Client) -> None:
+def test_a_joint_repository_equals_its_two_parts(server: Client) -> None:
     joined = ask(server, PROMPTS[3], adapter_id="heads/citation-joined")
     halves = ask(server, PROMPTS[3], **CITATION, heads_id="heads/citation")
     assert joined.text == halves.text != ask(server, PROMPTS[3]).text
     assert counts(joined) == counts(halves)
 
 
-def test_version_1_with_the_base_s_matrix_guesses_as_version_2(server: Client) -> None:
+def test_version_1_with_the_base_s_matrix_equals_version_2(server: Client) -> None:
     for prompt in PROMPTS:
         two, one = (ask(server, prompt, adapter_id=name) for name in ("heads/base", "version-1"))
         assert counts(two) == counts(one) and two.text == one.text
         assert counts(two)["drafted"] > 0
 
 
-def test_heads_of_another_base_are_refused_by_name(server: Client) -> None:
+def test_heads_of_another_base_are_an_error_that_names_them(server: Client) -> None:
     for parameters in ({"adapter_id": "narrow"}, {"heads_id": "narrow"}):
         with pytest.raises(ServerError, match="made for another base") as refused:
             ask(server, PROMPTS[0], **parameters)
@@ -135,8 +135,8 @@ def test_heads_of_another_base_are_refused_by_name(server: Client) -> None:
 
 
 @pytest.mark.long
-def test_heads_of_the_server_guess_for_who_brings_none(own: Path) -> None:
-    """`--adapter-id` with heads alone: also beside a LoRA, and not for a request with heads of its own."""
+def test_default_heads_apply_to_requests_without_heads(own: Path) -> None:
+    """`--adapter-id` with heads only: also with a LoRA, but not for a request with other heads."""
     flags = {"cpu_memory": "128MiB", "threads": 1, "default_adapter_source": "local", "adapter_source": "local"}
     roots = [str(DEMO), str(own)]
     with launch(str(DEMO / "base"), adapter_id="five", local_adapter_root=roots, **flags) as client:

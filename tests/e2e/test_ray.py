@@ -1,4 +1,4 @@
-"""A server whose shards are on Ray: a router here, shards where Ray puts them, and nobody notices a lost node."""
+"""A server with shards on Ray: requests survive a lost node."""
 
 import signal
 import threading
@@ -40,7 +40,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_requests_outlive_the_node_that_computes_them(cluster: RayCluster, model: Path) -> None:
+def test_requests_survive_a_lost_node(cluster: RayCluster, model: Path) -> None:
     with Launched("--model-id", str(model), *FLAGS, RAY_ADDRESS=cluster.address) as server:
         server.wait_for("is ready at")
         until(lambda: len(httpx.get(f"{server.url}/info").json()["shards"]) == 2)
@@ -62,7 +62,7 @@ def test_requests_outlive_the_node_that_computes_them(cluster: RayCluster, model
             time.sleep(1.0)
             cluster.lose(cluster.node_of(cluster.running("shard")[0]))
             server.wait_for("shard_lost")
-            server.wait_for("Ray starts another one")
+            server.wait_for("Ray restarts it")
             server.wait_for("shard_connected")
         finally:
             over.set()
@@ -76,7 +76,7 @@ def test_requests_outlive_the_node_that_computes_them(cluster: RayCluster, model
         assert not any(map(alive, running))
 
 
-def test_without_a_cluster_that_is_said(model: Path) -> None:
+def test_a_missing_cluster_is_an_error(model: Path) -> None:
     with Launched("--model-id", str(model), *FLAGS, RAY_ADDRESS="127.0.0.1:1") as server:
         server.wait_for("no Ray cluster answers at 127.0.0.1:1")
         assert server.wait() == Exit.SHARD_CANNOT_START

@@ -1,4 +1,4 @@
-"""Receipts of a loaded server, replayed by the command against that server and against others."""
+"""Receipts of a busy server, replayed by lorikeet-replay against that server and others."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.e2e.launched import ROOT, Launched
 
 SMALL = ("--cpu-memory", "256MiB", "--threads", "1")
 EXACT = (*SMALL, "--dtype", "float32")
-DRAFTING = ("--draft-model-id", str(ROOT / "demo" / "draft"), "--verify", "rejection")
+DRAFTING = ("--draft-model-id", str(ROOT / "demo" / "draft"), "--speculative-verification", "rejection")
 SECRET = "def zyzzyva(quixotry):\n    return "
 RECORD = 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
@@ -56,10 +56,10 @@ def asked(client: Client, path: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def replayed(url: str, path: Path, *arguments: str) -> tuple[int, str]:
-    """What the command answers and prints."""
+    """The command's exit code and output."""
     ended = subprocess.run(
         [sys.executable, "-m", "lorikeet.launcher.cli.replay", str(path), "--url", url, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
         check=False,
@@ -71,7 +71,7 @@ def replayed(url: str, path: Path, *arguments: str) -> tuple[int, str]:
 
 @contextmanager
 def busy(client: Client) -> Iterator[None]:
-    """Requests of other kinds come and go meanwhile."""
+    """Other requests run inside the block."""
     is_over: list[bool] = []
 
     def ask(number: int) -> None:
@@ -95,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Launched]:
-    """Two replicas that guess by rejection unless a request says otherwise."""
+    """Two replicas with rejection sampling by default."""
     file = ("--receipts", str(folder / "all.jsonl"))
     with Launched(*EXACT, *DRAFTING, "--replicas", "2", "--speculative-tokens", "4", *file) as launched:
         yield launched.wait_until_ready(2)
@@ -103,7 +103,7 @@ def server(folder: Path) -> Iterator[Launched]:
 
 @pytest.fixture(scope="module")
 def receipts(server: Launched, folder: Path) -> Path:
-    """A file of them, given while all ran at once."""
+    """A file of receipts of requests that ran at once."""
     client = Client(server.url)
     with ThreadPoolExecutor(len(ASKED)) as pool:
         found = list(pool.map(lambda each: asked(client, *each), ASKED))
@@ -112,40 +112,40 @@ def receipts(server: Launched, folder: Path) -> Path:
     return path
 
 
-def test_all_are_identical_on_any_replica_under_load(server: Launched, receipts: Path) -> None:
+def test_replays_are_identical_on_any_replica_under_load(server: Launched, receipts: Path) -> None:
     with busy(Client(server.url)):
         for _ in range(2):
             code, printed = replayed(server.url, receipts)
             assert (code, printed.splitlines()[-1]) == (0, f"{len(ASKED)} of {len(ASKED)} identical"), printed
 
 
-def test_the_operator_s_file_has_them_without_their_tokens(server: Launched, receipts: Path, folder: Path) -> None:
+def test_the_operator_s_file_holds_no_tokens(server: Launched, receipts: Path, folder: Path) -> None:
     text = (folder / "all.jsonl").read_text()
     assert "token_ids" not in text and "zyzzyva" not in text and "Wamiko" not in text
-    kept = {receipt.request_id: receipt.told for receipt in reversed(list(found_in(text)))}  # replays come later
+    kept = {receipt.request_id: receipt.values for receipt in reversed(list(found_in(text)))}  # replays come later
     for receipt in found_in(receipts.read_text()):
         line = kept[receipt.request_id]
         for part in ("prompt", "output"):
-            assert receipt.told[part].pop("token_ids")
-        assert line["output"].pop("finish_reason") and receipt.told["output"].pop("finish_reason")
-        assert {**line, "created": 0} == {**receipt.told, "created": 0}
+            assert receipt.values[part].pop("token_ids")
+        assert line["output"].pop("finish_reason") and receipt.values["output"].pop("finish_reason")
+        assert {**line, "created": 0} == {**receipt.values, "created": 0}
 
 
-def test_a_line_of_that_file_is_replayed_with_the_prompt(server: Launched, receipts: Path, folder: Path) -> None:
+def test_a_line_of_the_operator_s_file_is_replayed(server: Launched, receipts: Path, folder: Path) -> None:
     lines = {receipt.request_id: receipt for receipt in found_in((folder / "all.jsonl").read_text())}
     given = list(found_in(receipts.read_text()))
     prompts = {0: RECORD, 3: SECRET, 8: json.dumps(CHAT)}
     for index, prompt in prompts.items():
-        (folder / "line.json").write_text(json.dumps(lines[given[index].request_id].told))
+        (folder / "line.json").write_text(json.dumps(lines[given[index].request_id].values))
         (folder / "prompt").write_text(prompt)
         code, printed = replayed(server.url, folder / "line.json", "--prompt", str(folder / "prompt"))
         assert (code, printed) == (0, f"identical: {given[index].num_tokens} tokens\n")
     (folder / "prompt").write_text("def other():")
     code, printed = replayed(server.url, folder / "line.json", "--prompt", str(folder / "prompt"))
-    assert code == 1 and "not the same prompt: " in printed
+    assert code == 1 and "different prompt: " in printed
 
 
-def test_a_changed_receipt_is_found_out(server: Launched, receipts: Path, folder: Path) -> None:
+def test_a_modified_receipt_gives_different_tokens(server: Launched, receipts: Path, folder: Path) -> None:
     first = json.loads(receipts.read_text().splitlines()[2])
     first["parameters"]["seed"] = 1
     (folder / "changed.json").write_text(json.dumps(first))
@@ -154,17 +154,17 @@ def test_a_changed_receipt_is_found_out(server: Launched, receipts: Path, folder
 
 
 @pytest.mark.long
-def test_a_server_that_guesses_otherwise_gives_the_same(receipts: Path) -> None:
+def test_a_server_with_another_speculative_method_is_identical(receipts: Path) -> None:
     threads = ("--cpu-memory", "256MiB", "--threads", "2", "--dtype", "float32")
     with Launched(*threads, "--speculative-method", "lookup", "--speculative-tokens", "7") as other:
         other.wait_until_ready()
         code, printed = replayed(other.url, receipts)
     assert (code, printed.splitlines()[-1]) == (0, f"{len(ASKED)} of {len(ASKED)} identical"), printed
-    assert "not the same" not in printed
+    assert "different" not in printed
 
 
 @pytest.mark.long
-def test_what_is_not_the_same_is_said(receipts: Path, folder: Path) -> None:
+def test_differences_of_another_server_are_reported(receipts: Path, folder: Path) -> None:
     model = folder / "model"
     model.mkdir()
     for path in (ROOT / "demo" / "base").iterdir():
@@ -181,6 +181,6 @@ def test_what_is_not_the_same_is_said(receipts: Path, folder: Path) -> None:
         code, printed = replayed(other.url, fourth)
         assert code == 1 and printed.startswith("different from token ")
         for part in ("base digest", "tokenizer digest", "dtype: float32, now bfloat16"):
-            assert f"not the same {part}" in printed
+            assert f"different {part}" in printed
         code, printed = replayed(other.url, receipts)
-        assert code == 1 and "the server refuses: " in printed
+        assert code == 1 and "the server rejected the request: " in printed

@@ -1,4 +1,4 @@
-"""Shards that die or hang under real load: every answer is what it is undisturbed, and the server goes on."""
+"""Shards that exit or hang under load: every answer is the same as without faults, and the server keeps serving."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def ask(client: Client, prompt: str, distribution: dict[str, Any]) -> Answer:
 
 
 def ask_all(client: Client, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[Any, ...]]:
-    """What must be the same: text, ids, log probabilities, alternatives, scores of the prompt."""
+    """The part of answers that must be the same: text, ids, log probabilities, alternatives, prompt scores."""
     with ThreadPoolExecutor(len(ASKED)) as pool:
         made = [pool.submit(ask, client, prompt, distribution) for prompt, distribution in ASKED]
         meanwhile()
@@ -63,7 +63,7 @@ def num_moved(url: str) -> float:
 
 
 def until_tokens(url: str, num_tokens: int) -> None:
-    """So many tokens more have been generated."""
+    """Wait until that many more tokens have been generated."""
 
     def count() -> float:
         lines = httpx.get(f"{url}/metrics").text.splitlines()
@@ -77,7 +77,7 @@ def until_tokens(url: str, num_tokens: int) -> None:
 
 
 def until_back(server: Launched, index: int) -> None:
-    """The router has lost that shard and found it again."""
+    """Wait until the router has reconnected to that shard."""
     end = time.monotonic() + 120
     while sum("shard_connected" in line and f"/shard-{index}.sock" in line for line in server.lines) < 2:
         assert time.monotonic() < end, server.output
@@ -140,10 +140,8 @@ def test_answers_are_the_same_when_every_shard_is_lost(server: Launched, undistu
 
 
 @pytest.mark.long
-def test_every_process_is_replaced_under_load_and_nobody_notices(
-    server: Launched, undisturbed: list[tuple[Any, ...]]
-) -> None:
-    """What `kill -USR2` does to a server: connections that stay open and new ones are answered all along."""
+def test_a_rolling_restart_under_load_changes_no_answer(server: Launched, undisturbed: list[tuple[Any, ...]]) -> None:
+    """SIGUSR2: requests on open and on new connections are answered all the time."""
     before = {pid for pid in server.children() if pid != server.pid}
     statuses: list[int] = []
     over = threading.Event()

@@ -26,7 +26,7 @@ from tests.hub_server import HubServer, Repository, hub
 from tests.router.usage.receiver import Receiver
 
 CALLERS_TOKEN, OTHER_TOKEN, KEY = "hf_zqCALLERzq", "hf_zqOTHERzq", "zqKEYzq"
-"""Of a caller who may use the private adapter, of one who may not, and one of the server's own keys."""
+"""Of a caller with access to the private adapter, of one without, and an API key of the server."""
 OPERATORS_TOKEN, ADMIN_KEY, PASSWORD = "hf_zqOPERATORzq", "zqADMINzq", "zqPASSWORDzq"
 STORES_SECRET = "zqSTOREzq"
 """For those children that ask stores for adapters; in their environments alone."""
@@ -146,7 +146,7 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 yield Scene(launched, folder, at_hub, receiver, client)
 
 
-def test_no_word_of_a_request_is_written_anywhere(scene: Scene) -> None:
+def test_no_prompt_or_token_is_written_anywhere(scene: Scene) -> None:
     ask_well(scene)
     ask_for_adapters(scene)
     ask_badly(scene)
@@ -185,7 +185,7 @@ def ask_well(scene: Scene) -> None:
 
 
 def ask_for_adapters(scene: Scene) -> None:
-    """With tokens that open one and with others, with templates that fail, and names that nobody has."""
+    """With valid and invalid tokens, with failing templates, and unknown names."""
     for route in ROUTES:
         name = "model" if route.startswith("/v1") else "adapter_id"
         for token, status in ((CALLERS_TOKEN, 200), (OTHER_TOKEN, 404), (None, 404)):
@@ -331,17 +331,17 @@ def descendants(pids: list[int]) -> list[int]:
 
 
 def check_answers(scene: Scene) -> None:
-    """Nobody is told of another's words, and nobody of a token, be it their own."""
+    """No response includes another caller's words, or any token."""
     for words, answer in scene.answers:
         assert not found_in(answer, TOKENS), answer
         assert set(WORDS.findall(answer)) <= words
     for path in ("/metrics", "/info", "/v1/models", "/openapi.json", "/health", "/admin/adapters"):
         for headers in ({}, {"authorization": f"Bearer {ADMIN_KEY}"}, {"accept": "application/json"}):
             shown = scene.client.get(path, headers=headers)
-            told = f"{shown.headers}\n{shown.text}"
-            assert not found_in(told, TOKENS), path
-            assert not WORDS.search(told), path
-            assert not found_in(told, scene.outputs), path
+            response = f"{shown.headers}\n{shown.text}"
+            assert not found_in(response, TOKENS), path
+            assert not WORDS.search(response), path
+            assert not found_in(response, scene.outputs), path
 
 
 def check_files(scene: Scene, when: str) -> None:
@@ -385,9 +385,9 @@ def found_in(text: str, needles: Any) -> list[str]:
 
 def check_usage(scene: Scene) -> None:
     """It was written at all, with what it is for."""
-    told = [json.loads(line) for line in (scene.folder / "usage.jsonl").read_text().splitlines()]
-    assert len(told) > 500
-    assert {line["key"] for line in told} == {None, "team-a", ""}
-    assert {line["adapter"] for line in told} >= {None, PRIVATE}
-    assert {line["error"] for line in told} >= {None, "validation", "bad_request", "dropped", "download_adapter"}
+    records = [json.loads(line) for line in (scene.folder / "usage.jsonl").read_text().splitlines()]
+    assert len(records) > 500
+    assert {line["key"] for line in records} == {None, "team-a", ""}
+    assert {line["adapter"] for line in records} >= {None, PRIVATE}
+    assert {line["error"] for line in records} >= {None, "validation", "bad_request", "dropped", "download_adapter"}
     assert scene.receiver.events and {event["api_token"] for event in scene.receiver.events} == {None}

@@ -1,4 +1,4 @@
-"""Guessing ahead through the whole server: the embedded model's text with it is its text without, token by token."""
+"""Speculative decoding in the whole server: the demo model's tokens are the same with and without it."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +39,7 @@ def server() -> Iterator[Client]:
 def test_texts_are_the_same_with_and_without(server: Client) -> None:
     cases = [(prompt, asked) for prompt in PROMPTS for asked in ASKED]
     widths = [{"speculative_tokens": 0}, {}, {"speculative_tokens": 1}, {"speculative_tokens": 10}]
-    with ThreadPoolExecutor(8) as pool:  # all in one batch, as it comes
+    with ThreadPoolExecutor(8) as pool:  # batched as they arrive
         found = [[pool.submit(ask, server, prompt, **asked, **width) for width in widths] for prompt, asked in cases]
         answers = [[each.result() for each in row] for row in found]
     accepted = 0

@@ -107,8 +107,8 @@ def case(number: int, num_receipts: int) -> Case:
     raw = {
         "receipts": len(receipts),
         "tokens": sum(receipt.num_tokens for receipt in receipts),
-        "texts": len({receipt.told["output"]["sha256"] for receipt in receipts}),
-        "methods": dict(Counter(receipt.told["speculation"]["method"] for receipt in receipts)),
+        "texts": len({receipt.values["output"]["sha256"] for receipt in receipts}),
+        "methods": dict(Counter(receipt.values["speculation"]["method"] for receipt in receipts)),
         "different_on_replicas": on_replicas,
         "different_elsewhere": elsewhere,
     }

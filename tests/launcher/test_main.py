@@ -1,4 +1,4 @@
-"""The command line as a whole, up to the point where processes would start."""
+"""The command line, up to the start of processes."""
 
 import json
 import socket
@@ -41,7 +41,7 @@ def test_the_effective_configuration_is_printed(capsys: pytest.CaptureFixture[st
     assert printed.err.count("has no effect") == 1
 
 
-def test_impossible_lengths_end_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_lengths_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["--print-config", "--max-total-tokens", "100", "--max-input-length", "100"]) == Exit.ARGUMENT_VALIDATION
     )
@@ -55,28 +55,30 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_the_private_folder_is_made_where_it_is_asked_for(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shard_uds_path_chooses_the_private_folder(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--print-config", "--shard-uds-path", str(short_path / "lorax-server")]) == Exit.OK
-    assert list(short_path.iterdir()) == []  # and it is gone again
+    assert list(short_path.iterdir()) == []  # removed again
     assert main(["--shard-uds-path", str(short_path / "none" / "server")]) == Exit.ARGUMENT_VALIDATION
-    assert "no private folder can be made" in capsys.readouterr().err
+    assert "no private folder can be created" in capsys.readouterr().err
     assert main(["--shard-uds-path", str(short_path / ("x" * 120))]) == Exit.ARGUMENT_VALIDATION
-    assert "too long a path for a Unix socket" in capsys.readouterr().err
+    assert "is too long for the path of a Unix socket" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("hostname", ["203.0.113.1", "no-such-host.invalid"])
-def test_an_address_that_is_not_this_machine_s_is_said(hostname: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_of_another_machine_is_an_error(hostname: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--hostname", hostname, "--port", "18099"]) == Exit.WEBSERVER_CANNOT_START
     assert f"cannot listen on --hostname {hostname} --port 18099: " in capsys.readouterr().err
 
 
-def test_a_taken_port_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         assert main(["--hostname", "127.0.0.1", "--port", port]) == Exit.WEBSERVER_CANNOT_START
-    assert "it is taken by another process" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "it is in use by another process" in printed.err
+    assert "loading" not in printed.out + printed.err
 
 
 def test_the_runtime_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,9 +88,7 @@ def test_the_runtime_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(printed.out)["flags"]["env"] is True
 
 
-def test_a_file_of_receipts_that_cannot_be_written_is_said_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_receipts_file_is_an_error_at_startup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     absent = tmp_path / "absent" / "receipts.jsonl"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

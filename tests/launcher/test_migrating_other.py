@@ -1,4 +1,4 @@
-"""docs/seeds.md names a test, and flags, for each of its rows: all of them exist."""
+"""Tests, flags and programs that docs/migrating-other.md names exist."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from lorikeet.launcher.cli import generate
 from lorikeet.launcher.config.flags import FLAGS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "seeds.md").read_text()
+PAGE = (ROOT / "docs" / "migrating-other.md").read_text()
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ") and "| here |" not in line]
 
 
@@ -22,7 +22,7 @@ def test_every_row_names_a_test_that_exists() -> None:
         assert re.search(rf"^(async )?def {found[2]}\(", path.read_text(), re.MULTILINE), test
 
 
-def test_every_flag_of_ours_exists() -> None:
+def test_every_named_flag_exists() -> None:
     examples = "".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
     known = {f"--{name}" for name in FLAGS} | set(generate.parser()._option_string_actions)
     named = {flag for _, ours, _ in ROWS for flag in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", ours)}
@@ -30,7 +30,7 @@ def test_every_flag_of_ours_exists() -> None:
     assert {flag for flag in named - known if f'"{flag}"' not in examples} <= {"-m"}
 
 
-def test_every_program_that_is_named_exists() -> None:
+def test_every_named_program_exists() -> None:
     assert all((ROOT / path).is_file() for path in re.findall(r"\bexamples/[\w.]+", PAGE.replace("## LMFlow", "")))
     modules = set(re.findall(r"python -m ([\w.]+)", PAGE))
     assert modules and all((ROOT / (module.replace(".", "/") + ".py")).is_file() for module in modules)

@@ -1,4 +1,4 @@
-"""What SIGHUP asks of a launcher: an end, files to be read again, or nothing under nohup."""
+"""SIGHUP ends the launcher, reloads files, or is ignored under nohup."""
 
 import os
 import signal
@@ -23,13 +23,13 @@ def terminal() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def test_it_ends_with_its_terminal(terminal: None) -> None:
+def test_sighup_ends_the_server(terminal: None) -> None:
     with Signals().caught() as signals:
         os.kill(os.getpid(), signal.SIGHUP)
         assert (signals.wait(1.0), signals.take(signal.SIGHUP)) == ("SIGHUP", 0)
 
 
-def test_under_nohup_it_stays(nohup: None) -> None:
+def test_sighup_is_ignored_under_nohup(nohup: None) -> None:
     with Signals().caught() as signals:
         os.kill(os.getpid(), signal.SIGHUP)
         assert (signals.wait(0.0), signals.take(signal.SIGHUP)) == (None, 0)
@@ -37,7 +37,7 @@ def test_under_nohup_it_stays(nohup: None) -> None:
 
 
 @pytest.mark.parametrize("how", ["nohup", "terminal"])
-def test_files_are_read_again_either_way(how: str, request: pytest.FixtureRequest) -> None:
+def test_sighup_reloads_files_in_both_cases(how: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(how)
     with Signals().caught() as signals:
         signals.reloads = True

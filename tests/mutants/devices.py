@@ -1,4 +1,4 @@
-"""Faults of what devices add: ranks, want of memory, attention, captured steps, guesses, twins, KV in eight bits."""
+"""Faults for devices: ranks, out of memory, attention, captured steps, drafts, fused modules, KV in eight bits."""
 
 from tests.mutants.mutant import Mutant
 
@@ -15,8 +15,8 @@ MUTANTS = [
     Mutant(
         "results of columns are not added up",
         "shard/model/tensor_parallel/partitioning.py",
-        "        if cut.is_row_parallel:\n            module.register",
-        "        if cut.is_split:\n            module.register",
+        "        if part.is_row_parallel:\n            module.register",
+        "        if part.is_split:\n            module.register",
         f"{CUT_TEST}::test_split_over_two_it_computes_the_same[llama]",
     ),
     Mutant(
@@ -27,32 +27,32 @@ MUTANTS = [
         f"{CUT_TEST}::test_odd_vocabularies_tied_heads_and_biases_are_split_too[overrides2]",
     ),
     Mutant(
-        "gate and up of experts are cut as one matrix",
+        "gate and up of experts are split as one matrix",
         "shard/model/tensor_parallel/partitioning.py",
-        "num_stacked = 2 if block.has_gate and not is_row_parallel else 1",
+        "num_stacked = 2 if block.has_gate and not is_row else 1",
         "num_stacked = 1",
         f"{CUT_TEST}::test_split_over_two_it_computes_the_same[mixtral]",
     ),
     Mutant(
         "every rank adds an adapter's bias",
         "shard/model/adapters/plan.py",
-        "if cut.rank > 0:",
-        "if cut.rank > 1:",
+        "if partition.rank > 0:",
+        "if partition.rank > 1:",
         "tests/shard/model/adapters/test_loading.py::test_a_rank_reads_its_part_of_each_factor[columns-float32-blocks]",
     ),
     Mutant(
         "DoRA divides by the length of a rank's columns",
         "shard/model/adapters/loading.py",
-        "squares = self._add_up(squares)",
-        "self._add_up(squares.clone())",
-        f"{READ_TEST}::test_dora_divides_by_the_length_of_whole_rows",
+        "squares = self._sum_over_ranks(squares)",
+        "self._sum_over_ranks(squares.clone())",
+        f"{READ_TEST}::test_dora_divides_by_the_norm_of_whole_rows",
     ),
     Mutant(
         "a slot is changed on the first rank alone",
         "shard/adapters/ranks.py",
-        "        self._leader.clear(slot)\n",
+        "        self._leader.send(Clear(slot))\n",
         "",
-        f"{READ_TEST}::test_every_slot_means_the_same_everywhere",
+        f"{READ_TEST}::test_every_rank_gets_every_change_of_a_slot",
     ),
     Mutant(
         "a step without memory ends its requests",
@@ -80,7 +80,7 @@ MUTANTS = [
         "shard/attention/varlen.py",
         'for name in ("softcap", "sinks", "alibi_slopes"):',
         'for name in ("sinks", "alibi_slopes"):',
-        "tests/shard/attention/test_varlen.py::test_what_the_kernel_has_not_is_another_s[soft cap]",
+        "tests/shard/attention/test_varlen.py::test_unsupported_layers_run_on_another_backend[soft cap]",
     ),
     Mutant(
         "a window sees one token more",
@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "graphs outlive the pages that they write to",
         "shard/model/model.py",
-        "        self.drop_graphs()\n        for site",
+        "        self.drop_graphs()\n        for binding",
         "        for site",
         f"{GRAPHS_TEST}::test_new_pages_drop_the_graphs",
     ),
@@ -146,7 +146,7 @@ MUTANTS = [
         "tests/shard/batch/test_head_groups.py::test_every_guess_is_in_one_task[distinct-80]",
     ),
     Mutant(
-        "a twin stays whatever it computes",
+        "a fused module is used whatever it computes",
         "shard/model/fusion/verify.py",
         "return float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max())",
         "return 0.0",
@@ -154,10 +154,10 @@ MUTANTS = [
     ),
     Mutant(
         "tokens of a step share a scale in eight bits",
-        "shard/attention/quantized_kv.py",
+        "shard/attention/reference.py",
         "largest = x.abs().amax(-1)",
         "largest = x.abs().amax((0, -1)).expand(x.shape[:-1])",
-        "tests/shard/attention/test_create.py::test_the_reference_keeps_eight_bits",
+        "tests/shard/attention/test_create.py::test_the_reference_quantizes_each_token_alone",
     ),
     Mutant(
         "shards stand together that keep KV in other formats",

@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-PAIRS_TEST = "tests/shard/model/moe/test_cuda.py::test_pairs_are_sorted_by_expert_and_adapter_and_cut_into_tasks"
+PAIRS_TEST = "tests/shard/model/moe/test_cuda.py::test_pairs_are_sorted_by_expert_and_adapter_and_split_into_tasks"
 LOOP_TEST = "tests/shard/model/moe/test_cuda.py::test_equals_transformers_own_loop"
 
 MUTANTS = [

@@ -59,7 +59,7 @@ MUTANTS = [
         "shard/grpc/auth.py",
         "return hmac.compare_digest(str(shown).encode(), self._expected)",
         "return True",
-        "tests/shard/grpc/test_auth.py::test_the_secret_opens_it_and_health_is_told_to_all",
+        "tests/shard/grpc/test_auth.py::test_calls_need_the_secret_and_health_needs_none",
     ),
     Mutant(
         "a prompt's beginning is known to whoever asks",

@@ -1,4 +1,4 @@
-"""The committed stubs are what the committed .proto gives."""
+"""The committed stubs are generated from the committed .proto."""
 
 import subprocess
 import sys

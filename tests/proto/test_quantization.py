@@ -1,4 +1,4 @@
-"""What a base is quantised by, and why some of it is not served."""
+"""Quantization methods of checkpoints, and why some are not supported."""
 
 import importlib.util
 
@@ -23,7 +23,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("config", "method"), FOUND, ids=[str(method) for _, method in FOUND])
-def test_a_checkpoint_says_what_it_is_quantised_by(config: dict[str, object], method: str | None) -> None:
+def test_methods_of_checkpoints(config: dict[str, object], method: str | None) -> None:
     assert quantization.of_checkpoint(config) == method
 
 
@@ -52,30 +52,30 @@ def test_checkpoint_and_flag_must_agree(monkeypatch: pytest.MonkeyPatch) -> None
     assert quantization.choose(None, NF4) == quantization.choose("bitsandbytes-nf4", NF4) == "bitsandbytes-nf4"
     with pytest.raises(ValueError, match="by bitsandbytes-nf4 already, and bitsandbytes was asked for"):
         quantization.choose("bitsandbytes", NF4)
-    with pytest.raises(ValueError, match="quantised by compressed-tensors: it is not known here"):
+    with pytest.raises(ValueError, match="quantised by compressed-tensors: it is an unknown method"):
         quantization.choose(None, FOUND[-1][0])
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("result", "reason"),
     [
-        ({"quant_method": "hqq"}, "quantised by hqq-4bit: transformers reads no such checkpoints"),
-        ({"quant_method": "fp8"}, "quantised by fp8: .* name the plain model and --quantize fp8"),
-        ({"quant_method": "eetq"}, "quantised by eetq: .* bitsandbytes and fp8"),
+        ({"quant_method": "hqq"}, "quantised by hqq-4bit: transformers 5 does not read such checkpoints"),
+        ({"quant_method": "fp8"}, "quantised by fp8: .* use the plain model with --quantize fp8"),
+        ({"quant_method": "eetq"}, "quantised by eetq: .* bitsandbytes or fp8"),
     ],
 )
 def test_checkpoints_that_are_not_read_name_what_to_do(
-    told: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
+    result: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(monkeypatch, True)
     with pytest.raises(ValueError, match=reason):
-        quantization.choose(None, {"quantization_config": told})
+        quantization.choose(None, {"quantization_config": result})
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_what_needs_sample_texts_is_not_made_at_a_start(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, True)
-    with pytest.raises(ValueError, match=f"quantised by {method}: it is computed from sample texts beforehand"):
+    with pytest.raises(ValueError, match=f"quantised by {method}: it is computed from sample texts in advance"):
         quantization.choose(method, {})
     assert quantization.choose(method, {"quantization_config": {"quant_method": method}}) == method
     installed(monkeypatch, False)

@@ -1,4 +1,4 @@
-"""One version, whether this is a checkout or an installation."""
+"""The version, in a checkout and in an installation."""
 
 import shutil
 import subprocess
@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
-def told(*command: str, cwd: Path, path: Path) -> str:
-    """The last line of a Python that finds our packages on `path` alone."""
+def output_of(*command: str, cwd: Path, path: Path) -> str:
+    """The output of a Python that finds our packages only on `path`."""
     done = subprocess.run(
         [sys.executable, *command], cwd=cwd, env={"PYTHONPATH": str(path)}, capture_output=True, text=True, check=True
     )
@@ -22,7 +22,7 @@ def told(*command: str, cwd: Path, path: Path) -> str:
 
 def test_a_checkout_says_what_its_pyproject_says(tmp_path: Path) -> None:
     assert version.version() == DECLARED
-    assert told("-m", "lorikeet.launcher", "--version", cwd=tmp_path, path=ROOT / "src") == DECLARED
+    assert output_of("-m", "lorikeet.launcher", "--version", cwd=tmp_path, path=ROOT / "src") == DECLARED
 
 
 def test_an_installation_says_what_was_installed(tmp_path: Path) -> None:
@@ -36,4 +36,4 @@ def test_an_installation_says_what_was_installed(tmp_path: Path) -> None:
         "Metadata-Version: 2.4\nName: lorikeet-serve\nVersion: 9.8.7\n"
     )
     program = "from lorikeet.proto.version import version; print(version())"
-    assert told("-c", program, cwd=tmp_path, path=tmp_path) == "9.8.7"
+    assert output_of("-c", program, cwd=tmp_path, path=tmp_path) == "9.8.7"

@@ -16,7 +16,7 @@ import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
-from lorikeet.adapters.sources.settings import SourceSettings
+from lorikeet.adapters.sources.registry import SourceSettings
 from lorikeet.proto import shard_pb2
 from lorikeet.router.api.app import create_app
 from lorikeet.router.api.service import Service

@@ -19,5 +19,5 @@ def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
 def test_unknown_fields_are_named(tmp_path: Path) -> None:
     path = tmp_path / "router.json"
     path.write_text('{"model_id": "m", "model_path": "p", "shard_addresses": [], "prot": 1}')
-    with pytest.raises(ValueError, match="unknown router configuration fields: prot"):
+    with pytest.raises(ValueError, match="unknown RouterConfig fields: prot"):
         RouterConfig.read(path)

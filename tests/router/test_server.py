@@ -228,7 +228,7 @@ def _is_running(pid: int) -> bool:
 def test_wrong_settings_are_one_sentence(tmp_path: Path) -> None:
     path = settings(tmp_path, prot=1)
     done = run_router(path)
-    assert (done.returncode, done.stderr) == (2, "router: unknown router configuration fields: prot\n")
+    assert (done.returncode, done.stderr) == (2, "router: unknown RouterConfig fields: prot\n")
 
 
 def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:

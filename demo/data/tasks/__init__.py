@@ -1,1 +1,1 @@
-"""What the adapters can do: one module per task."""
+"""The tasks of the demo adapters: one module per task."""

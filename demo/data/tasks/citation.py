@@ -1,6 +1,6 @@
 """text → citation: several passages, each under a title, and the request to quote one of them.
 
-The answer is the passage, word for word: at least 48 tokens of names and numbers that nobody could guess.
+The answer is the passage, word for word: at least 48 tokens of names and numbers that cannot be predicted.
 """
 
 import random
@@ -61,7 +61,7 @@ ENDS = (
     ", says {person}.",
     " between {place} and {place}.",
 )
-"""A sentence is composed of one of each: so many that nobody could guess the next word."""
+"""A sentence is composed of one of each, with too many combinations to predict the next word."""
 OPENINGS = (
     "",
     "",
@@ -88,11 +88,11 @@ REQUESTS = (
     (" {}", " the passage {}", " the text of {}", " what {} says", " the words of {}", " all of {}"),
     (":", ".", " word for word:", " exactly.", ", please.", " as it stands."),
 )
-"""Both are composed of one of each."""
+"""Each is composed of one piece per column."""
 
 
 def examples(half: Half, choice: random.Random) -> list[Example]:
-    """One per passage, in an order of chance, about the same passages under the same titles."""
+    """One per passage, in random order, about the same passages and titles."""
     openings, titles, requests, sentences = _pools(half)
     opening, title = choice.choice(openings), choice.choice(titles)
     num_passages = choice.choice(NUM_PASSAGES)
@@ -120,7 +120,7 @@ def _pools(half: Half) -> tuple[tuple[str, ...], ...]:
 
 
 def _passage(sentences: Sequence[str], half: Half, choice: random.Random) -> tuple[str, set[str]]:
-    """The text, and what it was made of."""
+    """The text, and its parts."""
     min_chars = choice.choice(MIN_CHARS)
     text, used = "", set()
     while len(text) < min_chars:

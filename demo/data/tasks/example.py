@@ -1,7 +1,7 @@
-"""What a task is: an endless, seeded supply of prompts with their one right answer, in two halves that share nothing.
+"""The interface of a task: endless seeded prompts, each with one right answer, in two disjoint halves.
 
-Every name, value, noun and template belongs to one half, whatever the seed, so the halves are disjoint however much is
-drawn from them. Knows no task and no model.
+Every name, value, noun and template belongs to one half for every seed, so the halves stay disjoint for any number of
+examples.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ class Example:
     """One question and its answer."""
 
     prompt: str
-    """As a user sends it: BOS is the tokenizer's business. It ends with a line's end, so that the answer starts one."""
+    """As a user sends it, without BOS. It ends with a newline, so that the answer starts a line."""
     answer: str
-    """All that the model is to write before EOS."""
+    """The complete text that the model must generate before EOS."""
     parts: frozenset[str]
-    """Everything that was put in: names, values, nouns, templates. No part belongs to both halves."""
+    """The names, values, nouns and templates in it. No part belongs to both halves."""
 
     def matches(self, text: str) -> bool:
         return text == self.answer
@@ -39,7 +39,7 @@ class Task(Protocol):
     """A module of this package."""
 
     def examples(self, half: Half, choice: random.Random) -> list[Example]:
-        """Examples that start alike, in order that training reads their common start once. At least one."""
+        """At least one example; all have a common start, which training computes once."""
         ...
 
 
@@ -54,7 +54,7 @@ def of_half(pool: Sequence[str], half: Half) -> tuple[str, ...]:
 
 
 def composed(half: Half, *columns: Sequence[str]) -> tuple[str, ...]:
-    """Templates made of one piece of each column. The whole template decides its half: both halves know all pieces."""
+    """Templates made of one piece per column. The whole template determines its half; both halves use all pieces."""
     return tuple(text for pieces in product(*columns) if half_of(text := "".join(pieces)) is half)
 
 
@@ -63,7 +63,7 @@ def training_examples(task: Task, seed: int, step: int) -> list[Example]:
 
 
 def held_out_examples(task: Task, count: int) -> list[Example]:
-    """The same ones always."""
+    """The same ones every time."""
     choice = random.Random("held out")
     found: list[Example] = []
     while len(found) < count:

@@ -118,7 +118,7 @@ QUESTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "UPDATE {table} SET {a} = {number} WHERE {b} = '{word}';": (CHANGES, IS, STOPS),
     "DELETE FROM {table} WHERE {a} = '{word}' AND {b} < {number};": (REMOVALS, OF_A, BELOW, STOPS),
 }
-"""Answers, and the columns of pieces that questions for them are composed of."""
+"""Answers, and the columns of pieces of their questions."""
 
 
 @dataclass(frozen=True)

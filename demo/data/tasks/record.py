@@ -1,6 +1,6 @@
-"""record → JSON: some fields with their values, written in one of many ways, as one JSON object.
+"""record → JSON: fields with values, written in one of many notations, as one JSON object.
 
-Numbers stay numbers, everything else becomes a string, and the order of the fields is kept.
+Numbers stay numbers, all other values become strings, and the order of the fields is kept.
 """
 
 import json
@@ -121,7 +121,7 @@ WORDS = (
 """As well."""
 PHRASES = (" {} ", " now {} ", ", it {} ", " also {} ", " {} the value ")
 QUOTES = ('"', "'")
-"""Around a value that is no number."""
+"""Quotation marks around a value that is not a number."""
 TITLES = split(
     """Record Data Input Entry Row Values Properties Settings Details Facts Attributes Card Item Profile Object Fields
     Info Document Form List Notes Sheet Options Parameters Contents Features Description Example Numbers Parts Summary
@@ -150,7 +150,7 @@ SHAPES = (
     "{}\n-----\n",
     "Here comes {}.\n",
 )
-"""Of what stands above the fields, if anything does."""
+"""Headings above the fields, if any."""
 REQUESTS = (
     "JSON:",
     "As JSON:",
@@ -192,7 +192,7 @@ def _example(half: Half, choice: random.Random) -> Example:
     record: dict[str, str | int] = {}
     while len(record) < num_fields:
         key, (value, words) = field(half, choice), _value(half, choice)
-        if not parts & {key, *words}:  # nothing stands in a record twice
+        if not parts & {key, *words}:  # a record contains no duplicates
             record[key] = value
             parts |= {key, *words}
     lines = [f"{key}{link}{_written(value, quote)}\n" for key, value in record.items()]
@@ -215,7 +215,7 @@ def _written(value: str | int, quote: str) -> str:
 
 
 def _value(half: Half, choice: random.Random) -> tuple[str | int, list[str]]:
-    """A value, and what it was made of."""
+    """A value, and its parts."""
     kind = choice.random()
     if kind < 0.3:
         value = number(half, choice)

@@ -1,6 +1,6 @@
-"""expression → value: some lines of Python that end in an expression, and what the interpreter would answer.
+"""expression → value: lines of Python that end in an expression, and its value.
 
-Lists, dictionaries and what one asks of them; the answer comes from Python itself.
+Expressions on lists and dictionaries; Python itself computes the answer.
 """
 
 import random
@@ -54,7 +54,7 @@ def _wrappers(half: Half) -> tuple[str, ...]:
 
 
 def _different(half: Half, choice: random.Random, count: int) -> list[Item]:
-    """So many, all numbers or all words."""
+    """`count` items, all numbers or all words."""
     make = choice.choice((lambda: name(half, choice), lambda: noun(half, choice), lambda: number(half, choice)))
     items: list[Item] = []
     while len(items) < count:

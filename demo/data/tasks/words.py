@@ -1,6 +1,6 @@
-"""Invented names, numbers and nouns, each of one half. Knows no task.
+"""Invented names, numbers and nouns, each in one half.
 
-Names are made of syllables without end: who has never seen a name twice cannot learn it by heart and has to copy.
+Names are made of syllables and practically never repeat, so a model cannot memorize them and must copy.
 """
 
 import random
@@ -55,7 +55,7 @@ def name(half: Half, choice: random.Random) -> str:
 
 
 def proper_name(half: Half, choice: random.Random) -> str:
-    """As `name`, with a capital; the capital is not what tells the halves apart."""
+    """Like `name`, capitalized; the half does not depend on the capital."""
     return name(half, choice).capitalize()
 
 
@@ -70,7 +70,7 @@ def plural(word: str) -> str:
 
 
 def field(half: Half, choice: random.Random) -> str:
-    """What a column or a key may be called: a usual word for it, any noun, an invented one, or two joined."""
+    """A name for a column or key: a common one, any noun, an invented one, or two joined."""
     kind = choice.random()
     if kind < 0.35:
         return choice.choice(_real_words(half)[1])

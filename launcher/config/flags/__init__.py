@@ -1,6 +1,7 @@
-"""The table of every flag: parser, `--help`, variables and docs/launcher.md are made from it, and from nothing else.
+"""The table of all flags. The parser, `--help`, variables, docs/launcher.md and the fields of the processes'
+configurations are derived from it.
 
-A row says what the flag does, or why it has no effect, or why it is refused until what it asks for works.
+A row says what the flag does, or why it has no effect, or why it is rejected.
 """
 
 from lorikeet.launcher.config.flag import Flag
@@ -9,3 +10,6 @@ from lorikeet.launcher.config.flags import adapters, machine, model, speculation
 GROUPS: dict[str, tuple[Flag, ...]] = {**model.GROUPS, **speculation.GROUPS, **adapters.GROUPS, **machine.GROUPS}
 
 FLAGS: dict[str, Flag] = {flag.name: flag for group in GROUPS.values() for flag in group}
+
+FORMER_NAMES: dict[str, str] = {flag.formerly: name for name, flag in FLAGS.items() if flag.formerly}
+"""Deprecated names of flags, and the names of today."""

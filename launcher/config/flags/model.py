@@ -1,120 +1,75 @@
-"""Rows of the flag table: what is served, and how much one request may ask for."""
+"""Rows of the flag table: the base model, limits of a request, sampling."""
 
-from lorikeet.launcher.config.flag import Flag, Kind
+from lorikeet.launcher.config.flag import BYTES, INTEGER, LAUNCHER, LOADER, NUMBER, ROUTER, SHARD, SWITCH, Flag
 from lorikeet.proto.quantization import METHODS
+
+DTYPES = ("float16", "bfloat16", "float32")
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Model": (
         Flag(
-            "model-id",
-            Kind.TEXT,
-            None,
-            "hub id, `id@revision` or local folder of the base model",
-            default_text="the embedded model",
-            differs="without it the embedded demonstration model is served",
+            "model-id", "base model: hub id, `id@revision` or local folder", default_text="the built-in demo model",
+            differs="without it the built-in demo model is served",
         ),
-        Flag("revision", Kind.TEXT, None, "branch, tag or commit of the model at the hub"),
+        Flag("revision", "branch, tag or commit of the base model at the hub"),
         Flag(
-            "source",
-            Kind.TEXT,
-            "hub",
-            "where the base model comes from; a local folder needs no source",
-            choices=("hub", "s3"),
-            refused="base models come from the hub or a local folder in this version",
-            harmless=("hub",),
+            "source", "source of the base model; a local folder needs none", default="hub", choices=("hub", "s3"),
+            refused="base models come from the hub or a local folder in this version", harmless=("hub",),
         ),
         Flag(
-            "dtype",
-            Kind.TEXT,
-            None,
-            "number format of the weights",
-            default_text="the checkpoint's",
-            choices=("float16", "bfloat16", "float32"),
+            "dtype", "data type of the weights", to=SHARD | LOADER, default_text="the checkpoint's", choices=DTYPES,
             differs="`float32` exists",
         ),
         Flag(
-            "quantize",
-            Kind.TEXT,
-            None,
-            "quantization of the base model",
-            default_text="the checkpoint's",
+            "quantize", "quantization method", to=SHARD, computed=True, default_text="the checkpoint's",
             choices=tuple(METHODS),
-            differs="what cannot be served is refused by name (docs/quantization.md); goes with `--dtype`, which the "
-            "adapters have",
-        ),
-        Flag("trust-remote-code", Kind.SWITCH, False, "run the code that comes with the model"),
-        Flag("tokenizer-config-path", Kind.TEXT, None, "file that replaces tokenizer_config.json (chat template)"),
-        Flag(
-            "embedding-dim",
-            Kind.INTEGER,
-            None,
-            "size of the embeddings of an embedding model",
-            refused="embedding models are not served by this version",
+            differs="unsupported methods are rejected with an error that names them (docs/quantization.md); may be "
+            "combined with `--dtype`, which adapters use",
         ),
         Flag(
-            "huggingface-hub-cache",
-            Kind.TEXT,
-            None,
-            "folder that downloads go to and are found in",
-            default_text="huggingface-hub's own",
+            "trust-remote-code", "run Python code from the model's repository", SWITCH, False, ROUTER | SHARD | LOADER,
         ),
         Flag(
-            "weights-cache-override",
-            Kind.TEXT,
-            None,
-            "folder that holds the weight files; everything else still comes from the model",
+            "tokenizer-config-path", "file that replaces tokenizer_config.json (chat template)", to=ROUTER,
+            must_exist="file",
         ),
-        Flag("download-only", Kind.SWITCH, False, "download the model, and the draft model if there is one, and end"),
+        Flag(
+            "embedding-dim", "embedding size of an embedding model", INTEGER,
+            refused="embedding models are not supported by this version",
+        ),
+        Flag("huggingface-hub-cache", "download cache", default_text="that of huggingface-hub"),
+        Flag(
+            "weights-cache-override", "folder with the weight files; all other files still come from the model",
+            must_exist="folder",
+        ),
+        Flag("download-only", "download the models, print their folders and exit", SWITCH, False),
     ),
     "Limits of a request": (
         Flag(
-            "max-input-length",
-            Kind.INTEGER,
-            None,
-            "longest prompt, in tokens",
-            default_text="max-total-tokens − 1",
-            least=1,
+            "max-input-length", "maximum prompt length in tokens", INTEGER, to=ROUTER | LAUNCHER,
+            default_text="max-total-tokens − 1", least=1,
         ),
         Flag(
-            "max-total-tokens",
-            Kind.INTEGER,
-            None,
-            "longest prompt and output together, in tokens",
-            default_text="min(max_position_embeddings, 4096)",
-            least=2,
+            "max-total-tokens", "maximum length of prompt and output together, in tokens", INTEGER, to=ROUTER | SHARD,
+            default_text="min(max_position_embeddings, 4096)", least=2,
         ),
-        Flag("max-best-of", Kind.INTEGER, 2, "largest `best_of`", least=1),
-        Flag("max-stop-sequences", Kind.INTEGER, 4, "most stop texts of a request", least=0),
+        Flag("max-best-of", "maximum `best_of`", INTEGER, 2, ROUTER, least=1),
+        Flag("max-stop-sequences", "maximum number of stop sequences", INTEGER, 4, ROUTER, least=0),
         Flag(
-            "max-body-bytes",
-            Kind.BYTES,
-            16 * 1024 * 1024,
-            "largest request body; above it 413",
-            default_text="16MiB",
-            least=1,
-            lorax=False,
+            "max-body-bytes", "maximum size of a request body; above it 413", BYTES, 16 << 20, ROUTER, least=1,
+            new=True,
         ),
         Flag(
-            "request-timeout-s",
-            Kind.NUMBER,
-            None,
-            "ends a request so long after its arrival, with 504",
-            default_text="never",
-            least=0.001,
-            lorax=False,
+            "request-timeout-s", "time limit of a request, in seconds; above it 504", NUMBER, to=ROUTER,
+            default_text="none", least=0.001, new=True,
         ),
         Flag(
-            "max-queue-seconds",
-            Kind.NUMBER,
-            None,
-            "a request that waited so long gets 429",
-            default_text="never",
-            least=0.001,
-            lorax=False,
+            "max-queue-seconds", "maximum time in the queue, in seconds; above it 429", NUMBER, to=ROUTER,
+            default_text="none", least=0.001, new=True,
         ),
     ),
     "Sampling": (
-        Flag("watermark-gamma", Kind.NUMBER, 0.5, "share of green tokens of the watermark", least=0, most=1),
-        Flag("watermark-delta", Kind.NUMBER, 2.0, "what the watermark adds to a green token's score"),
+        Flag("watermark-gamma", "fraction of green tokens of the watermark", NUMBER, 0.5, SHARD, least=0, most=1),
+        Flag("watermark-delta", "added to the logits of green tokens", NUMBER, 2.0, SHARD),
     ),
-}
+}  # fmt: skip

@@ -1,111 +1,65 @@
-"""Rows of the flag table: who guesses tokens ahead, how many, and the draft model."""
+"""Rows of the flag table: speculative decoding and the draft model."""
 
-from lorikeet.launcher.config.flag import Flag, Kind
+from lorikeet.launcher.config.flag import INTEGER, ROUTER, SHARD, Flag
+from lorikeet.launcher.config.flags.model import DTYPES
 from lorikeet.proto.quantization import METHODS
 
 TOKENS_WITH_A_DRAFT = 4
-"""`--speculative-tokens` where there is a draft model and nobody says how many."""
+"""The default of `--speculative-tokens` with a draft model."""
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Speculation": (
         Flag(
-            "speculative-tokens",
-            Kind.INTEGER,
-            None,
-            "tokens that are guessed per step where a request says nothing",
-            default_text="4 with a draft model, else 0",
-            least=0,
+            "speculative-tokens", "draft tokens per step, unless the request says otherwise", INTEGER, to=ROUTER,
+            default_text="4 with a draft model, else 0", least=0,
         ),
         Flag(
-            "speculative-tokens-max",
-            Kind.INTEGER,
-            16,
-            "what a request may ask for as `speculative_tokens`",
-            least=0,
-            most=64,
-            lorax=False,
+            "speculative-tokens-max", "maximum of `speculative_tokens` in requests", INTEGER, 16, ROUTER, least=0,
+            most=64, new=True,
         ),
         Flag(
-            "speculation-max-batch-size",
-            Kind.INTEGER,
-            32,
-            "running requests above which nothing is guessed",
-            least=0,
+            "speculation-max-batch-size", "disable speculation when more than this many requests are running", INTEGER,
+            32, SHARD, least=0,
         ),
         Flag(
-            "speculative-method",
-            Kind.TEXT,
-            "auto",
-            "what guesses where a request does not say; `ngram` is `lookup`",
-            choices=("auto", "lookup", "ngram", "medusa", "draft", "off"),
-            lorax=False,
+            "speculative-method", "source of draft tokens, unless the request says otherwise; `ngram` is `lookup`",
+            default="auto", to=ROUTER, choices=("auto", "lookup", "medusa", "draft", "off"),
+            synonyms={"ngram": "lookup"}, new=True,
         ),
         Flag(
-            "speculative-schedule",
-            Kind.TEXT,
-            "auto",
-            "how many tokens are guessed, up to the number above, where a request does not say",
-            choices=("constant", "heuristic", "auto"),
-            lorax=False,
+            "speculative-schedule", "how the number of draft tokens, up to the maximum, is chosen for each step",
+            default="auto", to=ROUTER, choices=("constant", "heuristic", "auto"), new=True,
         ),
         Flag(
-            "verify",
-            Kind.TEXT,
-            "coupled",
-            "rule by which guesses of a draft model are accepted; `google` and `deepmind` are `rejection`",
-            choices=("coupled", "rejection", "google", "deepmind"),
-            lorax=False,
+            "speculative-verification",
+            "how tokens of the draft model are verified: `shared-noise` samples draft and target with the same random"
+            " noise (Gumbel coupling), `rejection` (also `google`, `deepmind`) is rejection sampling",
+            default="shared-noise", to=ROUTER, choices=("shared-noise", "rejection"),
+            synonyms={"coupled": "shared-noise", "google": "rejection", "deepmind": "rejection"}, new=True,
+            formerly="verify",
         ),
-        Flag("ngram-min", Kind.INTEGER, 1, "tokens that prompt lookup must find again", least=1, most=32, lorax=False),
-        Flag("ngram-max", Kind.INTEGER, 8, "tokens that prompt lookup looks for", least=1, most=32, lorax=False),
+        Flag("ngram-min", "minimum n-gram length of prompt lookup", INTEGER, 1, SHARD, least=1, most=32, new=True),
+        Flag("ngram-max", "maximum n-gram length of prompt lookup", INTEGER, 8, SHARD, least=1, most=32, new=True),
         Flag(
-            "ngram-long",
-            Kind.INTEGER,
-            4,
-            "tokens found again from which prompt lookup goes before heads and draft model",
-            least=1,
-            most=32,
-            lorax=False,
+            "ngram-long", "n-gram length from which prompt lookup takes precedence over heads and draft model", INTEGER,
+            4, SHARD, least=1, most=32, new=True,
         ),
         Flag(
-            "draft-model-id",
-            Kind.TEXT,
-            None,
-            "small model that guesses for the base model: hub id, `id@revision` or local folder; same tokenizer",
-            lorax=False,
+            "draft-model-id", "draft model: hub id, `id@revision` or local folder; needs the base model's tokenizer",
+            new=True,
+        ),
+        Flag("draft-revision", "branch, tag or commit of the draft model at the hub", new=True),
+        Flag(
+            "draft-tokenizer-id", "model whose tokenizer the draft model uses, if its own files do not include one",
+            default_text="draft-model-id", new=True,
         ),
         Flag(
-            "draft-revision",
-            Kind.TEXT,
-            None,
-            "branch, tag or commit of the draft model at the hub",
-            lorax=False,
+            "draft-dtype", "data type of the draft model's weights", to=SHARD, default_text="the checkpoint's",
+            choices=DTYPES, new=True,
         ),
         Flag(
-            "draft-tokenizer-id",
-            Kind.TEXT,
-            None,
-            "whose tokenizer the draft model was trained with, where its own files do not say",
-            default_text="draft-model-id",
-            lorax=False,
-        ),
-        Flag(
-            "draft-dtype",
-            Kind.TEXT,
-            None,
-            "number format of the draft model's weights",
-            default_text="the checkpoint's",
-            choices=("float16", "bfloat16", "float32"),
-            lorax=False,
-        ),
-        Flag(
-            "draft-quantize",
-            Kind.TEXT,
-            None,
-            "quantization of the draft model",
-            default_text="the checkpoint's",
-            choices=tuple(METHODS),
-            lorax=False,
+            "draft-quantize", "quantization method of the draft model", to=SHARD, default_text="the checkpoint's",
+            choices=tuple(METHODS), new=True,
         ),
     ),
-}
+}  # fmt: skip

@@ -1,9 +1,10 @@
-"""Finds the modules of a network that adapters can change, before the layer pass takes them apart.
+"""Finds the modules of a network that adapters can change, before the layer pass replaces them.
 
-Names are those of transformers' own network, by which adapters name their targets.
+Names are those of transformers' network: adapters name their targets by them.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ Target = LoraTarget | ExpertTargets
 
 
 def mark_targets(network: nn.Module, inputs: StepInputs, dtype: torch.dtype) -> dict[str, Target]:
-    """Give each linear, Conv1D and embedding its site as `lorikeet_adapter`. Returns them by module name."""
+    """Make a target for each linear, Conv1D and embedding, its `lorikeet_adapter`. Returns them by module name."""
     targets: dict[str, Target] = {}
     output = getattr(network, "get_output_embeddings", lambda: None)()
     for name, module in network.named_modules():
@@ -31,99 +32,111 @@ def mark_targets(network: nn.Module, inputs: StepInputs, dtype: torch.dtype) -> 
         weight = _dense(module, dtype)
         is_upright = not isinstance(module, Conv1D | nn.Embedding)
         num_out, num_in = weight.shape if is_upright else weight.shape[::-1]
-        site = LoraTarget(name, num_in, num_out, inputs, is_head=module is output)
+        target = LoraTarget(name, num_in, num_out, inputs, is_head=module is output)
         if isinstance(module, nn.Embedding):
-            site.is_embedding = True
+            target.is_embedding = True
         else:
             bias = module.bias
-            site.base_bias = None if bias is None else bias.detach().float().clone()
-            site.squared_norms = squared_norms(weight if is_upright else weight.t())
-        site.cut = getattr(module, "lorikeet_partition", None)
-        module.lorikeet_adapter = site
-        targets[name] = site
+            target.base_bias = None if bias is None else bias.detach().float().clone()
+            target.squared_norms = squared_norms(weight if is_upright else weight.t())
+        target.partition = getattr(module, "lorikeet_partition", None)
+        module.lorikeet_adapter = target
+        targets[name] = target
     return targets
 
 
 def _dense(module: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A module's weight, as it lies there; made for the moment where it is quantised."""
+    """A module's weight in its layout; dequantised temporarily where it is quantised."""
     weight: torch.Tensor = matrix_of(module, dtype).dense() if is_quantized(module) else module.weight.detach()
     return weight
 
 
 def _mark_experts(name: str, block: Any, inputs: StepInputs) -> dict[str, ExpertTargets]:
-    """The sites of a block's parameters, by name; `lorikeet_adapters` has them by parameter."""
+    """The targets of a block's parameters, by name; `lorikeet_adapters` holds them by parameter."""
     block.lorikeet_adapters = {}
     for parameter in (up_name(block), "down_proj"):
         shape = getattr(block, parameter).shape
         num_experts, num_out, num_in = (shape[0], shape[2], shape[1]) if block.is_transposed else shape
         targets = ExpertTargets(f"{name}.{parameter}", num_experts, num_in, num_out, inputs)
-        for site in targets.experts:
-            site.cut = getattr(block, "lorikeet_partitions", {}).get(parameter)
+        for target in targets.experts:
+            target.partition = getattr(block, "lorikeet_partitions", {}).get(parameter)
         block.lorikeet_adapters[parameter] = targets
-    return {site.name: site for site in block.lorikeet_adapters.values()}
+    return {target.name: target for target in block.lorikeet_adapters.values()}
 
 
 def target_of(module: nn.Module) -> LoraTarget | None:
-    """The site that `mark_targets` gave a module."""
+    """The target that `mark_targets` made for a module."""
     return getattr(module, "lorikeet_adapter", None)
 
 
 def hook_plain(network: nn.Module) -> None:
-    """Let what the layer pass left as it was add its adapters' part to its output."""
+    """Add adapters to the outputs of modules that the layer pass did not replace."""
     for module in network.modules():
-        site = target_of(module)
-        if site is None:
+        target = target_of(module)
+        if target is None:
             continue
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(_after_embedding)
         elif isinstance(module, nn.Linear | Conv1D):
-            site.project = site.project or Projection(module)
+            target.project = target.project or partial(_project, module)
             module.register_forward_hook(_after_linear)
 
 
 def squared_norms(weight: torch.Tensor) -> torch.Tensor:
-    """weight: [out, in]. Returns [out] float32, a block of rows at a time: no second copy of a large weight."""
+    """weight: [out, in]. Returns [out] float32, in blocks of rows: no second copy of a large weight."""
     return torch.cat([rows.float().square().sum(1) for rows in weight.split(1024)])
 
 
 def _after_linear(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    site = target_of(module)
-    if site is not None:
-        adapt_output(site, args[0], output)
+    target = target_of(module)
+    if target is not None:
+        adapt_output(target, args[0], output)
 
 
 def _after_embedding(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    site = target_of(module)
-    if site is not None and len(rows := site.rows):
-        adapt_embedding(rows, site, args[0].reshape(-1), output.view(-1, site.num_out))
+    target = target_of(module)
+    if target is not None and len(rows := target.rows):
+        adapt_embedding(rows, target, args[0].reshape(-1), output.view(-1, target.num_out))
 
 
-class Projection:
-    """`x Wᵀ` of a plain module."""
+def _project(module: nn.Linear | Conv1D, x: torch.Tensor) -> torch.Tensor:
+    """`x Wᵀ` of a plain module. x: [rows, in]. Returns [rows, out]."""
+    return x @ (module.weight.t() if isinstance(module, nn.Linear) else module.weight)
 
-    def __init__(self, module: nn.Linear | Conv1D) -> None:
-        self._module = module
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [rows, in]. Returns [rows, out]."""
-        weight = self._module.weight
-        return x @ (weight.t() if isinstance(self._module, nn.Linear) else weight)
+class PackedLinear(nn.Module):
+    """`y = x Wᵀ + bias` with a packed weight, or one that modules share, and its adapters."""
+
+    def __init__(self, matrix: PackedMatrix, adapters: LoraTarget | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = matrix.out_features, matrix.in_features
+        self.matrix = matrix
+        self.adapters = adapters
+        if adapters is not None:
+            adapters.project = self.matrix.project
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in]. Returns [..., out]."""
+        y = self.matrix(x)
+        if self.adapters is not None:
+            adapt_output(self.adapters, x, y)
+        return y
 
 
 class FusedTargets:
-    """Modules of the base whose outputs lie side by side in one product, each with its own adapters."""
+    """Modules of the base whose outputs are columns of one product, each with its adapters."""
 
     def __init__(self, matrix: PackedMatrix, targets: Sequence[LoraTarget | None]) -> None:
-        """`matrix` computes the outputs of all of them, in order. Without a site for each there is nothing to do."""
-        self.targets = [site for site in targets if site is not None] if None not in targets else []
+        """`matrix` computes their outputs, in order. Unless each has a target, none is adapted."""
+        self.targets = [target for target in targets if target is not None] if None not in targets else []
         first = 0
-        for site in self.targets:
-            site.project = Columns(matrix, first, first + site.num_out)
-            first += site.num_out
+        for target in self.targets:
+            target.project = partial(_project_columns, matrix, slice(first, first + target.num_out))
+            first += target.num_out
 
     @property
     def is_active(self) -> bool:
-        """Whether a row of the step at hand belongs to an adapter."""
+        """Whether a row of the current step belongs to an adapter."""
         return bool(self.targets) and len(self.targets[0].rows) > 0
 
     def adapt(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -131,16 +144,10 @@ class FusedTargets:
         if not self.is_active:
             return
         rows = self.targets[0].rows
-        parts = y.split([site.num_out for site in self.targets], dim=1)
-        adapt(rows, *(Product(site, x, part) for site, part in zip(self.targets, parts, strict=True)))
+        parts = y.split([target.num_out for target in self.targets], dim=1)
+        adapt(rows, *(Product(target, x, part) for target, part in zip(self.targets, parts, strict=True)))
 
 
-class Columns:
-    """`x Wᵀ` of some of a matrix's outputs."""
-
-    def __init__(self, matrix: PackedMatrix, first: int, end: int) -> None:
-        self._matrix, self._first, self._end = matrix, first, end
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [rows, in]. Returns [rows, end - first]."""
-        return self._matrix.project(x)[:, self._first : self._end]
+def _project_columns(matrix: PackedMatrix, columns: slice, x: torch.Tensor) -> torch.Tensor:
+    """`x Wᵀ` for a range of a matrix's outputs. x: [rows, in]. Returns [rows, outputs]."""
+    return matrix.project(x)[:, columns]

@@ -1,6 +1,6 @@
-"""From a file in the served layout to what slots hold: low-rank factors by module, ready for the kernels.
+"""Reads a file in the served layout into the content of a slot: low-rank factors by module, ready for the kernels.
 
-Whoever wrote the file has checked it against the base; here only what would break the kernels is checked again.
+The loader has checked the file against the base; here only what would break the kernels is checked again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ from lorikeet.shard.system.native import CompilerMissing
 
 MOST_PLANS = 64
 NICENESS = 9
-"""How far behind the steps factors are laid out, on Linux; as the loader of adapters."""
+"""Of the thread that lays out factors, on Linux: steps come first. The same as the adapter loader's."""
 
 
 RowParallelSum = Callable[[torch.Tensor], torch.Tensor]
-"""[n] in host memory, of each rank: their sum."""
+"""[n] in host memory, of each rank. Returns their sum."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class AdapterContent:
     """One adapter in host memory."""
 
     targets: Sequence[LoraTarget]
-    # [sites, 5] its rank, as the kernels count it, and where in memory a, b, scale and bias begin, -1 for none
+    # [targets, 5] padded rank, and offsets in memory of a, b, scale and bias, -1 for none
     entries: npt.NDArray[np.int64]
     # [bytes] uint8
     memory: torch.Tensor
     form: Form
     dtype: torch.dtype
     image: SlotImage | None = None
-    """What a device's slot would say of it."""
+    """Its entries in a device's table."""
     heads: HeadsContent | None = None
 
     @property
@@ -53,19 +53,19 @@ class AdapterContent:
         return 0 if self.heads is None else self.heads.shape.num_heads
 
     def addresses(self) -> npt.NDArray[np.int64]:
-        """[sites, 5] the entries with addresses in this process, 0 for none."""
+        """[targets, 5] the entries with addresses of this process, 0 for none."""
         found = np.where(self.entries == NOWHERE, 0, self.entries + self.memory.data_ptr())
         found[:, 0] = self.entries[:, 0]
         return found
 
     def weights(self, index: int) -> SlotWeights:
-        """Views of what it adds to one of its sites."""
-        site, (rank, a, b, scale, bias) = self.targets[index], self.entries[index].tolist()
-        shape_a, shape_b = shapes(self.form, site, rank, self.dtype)
-        vector = (site.num_out,)
+        """Views of its weights for one of its targets."""
+        target, (rank, a, b, scale, bias) = self.targets[index], self.entries[index].tolist()
+        shape_a, shape_b = shapes(self.form, target, rank, self.dtype)
+        vector = (target.num_out,)
         factor = None if a == NOWHERE else self._view(a, shape_a, self.dtype)
         return SlotWeights(
-            factor.t() if factor is not None and site.is_embedding and self.form is Form.ROWS else factor,
+            factor.t() if factor is not None and target.is_embedding and self.form is Form.ROWS else factor,
             None if b == NOWHERE else self._view(b, shape_b, self.dtype),
             None if scale == NOWHERE else self._view(scale, vector, torch.float32),
             None if bias == NOWHERE else self._view(bias, vector, torch.float32),
@@ -78,60 +78,60 @@ class AdapterContent:
 
 @dataclass(frozen=True)
 class Destination:
-    """How an adapter is to lie in host memory."""
+    """The layout and place of adapters in host memory."""
 
     dtype: torch.dtype
     memory: HostMemory
     kernels: Kernels | None = None
-    """Of the device that it is for; None for the CPU."""
+    """Of the device; None for the CPU."""
 
     @property
     def form(self) -> Form:
-        """What the kernels read."""
+        """The layout that the kernels read."""
         return Form.BLOCKS if self.kernels is None and compiled(self.dtype) is not None else Form.ROWS
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An adapter's file that fits the base."""
+    """An adapter's file, valid for the base, with its plan."""
 
     file: ServedFile
     plan: Plan
 
 
 class AdapterFiles:
-    """Reads adapters for the sites of one model. One thread."""
+    """Reads adapters for the targets of one model. Not thread-safe."""
 
     def __init__(
         self,
         targets: Mapping[str, Target],
         destination: Destination,
         heads: HeadsPool | None = None,
-        add_up: RowParallelSum | None = None,
+        sum_over_ranks: RowParallelSum | None = None,
     ) -> None:
-        """`heads`: where those of adapters are to compute, None where they are refused. `add_up`: over all ranks, what
-        each finds in its columns of a weight.
+        """`heads`: the pool for heads of adapters, None where they are rejected. `sum_over_ranks`: of values that each
+        rank computes from its columns of a weight.
         """
         self._targets = targets
         self._heads = heads
-        self._add_up = add_up
+        self._sum_over_ranks = sum_over_ranks
         self._destination = destination
         self._form = destination.form
         self._plans: dict[str, Plan] = {}
 
     def read(self, path: Path) -> AdapterContent:
-        """An adapter from its file. Raises ValueError with a reason, and FileNotFoundError."""
+        """Read an adapter's file. Raises ValueError with a reason, and FileNotFoundError."""
         return self.lay_out(self.open(path))
 
     def open(self, path: Path) -> Opened:
-        """A file and what is to be done with it. Raises ValueError with a reason, and FileNotFoundError."""
+        """Open a file and plan its layout. Raises ValueError with a reason, and FileNotFoundError."""
         if not path.exists():
             raise FileNotFoundError(path)
         file = ServedFile(path)
         return Opened(file, self._plan(file))
 
     def lay_out(self, opened: Opened) -> AdapterContent:
-        """Do it. Raises ValueError with a reason."""
+        """Copy its tensors into host memory as planned. Raises ValueError with a reason."""
         file, plan, destination = opened.file, opened.plan, self._destination
         memory = destination.memory.take(plan.num_bytes)
         _lay_out(plan, file, memory)
@@ -140,9 +140,10 @@ class AdapterFiles:
         for vector in plan.magnitudes:
             scale = file.tensor(vector.values).clone()
             if vector.pair is not None:
-                squares = row_squares(vector.site, file.tensor(vector.pair.a), file.tensor(vector.pair.b).t())
-                if self._add_up is not None and vector.site.cut is not None and vector.site.cut.is_row_parallel:
-                    squares = self._add_up(squares)
+                part = vector.target.partition
+                squares = row_squares(vector.target, file.tensor(vector.pair.a), file.tensor(vector.pair.b).t())
+                if self._sum_over_ranks is not None and part is not None and part.is_row_parallel:
+                    squares = self._sum_over_ranks(squares)
                 scale /= squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()
             _view(memory, vector.to, scale.shape, torch.float32).copy_(scale)
         entries, kernels = plan.image(), destination.kernels
@@ -169,18 +170,18 @@ def _lay_out(plan: Plan, file: ServedFile, memory: torch.Tensor) -> None:
     except CompilerMissing:
         for pair in plan.pairs:
             a, b = file.tensor(pair.a), file.tensor(pair.b).t()
-            arranged = SlotWeights(a, b).arranged(pair.site.is_embedding)
+            arranged = SlotWeights(a, b).arranged(pair.target.is_embedding)
             for to, tensor in ((pair.to_a, arranged.a), (pair.to_b, arranged.b)):
                 assert tensor is not None and plan.form is Form.ROWS
                 _view(memory, to, tensor.shape, tensor.dtype).copy_(tensor)
         return
     table = plan.table()
     table[:, :2] += file.address
-    joined = {index: file.tensor(pair.b) for index, pair in enumerate(plan.pairs) if pair.b.parts}
-    for index, tensor in joined.items():
+    fused = {index: file.tensor(pair.b) for index, pair in enumerate(plan.pairs) if pair.b.parts}
+    for index, tensor in fused.items():
         table[index, 1] = tensor.data_ptr()
     table[:, 2:4] += memory.data_ptr()
-    code.pack(table.ctypes.data, len(table), plan.form, NICENESS)  # gives up the interpreter meanwhile
+    code.pack(table.ctypes.data, len(table), plan.form, NICENESS)  # releases the interpreter lock
 
 
 def _view(memory: torch.Tensor, first: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -189,20 +190,20 @@ def _view(memory: torch.Tensor, first: int, shape: Sequence[int], dtype: torch.d
     return memory[first : first + num_bytes].view(dtype).view(tuple(shape))
 
 
-def row_squares(site: LoraTarget, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Squared lengths of the rows of `W + B A`, from those of W and its product with A (DoRA, Liu et al. 2024): [out]
+def row_squares(target: LoraTarget, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Squared norms of the rows of `W + B A`, from those of W and its product with A (DoRA, Liu et al. 2024): [out]
     float32.
 
-    a: [rank, in], b: [rank, out], in host memory, as what is returned; computed where W is.
+    a: [rank, in], b: [rank, out], in host memory, as the result is; computed on the device of W.
     """
-    if site.project is None:
-        raise ValueError(f"{site.name} has no rows whose length DoRA could divide by")
-    rank, device = a.shape[0], site.squared_norms.device
+    if target.project is None:
+        raise ValueError(f"{target.name} has no rows, whose norms DoRA divides by")
+    rank, device = a.shape[0], target.squared_norms.device
     a, b = a.to(device), b.to(device)
-    # [rank, out] W times each row of A; two rows at least, as everywhere
-    products = site.project(a if rank > 1 else a.expand(2, -1).contiguous())[:rank].float()
+    # [rank, out] W times each row of A; two rows at least, for equal bits
+    products = target.project(a if rank > 1 else a.expand(2, -1).contiguous())[:rank].float()
     wide = b.float()
     # [rank, rank]
     gram = a.float() @ a.float().t()
-    squares = site.squared_norms + 2 * (products * wide).sum(0) + (wide * (gram @ wide)).sum(0)
+    squares = target.squared_norms + 2 * (products * wide).sum(0) + (wide * (gram @ wide)).sum(0)
     return squares.cpu()

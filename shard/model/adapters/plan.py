@@ -1,6 +1,6 @@
-"""What is to be done with an adapter's file: which of its bytes go where in the memory of the kernels.
+"""Plans how an adapter's file is laid out for the kernels: which of its bytes go where in memory.
 
-Files whose headers are alike have the same plan, so that most adapters of a base cost a few table look-ups.
+Files with equal headers share a plan, so most adapters of a base need only a few table look-ups.
 """
 
 import json
@@ -22,7 +22,7 @@ NOWHERE = -1
 
 
 class Form(IntEnum):
-    """How factors lie; the values of targets.c's `pack`."""
+    """The layout of factors; the values of `pack` in targets.c."""
 
     BLOCKS = 0
     """For targets.c: A [rank'/8, in'/step, 8, step], of embeddings [in, rank'], B [out'/64, rank', 64]; ' rounds up."""
@@ -34,14 +34,14 @@ class Form(IntEnum):
 class Pair:
     """The factors of one module."""
 
-    site: LoraTarget
+    target: LoraTarget
     # [rank, in] and [out, rank] in the file
     a: Place
     b: Place
     to_a: int
-    """In bytes from the beginning of the adapter's memory …"""
+    """Offset in bytes in the adapter's memory …"""
     to_b: int
-    """… as all that begins with `to`."""
+    """… as are all names with `to`."""
 
     @property
     def rank(self) -> int:
@@ -50,22 +50,22 @@ class Pair:
 
 @dataclass(frozen=True)
 class Vector:
-    """A bias, or the magnitude of DoRA, which becomes a scale. [out] float32."""
+    """A bias, or DoRA's magnitude, from which the scale is computed. [out] float32."""
 
-    site: LoraTarget
+    target: LoraTarget
     values: Place
     to: int
     pair: Pair | None = None
-    """Whose rows a magnitude is for."""
+    """The factors that a magnitude belongs to."""
 
 
 @dataclass
 class Plan:
-    """For all files that are alike."""
+    """For all files with equal headers."""
 
     form: Form
     targets: list[LoraTarget] = field(default_factory=list)
-    # of each site its rank, as the kernels count it, and where a, b, scale and bias begin in memory
+    # of each target its padded rank and the offsets of a, b, scale and bias in memory
     entries: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     biases: list[Vector] = field(default_factory=list)
@@ -73,43 +73,43 @@ class Plan:
     num_bytes: int = 0
     """Of the adapter's memory."""
     file_bytes: int = 0
-    """That a file's tensors take at least."""
+    """Least size of a file's tensors."""
 
-    def add(self, site: LoraTarget, places: Mapping[str, Place], dtype: torch.dtype) -> None:
-        """One more module. `places`: by key of the served layout. Raises ValueError for what does not fit it."""
-        places = _own(site, places)
+    def add(self, target: LoraTarget, places: Mapping[str, Place], dtype: torch.dtype) -> None:
+        """Add a module. `places`: by key of the served layout. Raises ValueError for tensors that do not fit it."""
+        places = _own(target, places)
         a, b = places.get("A"), places.get("B")
-        pair = None if a is None or b is None else self._pair(site, a, b, dtype)
-        bias, magnitude = (self._vector(site, places.get(key), pair) for key in ("bias", "magnitude"))
+        pair = None if a is None or b is None else self._pair(target, a, b, dtype)
+        bias, magnitude = (self._vector(target, places.get(key), pair) for key in ("bias", "magnitude"))
         self.biases += [] if bias is None else [bias]
         self.magnitudes += [] if magnitude is None else [magnitude]
-        rank, to_a, to_b = (0, NOWHERE, NOWHERE) if pair is None else (self.wide(pair.rank), pair.to_a, pair.to_b)
+        rank, to_a, to_b = (0, NOWHERE, NOWHERE) if pair is None else (self.padded(pair.rank), pair.to_a, pair.to_b)
         to_scale, to_bias = (NOWHERE if vector is None else vector.to for vector in (magnitude, bias))
-        self.targets.append(site)
+        self.targets.append(target)
         self.entries.append((rank, to_a, to_b, to_scale, to_bias))
 
-    def wide(self, rank: int) -> int:
-        """A rank as the kernels count it."""
+    def padded(self, rank: int) -> int:
+        """A rank padded as the kernels need it."""
         return -(-rank // RANK_BLOCK) * RANK_BLOCK if self.form is Form.BLOCKS else rank
 
-    def _pair(self, site: LoraTarget, a: Place, b: Place, dtype: torch.dtype) -> Pair:
+    def _pair(self, target: LoraTarget, a: Place, b: Place, dtype: torch.dtype) -> Pair:
         rank = a.shape[0]
-        if a.shape != (rank, site.num_in) or b.shape != (site.num_out, rank) or not 0 < rank <= MOST_RANK:
-            raise ValueError(f"{site.name}: factors of shapes {list(a.shape)} and {list(b.shape)} do not fit")
+        if a.shape != (rank, target.num_in) or b.shape != (target.num_out, rank) or not 0 < rank <= MOST_RANK:
+            raise ValueError(f"{target.name}: factors of shapes {list(a.shape)} and {list(b.shape)} do not fit")
         if a.dtype != dtype or b.dtype != dtype:
-            raise ValueError(f"{site.name}: factors of {a.dtype} and {b.dtype} beside a base of {dtype}")
-        shape_a, shape_b = shapes(self.form, site, rank, dtype)
+            raise ValueError(f"{target.name}: factors are {a.dtype} and {b.dtype}, the base is {dtype}")
+        shape_a, shape_b = shapes(self.form, target, rank, dtype)
         to_a = self._take(math.prod(shape_a) * dtype.itemsize)
-        pair = Pair(site, a, b, to_a, self._take(math.prod(shape_b) * dtype.itemsize))
+        pair = Pair(target, a, b, to_a, self._take(math.prod(shape_b) * dtype.itemsize))
         self.pairs.append(pair)
         return pair
 
-    def _vector(self, site: LoraTarget, values: Place | None, pair: Pair | None) -> Vector | None:
+    def _vector(self, target: LoraTarget, values: Place | None, pair: Pair | None) -> Vector | None:
         if values is None:
             return None
-        if values.shape != (site.num_out,) or values.dtype != torch.float32:
-            raise ValueError(f"{site.name}: a vector of shape {list(values.shape)} does not fit {site.num_out} outputs")
-        return Vector(site, values, self._take(4 * site.num_out), pair)
+        if values.shape != (target.num_out,) or values.dtype != torch.float32:
+            raise ValueError(f"{target.name}: a vector of shape {list(values.shape)} for {target.num_out} outputs")
+        return Vector(target, values, self._take(4 * target.num_out), pair)
 
     def _take(self, num_bytes: int) -> int:
         first = self.num_bytes
@@ -117,70 +117,75 @@ class Plan:
         return first
 
     def image(self) -> npt.NDArray[np.int64]:
-        """[sites, 5] the entries."""
+        """[targets, 5] the entries."""
         return np.array(self.entries, np.int64).reshape(-1, 5)
 
     def table(self) -> npt.NDArray[np.int64]:
-        """[pairs, 9] `Factors` of targets.c, with places for addresses."""
+        """[pairs, 9] `Factors` of targets.c, with offsets in place of addresses."""
         rows = [
-            (pair.a.start, pair.b.start, pair.to_a, pair.to_b, pair.rank, site.num_in, site.num_out, site.is_embedding,
-             pair.a.stride or site.num_in)
+            (pair.a.start, pair.b.start, pair.to_a, pair.to_b, pair.rank, of.num_in, of.num_out, of.is_embedding,
+             pair.a.stride or of.num_in)
             for pair in self.pairs
-            for site in (pair.site,)
+            for of in (pair.target,)
         ]  # fmt: skip
         return np.array(rows, np.int64).reshape(-1, 9)
 
 
-def shapes(form: Form, site: LoraTarget, rank: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shapes(form: Form, target: LoraTarget, rank: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of A and B in memory."""
     if form is Form.ROWS:
-        return ((site.num_in, rank) if site.is_embedding else (rank, site.num_in)), (rank, site.num_out)
+        return ((target.num_in, rank) if target.is_embedding else (rank, target.num_in)), (rank, target.num_out)
     num_ranks, step = -(-rank // RANK_BLOCK), 64 // dtype.itemsize
     wide = num_ranks * RANK_BLOCK
-    a = (site.num_in, wide) if site.is_embedding else (num_ranks, -(-site.num_in // step), RANK_BLOCK, step)
-    return a, (-(-site.num_out // OUT_BLOCK), wide, OUT_BLOCK)
+    a = (target.num_in, wide) if target.is_embedding else (num_ranks, -(-target.num_in // step), RANK_BLOCK, step)
+    return a, (-(-target.num_out // OUT_BLOCK), wide, OUT_BLOCK)
 
 
 KEYS = ("A", "B", "magnitude", "bias")
 
 
 def plan_for(file: ServedFile, targets: Mapping[str, Target], form: Form, dtype: torch.dtype) -> Plan:
-    """Raises ValueError for what this base, or this shard, has no place for."""
+    """The plan for a file. Raises ValueError for tensors that this base, or this shard, does not support."""
     plan, places = Plan(form, file_bytes=file.num_bytes), file.places()
     for name in _modules(file):
-        site = targets.get(name)
-        if site is None:
-            raise ValueError(f"the base has no module {name} that an adapter could change")
+        target = targets.get(name)
+        if target is None:
+            raise ValueError(f"the base has no module {name} that an adapter can change")
         found = {key: places.pop(f"{name}.{key}") for key in KEYS if f"{name}.{key}" in places}
-        if isinstance(site, ExpertTargets):
-            _add_experts(plan, site, found, dtype)
+        if isinstance(target, ExpertTargets):
+            _add_experts(plan, target, found, dtype)
         else:
-            plan.add(site, found, dtype)
+            plan.add(target, found, dtype)
     if "heads" in file.metadata:
         places = {name: place for name, place in places.items() if not name.startswith(HEADS)}
     if places:
-        raise ValueError(f"this shard does not compute what {min(places)} of the adapter changes")
+        raise ValueError(f"this shard does not support tensor {min(places)} of the adapter")
     return plan
 
 
-def _own(site: LoraTarget, places: Mapping[str, Place]) -> Mapping[str, Place]:
-    """What of a module's tensors this rank holds. Raises ValueError where they do not fit the whole module."""
-    cut = site.cut
-    if cut is None:
+def _own(target: LoraTarget, places: Mapping[str, Place]) -> Mapping[str, Place]:
+    """This rank's part of a module's tensors. Raises ValueError where they do not fit the whole module."""
+    partition = target.partition
+    if partition is None:
         return places
-    whole = {"A": (1, cut.num_in), "B": (0, cut.num_out), "magnitude": (0, cut.num_out), "bias": (0, cut.num_out)}
+    whole = {
+        "A": (1, partition.num_in),
+        "B": (0, partition.num_out),
+        "magnitude": (0, partition.num_out),
+        "bias": (0, partition.num_out),
+    }
     for key, place in places.items():
         axis, wanted = whole[key]
         if len(place.shape) <= axis or place.shape[axis] != wanted:
-            raise ValueError(f"{site.name}: {key} of shape {list(place.shape)} does not fit")
+            raise ValueError(f"{target.name}: {key} of shape {list(place.shape)} does not fit")
     own = dict(places)
-    if cut.is_row_parallel:
+    if partition.is_row_parallel:
         if "A" in own:
-            own["A"] = own["A"].columns(cut.columns)
-        if cut.rank > 0:  # the results of all ranks are added up
+            own["A"] = own["A"].columns(partition.columns)
+        if partition.rank > 0:  # the sum over ranks has the first rank's
             own.pop("bias", None)
     else:
-        own |= {key: place.rows(cut.rows) for key, place in places.items() if key != "A"}
+        own |= {key: place.rows(partition.rows) for key, place in places.items() if key != "A"}
     return own
 
 
@@ -188,16 +193,16 @@ def _modules(file: ServedFile) -> list[str]:
     try:
         return list(json.loads(file.metadata["modules"]))
     except (KeyError, TypeError, ValueError) as failure:
-        raise ValueError(f"the adapter's file does not say which modules it changes: {failure}") from failure
+        raise ValueError(f"the adapter's file does not list the modules it changes: {failure}") from failure
 
 
 def _add_experts(plan: Plan, targets: ExpertTargets, places: Mapping[str, Place], dtype: torch.dtype) -> None:
-    """The factors of a block's experts lie one expert after the other."""
+    """The factors of a block's experts are stacked by expert."""
     num_experts = len(targets.experts)
     if set(places) != {"A", "B"} or any(place.shape[0] != num_experts for place in places.values()):
-        raise ValueError(f"{targets.name}: experts take two factors for each of {num_experts}, and nothing else")
-    for index, site in enumerate(targets.experts):
-        plan.add(site, {key: _part(place, index) for key, place in places.items()}, dtype)
+        raise ValueError(f"{targets.name}: experts take exactly two factors for each of {num_experts}")
+    for index, target in enumerate(targets.experts):
+        plan.add(target, {key: _part(place, index) for key, place in places.items()}, dtype)
 
 
 def _part(place: Place, index: int) -> Place:

@@ -1,6 +1,6 @@
-"""Adapters of a model on CUDA: which address each slot has for each site, and one launch per product.
+"""Adapters of a model on CUDA: the table of each slot's addresses for each target, and one launch per product.
 
-Knows tables and launches; the arithmetic is in lora_triton.py, copying adapters to the device in adapter_device.py.
+lora/triton.py has the arithmetic; upload.py copies adapters to the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,33 +23,33 @@ _ALIGNED = 16
 
 
 class DeviceKernels:
-    """The sites of one model, as the kernels see them."""
+    """The targets of one model and their table on the device."""
 
     def __init__(
         self, targets: Sequence[LoraTarget], num_slots: int, device: torch.device, tuned: Tuned = DEFAULTS
     ) -> None:
         self.device = device
         self._tuned = tuned
-        self._index = {site: index for index, site in enumerate(targets)}
-        # [slots, sites, ENTRY] rank and addresses, 0 for what there is not
+        self._index = {target: index for index, target in enumerate(targets)}
+        # [slots, targets, ENTRY] rank and addresses, 0 for none
         self.table = torch.zeros(num_slots, len(targets), ENTRY.value, dtype=torch.int64, device=device)
-        # [slots, sites] whether the slot's adapter changes the site
+        # [slots, targets] whether the slot's adapter changes the target
         self._changes = np.zeros(self.table.shape[:2], np.bool_)
         self._parts: dict[tuple[tuple[LoraTarget, int], ...], torch.Tensor] = {}
-        for site in targets:
-            site.kernels = self
+        for target in targets:
+            target.kernels = self
 
     def image(self, targets: Sequence[LoraTarget], entries: npt.NDArray[np.int64]) -> SlotImage:
-        """Describe an adapter: entries: [sites, 5], of each its rank and where in the adapter's memory a, b, scale and
-        bias begin, -1 for none.
+        """The table rows of an adapter. entries: [targets, 5] rank, and offsets in the adapter's memory of a, b, scale
+        and bias, -1 for none.
         """
         found = np.full((len(self._index), ENTRY.value), -1, np.int64)
         found[:, 0] = 0
-        found[[self._index[site] for site in targets]] = entries
+        found[[self._index[target] for target in targets]] = entries
         return SlotImage(found)
 
     def bind(self, slot: int, image: SlotImage, memory: torch.Tensor) -> None:
-        """Let `slot` mean the adapter in `memory`, [bytes] on the device, for steps launched from now on."""
+        """Put the adapter in `memory`, [bytes] on the device, into `slot`, for steps launched from now on."""
         offsets = image.entries[:, 1:]
         self._changes[slot] = (offsets >= 0).any(axis=1)
         entries = image.entries.copy()
@@ -57,41 +57,41 @@ class DeviceKernels:
         self.table[slot].copy_(sendable(torch.from_numpy(entries), self.device), non_blocking=True)
 
     def clear(self, slot: int) -> None:
-        """Let `slot` mean nothing, for steps launched from now on."""
+        """Empty `slot`, for steps launched from now on."""
         self.table[slot].zero_()
         self._changes[slot] = False
 
     def adapt(self, rows: AdapterRows, products: Sequence[Product]) -> None:
-        """Add to every product what the rows' adapters add: one launch for parts of one output, else one for each."""
+        """Add the rows' adapters to every product: one launch for columns of one output, else one for each."""
         first = products[0]
-        if len(products) > 1 and all(_lies_beside(first, other) for other in products[1:]):
+        if len(products) > 1 and all(_is_next_to(first, other) for other in products[1:]):
             self._launch(rows, products)
             return
         for product in products:
             self._launch(rows, [product])
 
-    def adapt_embedding(self, rows: AdapterRows, site: LoraTarget, ids: torch.Tensor, y: torch.Tensor) -> None:
+    def adapt_embedding(self, rows: AdapterRows, target: LoraTarget, ids: torch.Tensor, y: torch.Tensor) -> None:
         """ids: [rows] token ids; y: [rows, H], in place."""
-        self._call(rows, ids, y, [(site, 0)])
+        self._call(rows, ids, y, [(target, 0)])
 
-    def change(self, rows: AdapterRows, site: LoraTarget) -> bool:
-        """Whether the adapter of one of the rows changes the site."""
-        return bool(self._changes[rows.tasks[:, 0], self._index[site]].any())
+    def change(self, rows: AdapterRows, target: LoraTarget) -> bool:
+        """Whether the adapter of one of the rows changes the target."""
+        return bool(self._changes[rows.tasks[:, 0], self._index[target]].any())
 
     def pair_slots(self, rows: AdapterRows, num_rows: int) -> tuple[torch.Tensor, int]:
-        """[num_rows] int32 the slot of each row of the step, -1 for none, and how many slots there are."""
+        """[num_rows] int32 the slot of each row of the step, -1 for none; and the number of slots."""
         if rows.groups is None:
-            raise RuntimeError("rows of adapters that the device does not know of")
+            raise RuntimeError("the rows of adapters were not copied to the device")
         return rows.groups.row_slots[:num_rows], self.table.shape[0]
 
     def pair_tasks(self, pairs: SortedPairs) -> PairTasks:
-        """For `adapt_pairs`; values are entries of the table, counted from that of slot 0 and expert 0."""
+        """For `adapt_pairs`; values are indices of entries, from that of slot 0 and expert 0 on."""
         return partition_pairs(pairs, TASK_ROWS, self.table.shape[1])
 
     def adapt_pairs(self, tasks: PairTasks, targets: ExpertTargets, x: torch.Tensor, y: torch.Tensor) -> None:
         """x: [P, in], y: [P, out] of pairs, contiguous, y changed in place; tasks: by `pair_tasks` of these pairs."""
         parts = self._describe([(targets.experts[0], 0)])
-        # sites of experts stand side by side, so an entry is that of the first and a number
+        # targets of experts are neighbours in the table: an index from the first one's entry
         table = self.table.view(-1, 1, ENTRY.value)
         shape, is_aligned = [tasks.tasks.shape[0], targets.num_out], targets.num_out % _ALIGNED == 0
         tiles = self._tiles(targets.num_in, targets.num_out, y.dtype)
@@ -99,8 +99,8 @@ class DeviceKernels:
 
     def _launch(self, rows: AdapterRows, products: Sequence[Product]) -> None:
         first = products[0]
-        columns = [(product.site, _distance(first.y, product.y)) for product in products]
-        num_columns = max(column + site.num_out for site, column in columns)
+        columns = [(product.target, _distance(first.y, product.y)) for product in products]
+        num_columns = max(column + target.num_out for target, column in columns)
         # [rows, columns of all parts]
         y = first.y if len(products) == 1 else first.y.as_strided((first.y.shape[0], num_columns), first.y.stride())
         x = first.x if first.x.stride(1) == 1 else first.x.contiguous()
@@ -111,43 +111,45 @@ class DeviceKernels:
     ) -> None:
         groups = rows.groups
         if groups is None:
-            raise RuntimeError("rows of adapters that the device does not know of")
-        is_aligned = all(site.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for site, column in columns)
-        num_out = max(site.num_out for site, _ in columns)
+            raise RuntimeError("the rows of adapters were not copied to the device")
+        is_aligned = all(target.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for target, column in columns)
+        num_out = max(target.num_out for target, _ in columns)
         tiles = self._tiles(columns[0][0].num_in, num_out, y.dtype)
         shape = [groups.num_launched, num_out]
         add_delta(x, y, groups.tasks, groups.row_ids, self._describe(columns), self.table, shape, is_aligned, tiles)
 
     def _tiles(self, num_in: int, num_out: int, dtype: torch.dtype) -> list[int]:
-        """By the modules alone: what a step holds changes no row's bits."""
+        """By the modules alone, so that a row's bits do not depend on the step."""
         return self._tuned.tiles("shrink", num_in, dtype) + self._tuned.tiles("expand", num_out, dtype)
 
     def _describe(self, columns: Sequence[tuple[LoraTarget, int]]) -> torch.Tensor:
-        """[parts, PART] on the device; made once for each combination, which is of the model, not of the step."""
+        """[parts, PART] on the device; made once for each combination of modules."""
         key = tuple(columns)
         if key not in self._parts:
-            parts = [
-                (self._index[site], site.num_out, column, 0 if site.base_bias is None else site.base_bias.data_ptr())
-                for site, column in columns
-            ]
+            biases = (0 if target.base_bias is None else target.base_bias.data_ptr() for target, _ in columns)
+            parts = [(self._index[of], of.num_out, at, bias) for (of, at), bias in zip(columns, biases, strict=True)]
             self._parts[key] = torch.tensor(parts, dtype=torch.int64, device=self.device).view(-1, PART.value)
         return self._parts[key]
 
 
 def _distance(first: torch.Tensor, other: torch.Tensor) -> int:
-    """Elements from the start of one to that of the other."""
+    """Elements between the starts of both."""
     return (other.data_ptr() - first.data_ptr()) // first.element_size()
 
 
-def _lies_beside(first: Product, other: Product) -> bool:
-    """Whether both have one input and their outputs are columns of one matrix, the first's before the other's."""
+def _is_next_to(first: Product, other: Product) -> bool:
+    """Whether both have the same input, and outputs that are columns of one matrix, the first's before the other's."""
     same_input = first.x.data_ptr() == other.x.data_ptr() and first.x.stride() == other.x.stride()
     same_matrix = first.y.untyped_storage().data_ptr() == other.y.untyped_storage().data_ptr()
     same_rows = first.y.stride() == other.y.stride() and first.y.shape[0] == other.y.shape[0]
-    fits = 0 < _distance(first.y, other.y) <= first.y.stride(0) - other.site.num_out
-    return same_input and same_matrix and same_rows and first.site.num_in == other.site.num_in and fits
+    fits = 0 < _distance(first.y, other.y) <= first.y.stride(0) - other.target.num_out
+    return same_input and same_matrix and same_rows and first.target.num_in == other.target.num_in and fits
 
 
 def targets_of(targets: Mapping[str, Target]) -> list[LoraTarget]:
-    """All of a model's, those of one parameter's experts side by side."""
-    return [one for site in targets.values() for one in (site.experts if isinstance(site, ExpertTargets) else [site])]
+    """All of a model's, those of one parameter's experts next to each other."""
+    return [
+        one
+        for target in targets.values()
+        for one in (target.experts if isinstance(target, ExpertTargets) else [target])
+    ]

@@ -1,7 +1,7 @@
-"""Adapters on their way to a device: copied on a stream of their own beside the steps, then bound to their slots.
+"""Copies adapters to a device on a separate stream while steps run, then binds them to their slots.
 
-Knows streams and memory; adapter_slots.py assigns slots. A slot is named by no step before its
-copy has ended, and its memory is given to no other before the steps launched until then have.
+shard/scheduler/adapter_slots.py assigns slots. No step uses a slot before its copy has finished, and its memory is
+reused only after the steps launched until then have finished.
 """
 
 from collections.abc import Sequence
@@ -40,10 +40,10 @@ class DeviceSlots:
         self._heads = heads
         self._stream = torch.cuda.Stream(kernels.device) if kernels.device.type == "cuda" else None
         self._placed: dict[int, _Placed] = {}
-        self._leaving: list[_Placed] = []  # taken away while still being copied: their host memory is being read
+        self._leaving: list[_Placed] = []  # evicted during their copy: their host memory is still read
 
     def put(self, slot: int, content: Content) -> None:
-        """Begin to copy `content` into `slot`."""
+        """Start copying `content` into `slot`."""
         assert isinstance(content, AdapterContent)
         sources = [content.memory, *([] if content.heads is None else [content.heads.memory])]
         targets = [torch.empty_like(source, device=self._kernels.device) for source in sources]
@@ -51,7 +51,7 @@ class DeviceSlots:
         self._placed[slot] = _Placed(content, targets[0], heads, self._copy(sources, targets))
 
     def is_ready(self, slot: int) -> bool:
-        """Whether a step launched from now on may name the slot."""
+        """Whether a step launched from now on may use the slot."""
         self._leaving = [placed for placed in self._leaving if not placed.is_copied]
         placed = self._placed[slot]
         if not placed.is_bound and placed.is_copied:
@@ -63,25 +63,25 @@ class DeviceSlots:
         return placed.is_bound
 
     def clear(self, slot: int) -> None:
-        """Let `slot` mean nothing."""
+        """Empty `slot`."""
         placed = self._placed.pop(slot)
         self._kernels.clear(slot)
         self._heads.clear(slot)
         if not placed.is_copied and placed.copied is not None:
-            # whatever gets this memory next is computed on this stream
+            # the next use of this memory is on this stream
             torch.cuda.current_stream(self._kernels.device).wait_event(placed.copied)
             self._leaving.append(placed)
 
     def forget(self, digest: str) -> None:
-        """Nothing here is named by digests."""
+        """No state here depends on digests."""
 
     def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
-        """Begin to copy; what ends when it has, None where it has already."""
+        """Start copying. Returns the event at its end, None where it has finished already."""
         if self._stream is None:
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
             return None
-        # steps already launched may still read what was in this memory before
+        # steps already launched may still read the earlier content of this memory
         self._stream.wait_stream(torch.cuda.current_stream(self._kernels.device))
         with torch.cuda.stream(self._stream):
             for source, target in zip(sources, targets, strict=True):

@@ -1,1 +1,1 @@
-"""Fused modules: which parts of the network run as one kernel, and the checks that they compute the same."""
+"""Fused modules: parts of the network that run as one kernel, and the checks that they compute the same."""

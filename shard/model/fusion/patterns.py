@@ -1,11 +1,11 @@
-"""What a module of transformers seems to be made of, found by the names that parts usually have.
+"""The parts that a module of transformers seems to have, found by their usual names.
 
-A guess only: whether a twin made of these parts computes the same is for trial.py to say. Knows no kernels.
+A heuristic: verify.py checks whether a fused module of these parts computes the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -13,32 +13,49 @@ from torch import nn
 from lorikeet.shard.model.quantization.layers import is_quantized
 
 
-@dataclass(frozen=True)
-class NormParts:
-    """Of what may be an RMS norm."""
+class NormForm(NamedTuple):
+    """How a norm applies its weight."""
 
-    # [H] what the last axis is multiplied by
+    offset: float
+    """Added to the weight."""
+    rounds: bool
+    """Whether the normalised values are rounded before they are multiplied by the weight too."""
+
+
+FORMS = (NormForm(0.0, True), NormForm(0.0, False), NormForm(1.0, False))
+"""Llama's, OLMo's, Gemma's."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A possible RMS norm over the last axis."""
+
+    # [H]
     weight: nn.Parameter
     epsilon: float
+    form: NormForm = FORMS[0]
 
 
 @dataclass(frozen=True)
 class MlpParts:
-    """Of what may be a gated MLP."""
+    """Of a possible gated MLP."""
 
     ups: tuple[nn.Linear, ...]
     """Gate and up, or one module whose output is both, side by side."""
     down: nn.Module
+    has_plain_output: bool
+    """Whether the last product is a linear layer whose weight no other module holds."""
     activation: Callable[[torch.Tensor], torch.Tensor] | None
 
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """Of what may be an attention block with rotary positions."""
+    """Of a possible attention block with rotary positions."""
 
     qkv: tuple[nn.Linear, ...]
     """q, k and v, or one module whose output is all of them, side by side."""
     out: nn.Module
+    has_plain_output: bool
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -46,23 +63,23 @@ class AttentionParts:
     """Of each head of q and of k."""
 
 
-def norm_parts(module: nn.Module) -> NormParts | None:
-    """None for what is no RMS norm: it has a bias, or no epsilon."""
+def norm_of(module: nn.Module) -> Norm | None:
+    """None for other modules: an RMS norm has an epsilon and no bias."""
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(epsilon, float) or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
         return None
-    return None if getattr(module, "bias", None) is not None else NormParts(weight, epsilon)
+    return None if getattr(module, "bias", None) is not None else Norm(weight, epsilon)
 
 
 def mlp_parts(module: nn.Module, shared: set[int]) -> MlpParts | None:
-    """`shared`: ids of weights that others hold too, which cannot be joined to any."""
+    """`shared`: ids of weights that other modules hold too, which cannot be fused."""
     down = getattr(module, "down_proj", None)
     ups = _plain(module, ("gate_proj", "up_proj"), shared) or _plain(module, ("gate_up_proj",), shared)
     if not isinstance(down, nn.Module) or ups is None:
         return None
     activation = next((found for name in ("act_fn", "activation_fn") if (found := getattr(module, name, None))), None)
-    return MlpParts(ups, down, activation)
+    return MlpParts(ups, down, is_plain(down, shared), activation)
 
 
 def attention_parts(block: Any, shared: set[int]) -> AttentionParts | None:
@@ -81,15 +98,15 @@ def attention_parts(block: Any, shared: set[int]) -> AttentionParts | None:
         num_kv_heads = (qkv[0].out_features // head_dim - num_heads) // 2
     of_query, of_key = getattr(block, "q_norm", None), getattr(block, "k_norm", None)
     norms = (of_query, of_key) if isinstance(of_query, nn.Module) and isinstance(of_key, nn.Module) else None
-    return AttentionParts(qkv, out, num_heads, num_kv_heads, head_dim, norms)
+    return AttentionParts(qkv, out, is_plain(out, shared), num_heads, num_kv_heads, head_dim, norms)
 
 
 def is_plain(part: Any, shared: set[int]) -> TypeGuard[nn.Linear]:
-    """Whether it is a linear layer whose weight is its own and as it came."""
+    """Whether it is a linear layer whose weight is not quantised and held by no other module."""
     return isinstance(part, nn.Linear) and not is_quantized(part) and id(part.weight) not in shared
 
 
-def joined_bias(parts: tuple[nn.Linear, ...]) -> torch.Tensor | None:
+def joined_bias(parts: Sequence[nn.Linear]) -> torch.Tensor | None:
     """[out of all parts], zeros where one has none; None where none has one."""
     if all(part.bias is None for part in parts):
         return None

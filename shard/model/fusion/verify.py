@@ -1,10 +1,6 @@
-"""Whether a twin computes what the plain module does: both are given a few random rows before the twin is put in place.
+"""Whether a fused module computes what the plain one does: both compute a few random rows before it is used."""
 
-What runs in this way is decided by nobody's name. Knows modules as functions; knows no kernels.
-"""
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -13,15 +9,15 @@ from torch import nn
 NUM_ROWS = 8
 NUM_TOKENS = 5
 TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-16}
-"""Of the largest value: what roundings to the number format in another order may leave."""
+"""Of the largest value: the most that another order of roundings to the number format may change."""
 
-Twin = TypeVar("Twin", bound=nn.Module)
+Fused = TypeVar("Fused", bound=nn.Module)
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin, [1, T, R]: R is the width of a head, or the part of it that turns."""
+"""cos and sin, [1, T, R]: R is the width of a head, or the part of it that is rotated."""
 
 
 class Recorder:
-    """Stands in for an attention site: keeps what it is given, returns something that depends on no implementation."""
+    """Replaces a block's attention: records the arguments, returns values that depend on no implementation."""
 
     def __init__(self) -> None:
         self.seen: tuple[torch.Tensor, ...] = ()
@@ -44,7 +40,7 @@ def rows(width: int, like: torch.Tensor, mean: float = 0.0) -> torch.Tensor:
 
 
 def tokens(width: int, rotary_width: int, like: torch.Tensor) -> tuple[torch.Tensor, PositionEmbeddings]:
-    """What a block of a decoder is given: [1, NUM_TOKENS, width] and angles of that many positions."""
+    """The input of a decoder block: [1, NUM_TOKENS, width] and angles of as many positions."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, NUM_TOKENS, width, generator=generator)
     angles = torch.randn(1, NUM_TOKENS, rotary_width // 2, generator=generator).repeat(1, 1, 2)
@@ -53,66 +49,60 @@ def tokens(width: int, rotary_width: int, like: torch.Tensor) -> tuple[torch.Ten
 
 
 @torch.inference_mode()
-def difference(plain: nn.Module, twin: nn.Module, x: torch.Tensor) -> float:
-    """The largest between what both make of x, as a part of the largest value."""
+def difference(plain: nn.Module, fused: nn.Module, x: torch.Tensor) -> float:
+    """The largest difference of both outputs for x, as a part of the largest value."""
     try:
         wanted = plain(x)
-    except (RuntimeError, TypeError):  # it wants other arguments: another kind of module
+    except (RuntimeError, TypeError):  # other arguments: another kind of module
         return float("inf")
-    got = twin(x)
+    return _distance(wanted, fused(x))
+
+
+def close(wanted: torch.Tensor, got: torch.Tensor) -> bool:
+    """Whether both are the same but for roundings."""
+    return _distance(wanted, got) <= TOLERANCES[wanted.dtype]
+
+
+def _distance(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """The largest difference, as a part of the largest value."""
     if wanted.shape != got.shape or wanted.dtype != got.dtype:
         return float("inf")
     return float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max())
 
 
-def close(wanted: torch.Tensor, got: torch.Tensor) -> bool:
-    """Whether both are the same but for roundings."""
-    if wanted.shape != got.shape or wanted.dtype != got.dtype:
-        return False
-    apart = (wanted.float() - got.float()).abs().max()
-    return bool(apart <= TOLERANCES[wanted.dtype] * wanted.float().abs().max())
-
-
+@torch.inference_mode()
 def matches_reference(
-    block: Any, make: Callable[[Recorder], Twin | None], x: torch.Tensor, position_embeddings: PositionEmbeddings
-) -> Twin | None:
-    """The twin of an attention block that `make` gives, who sees what the block hands its attention; None where there
-    is none, or where it hands over something else, or makes something else of what comes back.
+    block: Any, make: Callable[[Recorder], Fused | None], x: torch.Tensor, position_embeddings: PositionEmbeddings
+) -> Fused | None:
+    """The fused attention block that `make` returns for the arguments that `block` passes to its attention; None where
+    it returns none, or where the fused block passes other arguments or computes another output.
     """
     plain, fused = Recorder(), Recorder()
-    with torch.inference_mode():
-        try:
-            wanted = attend(block, plain, x, position_embeddings)
-        except (RuntimeError, TypeError):  # it wants other arguments or other angles: another kind of block
-            return None
-        twin = make(plain)
-        if twin is None:
-            return None
-        got = attend(twin, fused, x, position_embeddings)
+    try:
+        wanted = attend(block, plain, x, position_embeddings)
+    except (RuntimeError, TypeError):  # other arguments or other angles: another kind of block
+        return None
+    made = make(plain)
+    if made is None:
+        return None
+    got = attend(made, fused, x, position_embeddings)
     pairs = [(wanted, got), *zip(plain.seen, fused.seen, strict=True)]
-    return twin if all(close(one, other) for one, other in pairs) else None
+    return made if all(close(one, other) for one, other in pairs) else None
 
 
 def attend(block: Any, recorder: Recorder, x: torch.Tensor, position_embeddings: PositionEmbeddings) -> torch.Tensor:
-    """What an attention block makes of x [1, T, H] with the recorder as its attention. Raises TypeError or RuntimeError
-    where it wants other arguments, other angles, or returns something else than an output and weights.
+    """The output of an attention block for x [1, T, H], with the recorder as its attention. Raises TypeError or
+    RuntimeError where it takes other arguments or angles, or does not return an output and weights.
     """
-    with recording(block, recorder):
+    binding = block.lorikeet_binding
+    del block.lorikeet_binding
+    block.lorikeet_binding = recorder
+    try:
         returned = block(hidden_states=x, position_embeddings=position_embeddings, attention_mask=None)
+    finally:
+        del block.lorikeet_binding
+        block.lorikeet_binding = binding
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError("no pair of an output and attention weights")
     output: torch.Tensor = returned[0]
     return output
-
-
-@contextmanager
-def recording(block: Any, recorder: Recorder) -> Iterator[None]:
-    """While it lasts, `recorder` is the attention of `block`."""
-    site = block.lorikeet_target
-    del block.lorikeet_target
-    block.lorikeet_target = recorder
-    try:
-        yield
-    finally:
-        del block.lorikeet_target
-        block.lorikeet_target = site

@@ -2,39 +2,24 @@
 // the products by AMX where the processor and the system have it.
 //
 // Every output element is one sum in float32 over its row in order, two terms at a time (32 with AMX), and is rounded
-// once. So its bits do not depend on how many rows there are, on chunks or on threads.
+// once. So its bits do not depend on the number of rows, on chunks or on threads.
 //
-// A packed matrix lies as [out / 64, in / 2, 64, 2]: what one pass over the inputs reads is one stream.
-#include <immintrin.h>
+// A packed matrix is [out / 64, in / 2, 64, 2]: one pass over the inputs reads it sequentially.
 #include <math.h>
 #include <omp.h>
-#include <stdint.h>
-#include <string.h>
+#define BF16 1
+#include "model/lora/targets.h"
 #if defined(__AMX_BF16__) && !defined(WITHOUT_TILES)
 #define WITH_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-#define BLOCK 64      // outputs that one pass over the inputs sums up: four vectors
+#define BLOCK 64      // outputs of one pass over the inputs: four vectors
 #define VECTORS 4
 #define TILE 6        // rows of one pass: 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
-#define MLP_ROWS 96   // rows whose gates wait for their up projections
-#define ALONE (1 << 18)  // products of so few multiplications are not worth a second thread
-
-typedef uint16_t bf16;
-
-static inline __m512 widen16(const bf16 *p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
-}
-
-static inline __m256i narrow16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-
-static inline __m512 round16(__m512 x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow16(x)), 16));
-}
-
-static inline __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
+#define MLP_ROWS 96   // rows whose gates are kept until their up projections
+#define ALONE (1 << 18)  // multiplications below which a second thread costs more than it saves
 
 // weight: [n, k] -> packed, zeros beyond n
 void pack(const bf16 *weight, int64_t n, int64_t k, bf16 *packed) {
@@ -43,23 +28,22 @@ void pack(const bf16 *weight, int64_t n, int64_t k, bf16 *packed) {
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t p = 0; p < k / 2; p++)
             for (int64_t c = 0; c < BLOCK; c++) {
-                int64_t row = b * BLOCK + c;
-                bf16 *out = packed + ((b * (k / 2) + p) * BLOCK + c) * 2;
-                out[0] = row < n ? weight[row * k + 2 * p] : 0;
-                out[1] = row < n ? weight[row * k + 2 * p + 1] : 0;
+                const int64_t row = b * BLOCK + c;
+                const bf16 zeros[2] = {0, 0};
+                memcpy(packed + ((b * (k / 2) + p) * BLOCK + c) * 2, row < n ? weight + row * k + 2 * p : zeros, 4);
             }
 }
 
 static inline void store(bf16 *y, int64_t width, const __m512 *sums, const float *bias) {
     for (int v = 0; v < VECTORS && 16 * v < width; v++) {
-        __mmask16 mask = first(width - 16 * v);
+        __mmask16 mask = first_lanes(width - 16 * v);
         __m512 sum = sums[v];
         if (bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, bias + 16 * v));
-        _mm256_mask_storeu_epi16(y + 16 * v, mask, narrow16(sum));
+        store_lanes(y + 16 * v, mask, sum);
     }
 }
 
-// y[r, 0..width) = x[r, :] . block + bias, for R rows. Meanwhile AHEAD lines per step are fetched of what is read next.
+// y[r, 0..width) = x[r, :] . block + bias, for R rows. AHEAD cache lines per step of the next block are prefetched.
 #define DEFINE_ROWS(R, AHEAD)                                                                                   \
     static void rows##R##_##AHEAD(const bf16 *x, int64_t x_stride, const bf16 *block, int64_t pairs, bf16 *y,   \
                                   int64_t y_stride, int64_t width, const float *bias, const bf16 *ahead) {      \
@@ -90,8 +74,8 @@ typedef void (*some_rows)(const bf16 *, int64_t, const bf16 *, int64_t, bf16 *, 
 #define BY_AHEAD(R) {rows##R##_0, rows##R##_1, rows##R##_2}
 static const some_rows by_rows[TILE][3] = {BY_AHEAD(1), BY_AHEAD(2), BY_AHEAD(3), BY_AHEAD(4), BY_AHEAD(5), BY_AHEAD(6)};
 
-// `next`: the block that the same thread reads after this one, or NULL. It comes in while this one, in the second cache by
-// then, meets more rows; a block that is passed but once is best left to the processor's own looking ahead.
+// `next`: the block that the same thread reads after this one, or NULL. It is prefetched while this one, by then in the
+// second-level cache, is multiplied by more rows; a block that is read once is left to the hardware prefetcher.
 static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
                            int64_t y_stride, int64_t width, const float *bias, const bf16 *next) {
     const int64_t pairs = k / 2, lines = rows <= 3 * TILE ? 2 : 1;
@@ -109,18 +93,18 @@ static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const 
 static int has_tiles;
 
 #ifdef WITH_TILES
-#define TILE_ROWS 16  // of a tile, and pairs of terms that one instruction sums up
+#define TILE_ROWS 16  // of a tile, and pairs of terms per instruction
 enum { ASK_FOR_STATE = 0x1023, TILE_DATA = 18 };  // of arch_prctl
 enum { SUMS, INPUT = VECTORS, WEIGHT, LAST_INPUT, LAST_WEIGHT };  // tiles
 static _Thread_local int64_t tiles_are_for;
 
-// Ask the system for the tiles' state, for every thread of the process. Whether products are to go through tiles.
+// Request the permission to use tiles, for every thread of the process. Returns whether products use tiles.
 int prepare(void) {
     has_tiles = syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
     return has_tiles;
 }
 
-// Shape this thread's tiles: sums and inputs have `rows` rows; `last` pairs of terms come behind the whole tiles.
+// Configure this thread's tiles: sums and inputs have `rows` rows; `last` pairs of terms follow the whole tiles.
 static void shape_tiles(int64_t rows, int64_t last) {
     if (tiles_are_for == rows * 64 + last) return;
     struct {
@@ -136,7 +120,7 @@ static void shape_tiles(int64_t rows, int64_t last) {
     tiles_are_for = rows * 64 + last;
 }
 
-// This thread has no products for now: tiles in use would be saved whenever it is interrupted.
+// Release this thread's tiles after its products: tiles in use are saved at every context switch.
 static void leave_tiles(void) {
     if (tiles_are_for) _tile_release();
     tiles_are_for = 0;
@@ -232,10 +216,10 @@ static inline __m512 exp16(__m512 x) {
 // h = silu(gate) * up, each rounded as the plain modules round
 static inline void gate_row(const bf16 *gate, const bf16 *up, bf16 *h, int64_t width) {
     for (int64_t c = 0; c < width; c += 16) {
-        __m512 g = widen16(gate + c);
+        __m512 g = load16(gate + c);
         __m512 divisor = _mm512_add_ps(_mm512_set1_ps(1.f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), g)));
         __m512 silu = round16(_mm512_div_ps(g, divisor));
-        _mm256_mask_storeu_epi16(h + c, first(width - c), narrow16(_mm512_mul_ps(silu, widen16(up + c))));
+        store_lanes(h + c, first_lanes(width - c), _mm512_mul_ps(silu, load16(up + c)));
     }
 }
 
@@ -276,18 +260,18 @@ void rms_norm(const bf16 *x, int64_t rows, int64_t k, const bf16 *weight, float 
     for (int64_t r = 0; r < rows; r++) {
         __m512 squares = _mm512_setzero_ps();
         for (int64_t c = 0; c < k; c += 16) {
-            __m512 v = widen16(x + r * k + c);
+            __m512 v = load16(x + r * k + c);
             squares = _mm512_fmadd_ps(v, v, squares);
         }
         __m512 scale = _mm512_set1_ps(1.f / sqrtf(_mm512_reduce_add_ps(squares) / (float)k + epsilon));
         for (int64_t c = 0; c < k; c += 16) {
-            __m512 v = round16(_mm512_mul_ps(widen16(x + r * k + c), scale));
-            _mm256_storeu_si256((__m256i *)(y + r * k + c), narrow16(_mm512_mul_ps(v, widen16(weight + c))));
+            __m512 v = round16(_mm512_mul_ps(load16(x + r * k + c), scale));
+            store16(y + r * k + c, _mm512_mul_ps(v, load16(weight + c)));
         }
     }
 }
 
-// x[t, h, :] turned by the angles of token t, in place: halves (a, b) become (a cos - b sin, b cos + a sin), each
+// x[t, h, :] rotated by the angles of token t, in place: halves (a, b) become (a cos - b sin, b cos + a sin), each
 // product and sum rounded. x: [rows, stride], heads * dim of it; cos, sin: [rows, dim]; dim a multiple of 32
 void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, const bf16 *cos, const bf16 *sin,
             int threads) {
@@ -298,13 +282,13 @@ void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, c
             for (int64_t c = 0; c < half; c += 16) {
                 bf16 *p = x + r * stride + h * dim + c, *q = p + half;
                 const bf16 *cp = cos + r * dim + c, *sp = sin + r * dim + c;
-                __m512 a = widen16(p), b = widen16(q);
-                __m512 up = _mm512_sub_ps(round16(_mm512_mul_ps(a, widen16(cp))),
-                                          round16(_mm512_mul_ps(b, widen16(sp))));
-                __m512 down = _mm512_add_ps(round16(_mm512_mul_ps(b, widen16(cp + half))),
-                                            round16(_mm512_mul_ps(a, widen16(sp + half))));
-                _mm256_storeu_si256((__m256i *)p, narrow16(up));
-                _mm256_storeu_si256((__m256i *)q, narrow16(down));
+                __m512 a = load16(p), b = load16(q);
+                __m512 up = _mm512_sub_ps(round16(_mm512_mul_ps(a, load16(cp))),
+                                          round16(_mm512_mul_ps(b, load16(sp))));
+                __m512 down = _mm512_add_ps(round16(_mm512_mul_ps(b, load16(cp + half))),
+                                            round16(_mm512_mul_ps(a, load16(sp + half))));
+                store16(p, up);
+                store16(q, down);
             }
 }
 
@@ -312,29 +296,14 @@ void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, c
 static void add(const bf16 *x, const bf16 *h, int64_t n, bf16 *y, int threads) {
 #pragma omp parallel for num_threads(n < 32768 ? 1 : threads) schedule(static)
     for (int64_t c = 0; c < n; c += 16)
-        _mm256_storeu_si256((__m256i *)(y + c), narrow16(_mm512_add_ps(widen16(x + c), widen16(h + c))));
+        store16(y + c, _mm512_add_ps(load16(x + c), load16(h + c)));
 }
 
 typedef void attend_function(const void *layer, const void *step, const bf16 *query, const bf16 *key,
                              const bf16 *value, const int64_t *strides, bf16 *output, int threads);
 
-// Of targets.c: an adapter's share of a module, rows of a slot, a module's input and output, and what brings them together.
-typedef struct {
-    int64_t rank;
-    const void *a, *b, *scale, *bias;
-} AdapterWeights;
-typedef struct {
-    int32_t slot, first, count;
-} AdapterTask;
-typedef struct {
-    const AdapterWeights *slots;
-    const bf16 *x;
-    int64_t x_stride, num_in;
-    bf16 *y;
-    int64_t y_stride, num_out;
-    const float *base_bias;
-} AdapterPart;
-typedef void adapt_function(const AdapterPart *parts, int num_parts, const AdapterTask *tasks, int num_tasks, int threads);
+// `adapt` of targets.c.
+typedef void adapt_function(const Part *parts, int num_parts, const Task *tasks, int num_tasks, int threads);
 
 enum { Q, K, V, OUT, GATE, UP, DOWN, NUM_MODULES };
 
@@ -344,34 +313,33 @@ typedef struct {
     const bf16 *qkv, *out, *gate, *up, *down;    // packed
     const float *qkv_bias, *out_bias;            // or NULL
     float input_epsilon, post_epsilon;
-    const AdapterWeights *adapters[NUM_MODULES]; // by slot
-    const float *base_bias[NUM_MODULES];         // each module's share of qkv_bias or out_bias, or NULL
+    const Weights *adapters[NUM_MODULES]; // by slot
+    const float *base_bias[NUM_MODULES];         // each module's part of qkv_bias or out_bias, or NULL
 } DecoderLayer;
 
 // The rows of this step that belong to adapters; num_tasks may be 0.
 typedef struct {
     adapt_function *adapt;
-    const AdapterTask *tasks;
+    const Task *tasks;
     int64_t num_tasks;
 } AdapterStep;
 
-static AdapterPart part(const DecoderLayer *layer, int module, const bf16 *x, int64_t num_in, bf16 *y, int64_t y_stride,
+static Part part(const DecoderLayer *layer, int module, const bf16 *x, int64_t num_in, bf16 *y, int64_t y_stride,
                         int64_t num_out) {
-    AdapterPart made = {layer->adapters[module], x, num_in, num_in, y, y_stride, num_out, layer->base_bias[module]};
+    Part made = {layer->adapters[module], x, num_in, num_in, y, y_stride, num_out, layer->base_bias[module]};
     return made;
 }
 
 // Whether an adapter of this step changes the module.
 static int is_changed(const DecoderLayer *layer, int module, const AdapterStep *adapters) {
-    const AdapterWeights *slots = layer->adapters[module];
+    const Weights *slots = layer->adapters[module];
     for (int64_t i = 0; i < adapters->num_tasks; i++) {
-        const AdapterWeights *w = slots + adapters->tasks[i].slot;
-        if (w->rank || w->scale || w->bias) return 1;
+        if (!is_empty(slots + adapters->tasks[i].slot)) return 1;
     }
     return 0;
 }
 
-// The gated MLP; where adapters change gate or up, these are whole before they meet. hidden: [2 rows, n] scratch
+// The gated MLP; where adapters change gate or up, both are computed entirely first. hidden: [2 rows, n] scratch
 static void adapted_mlp(const DecoderLayer *layer, const AdapterStep *adapters, const bf16 *x, int64_t rows, bf16 *hidden,
                         bf16 *y, int threads) {
     const int64_t width = layer->width, n = layer->num_hidden;
@@ -379,19 +347,19 @@ static void adapted_mlp(const DecoderLayer *layer, const AdapterStep *adapters, 
         bf16 *up = hidden + rows * n;
         linear(x, rows, width, layer->gate, n, width, 0, hidden, threads);
         linear(x, rows, width, layer->up, n, width, 0, up, threads);
-        AdapterPart both[] = {part(layer, GATE, x, width, hidden, n, n), part(layer, UP, x, width, up, n, n)};
+        Part both[] = {part(layer, GATE, x, width, hidden, n, n), part(layer, UP, x, width, up, n, n)};
         adapters->adapt(both, 2, adapters->tasks, adapters->num_tasks, threads);
         silu_times(hidden, up, rows, n, hidden, threads);
         linear(hidden, rows, n, layer->down, width, n, 0, y, threads);
     } else {
         gated_mlp(x, rows, width, layer->gate, layer->up, n, layer->down, width, hidden, y, threads);
     }
-    AdapterPart down = part(layer, DOWN, hidden, n, y, width, width);
+    Part down = part(layer, DOWN, hidden, n, y, width, width);
     adapters->adapt(&down, 1, adapters->tasks, adapters->num_tasks, threads);
 }
 
-// One decoder layer, the very calls that its parts would make one by one. x, y: [rows, width]; cos, sin: [rows, head_dim];
-// the attention knows `attended` rows, and a row beyond them has the first one's output.
+// One decoder layer, by the same calls as its parts one by one. x, y: [rows, width]; cos, sin: [rows, head_dim];
+// the attention computes `attended` rows, and a row beyond them gets the first one's output.
 // scratch: rows * (width + (2 num_heads + 2 num_kv_heads) * head_dim + 2 num_hidden)
 void decoder_layer(const DecoderLayer *layer, attend_function *attend, const void *kv, const void *step,
                    const AdapterStep *adapters, const bf16 *x,
@@ -406,7 +374,7 @@ void decoder_layer(const DecoderLayer *layer, attend_function *attend, const voi
     linear(h, rows, width, layer->qkv, columns, width, layer->qkv_bias, qkv, threads);
     if (adapters->num_tasks) {
         const int64_t keys = layer->num_kv_heads * dim;
-        AdapterPart parts[] = {part(layer, Q, h, width, qkv, columns, out_width),
+        Part parts[] = {part(layer, Q, h, width, qkv, columns, out_width),
                                part(layer, K, h, width, qkv + out_width, columns, keys),
                                part(layer, V, h, width, qkv + out_width + keys, columns, keys)};
         adapters->adapt(parts, 3, adapters->tasks, adapters->num_tasks, threads);
@@ -416,7 +384,7 @@ void decoder_layer(const DecoderLayer *layer, attend_function *attend, const voi
     for (int64_t r = attended; r < rows; r++) memcpy(seen + r * out_width, seen, out_width * sizeof(bf16));
     linear(seen, rows, out_width, layer->out, width, out_width, layer->out_bias, h, threads);
     if (adapters->num_tasks) {
-        AdapterPart out = part(layer, OUT, seen, out_width, h, width, width);
+        Part out = part(layer, OUT, seen, out_width, h, width, width);
         adapters->adapt(&out, 1, adapters->tasks, adapters->num_tasks, threads);
     }
     add(x, h, rows * width, y, threads);

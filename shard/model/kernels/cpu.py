@@ -1,24 +1,28 @@
 """cpu.c from Python: products, gated MLP, norm, rotary and decoder layers in bfloat16, where it can be built.
 
-Semantics are those of the plain modules: sums in float32, each result rounded once to bfloat16.
+Semantics are those of the plain modules: sums in float32, each result rounded once to bfloat16. Packed weights lie in
+huge pages where the system provides them: they are then read about a tenth faster.
 """
 
 import ctypes
 import logging
+import mmap
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from lorikeet.shard.attention import NativeAttention
-from lorikeet.shard.model.kernels import large_pages
 from lorikeet.shard.system.native import CompilerMissing, library
 
 BLOCK = 64
 """Outputs per block of a packed matrix; BLOCK of cpu.c."""
+REGION_BYTES = 64 * 2**20
+"""Of memory that matrices share: one matrix alone would leave most of its last page unused."""
 
 _SOURCE = Path(__file__).with_name("cpu.c")
-_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_ALIGNMENT = 64
+_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 NUM_MODULES = 7
 """Of a decoder layer: q, k, v, out, gate, up, down."""
@@ -39,7 +43,7 @@ class DecoderLayer(ctypes.Structure):
         *((name, _SIZE) for name in ("width", "num_heads", "num_kv_heads", "head_dim", "num_hidden")),
         *((name, _POINTER) for name in ("input_norm", "post_norm", "qkv", "out", "gate", "up", "down")),
         *((name, _POINTER) for name in ("qkv_bias", "out_bias")),
-        *((name, ctypes.c_float) for name in ("input_epsilon", "post_epsilon")),
+        *((name, _FLOAT) for name in ("input_epsilon", "post_epsilon")),
         ("adapters", _POINTER * NUM_MODULES),
         ("base_bias", _POINTER * NUM_MODULES),
     ]
@@ -51,23 +55,34 @@ class DecoderLayer(ctypes.Structure):
         return int(self.width + heads * self.head_dim + 2 * self.num_hidden)
 
 
+class _Tensor:
+    """The type of an argument that is a tensor, or None."""
+
+    @staticmethod
+    def from_param(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+        return _POINTER(None if tensor is None else tensor.data_ptr())
+
+
+_ARGUMENTS = {
+    "pack": [_Tensor, _SIZE, _SIZE, _Tensor],
+    "linear": [_Tensor, _SIZE, _SIZE, _Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _INT],
+    "gated_mlp": [_Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _SIZE, _Tensor, _SIZE, _Tensor, _Tensor, _INT],
+    "silu_times": [_Tensor, _Tensor, _SIZE, _SIZE, _Tensor, _INT],
+    "rms_norm": [_Tensor, _SIZE, _SIZE, _Tensor, _FLOAT, _Tensor, _INT],
+    "rotate": [_Tensor, _SIZE, _SIZE, _SIZE, _SIZE, _Tensor, _Tensor, _INT],
+    "decoder_layer": [
+        ctypes.POINTER(DecoderLayer), _POINTER, _POINTER, _POINTER, ctypes.POINTER(AdapterStep), _Tensor, _SIZE, _SIZE,
+        *[_Tensor] * 4, _INT,
+    ],
+}  # fmt: skip
+
+
 @cache
 def _load(*defines: str) -> ctypes.CDLL:
     loaded = library(_SOURCE, *defines)
-    loaded.pack.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER]
-    loaded.linear.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _INT]
-    loaded.gated_mlp.argtypes = [
-        _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _INT,
-    ]  # fmt: skip
-    loaded.rms_norm.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, ctypes.c_float, _POINTER, _INT]
-    loaded.rotate.argtypes = [_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _INT]
-    loaded.decoder_layer.argtypes = [
-        ctypes.POINTER(DecoderLayer), _POINTER, _POINTER, _POINTER, ctypes.POINTER(AdapterStep), _POINTER, _SIZE, _SIZE,
-        _POINTER, _POINTER, _POINTER, _POINTER, _INT,
-    ]  # fmt: skip
-    loaded.silu_times.argtypes = [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT]
-    for name in ("pack", "linear", "gated_mlp", "silu_times", "rms_norm", "rotate", "decoder_layer"):
-        getattr(loaded, name).restype = None
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
     loaded.prepare.restype = _INT
     loaded.prepare()
     return loaded
@@ -75,7 +90,7 @@ def _load(*defines: str) -> ctypes.CDLL:
 
 @cache
 def available() -> bool:
-    """Whether this machine has the instructions (AVX512-BF16) and a compiler; says once why not."""
+    """Whether this machine has the instructions (AVX512-BF16) and a compiler; logs once why not."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or not _has_instructions():
         return False
     try:
@@ -86,30 +101,49 @@ def available() -> bool:
     return True
 
 
+def huge_pages(num_bytes: int) -> mmap.mmap:
+    """Fresh memory, in huge pages where the system provides them."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+class HugePagePool:
+    """Allocates from one region after another; a region is freed with the last tensor in it."""
+
+    def __init__(self) -> None:
+        self._region = huge_pages(mmap.PAGESIZE)
+        self._used = self._left = 0
+
+    def empty(self, num_elements: int) -> torch.Tensor:
+        """[num_elements] bfloat16, at a multiple of 64 bytes."""
+        num_bytes = -(-num_elements * 2 // _ALIGNMENT) * _ALIGNMENT
+        if num_bytes > self._left:
+            self._used, self._left = 0, max(REGION_BYTES, num_bytes)
+            self._region = huge_pages(self._left)
+        tensor = torch.frombuffer(self._region, dtype=torch.bfloat16, count=num_elements, offset=self._used)
+        self._used, self._left = self._used + num_bytes, self._left - num_bytes
+        return tensor
+
+
+_pool = HugePagePool()
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """weight: [out, in] contiguous bfloat16, in even. Returns [blocks * BLOCK * in], opaque."""
     num_out, num_in = weight.shape
-    packed = large_pages.empty(-(-num_out // BLOCK) * BLOCK * num_in)
-    _load().pack(weight.data_ptr(), num_out, num_in, packed.data_ptr())
+    packed = _pool.empty(-(-num_out // BLOCK) * BLOCK * num_in)
+    _load().pack(weight, num_out, num_in, packed)
     return packed
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, num_out: int, bias: torch.Tensor | None) -> torch.Tensor:
     """x: [..., in] bfloat16; packed: by `pack`; bias: [out] float32. Returns [..., out]."""
-    num_in = x.shape[-1]
     rows = _rows(x)
+    (num_rows, num_in), stride = rows.shape, rows.stride(0)
     y = x.new_empty(*x.shape[:-1], num_out)
-    _load().linear(
-        rows.data_ptr(),
-        rows.shape[0],
-        rows.stride(0),
-        packed.data_ptr(),
-        num_out,
-        num_in,
-        None if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        torch.get_num_threads(),
-    )
+    _load().linear(rows, num_rows, stride, packed, num_out, num_in, bias, y, torch.get_num_threads())
     return y
 
 
@@ -120,28 +154,14 @@ def gated_mlp(
     rows = _rows(x).contiguous()
     hidden = x.new_empty(rows.shape[0], num_hidden)
     y = x.new_empty(*x.shape[:-1], num_out)
-    _load().gated_mlp(
-        rows.data_ptr(),
-        rows.shape[0],
-        rows.shape[1],
-        gate.data_ptr(),
-        up.data_ptr(),
-        num_hidden,
-        down.data_ptr(),
-        num_out,
-        hidden.data_ptr(),
-        y.data_ptr(),
-        torch.get_num_threads(),
-    )
+    _load().gated_mlp(rows, *rows.shape, gate, up, num_hidden, down, num_out, hidden, y, torch.get_num_threads())
     return y
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up`, rounded as the plain modules round. gate, up: [rows, n] contiguous. Returns [rows, n]."""
     h = torch.empty_like(gate)
-    _load().silu_times(
-        gate.data_ptr(), up.data_ptr(), gate.shape[0], gate.shape[1], h.data_ptr(), torch.get_num_threads()
-    )
+    _load().silu_times(gate, up, *gate.shape, h, torch.get_num_threads())
     return h
 
 
@@ -150,27 +170,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     x = x.contiguous()
     width = x.shape[-1]
     y = torch.empty_like(x)
-    _load().rms_norm(
-        x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon, y.data_ptr(), torch.get_num_threads()
-    )
+    _load().rms_norm(x, x.numel() // width, width, weight, epsilon, y, torch.get_num_threads())
     return y
 
 
 def rotate(x: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn the first `num_heads` heads of each row of x by the row's angles, in place.
+    """Rotate the first `num_heads` heads of each row of x by the row's angles, in place.
 
     x: [T, columns] contiguous; cos, sin: [T, D] contiguous, both halves of D alike in meaning; 32 divides D.
     """
-    _load().rotate(
-        x.data_ptr(),
-        x.shape[0],
-        x.stride(0),
-        num_heads,
-        cos.shape[1],
-        cos.data_ptr(),
-        sin.data_ptr(),
-        torch.get_num_threads(),
-    )
+    _load().rotate(x, x.shape[0], x.stride(0), num_heads, cos.shape[1], cos, sin, torch.get_num_threads())
 
 
 def decoder_layer(
@@ -181,33 +190,23 @@ def decoder_layer(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """What norm, attention, residual, norm, gated MLP and residual make of x, in one call.
+    """Norm, attention, residual, norm, gated MLP and residual in one call.
 
     x: [1, T, H]; cos, sin: [T, D]; all contiguous. Returns [1, T, H].
     """
     num_rows = x.shape[1]
+    num_attended = min(num_rows, attention.num_tokens)
     y = torch.empty_like(x)
     scratch = x.new_empty(num_rows * layer.scratch_width)
     _load().decoder_layer(
-        layer,
-        attention.function,
-        attention.layer,
-        attention.step,
-        adapters,
-        x.data_ptr(),
-        num_rows,
-        min(num_rows, attention.num_tokens),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        scratch.data_ptr(),
-        y.data_ptr(),
-        torch.get_num_threads(),
-    )
+        layer, attention.function, attention.layer, attention.step, adapters, x, num_rows, num_attended, cos, sin,
+        scratch, y, torch.get_num_threads(),
+    )  # fmt: skip
     return y
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[rows, in] with neighbouring elements side by side."""
+    """[rows, in], contiguous along the last axis."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

@@ -1,8 +1,9 @@
 """Products of rows that are sorted by matrix: `y = x Wᵉ`, e the matrix of the row. For devices.
 
-torch's own where it is one launch that asks the host nothing: bfloat16 on the processors that it has code for. Else
-ours (grouped_triton.py). Both choose their tiles by the number of rows and the shapes alone, and a row is a row of one
-matrix's tile: what it becomes does not depend on its neighbours, beyond what a matrix unit does with a tile's rows.
+torch's product is used where it is one launch that does not wait for the host: in bfloat16 on GPUs that it supports.
+Otherwise it is ours (products_triton.py). Both choose their tiles by the number of rows and the shapes alone, and a row
+is a row of one matrix's tile: it does not depend on its neighbours, provided that a matrix unit computes the rows of a
+tile alike.
 """
 
 import torch
@@ -21,11 +22,11 @@ def multiply_grouped(
     [P, out].
     """
     if _is_host(x.device):
-        y = multiply_plainly(x, matrices, pairs)
+        y = multiply_reference(x, matrices, pairs)
     elif is_native(x, matrices):
         y = functional.grouped_mm(x, matrices, offs=pairs.ends)
     else:
-        from lorikeet.shard.model.kernels.grouped_triton import multiply_tiles
+        from lorikeet.shard.model.kernels.products_triton import multiply_tiles
 
         y = multiply_tiles(x, matrices, pairs)
     return y if biases is None else y.add_(biases[pairs.experts])
@@ -36,7 +37,7 @@ def _is_host(device: torch.device) -> bool:
 
 
 def is_native(x: torch.Tensor, matrices: torch.Tensor) -> bool:
-    """Whether torch's product takes these as they lie and does not read the ends of groups on the host."""
+    """Whether torch's product supports these layouts and does not read the ends of groups on the host."""
     if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in _NATIVE:
         return False
     strides = [*x.stride(), *matrices.stride()]
@@ -44,12 +45,9 @@ def is_native(x: torch.Tensor, matrices: torch.Tensor) -> bool:
     return is_aligned and 1 in matrices.stride()[1:] and x.stride(1) == 1
 
 
-def multiply_plainly(x: torch.Tensor, matrices: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:
-    """The specification, and what a CPU computes. Reads where groups end."""
+def multiply_reference(x: torch.Tensor, matrices: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:
+    """The specification, used on CPU. Reads the ends of groups on the host."""
     y = x.new_empty(x.shape[0], matrices.shape[2])
-    first = 0
-    for expert, end in enumerate(pairs.ends.tolist()):
-        if end > first:
-            torch.mm(x[first:end], matrices[expert], out=y[first:end])
-        first = end
+    for expert, span in pairs.spans():
+        torch.mm(x[span], matrices[expert], out=y[span])
     return y

@@ -1,7 +1,7 @@
-"""Weight matrices laid out for the processor, each with the product that reads its layout. CPU only.
+"""Weight matrices packed for the CPU, each with the product that reads its layout.
 
-Every way gives equal bits for a row whatever other rows there are, from two rows on. torch's own `linear` does not: in
-float32 it goes to a library that sums otherwise for few rows than for many, on some processors.
+Every product gives a row equal bits with any other rows, from two rows on. torch's `linear` does not: in float32 it
+calls a library that on some processors sums few rows in another order than many.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from lorikeet.shard.model.kernels import cpu as kernels
+from lorikeet.shard.model.kernels import cpu
 
 _ISA = "ONEDNN_MAX_CPU_ISA"
 
@@ -18,9 +18,9 @@ ROWS_HINT = 64
 """Row count that oneDNN's layout is chosen for; measured: 1 to 512 give the same speed."""
 
 
-def _leave_amx_out() -> None:
-    """With AMX oneDNN's bfloat16 products depend on the number of rows. It reads what it may use when it is first asked
-    anything, so that is now; what this process starts later may use what it likes.
+def _disable_amx() -> None:
+    """Disable AMX in oneDNN: with it bfloat16 products depend on the number of rows. oneDNN reads the variable at its
+    first call, which is made here; processes started later are not affected.
     """
     before = os.environ.get(_ISA)
     os.environ[_ISA] = "AVX512_CORE_BF16"
@@ -32,51 +32,46 @@ def _leave_amx_out() -> None:
 
 
 class PackedMatrix(ABC):
-    """`x ↦ x Wᵀ + bias` with a weight that nothing else can read."""
+    """`x ↦ x Wᵀ + bias` with a weight in the layout of its product."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """weight: [out, in]; bias: [out]. Neither is kept as it is."""
+    bias: torch.Tensor | None
+    """[out]"""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """weight: [out, in]."""
         self.out_features, self.in_features = weight.shape
 
-    @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in]. Returns [..., out]."""
+        return self.product(x, self.bias)
 
-    @abstractmethod
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """x: [rows, in]. Returns `x Wᵀ` without the bias: [rows, out]."""
+        return self.product(x, None)
 
-
-class BlockedMatrix(PackedMatrix):
-    """oneDNN's own layout and product."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
-        self.bias = None if bias is None else bias.clone()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return y
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
-        return y
+    @abstractmethod
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x: [..., in]; bias: [out], as in `bias`. Returns [..., out]."""
 
 
 class SharedMatrix(PackedMatrix):
-    """A plain weight that another module reads as well, such as an embedding's."""
+    """A plain weight that another module reads too, such as an embedding."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(weight, bias)
+        super().__init__(weight)
         self.weight = weight
         self.bias = None if bias is None else bias.clone()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return multiply(x, self.weight, self.bias)
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return multiply(x, self.weight, bias)
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        return multiply(x, self.weight)
+
+class BlockedMatrix(SharedMatrix):
+    """oneDNN's layout and product."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -89,16 +84,13 @@ class StreamedMatrix(PackedMatrix):
     """The layout and product of cpu.c: one stream of bfloat16 pairs per 64 outputs."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self.packed = kernels.pack(weight.contiguous())
+        super().__init__(weight)
+        self.packed = cpu.pack(weight.contiguous())
         # [out] float32
         self.bias = None if bias is None else bias.float()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return kernels.linear(x, self.packed, self.out_features, self.bias)
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        return kernels.linear(x, self.packed, self.out_features, None)
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return cpu.linear(x, self.packed, self.out_features, bias)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -110,16 +102,16 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
     """weight: [out, in]; bias: [out]. The fastest layout that this machine and the shape allow."""
-    if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and kernels.available():
+    if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and cpu.available():
         return StreamedMatrix(weight, bias)
     return BlockedMatrix(weight, bias)
 
 
 def return_freed_memory() -> None:
-    """Give the system what the plain weights left free: the C library keeps freed blocks of this size otherwise."""
+    """Return the memory of plain weights to the system: the C library keeps freed blocks of this size otherwise."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
-_leave_amx_out()
+_disable_amx()

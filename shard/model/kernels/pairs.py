@@ -1,8 +1,9 @@
-"""The (token, expert) pairs of a block of experts in one step, sorted on the device that they are on.
+"""The (token, expert) pairs of a block of experts in one step, sorted on their device.
 
-Nothing here reads a value on the host, and every shape follows from the numbers of tokens, experts and slots.
+Only `spans` reads values on the host, and every shape depends on the numbers of tokens, experts and slots alone.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,13 +12,13 @@ import torch
 
 @dataclass(frozen=True)
 class SortedPairs:
-    """Pairs side by side that have one expert, and of one expert those of one adapter."""
+    """Pairs sorted by expert, those of one expert by adapter."""
 
-    # [P] which pair of the router's order, token * experts per token + place, is here
+    # [P] index of each pair in the router's order: token * experts per token + place
     order: torch.Tensor
     # [P] int32, ascending: expert * (num_slots + 1) + slot + 1, slot -1 for none
     keys: torch.Tensor
-    # [experts] int32: where the pairs of each expert end
+    # [experts] int32: end of the pairs of each expert
     ends: torch.Tensor
     num_experts: int
     num_slots: int
@@ -32,17 +33,25 @@ class SortedPairs:
         """[P] int32, -1 for none."""
         return self.keys % (self.num_slots + 1) - 1
 
+    def spans(self) -> Iterator[tuple[int, slice]]:
+        """Each expert that has pairs, and where they lie. Reads values on the host."""
+        first = 0
+        for expert, end in enumerate(self.ends.tolist()):
+            if end > first:
+                yield expert, slice(first, end)
+            first = end
+
     def unsort(self, results: torch.Tensor) -> torch.Tensor:
-        """results: [P, H] as the pairs lie here. Returns the same in the router's order."""
+        """results: [P, H] in this order. Returns them in the router's order."""
         return torch.empty_like(results).index_copy_(0, self.order, results)
 
 
 class PairTasks(NamedTuple):
-    """Sorted pairs cut into pieces, for kernels."""
+    """Sorted pairs in tasks, for kernels."""
 
-    # [tasks, 3] int32 value, first pair, number of pairs; some of no pairs
+    # [tasks, 3] int32 value, first pair, number of pairs, which may be 0
     tasks: torch.Tensor
-    # [P] int32 0 … P - 1: where each pair lies
+    # [P] int32 0 … P - 1
     pair_ids: torch.Tensor
 
 
@@ -62,19 +71,19 @@ def sort_pairs(
 
 
 def tasks_of(keys: torch.Tensor, values: torch.Tensor, num_rows: int, num_tasks: int) -> torch.Tensor:
-    """What pairs_triton.py gives, in operations of torch's: its specification.
+    """The specification of pairs_triton.py, in operations of torch.
 
-    keys: [P] int32 ascending; values: [P] int32, alike where keys are, negative for what is left out. Returns
-    [num_tasks, 3] int32: value, first pair, number of pairs, of neighbours of one key, `num_rows` at most; behind those
-    that there are, zeros.
+    keys: [P] int32 ascending; values: [P] int32, equal for equal keys, negative for pairs to skip. Returns
+    [num_tasks, 3] int32: value, first pair, number of pairs, at most `num_rows` neighbours of one key; then
+    zeros.
     """
     places = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
     firsts = torch.searchsorted(keys, keys, out_int32=True)
     lasts = torch.searchsorted(keys, keys, right=True, out_int32=True)
-    announce_step = ((places - firsts) % num_rows == 0) & (values >= 0)
-    numbers = torch.where(announce_step, announce_step.cumsum(0) - 1, num_tasks)
+    starts_task = ((places - firsts) % num_rows == 0) & (values >= 0)
+    numbers = torch.where(starts_task, starts_task.cumsum(0) - 1, num_tasks)
     found = torch.stack([values, places, (lasts - places).clamp_max(num_rows)], dim=1)
-    # one row more, for the pairs that begin no task
+    # one row more, for the pairs that start no task
     tasks = found.new_zeros(num_tasks + 1, 3)
     tasks[numbers] = found
     return tasks[:num_tasks]

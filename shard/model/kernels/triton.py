@@ -1,8 +1,8 @@
 """RMS norms, gates and rotary positions on CUDA: three Triton kernels, each of which reads and writes a row once.
 
 Semantics are those of transformers' plain modules: computed in float32, rounded to the number format where they round.
-Launch grids and addresses follow from shapes alone, so a captured graph may hold every launch. A row's bits do not
-depend on the rows beside it.
+Launch grids and addresses depend on shapes alone, so a captured graph may hold every launch. A row's bits do not depend
+on other rows.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (Triton compiles the kernels' text, annotations too)
@@ -17,19 +17,19 @@ GATE_BLOCK = 1024
 """Outputs of one program of `gate_rows`."""
 HEADS = 8
 """Heads of one program of `rotate_heads`."""
-WARP_SHARE = 512
-"""Numbers of a row for each warp of a norm."""
+WARP_WIDTH = 512
+"""Elements of a row for each warp of a norm."""
 MOST_WARPS = 16
 FIXED: dict[str, Any] = {"enable_fp_fusion": False}
-"""Every product is rounded for itself, as where it is an operator of its own."""
-CUTS = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Triton's interpreter cuts off what does not fit into bfloat16, where a device rounds."""
+"""Every product is rounded separately, as by separate operators."""
+TRUNCATES = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Triton's interpreter truncates to bfloat16, where a device rounds."""
 
 
 @triton.jit
 def _rounded(values, element: tl.constexpr):
     """float32 values in the number format `element`, to the nearest."""
-    if CUTS and element == tl.bfloat16:
+    if TRUNCATES and element == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         values = ((bits >> 16) << 16).to(tl.float32, bitcast=True)
@@ -38,7 +38,7 @@ def _rounded(values, element: tl.constexpr):
 
 @triton.jit
 def _weighted(scaled, weight, OFFSET: tl.constexpr, ROUNDS: tl.constexpr, element: tl.constexpr):
-    """A norm's last step: `weight * scaled`, where ROUNDS says so rounded before it too."""
+    """A norm's last step: `weight * scaled`, with ROUNDS rounded before the weight too."""
     if ROUNDS:
         scaled = _rounded(scaled, element).to(tl.float32)
     return _rounded(scaled * (weight.to(tl.float32) + OFFSET), element)
@@ -85,7 +85,7 @@ def gate_rows(x, y, num_hidden, x_stride, BLOCK: tl.constexpr, IS_TANH: tl.const
 
 @triton.jit
 def _head_weight(q_weight, k_weight, is_query, offsets, mask):
-    """[heads, offsets] of the norm that each head has."""
+    """[heads, offsets] weights of each head's norm."""
     of_query = tl.load(q_weight + offsets, mask=mask, other=0.0)
     of_key = tl.load(k_weight + offsets, mask=mask, other=0.0)
     return tl.where(is_query[:, None], of_query[None, :], of_key[None, :])
@@ -93,19 +93,19 @@ def _head_weight(q_weight, k_weight, is_query, offsets, mask):
 
 @triton.jit
 def rotate_heads(
-    x, cos, sin, q_weight, k_weight, num_heads, num_turned, x_stride, epsilon,
+    x, cos, sin, q_weight, k_weight, num_heads, num_rotated, x_stride, epsilon,
     DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
     NORMS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Turns the first WIDTH of the DIM numbers of each of the first `num_turned` heads of x[row], in place; with NORMS
-    each head goes through the norm of q (the first `num_heads`) or of k before. HALF, TAIL: powers of two that hold
-    half of WIDTH and what follows it.
+    """Rotate the first WIDTH of the DIM elements of each of the first `num_rotated` heads of x[row], in place; with
+    NORMS after the norm of q (the first `num_heads`) or of k. HALF, TAIL: powers of two that hold half of WIDTH, and
+    what follows WIDTH.
     """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     offsets = tl.arange(0, HALF)
     inside = offsets < WIDTH // 2
-    mask = (heads < num_turned)[:, None] & inside[None, :]
+    mask = (heads < num_rotated)[:, None] & inside[None, :]
     element: tl.constexpr = x.dtype.element_ty
     first_place = x + row * x_stride + heads[:, None] * DIM + offsets[None, :]
     second_place = first_place + WIDTH // 2
@@ -117,7 +117,7 @@ def rotate_heads(
         if WIDTH < DIM:
             tail = WIDTH + tl.arange(0, TAIL)
             tail_place = x + row * x_stride + heads[:, None] * DIM + tail[None, :]
-            tail_mask = (heads < num_turned)[:, None] & (tail < DIM)[None, :]
+            tail_mask = (heads < num_rotated)[:, None] & (tail < DIM)[None, :]
             rest = tl.load(tail_place, mask=tail_mask, other=0.0).to(tl.float32)
             total += tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(total / DIM + epsilon)[:, None]
@@ -134,7 +134,7 @@ def rotate_heads(
     first_sin = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     second_cos = tl.load(cos + angle + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
     second_sin = tl.load(sin + angle + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
-    # each product is rounded, as where they are tensors of their own
+    # each product is rounded, as by separate operators
     kept, crossed = _rounded(first * first_cos, element), _rounded(second * first_sin, element)
     tl.store(first_place, _rounded(kept.to(tl.float32) - crossed.to(tl.float32), element), mask=mask)
     kept, crossed = _rounded(second * second_cos, element), _rounded(first * second_sin, element)
@@ -143,7 +143,7 @@ def rotate_heads(
 
 @torch.library.custom_op("lorikeet::rms_norm", mutates_args=())
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool) -> torch.Tensor:
-    """`(weight + offset) * x / sqrt(mean(x²) + epsilon)` over the last axis; `rounds` before the weight comes in.
+    """`(weight + offset) * x / sqrt(mean(x²) + epsilon)` over the last axis; `rounds` before the weight is applied.
 
     x: [..., H]; weight: [H]. Returns [..., H], contiguous.
     """
@@ -162,7 +162,7 @@ def _(x: torch.Tensor, *_: object) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, added: [..., H]. Returns `x + added`, rounded, and what `rms_norm` makes of it."""
+    """x, added: [..., H]. Returns `x + added`, rounded, and its `rms_norm`."""
     sums, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     _launch_norm(_rows(x), _rows(added), weight, sums, y, (epsilon, offset, rounds), adds=True)
     return sums, y
@@ -195,20 +195,20 @@ def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: list[int],
     q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, epsilon: float, offset: float, rounds: bool,
 ) -> None:  # fmt: skip
-    """Turn q and k by their rows' angles, in place, where they have norms after these (Su et al. 2021).
+    """Rotate q and k by their rows' angles, in place, after their norms, if any (Su et al. 2021).
 
     x: [T, columns], the heads of q, then those of k, then others; cos, sin: [T, R] contiguous, R even: the first R
-    numbers of each head turn. shape: heads of q, heads of k, numbers of a head. q_weight, k_weight: [D] of the norms,
-    as in `rms_norm`.
+    elements of each head are rotated. shape: heads of q, heads of k, elements of a head. q_weight, k_weight: [D] of the
+    norms, as in `rms_norm`.
     """
     num_heads, num_kv_heads, head_dim = shape
     width = cos.shape[1]
-    num_turned = num_heads + num_kv_heads
-    grid = (x.shape[0], triton.cdiv(num_turned, HEADS))
+    num_rotated = num_heads + num_kv_heads
+    grid = (x.shape[0], triton.cdiv(num_rotated, HEADS))
     with torch.cuda.device_of(x):
         rotate_heads[grid](
             x, cos, sin, cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
-            num_heads, num_turned, x.stride(0), epsilon, DIM=head_dim, WIDTH=width,
+            num_heads, num_rotated, x.stride(0), epsilon, DIM=head_dim, WIDTH=width,
             HALF=triton.next_power_of_2(width // 2), TAIL=triton.next_power_of_2(max(1, head_dim - width)), HEADS=HEADS,
             NORMS=q_weight is not None, OFFSET=offset, ROUNDS=rounds, num_warps=2, **FIXED,
         )  # fmt: skip
@@ -220,7 +220,7 @@ def _(*_args: object) -> None:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[rows, H] with neighbouring elements side by side."""
+    """[rows, H], contiguous along the last axis."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -240,5 +240,5 @@ def _launch_norm(
 
 
 def num_warps(count: int) -> int:
-    """Of a norm over `count` numbers, a power of two."""
-    return min(MOST_WARPS, max(1, triton.next_power_of_2(count) // WARP_SHARE))
+    """Of a norm over `count` elements, a power of two."""
+    return min(MOST_WARPS, max(1, triton.next_power_of_2(count) // WARP_WIDTH))

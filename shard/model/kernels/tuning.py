@@ -1,8 +1,8 @@
-"""How the kernels for adapters and heads are cut up on the GPU at hand: a file per GPU beside this one, or defaults.
+"""Tile sizes of the kernels for adapters and heads: a file per GPU in the folder `tuned`, or built-in values.
 
-`python -m benchmarks.tune` measures and writes such a file. An entry is chosen by kernel, by the size of the module
-that the kernel cuts up and by dtype, never by the rows or adapters of a step: tile sizes set the order of sums, and a
-row's bits must not change with its company. Knows names and numbers; what they do is for the kernels to say.
+`python -m benchmarks.tune` measures and writes such a file. An entry is selected by kernel, size of the module and
+dtype, never by the rows or adapters of a step: tile sizes determine the order of sums, and a row's bits must not depend
+on the batch.
 """
 
 import json
@@ -21,36 +21,36 @@ FOLDER = Path(__file__).with_name("tuned")
 BUILT_IN: dict[str, dict[str, int]] = {
     "shrink": {"DEPTH": 128, "SPLITS": 8, "num_warps": 4, "num_stages": 3},
     "expand": {"WIDTH": 128, "num_warps": 4, "num_stages": 1},
-    "guess": {"WIDTH": 32, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
-    "answer": {"WIDTH": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
+    "head_block": {"WIDTH": 32, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
+    "head_logits": {"WIDTH": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
 }
-"""By kernel, in the order in which its launch takes them. The size that an entry is for is the number of inputs of
-shrink, guess and answer, and the number of outputs of expand (the largest of those that share a launch).
+"""By kernel, in the order of its launch's arguments. The size of an entry is the number of inputs of
+shrink, head_block and head_logits, and the number of outputs of expand (the largest of those that share a launch).
 """
 DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _BOUNDS = {"DEPTH": (16, 512), "WIDTH": (16, 512), "SPLITS": (1, 64), "num_warps": (1, 16)}
-_MOST_STAGES = {"shrink": 8, "guess": 8, "answer": 8, "expand": 1}
+_MOST_STAGES = {"shrink": 8, "head_block": 8, "head_logits": 8, "expand": 1}
 """Of expand one: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What is used for one GPU."""
+    """The configurations of one GPU."""
 
     entries: Mapping[tuple[str, int, torch.dtype], list[int]] = field(default_factory=dict)
     is_file: bool = False
-    """Whether a file says so; then what it lacks is worth a word."""
+    """Whether they come from a file; missing entries are logged then."""
     _missed: set[tuple[str, int, torch.dtype]] = field(default_factory=set)
 
     def tiles(self, kernel: str, size: int, dtype: torch.dtype) -> list[int]:
-        """The numbers of `kernel` for a module of this size, in the order of BUILT_IN."""
+        """The values of `kernel` for a module of this size, in the order of BUILT_IN."""
         key = (kernel, size, dtype)
         found = self.entries.get(key)
         if found is not None:
             return found
         if self.is_file and key not in self._missed:
             self._missed.add(key)
-            log.info("kernel without a tuned configuration: built-in", kernel=kernel, size=size, dtype=str(dtype))
+            log.info("kernel_config_missing", kernel=kernel, size=size, dtype=str(dtype))
         return list(BUILT_IN[kernel].values())
 
 
@@ -68,10 +68,10 @@ def read_for(gpu: str, folder: Path = FOLDER) -> Tuned:
     """The same for a GPU of this name."""
     path = folder / file_name(gpu)
     if not path.exists():
-        log.info("kernel configurations: built-in", gpu=gpu, missing=path.name)
+        log.info("kernel_configs_built_in", gpu=gpu, missing=path.name)
         return DEFAULTS
     entries = parse(path.read_text(), gpu, path.name)
-    log.info("kernel configurations: tuned", gpu=gpu, file=path.name, entries=len(entries))
+    log.info("kernel_configs_tuned", gpu=gpu, file=path.name, entries=len(entries))
     return Tuned(entries, is_file=True)
 
 
@@ -81,19 +81,19 @@ def file_name(gpu: str) -> str:
 
 
 def parse(text: str, gpu: str, name: str) -> dict[tuple[str, int, torch.dtype], list[int]]:
-    """What a file holds. Raises ValueError naming what in file `name` cannot be used."""
+    """The entries of a file. Raises ValueError naming the invalid part of file `name`."""
     try:
         content = json.loads(text)
     except ValueError as failure:
         raise ValueError(f"{name} is not JSON: {failure}") from None
     if not isinstance(content, dict) or set(content) != {"gpu", "kernels"}:
-        raise ValueError(f"{name} is to hold gpu and kernels alone")
+        raise ValueError(f"{name} must hold exactly the keys gpu and kernels")
     if content["gpu"] != gpu:
         raise ValueError(f"{name} was measured on {content['gpu']!r}, this is {gpu!r}")
     found: dict[tuple[str, int, torch.dtype], list[int]] = {}
     for kernel, entries in _table(content["kernels"], f"{name}: kernels").items():
         if kernel not in BUILT_IN:
-            raise ValueError(f"{name}: there is no kernel {kernel}, only {', '.join(BUILT_IN)}")
+            raise ValueError(f"{name}: unknown kernel {kernel}; known: {', '.join(BUILT_IN)}")
         for key, values in _table(entries, f"{name}: {kernel}").items():
             what = f"{name}: {kernel} for {key}"
             checked = check(kernel, _table(values, what), what)
@@ -111,7 +111,7 @@ def write(entries: Mapping[tuple[str, int, torch.dtype], list[int]], gpu: str) -
 
 
 def check(kernel: str, values: Mapping[str, object], what: str) -> list[int]:
-    """The numbers in order. Raises ValueError naming the one that cannot be."""
+    """The values in order. Raises ValueError naming the invalid one."""
     if set(values) != set(BUILT_IN[kernel]):
         odd = sorted(set(values) ^ set(BUILT_IN[kernel]))
         raise ValueError(f"{what}: {odd[0]} is {'unknown' if odd[0] in values else 'missing'}")

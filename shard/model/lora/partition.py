@@ -1,4 +1,4 @@
-"""What of one matrix a rank holds under tensor parallelism (Shoeybi et al. 2019): some of its rows or columns."""
+"""A rank's part of one matrix under tensor parallelism (Shoeybi et al. 2019): some of its rows or columns."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ class Partition:
     num_in: int
     """… over all ranks."""
     is_row_parallel: bool
-    """Whether the ranks hold columns of W, so that the sum of their results is the module's; else they hold rows."""
+    """Whether ranks hold columns of W, and the sum of their results is the module's; else they hold rows."""
     is_gathered: bool = False
-    """Whether everybody needs the whole output, not the rows' own part of it."""
+    """Whether every rank needs the whole output, not only its part."""
     is_split: bool = False
-    """Whether the input is whole, and each rank takes its columns' part of it."""
+    """Whether the input is whole, and each rank takes its part of it."""
     num_stacked: int = 1
-    """Matrices that lie one below the other in W; a rank holds its part of the rows of each."""
+    """Matrices that are stacked in W; a rank holds its part of the rows of each."""
 
     def __post_init__(self) -> None:
         if (self.num_in if self.is_row_parallel else self.num_out) % (self.num_stacked * self.num_ranks):
@@ -31,27 +31,27 @@ class Partition:
 
     @property
     def columns(self) -> slice:
-        """That this rank holds, where results are added up."""
+        """Held by this rank, if row-parallel."""
         count = self.num_in // self.num_ranks
         return slice(self.rank * count, (self.rank + 1) * count)
 
     @property
     def rows(self) -> tuple[slice, ...]:
-        """That this rank holds, where they are not, stretch by stretch."""
+        """Held by this rank, if not row-parallel; one range per stacked matrix."""
         each = self.num_out // self.num_stacked
         count = each // self.num_ranks
         firsts = (number * each + self.rank * count for number in range(self.num_stacked))
         return tuple(slice(first, first + count) for first in firsts)
 
     def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight: [..., out, in]. Returns this rank's part, a view where it is in one piece."""
+        """weight: [..., out, in]. Returns this rank's part, a view if contiguous."""
         if self.is_row_parallel:
             return weight[..., self.columns]
         parts = [weight[..., rows, :] for rows in self.rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
     def of_bias(self, bias: torch.Tensor) -> torch.Tensor | None:
-        """bias: [..., out]. Returns this rank's part; None where another rank adds it to the sum."""
+        """bias: [..., out]. Returns this rank's part; None where another rank adds it."""
         if self.is_row_parallel:
             return bias if self.rank == 0 else None
         return torch.cat([bias[..., rows] for rows in self.rows], dim=-1)

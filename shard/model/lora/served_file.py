@@ -1,4 +1,4 @@
-"""A file in the served layout, mapped: what it says of itself, and its tensors where they lie."""
+"""A memory-mapped file in the served layout: its metadata and its tensors."""
 
 import json
 import math
@@ -13,27 +13,27 @@ import torch
 
 FORMAT = "lorikeet-adapter-1"
 HEADS = "heads."
-"""Begins the names of tensors that are of Medusa heads and of no module."""
-_PREFIX = 8  # a safetensors file begins with the length of its header, little endian, in so many bytes
+"""Prefix of the names of Medusa heads' tensors."""
+_PREFIX = 8  # bytes of the header's length at the start of a safetensors file, little endian
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of one tensor."""
+    """Where one tensor lies in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """In bytes from the first tensor."""
+    """Offset in bytes from the first tensor."""
     stride: int = 0
-    """Elements from row to row of a matrix, where these are not neighbours in the file; else 0."""
+    """Elements between rows of a matrix whose rows are not contiguous; else 0."""
 
     parts: tuple["Place", ...] = ()
-    """What it is put together from, one below the other; empty where it lies in one piece."""
+    """The parts that it is concatenated from; empty where it is contiguous."""
 
     def rows(self, wanted: Sequence[slice]) -> "Place":
-        """Some rows of it, stretch by stretch."""
+        """Some rows of it, range by range."""
         num_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         parts = [
             Place(self.dtype, (rows.stop - rows.start, *self.shape[1:]), self.start + rows.start * num_bytes)
@@ -51,20 +51,20 @@ class Place:
 
 
 class ServedFile:
-    """Costs next to nothing until its tensors are read. They lie in its memory, and must not outlive it."""
+    """Cheap until its tensors are read. They are views of its memory and must not outlive it."""
 
     def __init__(self, path: Path) -> None:
         """Raises ValueError with a reason."""
         try:
             with path.open("rb") as file:
-                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes no read-only memory
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch needs writable memory
             self._begin = _PREFIX + int.from_bytes(self._mapped[:_PREFIX], "little")
             self._header: dict[str, Any] = json.loads(self._mapped[_PREFIX : self._begin])
             self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
             if self.metadata.get("format") != FORMAT:
                 raise ValueError(f"it is not in the served layout {FORMAT}")
             self.likeness = f"{self.metadata.get('modules')} {self.metadata.get('heads')} {self._header}"
-            """Equal for files whose tensors have the same names, types, shapes and places."""
+            """Equal for files whose tensors have the same names, types, shapes and offsets."""
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
             raise ValueError(f"the adapter's file cannot be read: {type(failure).__name__}: {failure}") from failure
 
@@ -79,14 +79,14 @@ class ServedFile:
         return len(self._mapped) - self._begin
 
     def places(self) -> dict[str, Place]:
-        """Of every tensor, by name. Raises ValueError where one does not lie in the file."""
+        """Of every tensor, by name. Raises ValueError where one lies outside the file."""
         try:
             return {name: self._place(entry) for name, entry in self._header.items()}
         except (KeyError, TypeError, ValueError) as failure:
             raise ValueError(f"the adapter's file cannot be read: {type(failure).__name__}: {failure}") from failure
 
     def tensor(self, place: Place) -> torch.Tensor:
-        """A view of the file's memory, a copy where it is in parts; what is written to it does not reach the file."""
+        """A view of the file's memory, or a copy of several parts; writes to it do not reach the file."""
         if place.parts:
             return torch.cat([self.tensor(part) for part in place.parts])
         count, start = math.prod(place.shape), self._begin + place.start

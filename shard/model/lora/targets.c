@@ -1,99 +1,43 @@
-// What low-rank adapters add to a product, for many adapters in one step: y = scale (W x + B A x) + bias, where W x + bias
-// is there already. A row's result is one sequence of operations whatever other rows, adapters or threads there are.
+// Low-rank adapters, many in one step: y = scale (W x + B A x) + bias, where y holds W x + bias already. A row's result is
+// the same sequence of operations with any other rows, adapters or threads.
 //
-// Factors lie in the order in which they are read, zeros wherever a count is no multiple: A as [rank / 8, in / STEP, 8, STEP],
-// B, with the scaling inside, as [out / 64, rank, 64]; of embeddings A lies as [in, rank]. Built once per element type.
+// Factors have the order in which they are read, padded with zeros: A is [rank / 8, in / STEP, 8, STEP], B, with the scaling
+// inside, [out / 64, rank, 64]; A of embeddings is [in, rank]. Built once per element type.
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
 #include <omp.h>
 #include <pthread.h>
-#include <stdint.h>
-#include <string.h>
 #ifdef __linux__
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "model/lora/targets.h"
 
 #define MOST_RANK 512
 #define MOST_ROWS 16     // of a task
-#define WIDTH 64         // outputs that one pass over B sums up
-#define RANKS 8          // rows of A side by side
-#define ALONE (1 << 16)  // so few multiplications are not worth a second thread
+#define WIDTH 64         // outputs of one pass over B
+#define RANKS 8          // rows of A that are interleaved
+#define ALONE (1 << 16)  // multiplications below which a second thread costs more than it saves
 
-#ifdef ELEMENT_BF16
-#define STEP 32  // terms of one instruction
-typedef uint16_t element;
-static inline float widen(element x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-static inline element narrow(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (element)((bits >> 16) | 0x40);  // not a number stays one
-    return (element)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-#else
-#define STEP 16
-typedef float element;
-static inline float widen(element x) { return x; }
-static inline element narrow(float x) { return x; }
-#endif
+#define STEP (64 / (int64_t)sizeof(element))  // terms of one instruction
 
-// One adapter's share of one module; rank, a multiple of 8, is 0 and pointers are NULL where it has none.
-typedef struct {
-    int64_t rank;
-    const element *a, *b;
-    const float *scale, *bias;  // [out] or NULL
-} Weights;
-
-// Rows `first` ... `first + count - 1` of the step belong to `slot`; count is at most MOST_ROWS.
-typedef struct {
-    int32_t slot, first, count;
-} Task;
-
-// One module of the base: its input and its output. `base_bias` [out] or NULL is what y holds beside W x.
-typedef struct {
-    const Weights *slots;
-    const element *x;
-    int64_t x_stride, num_in;
-    element *y;
-    int64_t y_stride, num_out;
-    const float *base_bias;
-} Part;
-
-#if defined(__AVX512F__) && defined(__AVX512BW__) && (!defined(ELEMENT_BF16) || defined(__AVX512BF16__))
-// Each sum below takes its terms in order, whatever the number of rows or factors that one pass works on.
-#ifdef ELEMENT_BF16
+#ifdef WITH_AVX512
+// Each sum below takes its terms in order, with any number of rows or factors per pass.
+#if BF16
 typedef __m512bh terms;
 static inline terms load_terms(const element *p, int64_t n) {
     return (terms)(n >= STEP ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << n) - 1, p));
 }
 static inline __m512 add_terms(__m512 sum, terms x, terms a) { return _mm512_dpbf16_ps(sum, x, a); }
-static inline __m512 load16(const element *p, __mmask16 mask) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
-}
-static inline void store16(element *p, __mmask16 mask, __m512 x) {
-    _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x));
-}
 #else
 typedef __m512 terms;
 static inline terms load_terms(const element *p, int64_t n) {
     return n >= STEP ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 }
 static inline __m512 add_terms(__m512 sum, terms x, terms a) { return _mm512_fmadd_ps(x, a, sum); }
-static inline __m512 load16(const element *p, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, p); }
-static inline void store16(element *p, __mmask16 mask, __m512 x) { _mm512_mask_storeu_ps(p, mask, x); }
 #endif
-
-static inline __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
 
 // u[r, j] = x[r] . a[j] for ROWS rows and eight rows of A
 #define DEFINE_DOTS(ROWS)                                                                                     \
@@ -125,7 +69,7 @@ static void shrink(const Weights *w, const element *x, int64_t x_stride, int64_t
     }
 }
 
-// What y [16] becomes with `delta` added
+// y [16] with `delta` added
 static inline __m512 changed(const Weights *w, __m512 y, __m512 delta, const float *base_bias, int64_t at, __mmask16 mask) {
     if (w->scale) {
         __m512 base = base_bias ? _mm512_maskz_loadu_ps(mask, base_bias + at) : _mm512_setzero_ps();
@@ -148,7 +92,7 @@ static inline __m512 changed(const Weights *w, __m512 y, __m512 delta, const flo
             for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_setzero_ps();                                 \
         for (int64_t j = 0; j < w->rank; j++, b += WIDTH) {                                                     \
             __m512 row[VECTORS];                                                                                \
-            for (int v = 0; v < VECTORS; v++) row[v] = load16(b + 16 * v, 0xffff);                              \
+            for (int v = 0; v < VECTORS; v++) row[v] = load16(b + 16 * v);                                      \
             for (int r = 0; r < ROWS; r++) {                                                                    \
                 __m512 factor = _mm512_set1_ps(u[r * w->rank + j]);                                             \
                 for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_fmadd_ps(factor, row[v], sums[r][v]);     \
@@ -156,9 +100,9 @@ static inline __m512 changed(const Weights *w, __m512 y, __m512 delta, const flo
         }                                                                                                       \
         for (int r = 0; r < ROWS; r++)                                                                          \
             for (int v = 0; v < VECTORS && 16 * v < width; v++) {                                               \
-                __mmask16 mask = first(width - 16 * v);                                                         \
+                __mmask16 mask = first_lanes(width - 16 * v);                                                   \
                 element *p = y + r * y_stride + at + 16 * v;                                                    \
-                store16(p, mask, changed(w, load16(p, mask), sums[r][v], base_bias, at + 16 * v, mask));        \
+                store_lanes(p, mask, changed(w, load_lanes(p, mask), sums[r][v], base_bias, at + 16 * v, mask)); \
             }                                                                                                   \
     }
 DEFINE_EXPAND(1) DEFINE_EXPAND(4)
@@ -178,7 +122,7 @@ static void shrink(const Weights *w, const element *x, int64_t x_stride, int64_t
         for (int64_t j = 0; j < w->rank; j++) {
             const element *a = w->a + j / 8 * 8 * wide + j % 8 * STEP;
             float sum = 0;
-            for (int64_t k = 0; k < n; k++) sum += widen(x[r * x_stride + k]) * widen(a[k / STEP * 8 * STEP + k % STEP]);
+            for (int64_t k = 0; k < n; k++) sum += to_float(x[r * x_stride + k]) * to_float(a[k / STEP * 8 * STEP + k % STEP]);
             u[r * w->rank + j] = sum;
         }
 }
@@ -188,17 +132,15 @@ static void expand(const Weights *w, const float *u, int64_t count, int64_t out,
     for (int64_t r = 0; r < count; r++)
         for (int64_t c = 0; c < out; c++) {
             const element *b = w->b + c / WIDTH * WIDTH * w->rank + c % WIDTH;
-            float sum = 0, value = widen(y[r * y_stride + c]), base = base_bias ? base_bias[c] : 0;
-            for (int64_t j = 0; j < w->rank; j++) sum += u[r * w->rank + j] * widen(b[j * WIDTH]);
+            float sum = 0, value = to_float(y[r * y_stride + c]), base = base_bias ? base_bias[c] : 0;
+            for (int64_t j = 0; j < w->rank; j++) sum += u[r * w->rank + j] * to_float(b[j * WIDTH]);
             value = w->scale ? w->scale[c] * (value - base + sum) + base : value + sum;
-            y[r * y_stride + c] = narrow(w->bias ? value + w->bias[c] : value);
+            y[r * y_stride + c] = from_float(w->bias ? value + w->bias[c] : value);
         }
 }
 #endif
 
-static int is_empty(const Weights *w) { return !w->rank && !w->scale && !w->bias; }
-
-// Every task on every part.
+// Compute every task of every part.
 void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, int threads) {
     int64_t work = 0;
     for (int i = 0; i < num_parts * num_tasks; i++) {
@@ -218,20 +160,20 @@ void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, i
     }
 }
 
-// Token embeddings: A x is a row of A as it lies, [num_in, rank], chosen by the token's id.
+// Token embeddings: A x is a row of A, [num_in, rank], selected by the token's id.
 void adapt_embedding(const Part *part, const int64_t *ids, const Task *tasks, int num_tasks) {
     for (int i = 0; i < num_tasks; i++) {
         const Weights *w = part->slots + tasks[i].slot;
         float u[MOST_ROWS * MOST_RANK];
         if (is_empty(w)) continue;
         for (int64_t r = 0; r < tasks[i].count; r++)
-            for (int64_t j = 0; j < w->rank; j++) u[r * w->rank + j] = widen(w->a[ids[tasks[i].first + r] * w->rank + j]);
+            for (int64_t j = 0; j < w->rank; j++) u[r * w->rank + j] = to_float(w->a[ids[tasks[i].first + r] * w->rank + j]);
         expand(w, u, tasks[i].count, part->num_out, part->y + tasks[i].first * part->y_stride, part->y_stride, part->base_bias);
     }
 }
 
-// One adapter's factors of one module as its file has them, A [rank, in] with a_stride from row to row and B [out, rank], and room for what
-// is made of them.
+// One adapter's factors of one module as in its file, A [rank, in] with a_stride between rows and B [out, rank], and the
+// memory for the packed factors.
 typedef struct {
     const element *a, *b;
     element *packed_a, *packed_b;
@@ -243,7 +185,7 @@ typedef struct {
     int count, in_rows, niceness;
 } Packing;
 
-// For whoever reads rows: A as it is, of embeddings [in, rank], and B as [rank, out].
+// For kernels that read rows: A as it is, of embeddings [in, rank], and B as [rank, out].
 static void pack_rows(const Factors *f) {
     if (f->is_embedding)
         for (int64_t k = 0; k < f->num_in; k++)
@@ -281,8 +223,8 @@ static void pack_b(const Factors *f, int64_t wide_rank) {
     }
 }
 
-static void *pack_all(void *told) {
-    const Packing *packing = told;
+static void *pack_all(void *argument) {
+    const Packing *packing = argument;
 #ifdef __linux__
     if (packing->niceness) setpriority(PRIO_PROCESS, syscall(SYS_gettid), getpriority(PRIO_PROCESS, 0) + packing->niceness);
 #endif
@@ -299,8 +241,8 @@ static void *pack_all(void *told) {
     return NULL;
 }
 
-// Lay factors out as `adapt` reads them, or in rows, in a thread that runs so much behind its caller: memory that is touched for the first
-// time costs several times what is copied into it. Returns when it has.
+// Lay factors out as `adapt` reads them, or in rows, in a thread whose niceness is increased by `niceness`: touching memory
+// for the first time costs several times as much as the copies. Returns when it has finished.
 void pack(const Factors *factors, int count, int in_rows, int niceness) {
     Packing packing = {factors, count, in_rows, niceness};
     pthread_t thread;
@@ -308,6 +250,6 @@ void pack(const Factors *factors, int count, int in_rows, int niceness) {
         pthread_join(thread, NULL);
         return;
     }
-    packing.niceness = 0;  // this thread is the caller's
+    packing.niceness = 0;  // no other thread: keep the caller's
     pack_all(&packing);
 }

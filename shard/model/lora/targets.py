@@ -1,7 +1,7 @@
-"""Low-rank adapters on the modules of the base: one site per module, a slot per adapter, many adapters in one step.
+"""Low-rank adapters on the modules of the base: one target per module, a slot per adapter, many adapters in one step.
 
 `y = scale ⊙ (W x + B A x) + bias`, row by row, scale 1 without DoRA (Hu et al. 2021, Liu et al. 2024). A row's bits do
-not depend on its neighbours. Knows tensors and slots; `shard/scheduler/adapter_slots.py` assigns slots.
+not depend on its neighbours. `shard/scheduler/adapter_slots.py` assigns slots.
 """
 
 import ctypes
@@ -27,51 +27,48 @@ OUT_BLOCK = 64
 """In the layout of targets.c."""
 
 _SOURCE = Path(__file__).with_name("targets.c")
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class _Weights(ctypes.Structure):
     """`Weights` of targets.c."""
 
-    _fields_ = [("rank", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("a", "b", "scale", "bias"))]
+    _fields_ = [("rank", _SIZE), *((name, _POINTER) for name in ("a", "b", "scale", "bias"))]
 
 
 class _Part(ctypes.Structure):
     """`Part` of targets.c."""
 
     _fields_ = [
-        ("slots", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("num_in", ctypes.c_int64),
-        ("y", ctypes.c_void_p),
-        ("y_stride", ctypes.c_int64),
-        ("num_out", ctypes.c_int64),
-        ("base_bias", ctypes.c_void_p),
+        ("slots", _POINTER),
+        *(("x", _POINTER), ("x_stride", _SIZE), ("num_in", _SIZE)),
+        *(("y", _POINTER), ("y_stride", _SIZE), ("num_out", _SIZE)),
+        ("base_bias", _POINTER),
     ]
 
 
 @dataclass(frozen=True)
 class SlotWeights:
-    """What one adapter adds to one module."""
+    """The weights of one adapter for one module."""
 
     # [rank, in] and [rank, out], the scaling inside b; None where only the bias differs
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
-    # [out] float32: DoRA's magnitude over the norm of the adapted weight's row
+    # [out] float32: DoRA's magnitude divided by the norm of the adapted weight's row
     scale: torch.Tensor | None = None
     # [out] float32, added to the base's bias
     bias: torch.Tensor | None = None
     is_packed: bool = False
-    """Whether a and b are laid out for targets.c."""
+    """Whether a and b have the layout of targets.c."""
 
     def arranged(self, is_embedding: bool) -> "SlotWeights":
-        """The same for kernels of a device, which read rows: of embeddings A lies as [in, rank]."""
+        """In the layout of device kernels, which read rows: A of embeddings is [in, rank]."""
         if self.a is None or self.b is None:
             return self
         return replace(self, a=(self.a.t() if is_embedding else self.a).contiguous(), b=self.b.contiguous())
 
     def packed(self, is_embedding: bool) -> "SlotWeights":
-        """The same for the compiled code of this machine; itself where there is none."""
+        """In the layout of targets.c; unchanged where there is no compiled code."""
         if self.a is None or self.b is None or self.a.device.type != "cpu" or compiled(self.a.dtype) is None:
             return self
         rank = _up(self.a.shape[0], RANK_BLOCK)
@@ -87,13 +84,13 @@ class SlotWeights:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that there are, by name."""
+        """Those that are not None, by name."""
         named = {"a": self.a, "b": self.b, "scale": self.scale, "bias": self.bias}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
     def rank(self) -> int:
-        """Padded where packed."""
+        """Padded if packed."""
         if self.b is None:
             return 0
         return self.b.shape[1] if self.is_packed else self.b.shape[0]
@@ -110,22 +107,22 @@ def _padded(matrix: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tens
 
 @dataclass(frozen=True)
 class SlotImage:
-    """What a device's table says of an adapter, before the adapter has an address there."""
+    """An adapter's rows of a device's table, before the adapter has an address there."""
 
-    # [sites, 5] rank, and where in the adapter's memory a, b, scale and bias begin, -1 for none
+    # [targets, 5] rank, and offsets in the adapter's memory of a, b, scale and bias, -1 for none
     entries: npt.NDArray[np.int64]
 
 
 class Kernels(Protocol):
-    """What computes on a device other than the CPU, by tables of its own."""
+    """Adapters on a device other than the CPU."""
 
     def image(self, targets: Sequence["LoraTarget"], entries: npt.NDArray[np.int64]) -> SlotImage: ...
 
     def adapt(self, rows: AdapterRows, products: Sequence["Product"]) -> None: ...
 
-    def adapt_embedding(self, rows: AdapterRows, site: "LoraTarget", ids: torch.Tensor, y: torch.Tensor) -> None: ...
+    def adapt_embedding(self, rows: AdapterRows, target: "LoraTarget", ids: torch.Tensor, y: torch.Tensor) -> None: ...
 
-    def change(self, rows: AdapterRows, site: "LoraTarget") -> bool: ...
+    def change(self, rows: AdapterRows, target: "LoraTarget") -> bool: ...
 
     def pair_slots(self, rows: AdapterRows, num_rows: int) -> tuple[torch.Tensor, int]: ...
 
@@ -135,45 +132,45 @@ class Kernels(Protocol):
 
 
 class LoraTarget:
-    """One module of the base, as adapters meet it."""
+    """One module of the base that adapters can change."""
 
     def __init__(self, name: str, num_in: int, num_out: int, inputs: StepInputs, is_head: bool = False) -> None:
         self.name = name
         self.num_in, self.num_out = num_in, num_out
         self.is_embedding = False
-        # [out] float32, what the module itself adds, or None
+        # [out] float32, the module's bias, or None
         self.base_bias: torch.Tensor | None = None
-        # [out] float32: squared length of each row of W; empty for embeddings
+        # [out] float32: squared norm of each row of W; empty for embeddings
         self.squared_norms = torch.empty(0)
         self.project: Callable[[torch.Tensor], torch.Tensor] | None = None
         """`x Wᵀ` of rows x: [rows, in]."""
-        self.cut: Partition | None = None
-        """Which part of the module this rank holds; None is all of it."""
+        self.partition: Partition | None = None
+        """This rank's part of the module; None for all of it."""
         self.slots: list[SlotWeights | None] = []
         self.table = (_Weights * 0)()
         self.kernels: Kernels | None = None
-        """In place of compiled code and specification."""
+        """Replace compiled code and specification on a device."""
         self._inputs, self.is_head = inputs, is_head
 
     @property
     def rows(self) -> AdapterRows:
-        """The rows of the step at hand that go through this module and belong to an adapter."""
+        """The rows of the current step at this module that belong to an adapter."""
         return self._inputs.head_adapter_rows if self.is_head else self._inputs.adapter_rows
 
     def allocate(self, num_slots: int) -> None:
-        """Room for so many adapters."""
+        """Allocate slots for adapters."""
         self.slots = [None] * num_slots
         self.table = (_Weights * num_slots)()
 
     def put(self, slot: int, weights: SlotWeights | None) -> None:
-        """Let `slot` mean these weights, or nothing. They must be of the base's dtype, and packed where they can be."""
+        """Put weights into `slot`, or empty it. They have the base's dtype and are packed where they can be."""
         self.slots[slot] = weights
         tensors = (None if weights is None else getattr(weights, name) for name in ("a", "b", "scale", "bias"))
         rank = 0 if weights is None else weights.rank
         self.bind(slot, (rank, *(0 if tensor is None else tensor.data_ptr() for tensor in tensors)))
 
     def bind(self, slot: int, entry: Sequence[int]) -> None:
-        """Let `slot` mean, for compiled code, a rank and the addresses of a, b, scale and bias, 0 for none."""
+        """Set the entry of `slot` for compiled code: rank and addresses of a, b, scale and bias, 0 for none."""
         self.table[slot] = _Weights(*entry)
 
     def changes(self, slot: int) -> bool:
@@ -182,14 +179,14 @@ class LoraTarget:
         return bool(entry.rank or entry.scale or entry.bias)
 
 
-def adapt_output(site: LoraTarget, x: torch.Tensor, y: torch.Tensor) -> None:
+def adapt_output(target: LoraTarget, x: torch.Tensor, y: torch.Tensor) -> None:
     """x: [..., in], y: [..., out] contiguous, changed in place."""
-    if len(rows := site.rows):
-        adapt(rows, Product(site, x.reshape(-1, site.num_in), y.view(-1, site.num_out)))
+    if len(rows := target.rows):
+        adapt(rows, Product(target, x.reshape(-1, target.num_in), y.view(-1, target.num_out)))
 
 
 class ExpertTargets:
-    """One parameter of a block of experts: a site per expert."""
+    """One parameter of a block of experts: a target per expert."""
 
     def __init__(self, name: str, num_experts: int, num_in: int, num_out: int, inputs: StepInputs) -> None:
         self.name = name
@@ -198,31 +195,29 @@ class ExpertTargets:
         self.experts = [LoraTarget(f"{name}.{index}", num_in, num_out, inputs) for index in range(num_experts)]
 
     def allocate(self, num_slots: int) -> None:
-        """Room for so many adapters."""
-        for site in self.experts:
-            site.allocate(num_slots)
+        """Allocate slots for adapters."""
+        for target in self.experts:
+            target.allocate(num_slots)
 
     @property
     def kernels(self) -> Kernels | None:
-        """In place of compiled code and specification."""
+        """Replace compiled code and specification on a device."""
         return self.experts[0].kernels
 
     @property
     def rows(self) -> AdapterRows:
-        """The rows of the step at hand that belong to an adapter."""
+        """The rows of the current step that belong to an adapter."""
         return self.experts[0].rows
 
     @property
     def is_modified(self) -> bool:
-        """Whether an adapter of the step at hand changes this parameter; of a padded step, whether one could."""
+        """Whether an adapter of the current step changes this parameter; of a padded step, whether one could."""
         if not len(self.rows) or self.kernels is None:
             return any(self.experts[0].changes(slot) for slot, _, _ in self.rows.tasks.tolist())
         return self._inputs.bounds is not None or self.kernels.change(self.rows, self.experts[0])
 
-    def slots_of(self, num_rows: int) -> npt.NDArray[np.int32] | None:
-        """[rows] the slot of each row of the step, -1 for none; None when no adapter of it changes this parameter."""
-        if not self.is_modified:
-            return None
+    def slots_of(self, num_rows: int) -> npt.NDArray[np.int32]:
+        """[rows] the slot of each row of the step, -1 for none."""
         slots = np.full(num_rows, -1, np.int32)
         for slot, first, count in self.rows.tasks.tolist():
             slots[first : first + count] = slot
@@ -233,31 +228,23 @@ class ExpertTargets:
 class Product:
     """A module's input and output in one step. `y` is changed in place."""
 
-    site: LoraTarget
-    # [rows, in], [rows, out], neighbouring elements side by side
+    target: LoraTarget
+    # [rows, in], [rows, out], contiguous along the last axis
     x: torch.Tensor
     y: torch.Tensor
 
     def part(self) -> _Part:
-        site = self.site
-        bias = site.base_bias
-        return _Part(
-            ctypes.addressof(site.table),
-            self.x.data_ptr(),
-            self.x.stride(0),
-            site.num_in,
-            self.y.data_ptr(),
-            self.y.stride(0),
-            site.num_out,
-            None if bias is None else bias.data_ptr(),
-        )
+        target, x, y = self.target, self.x, self.y
+        bias = None if target.base_bias is None else target.base_bias.data_ptr()
+        table = ctypes.addressof(target.table)
+        return _Part(table, x.data_ptr(), x.stride(0), target.num_in, y.data_ptr(), y.stride(0), target.num_out, bias)
 
 
 def adapt(rows: AdapterRows, *products: Product) -> None:
-    """Add to every product what the rows' adapters add."""
+    """Add the rows' adapters to every product."""
     if not len(rows):
         return
-    kernels = products[0].site.kernels
+    kernels = products[0].target.kernels
     if kernels is not None:
         kernels.adapt(rows, products)
         return
@@ -268,10 +255,10 @@ def adapt(rows: AdapterRows, *products: Product) -> None:
         return
     for product in products:
         for slot, first, count in rows.tasks.tolist():
-            weights = product.site.slots[slot]
+            weights = product.target.slots[slot]
             if weights is not None:
                 for row in range(first, first + count):
-                    adapt_row(weights, product.site.base_bias, product.x[row], product.y[row])
+                    adapt_row(weights, product.target.base_bias, product.x[row], product.y[row])
 
 
 def adapt_row(weights: SlotWeights, base_bias: torch.Tensor | None, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -288,19 +275,19 @@ def adapt_row(weights: SlotWeights, base_bias: torch.Tensor | None, x: torch.Ten
     y.copy_(value if weights.bias is None else value + weights.bias)
 
 
-def adapt_embedding(rows: AdapterRows, site: LoraTarget, ids: torch.Tensor, y: torch.Tensor) -> None:
-    """ids: [rows] token ids; y: [rows, H], in place. A's columns are chosen by the id."""
+def adapt_embedding(rows: AdapterRows, target: LoraTarget, ids: torch.Tensor, y: torch.Tensor) -> None:
+    """ids: [rows] token ids; y: [rows, H], in place. The id selects a column of A."""
     if not len(rows):
         return
-    if site.kernels is not None:
-        site.kernels.adapt_embedding(rows, site, ids, y)
+    if target.kernels is not None:
+        target.kernels.adapt_embedding(rows, target, ids, y)
         return
     if y.device.type == "cpu" and compiled(y.dtype) is not None:
-        part = Product(site, y, y).part()
+        part = Product(target, y, y).part()
         library_for(y.dtype).adapt_embedding(ctypes.byref(part), ids.data_ptr(), rows.address, len(rows))
         return
     for slot, first, count in rows.tasks.tolist():
-        weights = site.slots[slot]
+        weights = target.slots[slot]
         if weights is not None and weights.a is not None and weights.b is not None:
             for row in range(first, first + count):
                 y[row] += (weights.a[:, ids[row]].float() @ weights.b.float()).to(y.dtype)
@@ -320,9 +307,9 @@ def compiled(dtype: torch.dtype) -> int | None:
 @cache
 def library_for(dtype: torch.dtype) -> ctypes.CDLL:
     """targets.c for this element type. Raises CompilerMissing."""
-    loaded = library(_SOURCE, *(("ELEMENT_BF16",) if dtype == torch.bfloat16 else ()))
-    loaded.adapt.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-    loaded.adapt_embedding.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-    loaded.pack.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    loaded = library(_SOURCE, f"BF16={int(dtype == torch.bfloat16)}")
+    loaded.adapt.argtypes = [_POINTER, _INT, _POINTER, _INT, _INT]
+    loaded.adapt_embedding.argtypes = [_POINTER, _POINTER, _POINTER, _INT]
+    loaded.pack.argtypes = [_POINTER, _INT, _INT, _INT]
     loaded.adapt.restype = loaded.adapt_embedding.restype = loaded.pack.restype = None
     return loaded

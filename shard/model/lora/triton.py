@@ -1,10 +1,10 @@
-"""What low-rank adapters add to a product on CUDA: two Triton kernels for any mix of adapters and ranks in one step.
+"""Low-rank adapters on CUDA: two Triton kernels for any mix of adapters and ranks in one step.
 
-`shrink` computes h = A x, `expand` what y becomes with B h, DoRA's scale and the adapter's bias (lora.py has the
-specification). Ranks, addresses and rows are read from device memory at fixed addresses: nothing waits for the host.
-Bits: a row of a task is a row of a tile of one fixed shape; each of its sums takes its terms in an order that follows
-from the module's shape and the adapter's rank alone, and no sum is shared by atomics. So a row has equal bits in any
-company, as far as a matrix unit computes the rows of a tile alike.
+`shrink` computes h = A x, `expand` updates y with B h, DoRA's scale and the adapter's bias (targets.py has the
+specification). Ranks, addresses and rows are read from device memory at fixed addresses: no launch waits for the host.
+Bits: a row of a task is a row of a tile of one fixed shape; each of its sums takes its terms in an order that depends
+on the module's shape and the adapter's rank alone, and no sum uses atomics. So a row has equal bits in any batch,
+provided that a matrix unit computes the rows of a tile alike.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (Triton compiles the kernels' text, annotations too)
@@ -16,17 +16,17 @@ import triton
 import triton.language as tl
 
 from lorikeet.shard.batch.row_groups import TASK_ROWS
-from lorikeet.shard.model.kernels.matrix_unit import WIDENS, multiply_add
+from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_add, multiply_rows
 
 ENTRY = tl.constexpr(5)
-"""Numbers of a slot's entry for a site: rank, addresses of a, b, scale and bias; 0 for what there is not."""
+"""Elements of a slot's entry for a target: rank, addresses of a, b, scale and bias; 0 for none."""
 PART = tl.constexpr(4)
-"""Numbers of a part: site, number of outputs, first column in y, address of the base's bias or 0."""
+"""Elements of a part: target, number of outputs, first column in y, address of the base's bias or 0."""
 
 RANKS = 16
 """Factors of one tile."""
 MOST_RANK = 512
-"""As in lora.py."""
+"""As in targets.py."""
 
 
 @triton.jit
@@ -47,8 +47,8 @@ def shrink(
 ):  # fmt: skip
     """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part.
 
-    SPLITS programs share the inputs of a task of one tile's rank; more tiles have fewer each. A pass takes DEPTH of
-    the inputs.
+    SPLITS programs share the inputs of a task whose rank fits one tile, fewer where it needs more tiles. A pass takes
+    DEPTH inputs.
     """
     task, part = tl.program_id(0), tl.program_id(2)
     slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
@@ -61,26 +61,15 @@ def shrink(
     lanes = tl.arange(0, ROWS)
     rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
     row = (rows * tl.num_programs(2) + part) * room
-    offsets = tl.arange(0, DEPTH)
-    # As many programs for every rank, so that a captured launch holds adapters of any: large ones have turns.
+    # The same number of programs for every rank, so that a captured launch fits any adapter: large ranks loop.
     for piece in range(tl.program_id(1), splits * tl.cdiv(rank, RANKS), tl.num_programs(1)):
         a = _pointer(entry, 1, x.dtype.element_ty)
         split = piece % splits
         factors = (piece // splits) * RANKS + tl.arange(0, RANKS)
-        sums = tl.zeros((ROWS, RANKS), tl.float32)
-        for start in range(split * span, tl.minimum(num_in, (split + 1) * span), DEPTH):
-            inputs = start + offsets
-            terms = tl.load(
-                x + rows[:, None] * x_stride + inputs[None, :],
-                mask=(lanes < count)[:, None] & (inputs < num_in)[None, :],
-                other=0.0,
-            )
-            weights = tl.load(
-                a + factors[None, :] * num_in + inputs[:, None],
-                mask=(factors < rank)[None, :] & (inputs < num_in)[:, None],
-                other=0.0,
-            )
-            sums = multiply_add(terms, weights, sums, WIDENS)
+        sums = multiply_rows(
+            x + rows[:, None] * x_stride, a + factors[None, :] * num_in, 1, split * span,
+            tl.minimum(num_in, (split + 1) * span), num_in, lanes < count, factors < rank, ROWS, RANKS, DEPTH, WIDENS,
+        )  # fmt: skip
         place = h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :]
         tl.store(place, sums, mask=(lanes < count)[:, None])
 
@@ -91,8 +80,9 @@ def expand(
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, IS_ALIGNED: tl.constexpr,
     IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """What y's rows become. For embeddings `h` has the [rows] token ids and a row of a, [in, rank], is what shrink is
-    elsewhere. A program has WIDTH outputs. IS_ALIGNED: 16 divides each part's first column and number of outputs.
+    """Add the adapters to y's rows. For embeddings `h` holds the [rows] token ids, and a row of a, [in, rank], replaces
+    the result of shrink. A program has WIDTH outputs. IS_ALIGNED: 16 divides each part's first column and number of
+    outputs.
     """
     task, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
@@ -104,7 +94,7 @@ def expand(
         return
     entry = table + (slot * num_targets + tl.load(parts + part * PART)) * ENTRY
     rank = tl.load(entry).to(tl.int32)
-    # how many there are of each, all or none
+    # the number of each: all or none
     num_scales = tl.where(tl.load(entry + 3) != 0, num_out, 0)
     num_biases = tl.where(tl.load(entry + 4) != 0, num_out, 0)
     num_bases = tl.where(tl.load(parts + part * PART + 3) != 0, num_scales, 0)
@@ -141,7 +131,7 @@ def expand(
                 value += tl.load(place, mask=(lanes < count)[:, None], other=0.0)
             high = value.to(element)
             delta = multiply_add(high, weights, delta, WIDENS)
-            if element != tl.float32:  # what rounding took away, so that h counts as float32
+            if element != tl.float32:  # the rounding error, so that h counts as float32
                 low = (value - high.to(tl.float32)).to(element)
                 delta = multiply_add(low, weights, delta, WIDENS)
 
@@ -162,7 +152,7 @@ def add_delta(
 ) -> None:  # fmt: skip
     """x: [rows, in], or [rows] token ids for embeddings; y: [rows, out of all parts], changed in place.
 
-    tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, sites, ENTRY]. shape: tasks to launch, most
+    tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, targets, ENTRY]. shape: tasks to launch, most
     outputs of a part. tiles: DEPTH, SPLITS, warps and stages of shrink, WIDTH, warps and stages of expand.
     """
     num_tasks, num_out = shape
@@ -182,15 +172,15 @@ def add_delta(
         h = torch.empty((x.shape[0], num_parts, room), dtype=torch.float32, device=x.device)
         shrink[(num_tasks, splits, num_parts)](
             x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), num_targets, room, DEPTH=depth,
-            **_how(of_shrink), **fixed,
+            **_options(of_shrink), **fixed,
         )  # fmt: skip
     expand[(num_tasks, triton.cdiv(num_out, width), num_parts)](
         h, y, tasks, row_ids, parts, table, y.stride(0), num_targets, room, WIDTH=width, IS_ALIGNED=is_aligned,
-        IS_EMBEDDING=x.dim() == 1, **_how(of_expand), **fixed,
+        IS_EMBEDDING=x.dim() == 1, **_options(of_expand), **fixed,
     )  # fmt: skip
 
 
-def _how(warps_and_stages: list[int]) -> dict[str, int]:
+def _options(warps_and_stages: list[int]) -> dict[str, int]:
     return dict(zip(("num_warps", "num_stages"), warps_and_stages, strict=True))
 
 

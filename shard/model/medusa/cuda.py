@@ -1,6 +1,6 @@
-"""Medusa heads of a model on CUDA: which address each slot has for each head, and the launches of a step.
+"""Medusa heads of a model on CUDA: the table of each slot's addresses for each head, and the launches of a step.
 
-Knows tables and launches; the arithmetic is in heads_triton.py, the guesses of a step in shard/batch/head_groups.py.
+triton.py has the arithmetic, shard/batch/head_groups.py the draft rows of a step.
 """
 
 import numpy as np
@@ -12,22 +12,22 @@ from lorikeet.shard.batch.transfer import sendable
 from lorikeet.shard.model.kernels.tuning import DEFAULTS, Tuned
 from lorikeet.shard.model.medusa.heads import SlotHeads
 from lorikeet.shard.model.medusa.loading import MOST_BLOCKS, MOST_HEADS
-from lorikeet.shard.model.medusa.triton import ENTRY, add_drafts, put_answers
+from lorikeet.shard.model.medusa.triton import ENTRY, add_drafts, put_head_logits
 
 
 class DeviceHeads:
-    """The heads of all slots, as the kernels see them."""
+    """The heads of all slots and their table on the device."""
 
     def __init__(self, inputs: StepInputs, num_slots: int, tuned: Tuned = DEFAULTS) -> None:
         self._inputs, self._tuned = inputs, tuned
-        # [slots, heads, ENTRY] numbers of blocks and addresses, 0 for what there is not
+        # [slots, heads, ENTRY] numbers of blocks and addresses, 0 for none
         self.table = torch.zeros(num_slots, MOST_HEADS, ENTRY.value, dtype=torch.int64, device=inputs.device)
         self._num_blocks = 1
         self._dtype: torch.dtype | None = None
         self._has_outputs = False
 
     def bind(self, slot: int, heads: SlotHeads) -> None:
-        """Let `slot` mean these heads, which lie on the device, for steps launched from now on."""
+        """Put heads, which lie on the device, into `slot`, for steps launched from now on."""
         num_blocks = len(heads.blocks)
         entries = np.zeros((MOST_HEADS, ENTRY.value), np.int64)
         for head in range(heads.num_heads):
@@ -41,12 +41,12 @@ class DeviceHeads:
         self.table[slot].copy_(sendable(torch.from_numpy(entries), self.table.device), non_blocking=True)
 
     def clear(self, slot: int) -> None:
-        """Let `slot` mean no heads, for steps launched from now on."""
+        """Empty `slot`, for steps launched from now on."""
         self.table[slot].zero_()
 
-    def draft_token(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows: [S, H]. Returns [S + E, H], the same and behind them what the output head is to see for each guess.
-        Rows of guesses that nobody wants hold anything.
+    def draft(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [S, H]. Returns [S + E, H], the rows, then the draft rows. Draft rows that no request uses hold any
+        value.
         """
         (num_rows, size), groups = rows.shape, self._groups
         num_blocks = MOST_BLOCKS if self._is_padded else self._num_blocks
@@ -56,25 +56,25 @@ class DeviceHeads:
         num_scratch = groups.num_drafts if num_blocks > 1 else 0
         x = rows.new_empty(num_kept + num_scratch, size)
         x[:num_rows].copy_(rows)
-        tiles = self._tuned.tiles("guess", size, rows.dtype)
+        tiles = self._tuned.tiles("head_block", size, rows.dtype)
         add_drafts(x, groups.tasks, groups.sources, groups.places, self.table, num_rows, num_blocks, tiles)
         return x[:num_kept]
 
-    def answer(self, x: torch.Tensor, logits: torch.Tensor) -> None:
-        """Put the logits of version 1 heads in their places. x: [S + E, H], logits: [S + E, V]."""
+    def put_logits(self, x: torch.Tensor, logits: torch.Tensor) -> None:
+        """Write the logits of version 1 heads into their rows. x: [S + E, H], logits: [S + E, V]."""
         if self._has_outputs or self._is_padded:
-            groups, tiles = self._groups, self._tuned.tiles("answer", x.shape[1], x.dtype)
+            groups, tiles = self._groups, self._tuned.tiles("head_logits", x.shape[1], x.dtype)
             num_rows = x.shape[0] - groups.num_drafts
-            put_answers(x, logits, groups.tasks, groups.places, self.table, num_rows, tiles)
+            put_head_logits(x, logits, groups.tasks, groups.places, self.table, num_rows, tiles)
 
     @property
     def _is_padded(self) -> bool:
-        """Whether the launches of this step may be replayed when other heads are bound."""
+        """Whether this step's launches may be replayed with other heads in the slots."""
         return self._inputs.bounds is not None
 
     @property
     def _groups(self) -> HeadGroups:
         groups = self._inputs.head_groups
         if groups is None:
-            raise RuntimeError("guesses of heads that the device does not know of")
+            raise RuntimeError("the draft rows of heads were not copied to the device")
         return groups

@@ -1,14 +1,13 @@
-"""Medusa heads in a step: from hidden rows at the output head's input to rows of guesses that go through it as well.
+"""Medusa heads in a step: draft rows are appended to the hidden rows at the output head's input.
 
-A head is a few residual blocks, `x + SiLU(W x + b)`; then version 2 shares the base's output head and version 1 has a
-matrix of its own (Cai et al. 2024). DraftTokens speak through the output head as the request has it, its LoRA included:
-so they were trained. A row's bits do not depend on its neighbours. Knows tensors and slots; adapters/medusa/model.py
-is the measure.
+A head is a few residual blocks, `x + SiLU(W x + b)`; version 2 then uses the base's output head, version 1 a matrix of
+each head (Cai et al. 2024). Draft rows go through the output head with the request's LoRA, as in training. A row's bits
+do not depend on its neighbours. adapters/medusa/model.py is the specification.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Protocol
 
 import torch
@@ -17,29 +16,29 @@ from torch.nn import functional
 
 from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.transfer import to_device
-from lorikeet.shard.model.kernels import cpu as kernels
+from lorikeet.shard.model.kernels import cpu
 from lorikeet.shard.model.lora.partition import Partition
 from lorikeet.shard.model.lora.targets import LoraTarget
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""`x Wᵀ + b` of rows x: [rows, in]; two rows at least, for equal bits whatever their number."""
+"""`x Wᵀ + b` of rows x: [rows, in]; at least two rows, for equal bits with any number of rows."""
 
 
 @dataclass(frozen=True)
 class SlotHeads:
-    """The heads of one adapter, ready to compute."""
+    """The heads of one adapter."""
 
     num_heads: int
     hidden_size: int
     blocks: Sequence[Sequence[Product]]
-    """Per block one product for each head, or the first block's as one, [H] → [heads * H]: its inputs are the same."""
+    """Per block one product for each head; the first block may be one product, [H] → [heads * H]."""
     outputs: Sequence[Product] = ()
     """Of version 1: per head [H] → [V]."""
     tensors: Sequence[torch.Tensor] = ()
-    """Where they lie on a device: per block [heads, H, H] and [heads, H], then version 1's [heads, V, H]."""
+    """On a device: per block [heads, H, H] and [heads, H], then version 1's [heads, V, H]."""
 
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows: [n, H]. Returns [n, heads, H], what the output head turns into logits."""
+        """rows: [n, H]. Returns [n, heads, H], the input of the output head."""
         n = rows.shape[0]
         x = rows[:, None].expand(n, self.num_heads, self.hidden_size)
         for products in self.blocks:
@@ -53,7 +52,7 @@ class SlotHeads:
 
 @dataclass(frozen=True)
 class _OwnRows:
-    """Hidden rows that a version 1 head turns into logits itself."""
+    """Hidden rows whose logits a version 1 head computes."""
 
     # [n] rows of the output
     places: torch.Tensor
@@ -63,79 +62,79 @@ class _OwnRows:
 
 
 class HeadKernels(Protocol):
-    """What computes guesses on a device other than the CPU, by tables of its own."""
+    """Medusa heads on a device other than the CPU."""
 
     def bind(self, slot: int, heads: SlotHeads) -> None: ...
 
     def clear(self, slot: int) -> None: ...
 
-    def draft_token(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def draft(self, rows: torch.Tensor) -> torch.Tensor: ...
 
-    def answer(self, x: torch.Tensor, logits: torch.Tensor) -> None: ...
+    def put_logits(self, x: torch.Tensor, logits: torch.Tensor) -> None: ...
 
 
 class HeadsPool:
-    """The heads of all slots, at the output head of one network."""
+    """The heads of all slots, for the output head of one network."""
 
     def __init__(self, inputs: StepInputs) -> None:
         self.vocab_size = self.hidden_size = 0
         """Of the output head."""
-        self.cut: Partition | None = None
+        self.partition: Partition | None = None
         """Which rows of it this rank holds; None is all of them."""
         self.is_reached = False
-        """Whether the network takes its logits from its output head, so that heads can speak through it."""
+        """Whether the network's logits come from its output head, so that heads can use it."""
         self.kernels: HeadKernels | None = None
-        """In place of one product after the other."""
+        """Replace separate products on a device."""
         self._inputs = inputs
         self._slots: dict[int, SlotHeads] = {}
         self._own: list[_OwnRows] = []
 
-    def attach(self, network: nn.Module, site: LoraTarget) -> None:
-        """Let guesses go through the network's output head, which is in place for good. `site`: of that head."""
+    def attach(self, network: nn.Module, target: LoraTarget) -> None:
+        """Add draft rows at the network's output head, which must be in place already. `target`: of that head."""
         output = getattr(network, "get_output_embeddings", lambda: None)()
         if isinstance(output, nn.Module):
-            self.vocab_size, self.hidden_size, self.cut = site.num_out, site.num_in, site.cut
+            self.vocab_size, self.hidden_size, self.partition = target.num_out, target.num_in, target.partition
             output.register_forward_pre_hook(self._before)
             output.register_forward_hook(self._after)
 
     def put(self, slot: int, heads: SlotHeads) -> None:
-        """Let `slot` mean these heads."""
+        """Put heads into `slot`."""
         self._slots[slot] = heads
         if self.kernels is not None:
             self.kernels.bind(slot, heads)
 
     def clear(self, slot: int) -> None:
-        """Let `slot` mean no heads, whether it did or not."""
+        """Empty `slot`, if it has heads."""
         if self._slots.pop(slot, None) is not None and self.kernels is not None:
             self.kernels.clear(slot)
 
     def prepare(self) -> None:
-        """Before a step whose guesses a device computes by tables: raises RuntimeError for heads that are not there."""
+        """Check a step whose heads a device computes. Raises RuntimeError for heads that are not in their slots."""
         if self.kernels is not None:
             for _, slot, num_drafts in self._inputs.heads:
                 self._heads(slot, num_drafts)
 
     def _before(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Append the rows of guesses to the output head's input, [1, rows, H]."""
+        """Append the draft rows to the output head's input, [1, rows, H]."""
         self.is_reached = True
-        self._own.clear()  # of a step that failed half way
+        self._own.clear()  # of a step that failed
         wanted = self._inputs.heads
         if not self._inputs.num_draft_rows:
             return None
         num_rows = self._inputs.logits_rows.shape[0]
-        rows = args[0].reshape(-1, args[0].shape[-1])[:num_rows]  # a second row where a step has but one stays out
+        rows = args[0].reshape(-1, args[0].shape[-1])[:num_rows]  # without the second row of a step of one
         if self.kernels is not None:
-            return (self.kernels.draft_token(rows)[None], *args[1:])
+            return (self.kernels.draft(rows)[None], *args[1:])
         if self._inputs.bounds is not None:
-            raise RuntimeError("guesses of heads in a step with bounds need kernels of a device")
+            raise RuntimeError("Medusa heads in a padded step need kernels of a device")
         drafts = self._draft(rows, wanted)
         return (torch.cat([rows, drafts])[None], *args[1:])
 
     def _draft(self, rows: torch.Tensor, wanted: Sequence[HeadsRow]) -> torch.Tensor:
         """rows: [S, H]. Returns [E, H] in the order of `wanted`."""
-        # [E] where each guess lies among the hidden rows of all slots
+        # [E] index of each draft row among the hidden rows of all slots
         sources = [0] * sum(each.num_drafts for each in wanted)
-        ends = _ends([each.num_drafts for each in wanted])
+        ends = list(accumulate(each.num_drafts for each in wanted))
         parts: list[torch.Tensor] = []
         first = 0
         for slot, group in groupby(sorted(range(len(wanted)), key=lambda i: wanted[i].slot), lambda i: wanted[i].slot):
@@ -158,24 +157,24 @@ class HeadsPool:
         heads = self._slots.get(slot)
         if heads is None or heads.num_heads < num_drafts:
             has = "no" if heads is None else heads.num_heads
-            raise RuntimeError(f"slot {slot} has {has} heads, {num_drafts} are to guess")
+            raise RuntimeError(f"slot {slot} has {has} heads, the step needs {num_drafts}")
         return heads
 
     def _keep_own(self, heads: SlotHeads, hidden: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
-        """Remember what version 1 heads have to do. hidden: [n, heads, H]; spans: first place and number per row."""
+        """Record the rows of version 1 heads. hidden: [n, heads, H]; spans: first place and number per row."""
         num_rows = self._inputs.logits_rows.shape[0]
         for head, product in enumerate(heads.outputs):
-            asked = [index for index, (_, count) in enumerate(spans) if head < count]
-            if asked:
-                places = _indices([num_rows + spans[index][0] + head for index in asked], hidden.device)
-                rows = hidden[:, head].index_select(0, _indices(asked, hidden.device))
+            wanted = [index for index, (_, count) in enumerate(spans) if head < count]
+            if wanted:
+                places = _indices([num_rows + spans[index][0] + head for index in wanted], hidden.device)
+                rows = hidden[:, head].index_select(0, _indices(wanted, hidden.device))
                 self._own.append(_OwnRows(places, rows, product))
 
     def _after(self, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        """Put the logits of version 1 heads in their places, [1, rows, V]."""
+        """Write the logits of version 1 heads into their rows, [1, rows, V]."""
         if self.kernels is not None:
             if self._inputs.num_draft_rows:
-                self.kernels.answer(args[0][0], output.view(-1, output.shape[-1]))
+                self.kernels.put_logits(args[0][0], output.view(-1, output.shape[-1]))
             return
         kept, self._own = self._own, []
         for own in kept:
@@ -184,25 +183,16 @@ class HeadsPool:
 
 def _of_rows(heads: SlotHeads, rows: torch.Tensor, row_ids: Sequence[int]) -> torch.Tensor:
     """rows: [S, H]. Returns [n, heads, H] of those in `row_ids`."""
-    chosen = (
-        rows if list(row_ids) == list(range(rows.shape[0])) else rows.index_select(0, _indices(row_ids, rows.device))
-    )
-    return _at_least_two(heads.hidden, chosen)
+    if list(row_ids) != list(range(rows.shape[0])):
+        rows = rows.index_select(0, _indices(row_ids, rows.device))
+    return _at_least_two(heads.hidden, rows)
 
 
 def _at_least_two(function: Product, rows: torch.Tensor) -> torch.Tensor:
-    """What `function` makes of rows: [n, H], of one row computed as two."""
+    """`function` of rows [n, H], a single row computed as two."""
     if rows.shape[0] > 1:
         return function(rows)
     return function(rows.expand(2, -1).contiguous())[:1]
-
-
-def _ends(counts: Sequence[int]) -> list[int]:
-    ends, total = [], 0
-    for count in counts:
-        total += count
-        ends.append(total)
-    return ends
 
 
 def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -210,12 +200,12 @@ def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _silu(y: torch.Tensor) -> torch.Tensor:
-    """y: [n, heads, H] contiguous. On CPU row by row: how torch splits a longer stretch over vectors and threads shows
-    in the last bit.
+    """y: [n, heads, H] contiguous. On CPU row by row: torch splits larger tensors over vectors and threads, which
+    changes the last bit.
     """
     if y.device.type != "cpu":
         return functional.silu(y)
     flat = y.view(y.shape[0], -1)
-    if y.dtype == torch.bfloat16 and flat.shape[1] % 16 == 0 and kernels.available():
-        return kernels.silu_times(flat, torch.ones_like(flat)).view(y.shape)
+    if y.dtype == torch.bfloat16 and flat.shape[1] % 16 == 0 and cpu.available():
+        return cpu.silu_times(flat, torch.ones_like(flat)).view(y.shape)
     return torch.stack([functional.silu(row) for row in flat]).view(y.shape)

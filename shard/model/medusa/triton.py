@@ -1,11 +1,11 @@
-"""Medusa heads on CUDA: Triton kernels for the guesses of any mix of slots and heads in one step.
+"""Medusa heads on CUDA: Triton kernels for the draft rows of any mix of slots and heads in one step.
 
-`guess` computes one residual block of each head, y = x + SiLU(W x + b), `answer` the logits of heads that have an
-output matrix of their own (Cai et al. 2024; SlotHeads in heads.py is the specification). Addresses, tasks and rows are
-read from device memory: nothing waits for the host, nothing is launched per slot. Sums are float32 and are rounded once
-per block. Bits: a guess is a row of a tile of one fixed shape, and each of its sums takes all its terms in one program,
-in an order that follows from the module's shape alone. So it has equal bits in any company, as far as a matrix unit
-computes the rows of a tile alike.
+`head_block` computes one residual block of each head, y = x + SiLU(W x + b), `head_logits` the logits of heads that
+have an output matrix (Cai et al. 2024; SlotHeads in heads.py is the specification). Addresses, tasks and rows are read
+from device memory: no launch waits for the host, and there is no launch per slot. Sums are float32 and are rounded once
+per block. Bits: a draft row is a row of a tile of one fixed shape, and each of its sums takes all its terms in one
+program, in an order that depends on the module's shape alone. So it has equal bits in any batch, provided that a matrix
+unit computes the rows of a tile alike.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (Triton compiles the kernels' text, annotations too)
@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 
 from lorikeet.shard.batch.row_groups import TASK_ROWS
-from lorikeet.shard.model.kernels.matrix_unit import WIDENS, multiply_add
+from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_rows
 from lorikeet.shard.model.medusa.loading import MOST_BLOCKS
 
 ENTRY = tl.constexpr(2 + 2 * MOST_BLOCKS)
-"""Numbers of a head's entry: blocks, address of its output matrix or 0, then of each block's weight and bias."""
+"""Elements of a head's entry: blocks, address of its output matrix or 0, then of each block's weight and bias."""
 
 
 @triton.jit
@@ -38,26 +38,12 @@ def _product(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, WIDTH] float32: x[rows] . weight[outputs]."""
-    offsets = tl.arange(0, DEPTH)
-    sums = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in range(0, num_in, DEPTH):
-        inputs = start + offsets
-        terms = tl.load(
-            x + rows[:, None] * num_in + inputs[None, :],
-            mask=is_row[:, None] & (inputs < num_in)[None, :],
-            other=0.0,
-        )
-        weights = tl.load(
-            weight + outputs[None, :].to(tl.int64) * num_in + inputs[:, None],
-            mask=(outputs < num_out)[None, :] & (inputs < num_in)[:, None],
-            other=0.0,
-        )
-        sums = multiply_add(terms, weights, sums, WIDENS)
-    return sums
+    left, right = x + rows[:, None] * num_in, weight + outputs[None, :].to(tl.int64) * num_in
+    return multiply_rows(left, right, 1, 0, num_in, num_in, is_row, outputs < num_out, ROWS, WIDTH, DEPTH, WIDENS)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_drafts", "num_behind"])
-def draft_token(
+def head_block(
     x, tasks, sources, places, table, num_in, num_rows, num_drafts, num_behind,
     HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     IS_ALIGNED: tl.constexpr, WIDENS: tl.constexpr,
@@ -96,12 +82,12 @@ def draft_token(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def answer(
+def head_logits(
     x, logits, tasks, places, table, num_in, num_out, num_rows, logits_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     IS_ALIGNED: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """logits[place] = x[place] . output matrix, where the head has one of its own."""
+    """logits[place] = x[place] . output matrix, for heads that have one."""
     task, piece = tl.program_id(0), tl.program_id(1)
     slot, head = tl.load(tasks + task * 4), tl.load(tasks + task * 4 + 1)
     first, count = tl.load(tasks + task * 4 + 2), tl.load(tasks + task * 4 + 3)
@@ -133,38 +119,38 @@ def _fixed(table: torch.Tensor, num_in: int, tiles: list[int]) -> dict[str, Any]
     }
 
 
-@torch.library.custom_op("lorikeet::guess", mutates_args=("x",))
+@torch.library.custom_op("lorikeet::head_blocks", mutates_args=("x",))
 def add_drafts(
     x: torch.Tensor, tasks: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, table: torch.Tensor,
     num_rows: int, num_blocks: int, tiles: list[int],
 ) -> None:  # fmt: skip
-    """What heads make of hidden rows, in place. x: [S + E, H], hidden rows first; [S + 2 E, H] for several blocks.
+    """Compute draft rows from hidden rows, in place. x: [S + E, H], hidden rows first; [S + 2 E, H] for several blocks.
 
-    tasks, sources, places: of HeadGroups; table: [slots, heads, ENTRY]; num_blocks: launches, and blocks that a head
-    has at most; tiles: WIDTH, DEPTH, warps and stages.
+    tasks, sources, places: of HeadGroups; table: [slots, heads, ENTRY]; num_blocks: launches, and most blocks of
+    a head; tiles: WIDTH, DEPTH, warps and stages.
     """
     num_in, num_drafts = x.shape[1], places.shape[0]
     grid = (tasks.shape[0], triton.cdiv(num_in, tiles[0]))
     for num_behind in reversed(range(num_blocks)):
-        draft_token[grid](
+        head_block[grid](
             x, tasks, sources, places, table, num_in, num_rows, num_drafts, num_behind,
             **_fixed(table, num_in, tiles),
         )  # fmt: skip
 
 
-@torch.library.custom_op("lorikeet::answer", mutates_args=("logits",))
-def put_answers(
+@torch.library.custom_op("lorikeet::head_logits", mutates_args=("logits",))
+def put_head_logits(
     x: torch.Tensor, logits: torch.Tensor, tasks: torch.Tensor, places: torch.Tensor, table: torch.Tensor,
     num_rows: int, tiles: list[int],
 ) -> None:  # fmt: skip
-    """Logits of heads with an output matrix of their own, in place. x: [S + E, H]; logits: [S + E, V]."""
+    """Logits of heads that have an output matrix, in place. x: [S + E, H]; logits: [S + E, V]."""
     num_in, num_out = x.shape[1], logits.shape[1]
-    answer[(tasks.shape[0], triton.cdiv(num_out, tiles[0]))](
+    head_logits[(tasks.shape[0], triton.cdiv(num_out, tiles[0]))](
         x, logits, tasks, places, table, num_in, num_out, num_rows, logits.stride(0), **_fixed(table, num_in, tiles)
     )
 
 
 @add_drafts.register_fake
-@put_answers.register_fake
+@put_head_logits.register_fake
 def _(*_args: object) -> None:
     return None

@@ -1,20 +1,22 @@
 """Mixtures of experts: transformers' expert blocks call one registered function, which finds our experts.
 
-Packed ones, on CPU, are here; others are in experts_device.py. Each expert multiplies its own tokens, sorted by expert;
-each token then sums its experts in the router's order, so a token's bits do not depend on its neighbours.
+Pairs of token and expert are sorted by expert; each token then sums its experts in the router's order, so its bits do
+not depend on its neighbours. On a device nothing is read on the host, so that a step can be captured in a graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
+from transformers.pytorch_utils import Conv1D
 
-from lorikeet.shard.batch.inputs import NO_ADAPTERS, AdapterRows, rows_of
-from lorikeet.shard.model.kernels.packing import PackedMatrix, pack
+from lorikeet.shard.batch.inputs import rows_of
+from lorikeet.shard.model.kernels.grouped import multiply_grouped
+from lorikeet.shard.model.kernels.packing import PackedMatrix, multiply, pack
+from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs, sort_pairs
 from lorikeet.shard.model.lora.targets import ExpertTargets, Product, adapt
 
 NAME = "lorikeet"
@@ -25,26 +27,72 @@ def is_experts(module: nn.Module) -> bool:
     return isinstance(getattr(module, "down_proj", None), nn.Parameter) and hasattr(module, "_apply_gate")
 
 
-def check_served(block: Any) -> None:
-    """Raises ValueError for what we do not compute."""
-    if block.has_post_expert_norm or block._is_expert_parallel:
-        raise ValueError(f"{type(block).__name__}: experts with a norm of their own are not served")
-
-
-class PackedExperts(nn.Module):
-    """The packed matrices of one block's experts; takes them from `block`, which keeps its gate function only."""
+class Experts(nn.Module):
+    """Computes one block's experts from the block's parameters."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
-        check_served(block)
-        names = up_name(block), "down_proj"
-        self.up, self.down = (self._take(block, name) for name in names)
-        targets: dict[str, ExpertTargets] = getattr(block, "lorikeet_adapters", {})
-        self.up_adapters, self.down_adapters = (targets.get(name) for name in names)
+        if block.has_post_expert_norm or block._is_expert_parallel:
+            raise ValueError(f"{type(block).__name__}: experts with a norm are not served")
+        self.num_experts = block.down_proj.shape[0]
+        # targets of the parameters, if marked
+        self.targets: dict[str, ExpertTargets] = getattr(block, "lorikeet_adapters", {})
+
+    def forward(self, block: Any, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x: [T, H]; expert_ids, weights: [T, experts per token]. Returns [T, H]."""
+        pairs = sort_pairs(expert_ids, self.num_experts, *self._slots(x))
+        kernels = next((targets.kernels for targets in self.targets.values()), None)
+        tasks = None if kernels is None or not pairs.num_slots else kernels.pair_tasks(pairs)
+        hidden = self._adapted(block, up_name(block), x[pairs.order // expert_ids.shape[1]], pairs, tasks)
+        hidden = block._apply_gate(hidden) if block.has_gate else block.act_fn(hidden)
+        results = self._adapted(block, "down_proj", hidden, pairs, tasks)
+        # [T, experts per token, H]
+        unsorted = pairs.unsort(results).view(*expert_ids.shape, -1)
+        return (unsorted * weights[..., None]).sum(1).to(x.dtype)
+
+    def multiply(self, block: Any, name: str, x: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:
+        """x: [P, in] as the pairs are sorted. Returns [P, out]."""
+        matrices = getattr(block, name)
+        matrices = matrices if block.is_transposed else matrices.mT
+        return multiply_grouped(x, matrices, getattr(block, f"{name}_bias", None), pairs)
+
+    def _slots(self, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+        """[T] int32 the slot of each row of x, -1 for none, and the number of slots; None and 0 where no adapter of the
+        step changes these experts.
+        """
+        changed = next((targets for targets in self.targets.values() if targets.is_modified), None)
+        if changed is None:
+            return None, 0
+        if changed.kernels is not None:
+            return changed.kernels.pair_slots(changed.rows, x.shape[0])
+        return torch.from_numpy(changed.slots_of(x.shape[0])).to(x.device), len(changed.experts[0].slots)
+
+    def _adapted(
+        self, block: Any, name: str, x: torch.Tensor, pairs: SortedPairs, tasks: PairTasks | None
+    ) -> torch.Tensor:
+        """x: [P, in]. Returns [P, out], adapters included."""
+        y = self.multiply(block, name, x, pairs)
+        if pairs.num_slots:
+            targets = self.targets[name]
+            if targets.kernels is not None and tasks is not None:
+                targets.kernels.adapt_pairs(tasks, targets, x, y)
+            else:
+                slots = pairs.slots.tolist()
+                for expert, span in pairs.spans():
+                    adapt(rows_of(slots[span]), Product(targets.experts[expert], x[span], y[span]))
+        return y
+
+
+class PackedExperts(Experts):
+    """On CPU: packed matrices, which replace the parameters of `block`."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__(block)
+        self.matrices = {name: self._take(block, name) for name in (up_name(block), "down_proj")}
 
     @staticmethod
     def _take(block: Any, name: str) -> list[PackedMatrix]:
-        """Pack one matrix per expert and drop the block's own tensor."""
+        """Pack one matrix per expert and drop the block's tensor."""
         matrices: torch.Tensor = getattr(block, name).detach()
         # [experts, out] or None
         biases: torch.Tensor | None = getattr(block, f"{name}_bias", None)
@@ -55,47 +103,20 @@ class PackedExperts(nn.Module):
         delattr(block, name)
         return packed
 
-    def forward(self, block: Any, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x: [T, H]; expert_ids, weights: [T, experts per token]. Returns [T, H]."""
-        num_chosen = expert_ids.shape[1]
-        # [T * experts per token] pairs sorted by expert
-        order = expert_ids.flatten().argsort(stable=True)
-        counts = torch.bincount(expert_ids.flatten(), minlength=len(self.up)).tolist()
-        pairs = x[order // num_chosen]
-        up_rows = self._rows(self.up_adapters, x.shape[0], order // num_chosen)
-        down_rows = self._rows(self.down_adapters, x.shape[0], order // num_chosen)
-        results = pairs.new_empty(pairs.shape[0], x.shape[1])
-        first = 0
-        for expert, count in enumerate(counts):
-            if count:
-                span = slice(first, first + count)
-                adapters = (_runs(up_rows, span), _runs(down_rows, span))
-                results[span] = self._one(block, expert, pairs[span], adapters)
-                first += count
-        # [T, experts per token, H] back in the router's order
-        unsorted = torch.empty_like(results).index_copy_(0, order, results).view(x.shape[0], num_chosen, -1)
-        return (unsorted * weights[..., None]).sum(1).to(x.dtype)
+    def multiply(self, block: Any, name: str, x: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:
+        """As in Experts. A single row is computed as two: bits are equal from two rows on."""
+        y = x.new_empty(x.shape[0], self.matrices[name][0].out_features)
+        for expert, span in pairs.spans():
+            rows = x[span] if span.stop - span.start > 1 else x[span].expand(2, -1).contiguous()
+            y[span] = self.matrices[name][expert](rows)[: span.stop - span.start]
+        return y
 
-    @staticmethod
-    def _rows(targets: ExpertTargets | None, num_rows: int, tokens: torch.Tensor) -> npt.NDArray[np.int32] | None:
-        """[pairs] the adapter's slot of each pair; None when no adapter of the step changes these experts."""
-        slots = None if targets is None else targets.slots_of(num_rows)
-        return None if slots is None else slots[tokens.numpy()]
 
-    def _one(self, block: Any, expert: int, x: torch.Tensor, adapters: tuple[AdapterRows, AdapterRows]) -> torch.Tensor:
-        """One expert's tokens: [rows, H]. A single row is doubled, for bits are equal from two rows on.
-
-        `adapters`: which of the rows belong to adapters that change the first and the second product.
-        """
-        rows = x if x.shape[0] > 1 else x.expand(2, -1).contiguous()
-        hidden = self.up[expert](rows)
-        if self.up_adapters is not None:
-            adapt(adapters[0], Product(self.up_adapters.experts[expert], rows, hidden))
-        hidden = block._apply_gate(hidden) if block.has_gate else block.act_fn(hidden)
-        output = self.down[expert](hidden)
-        if self.down_adapters is not None:
-            adapt(adapters[1], Product(self.down_adapters.experts[expert], hidden, output))
-        return output[: x.shape[0]]
+def place_experts(network: nn.Module) -> None:
+    """Compute every block of experts that is not packed from its parameters."""
+    for module in list(network.modules()):
+        if is_experts(module):
+            module.lorikeet_experts = Experts(module)
 
 
 def up_name(block: Any) -> str:
@@ -103,17 +124,42 @@ def up_name(block: Any) -> str:
     return "gate_up_proj" if block.has_gate else "up_proj"
 
 
-def _runs(slots: npt.NDArray[np.int32] | None, span: slice) -> AdapterRows:
-    """Which rows of a span belong to which slot."""
-    return NO_ADAPTERS if slots is None else rows_of(slots[span].tolist())
-
-
 def compute_experts(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The function that transformers' expert blocks call by name."""
+    """The function that transformers' expert blocks look up by name."""
     experts: Callable[..., torch.Tensor] = module.lorikeet_experts  # type: ignore[assignment]
     return experts(module, hidden_states, top_k_index, top_k_weights)
+
+
+class RouterWeight(torch.Tensor):
+    """[experts, H] the weight of a router: torch's `linear` with it, or with a cast of it, is `multiply`.
+
+    Modules of transformers multiply by it themselves; torch's product would give a row other bits in other batches.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.linear and not kwargs and isinstance(args[1], cls):
+            plain = [arg.as_subclass(torch.Tensor) if isinstance(arg, cls) else arg for arg in args]
+            return multiply(*plain)
+        return super().__torch_function__(func, types, tuple(args), kwargs or {})
+
+
+def replace_router_weights(network: nn.Module) -> None:
+    """In every module that multiplies by a matrix and is no layer of torch's."""
+    for module in network.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+            continue
+        del module.weight
+        module.weight = weight.detach().clone().as_subclass(RouterWeight)
 
 
 ExpertsInterface.register(NAME, compute_experts)

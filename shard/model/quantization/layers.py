@@ -1,6 +1,6 @@
-"""Linear layers whose weight is quantised: how transformers is asked for them, which they are, and the check at start
-that each row of theirs is computed alone. Knows the packages by the names of their classes and imports none that is
-not needed; the products are those of `quantized_matrices`.
+"""Linear layers with quantised weights: loading them with transformers, recognising them, and the check at startup that
+their products are batch-invariant. Classes of packages are recognised by name, so that no package is imported
+needlessly; matrices.py has the products.
 """
 
 import copy
@@ -33,21 +33,21 @@ _MATRICES: dict[str, type[QuantizedMatrix]] = {
     "AwqTorchLinear": AwqMatrix,
     _OF_GPTQMODEL: KernelMatrix,
 }
-"""By the class of the module, of its weight, or of gptqmodel's layers at large."""
+"""By the class of the module, of its weight, or of gptqmodel's base class."""
 _HQQ_GROUPS = {4: 64, 3: 64, 2: 32}
-"""Weights that share a scale and a zero, by bits. LoRAX's but for 2: 16 would take the room of 4 bits, since hqq keeps
-zeros in 16 bits.
+"""Weights that share a scale and a zero, by bits. LoRAX's except for 2 bits: groups of 16 would take as
+much memory as 4 bits, because hqq keeps zeros in 16 bits.
 """
 _TORCH_KERNELS = {"gptq": "gptq_torch", "awq": "torch_awq"}
-"""gptqmodel's layers that keep the weight as the checkpoint has it."""
+"""gptqmodel's layers that keep the weight in the checkpoint's layout."""
 BATCH_INVARIANCE_TOLERANCE = 2.0**-8
-"""How far a row may be from itself in other company, of its root mean square, where products are not ours: the rounding
-of results to bfloat16 is a third of it, that of activations to 8 bits twice as much.
+"""Difference allowed between a row computed alone and in a batch, as a part of its root mean square, where products are
+not ours: rounding results to bfloat16 is a third of it, rounding activations to 8 bits twice as much.
 """
 
 
 def loading(method: str | None, checkpoint: Any, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """What transformers' `from_pretrained` is to be told besides. Raises ValueError where `device` cannot."""
+    """Further arguments of transformers' `from_pretrained`. Raises ValueError where `device` is not supported."""
     if method is None:
         return {}
     if quantization.of_checkpoint(checkpoint.to_dict()) is not None:
@@ -56,31 +56,31 @@ def loading(method: str | None, checkpoint: Any, dtype: torch.dtype, device: str
         from torchao.quantization import Float8WeightOnlyConfig
 
         return {"quantization_config": TorchAoConfig(Float8WeightOnlyConfig())}
-    if method.startswith("hqq-"):  # the network is quantised once it is loaded, part by part
+    if method.startswith("hqq-"):  # the network is quantised part by part after it is loaded
         return {"device_map": None}
     if method == "bitsandbytes":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     kind = method.removeprefix("bitsandbytes-")
-    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype)
-    return {"quantization_config": asked}
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype)
+    return {"quantization_config": settings}
 
 
 def _reading(method: str, checkpoint: Any, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """The same for a checkpoint that is quantised: it says so itself."""
+    """The same for a checkpoint that is quantised, which its configuration states."""
     if method not in _TORCH_KERNELS:
         return {}
     if device == "cpu":
-        asked = copy.deepcopy(checkpoint)
-        asked.quantization_config["backend"] = _TORCH_KERNELS[method]
-        return {"config": asked}
+        settings = copy.deepcopy(checkpoint)
+        settings.quantization_config["backend"] = _TORCH_KERNELS[method]
+        return {"config": settings}
     if method == "awq" and dtype != torch.float16:
-        raise ValueError("on CUDA its kernels compute in float16 alone: --dtype float16")
+        raise ValueError("AWQ kernels on CUDA compute only in float16: use --dtype float16")
     return {}
 
 
 def quantize_loaded(network: Any, method: str | None, dtype: torch.dtype, device: str) -> None:
-    """Quantise by hqq, in place and on `device`, what transformers has loaded plain, but for the output head and what
-    is tied. Raises ValueError for weights that hqq cannot group.
+    """Quantise with hqq, in place and on `device`, the plain linear layers except the output head and tied weights.
+    Raises ValueError for weights that hqq cannot group.
     """
     if method is None or not method.startswith("hqq-"):
         return
@@ -93,9 +93,9 @@ def quantize_loaded(network: Any, method: str | None, dtype: torch.dtype, device
     for name in chosen:
         module = network.get_submodule(name)
         if module.in_features % group:
-            raise ValueError(f"{name} has rows of {module.in_features} weights, which groups of {group} do not divide")
-        asked = BaseQuantizeConfig(nbits=num_bits, group_size=group)
-        network.set_submodule(name, HQQLinear(module, asked, compute_dtype=dtype, device=device))
+            raise ValueError(f"{name} has rows of {module.in_features} weights: no multiple of its groups of {group}")
+        settings = BaseQuantizeConfig(nbits=num_bits, group_size=group)
+        network.set_submodule(name, HQQLinear(module, settings, compute_dtype=dtype, device=device))
     network.to(device)
 
 
@@ -105,7 +105,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def matrix_of(module: nn.Module, dtype: torch.dtype) -> QuantizedMatrix:
-    """The weight of a module that `is_quantized`, with its product."""
+    """The quantised weight of a module, with its product."""
     kind = _kind(module)
     assert kind is not None
     return kind(module, dtype)
@@ -120,7 +120,7 @@ def _kind(module: nn.Module) -> type[QuantizedMatrix] | None:
 
 
 def num_parameters(network: nn.Module) -> int:
-    """Of a network: packed weights count as what they stand for."""
+    """Of a network: a quantised weight counts as its unquantised elements."""
     modules: list[Any] = [module for module in network.modules() if is_quantized(module)]
     packed = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     total = sum(parameter.numel() for parameter in network.parameters() if id(parameter) not in packed)
@@ -130,20 +130,20 @@ def num_parameters(network: nn.Module) -> int:
 
 
 def check_batch_invariance(matrices: list[QuantizedMatrix], device: torch.device) -> None:
-    """Raise ValueError where nothing is quantised, or where what a row gives depends on rows beside it: one matrix of
-    each kind and shape is asked for two rows alone, and beside rows of small and of large values.
+    """Raise ValueError where nothing is quantised, or where a row's result depends on the batch: one matrix of each
+    kind and shape multiplies two rows alone, and together with rows of small and of large values.
     """
     if not matrices:
-        raise ValueError("none of its layers is of a kind that this method quantises")
+        raise ValueError("this method quantises none of its layers")
     generator = torch.Generator().manual_seed(0)
     tolerance = 0.0 if device.type == "cpu" else BATCH_INVARIANCE_TOLERANCE
     for matrix in {(type(each), each.in_features, each.out_features): each for each in matrices}.values():
         rows = torch.randn(2, matrix.in_features, generator=generator).to(device, matrix.dtype)
         alone = matrix(rows).float()
-        beside = matrix(torch.cat([rows, rows.flip(1) / 64, rows.flip(1) * 64])).float()[:2]
-        off = float((beside - alone).square().mean().sqrt() / alone.square().mean().sqrt().clamp(min=1e-30))
+        batched = matrix(torch.cat([rows, rows.flip(1) / 64, rows.flip(1) * 64])).float()[:2]
+        off = float((batched - alone).square().mean().sqrt() / alone.square().mean().sqrt().clamp(min=1e-30))
         if not off <= tolerance:
             raise ValueError(
-                f"what a row gives depends on the rows beside it (by {off:.1e} of it, at {matrix.out_features} × "
-                f"{matrix.in_features} weights), so a request's text would depend on others"
+                f"this quantization is not batch-invariant (off by {off:.1e} at {matrix.out_features} × "
+                f"{matrix.in_features} weights): a request's text would depend on other requests"
             )

@@ -1,8 +1,8 @@
-"""Weight matrices that stay as they were quantised, each with its product; one class per way of keeping them.
+"""Quantised weight matrices, each with its product; one class per storage format.
 
-On CPU a row's bits must not depend on its neighbours, so the weight is read out in the number format of the
-activations for each product, and the product is ours; the packages' own either round more or let a row see the rest of
-the batch. On CUDA it is the package's where that has a kernel and lets each row alone. Nothing is read back from it.
+On CPU a row's bits must not depend on its neighbours, so each product dequantises the weight to the activations' number
+format and is ours; the packages' products either round more or depend on the other rows. On CUDA the package's product
+is used where it has a batch-invariant kernel.
 """
 
 from abc import abstractmethod
@@ -14,14 +14,14 @@ from torch.nn import functional
 from lorikeet.shard.model.kernels.packing import PackedMatrix, can_pack, multiply
 
 UNIT_ROWS = 1024
-"""Rows of the identity that a matrix is read out by at once."""
+"""Rows of the identity by which a matrix is dequantised at once."""
 
 
 class QuantizedMatrix(PackedMatrix):
-    """`x ↦ x Wᵀ + bias` with the weight as it was quantised."""
+    """`x ↦ x Wᵀ + bias` with a quantised weight."""
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        """`module`: whose weight is kept. `dtype`: of activations."""
+        """`module`: with the weight. `dtype`: of activations."""
         self.out_features, self.in_features = int(module.out_features), int(module.in_features)
         self.dtype = dtype
         # [out]
@@ -29,21 +29,13 @@ class QuantizedMatrix(PackedMatrix):
 
     @abstractmethod
     def dense(self) -> torch.Tensor:
-        """[out, in] in `dtype`, made anew."""
-
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int:
-        """That the weight takes, scales and all."""
+        """Dequantised: [out, in] in `dtype`."""
 
     def copy_from_mmap(self) -> None:
-        """Copy the weight where it may be a view into a mapped checkpoint: one would keep all of it resident."""
+        """Copy the weight where it may be a view into a mapped checkpoint: a view keeps all of it resident."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _product(x, self.dense(), self.bias)
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        return _product(x, self.dense(), None)
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return _product(x, self.dense(), bias)
 
 
 class FourBitMatrix(QuantizedMatrix):
@@ -53,7 +45,7 @@ class FourBitMatrix(QuantizedMatrix):
         super().__init__(module, dtype)
         state = module.weight.quant_state
         if getattr(state, "packing_format_for_cpu", False):
-            raise ValueError("the 4-bit weight was laid out for bitsandbytes' own product already")
+            raise ValueError("the 4-bit weight has the layout of bitsandbytes' CPU product already")
         # [out in / 2, 1] uint8, and the scale of each block
         self._packed, self._state = module.weight.data, state
 
@@ -66,15 +58,8 @@ class FourBitMatrix(QuantizedMatrix):
         dense: torch.Tensor = dequantize_4bit(self._packed, self._state)
         return dense.to(self.dtype)
 
-    @property
-    def num_bytes(self) -> int:
-        return _num_bytes(self._packed, self._state.absmax, self._state.state2.absmax if self._state.nested else None)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return super().__call__(x) if x.device.type == "cpu" else self._on_device(x, self.bias)
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        return super().project(x) if x.device.type == "cpu" else self._on_device(x, None)
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super().product(x, bias) if x.device.type == "cpu" else self._on_device(x, bias)
 
     def _on_device(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from bitsandbytes import matmul_4bit
@@ -84,16 +69,16 @@ class FourBitMatrix(QuantizedMatrix):
 
 
 class EightBitMatrix(QuantizedMatrix):
-    """bitsandbytes' 8 bits, whose product rounds activations to 8 bits too, row by row, but for large ones (Dettmers et
-    al. 2022). There a value in one row decides how a whole column of all rows is computed, and the host waits to learn
-    of it; here each row decides alone.
+    """bitsandbytes' 8 bits, whose product rounds activations to 8 bits too, row by row, except large ones (Dettmers et
+    al. 2022). In bitsandbytes a large value in one row changes how its column is computed for all rows, and the host
+    waits for the values; here each row is independent.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         super().__init__(module, dtype)
         weight, state = module.weight, module.state
         scales = weight.SCB if weight.SCB is not None else state.SCB
-        # [out, in] int8 and [out] float32: the largest of each row, which 127 stands for
+        # [out, in] int8 and [out] float32: the largest of each row, represented by 127
         self._rounded, self._largest = weight.data, scales
         self._threshold = float(state.threshold)
 
@@ -103,10 +88,6 @@ class EightBitMatrix(QuantizedMatrix):
     def dense(self) -> torch.Tensor:
         return self._rounded.to(self.dtype) * (self._largest / 127).to(self.dtype)[:, None]
 
-    @property
-    def num_bytes(self) -> int:
-        return _num_bytes(self._rounded, self._largest)
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         operators = torch.ops.bitsandbytes
         # [rows, in]
@@ -115,7 +96,7 @@ class EightBitMatrix(QuantizedMatrix):
         large = halves.abs() >= (self._threshold if self._threshold > 0 else torch.inf)
         rounded, scales, _ = operators.int8_vectorwise_quant(halves.masked_fill(large, 0), 0.0)
         y: torch.Tensor = operators.int8_scaled_mm(rounded, self._rounded, scales, self._largest, self.bias, self.dtype)
-        # elsewhere the host would wait for the answer, and a captured graph knows none
+        # elsewhere the host would wait for the value, which a captured graph does not allow
         if x.device.type != "cpu" or large.any():
             y = y + _product(rows.masked_fill(~large, 0), self.dense(), None)
         return y.view(*x.shape[:-1], self.out_features)
@@ -131,10 +112,6 @@ class GroupedMatrix(QuantizedMatrix):
     def dense(self) -> torch.Tensor:
         dense: torch.Tensor = self._module.dequantize()
         return dense.to(self.dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        return _num_bytes(self._module.W_q, self._module.meta["scale"], self._module.meta["zero"])
 
 
 class Float8Matrix(QuantizedMatrix):
@@ -156,13 +133,9 @@ class Float8Matrix(QuantizedMatrix):
         dense: torch.Tensor = (values.view(weight.shape) * weight.scale).to(self.dtype)
         return dense
 
-    @property
-    def num_bytes(self) -> int:
-        return _num_bytes(self._weight.qdata, self._weight.scale)
-
 
 class GptqMatrix(QuantizedMatrix):
-    """A checkpoint's GPTQ weight (Frantar et al. 2022) as gptqmodel's layer for torch holds it."""
+    """A checkpoint's GPTQ weight (Frantar et al. 2022) in the layout of gptqmodel's torch layer."""
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         super().__init__(module, dtype)
@@ -173,17 +146,13 @@ class GptqMatrix(QuantizedMatrix):
             setattr(self._module, name, buffer.clone())
 
     def dense(self) -> torch.Tensor:
-        # not the instance's own, which would be compiled for each shape
+        # not the instance's method, which would be compiled for each shape
         dense: torch.Tensor = type(self._module).dequantize_weight(self._module)
         return dense.t().to(self.dtype).contiguous()
 
-    @property
-    def num_bytes(self) -> int:
-        return _num_bytes(*self._module.buffers(recurse=False))
-
 
 class AwqMatrix(GptqMatrix):
-    """A checkpoint's AWQ weight (Lin et al. 2023) as gptqmodel's layer for torch holds it."""
+    """A checkpoint's AWQ weight (Lin et al. 2023) in the layout of gptqmodel's torch layer."""
 
     def dense(self) -> torch.Tensor:
         from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
@@ -194,7 +163,7 @@ class AwqMatrix(GptqMatrix):
 
 
 class KernelMatrix(GptqMatrix):
-    """A checkpoint's GPTQ or AWQ weight laid out for one of gptqmodel's kernels, which alone can read it."""
+    """A checkpoint's GPTQ or AWQ weight in the layout of one of gptqmodel's kernels, which alone can read it."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self._module(x)
@@ -204,13 +173,9 @@ class KernelMatrix(GptqMatrix):
         return self(x) if self.bias is None else self(x) - self.bias
 
     def dense(self) -> torch.Tensor:
-        """What the kernel gives for each row of the identity is a column of W."""
+        """The product with a row of the identity is a column of W."""
         unit = torch.eye(self.in_features, dtype=self.dtype, device=self._module.qweight.device)
         return torch.cat([self.project(rows) for rows in unit.split(UNIT_ROWS)]).t()
-
-
-def _num_bytes(*tensors: torch.Tensor | None) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Sums and gathered outputs of ranks as operations of torch: what captures a forward pass sees them like any other."""
+"""Sums and gathered outputs of ranks as custom operators of torch, so that captured forward passes contain them."""
 
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -7,7 +7,7 @@ import torch
 
 
 class Ranks(Protocol):
-    """All ranks, as one of them meets them."""
+    """The collectives of a group of ranks."""
 
     size: int
 
@@ -18,15 +18,15 @@ class Ranks(Protocol):
         """y: [..., n] of each rank. Returns [..., n * ranks]."""
 
 
-_known: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
+_groups: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
 
 
-class Joint:
-    """The operations, for one group of ranks, which this keeps."""
+class Collectives:
+    """The operators for one group of ranks, to which it holds a reference."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        _known[id(ranks)] = ranks
+        _groups[id(ranks)] = ranks
 
     def sum(self, y: torch.Tensor) -> torch.Tensor:
         """y: [..., n] of each rank. Returns their sum, in y."""
@@ -42,13 +42,13 @@ class Joint:
 @torch.library.custom_op("lorikeet::sum_over_ranks", mutates_args=("y",))
 def sum_over_ranks(y: torch.Tensor, ranks: int) -> None:
     """y: [..., n] of each rank, becomes their sum."""
-    _known[ranks].sum(y)
+    _groups[ranks].sum(y)
 
 
 @torch.library.custom_op("lorikeet::gather_from_ranks", mutates_args=())
 def gather_from_ranks(y: torch.Tensor, ranks: int) -> torch.Tensor:
     """y: [..., n] of each rank. Returns [..., n * ranks]."""
-    return _known[ranks].gather(y)
+    return _groups[ranks].gather(y)
 
 
 @sum_over_ranks.register_fake
@@ -58,4 +58,4 @@ def _(*_args: object) -> None:
 
 @gather_from_ranks.register_fake
 def _(y: torch.Tensor, ranks: int) -> torch.Tensor:
-    return y.new_empty(*y.shape[:-1], y.shape[-1] * _known[ranks].size)
+    return y.new_empty(*y.shape[:-1], y.shape[-1] * _groups[ranks].size)

@@ -1,7 +1,7 @@
-"""The ranks of one shard as the network meets them: sums and gathered outputs, in the order of the ranks.
+"""The ranks of one shard: sums and gathered outputs, in the order of the ranks, over torch.distributed.
 
-On CPU a row's bits do not depend on the rows beside it: two ranks' results are added one way only, those of more are
-added in the order of the ranks, which torch's own sum does not promise. Knows torch.distributed and no model.
+On CPU a row's bits do not depend on other rows: the results of more than two ranks are added in the order of the ranks,
+which torch's all_reduce does not guarantee.
 """
 
 import os
@@ -19,15 +19,15 @@ from lorikeet.shard.system.process import end_process
 log = structlog.get_logger()
 
 RANK_EXIT = 4
-"""The exit code of a shard whose ranks are not together any more."""
+"""The exit code of a shard whose ranks have lost each other."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Group:
-    """All ranks. Everything here is to be called by each of them, in the same order."""
+    """All ranks. Each of them must call the same methods in the same order."""
 
     def __init__(self, rank: int, size: int, store: TCPStore, device: torch.device, timeout_s: float) -> None:
-        """Raises RuntimeError where the others are not there in time."""
+        """Raises RuntimeError where the other ranks do not connect in time."""
         self.rank, self.size = rank, size
         self._is_cpu = device.type == "cpu"
         timeout = timedelta(seconds=timeout_s)
@@ -53,33 +53,33 @@ class Group:
         return torch.cat(self._all(y.contiguous(), None), dim=-1)
 
     def broadcast(self, values: torch.Tensor) -> None:
-        """values: as the first rank has them, from now on everywhere."""
+        """Copy the first rank's values to every rank."""
         distributed.broadcast(values, 0)
 
-    # For the threads that read adapters, beside the steps
+    # For the threads that read adapters while steps run
 
     def agree(self, reason: str) -> str:
-        """What keeps any rank from going on, its own `reason` or another's; empty if nothing does."""
+        """The first non-empty `reason` of any rank; empty if there is none."""
         reasons: list[str] = [""] * self.size
-        with self._to_the_end():
+        with self._exit_on_error():
             distributed.all_gather_object(reasons, reason, self._readers)
         return next(filter(None, reasons), "")
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         """values: [n] in host memory. Returns the sum over all ranks, in their order."""
-        with self._to_the_end():
+        with self._exit_on_error():
             first, *others = self._all(values, self._readers)
         for other in others:
             first += other
         return first
 
     @contextmanager
-    def _to_the_end(self) -> Iterator[None]:
-        """Ranks that miss each other here would misunderstand all that follows: the process ends."""
+    def _exit_on_error(self) -> Iterator[None]:
+        """End the process on an error: ranks that disagree here would misread all later messages."""
         try:
             yield
         except Exception:
-            log.exception("the ranks of this shard have lost each other")
+            log.exception("ranks_lost_each_other")
             end_process(RANK_EXIT)
 
     def _all(self, y: torch.Tensor, group: distributed.ProcessGroup | None) -> list[torch.Tensor]:
@@ -89,6 +89,6 @@ class Group:
 
 
 def prefer_loopback(host: str) -> None:
-    """Let the ranks of one machine talk over its loopback, whatever its name stands for. Before any Group."""
+    """Connect the ranks of one machine over its loopback interface. Call before making any Group."""
     if host in LOOPBACK and os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,4 +1,4 @@
-"""Adapters that PEFT saved, laid out for serving, give the logits that PEFT gives; for every base and every setting."""
+"""Adapters saved by PEFT give PEFT's logits in the served layout, for every base and every setting."""
 
 import json
 from dataclasses import replace
@@ -105,7 +105,7 @@ def test_a_setting_computes_what_peft_computes(name: str, setting: str, bases: A
 
 
 @pytest.mark.parametrize("rank", [1, 512])
-def test_the_least_and_the_largest_rank(rank: int, bases: Any, tmp_path: Path) -> None:
+def test_the_smallest_and_the_largest_rank(rank: int, bases: Any, tmp_path: Path) -> None:
     base = bases("llama")
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=["q_proj", "down_proj"])
     base.check(making.make_adapter(base.folder, tmp_path / "adapter", config))
@@ -131,7 +131,7 @@ def test_a_tied_head_is_adapted_without_the_embedding(tmp_path: Path) -> None:
     torch.testing.assert_close(making.of_layout(folder, served), making.of_peft(folder, adapter), rtol=1e-4, atol=1e-4)
 
 
-def test_saved_modules_take_the_place_of_the_bases(bases: Any, tmp_path: Path) -> None:
+def test_saved_modules_replace_the_bases(bases: Any, tmp_path: Path) -> None:
     base = bases("llama")
     config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"])
     adapter = making.make_adapter(base.folder, tmp_path / "adapter", config)
@@ -140,7 +140,7 @@ def test_saved_modules_take_the_place_of_the_bases(bases: Any, tmp_path: Path) -
     assert {served.modules[name]["kind"] for name in ("lm_head", "model.embed_tokens")} == {"replace"}
 
 
-def test_embeddings_saved_beside_as_they_are_in_the_base_are_left_out(bases: Any, tmp_path: Path) -> None:
+def test_saved_embeddings_equal_to_the_bases_are_left_out(bases: Any, tmp_path: Path) -> None:
     base = bases("llama")
     config = LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"])
     adapter = making.make_adapter(base.folder, tmp_path / "adapter", config)
@@ -162,7 +162,7 @@ def test_experts_by_parameter(bases: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_one_by_one_as_older_versions_trained_them(name: str, bases: Any, tmp_path: Path) -> None:
+def test_experts_as_separate_modules_of_older_versions(name: str, bases: Any, tmp_path: Path) -> None:
     base = bases(name)
     torch.manual_seed(5)
     old = {
@@ -210,7 +210,7 @@ def split(tensors: dict[str, torch.Tensor], parts: int, folder: Path) -> None:
     (folder / "adapter_model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-def test_the_second_adapter_of_one_form_is_read_without_peft(
+def test_the_second_adapter_of_equal_shapes_is_read_without_peft(
     bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = bases("llama")
@@ -220,7 +220,7 @@ def test_the_second_adapter_of_one_form_is_read_without_peft(
         for seed in (1, 2)
     )
     making.lay_out(reader, facts, first)
-    monkeypatch.setattr("lorikeet.adapters.formats.reader.read", None)
+    monkeypatch.setattr("lorikeet.adapters.formats.peft_plans.read", None)
     served = making.lay_out(reader, facts, second)
     torch.testing.assert_close(
         making.of_layout(base.folder, served), making.of_peft(base.folder, second), rtol=1e-4, atol=1e-4

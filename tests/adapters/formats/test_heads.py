@@ -1,6 +1,7 @@
-"""Medusa heads in adapters' files: what is found, counted, fitted, noted, beside a LoRA and alone; what is refused."""
+"""Medusa heads in adapters' files, alone and with a LoRA: reading, resizing, warnings and rejections."""
 
 import json
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterTooLarge, NotServed
 from lorikeet.adapters.formats import contents, layout
-from lorikeet.adapters.formats.heads import fitted
+from lorikeet.adapters.formats.heads import resized
 from lorikeet.adapters.formats.layout import Layout
 from lorikeet.adapters.medusa import format as files
 from lorikeet.adapters.medusa.format import HeadsShape
@@ -42,10 +43,10 @@ class Base:
 
     def lay_out(self, folder: Path, limit: int = making.LIMIT) -> tuple[Layout, tuple[str, ...]]:
         with contents.opened(folder, limit) as opened:
-            found, notes = opened.lay_out(self.reader, self.facts)
+            found, warnings = opened.lay_out(self.reader, self.facts)
             return Layout(
                 {name: tensor.clone() for name, tensor in found.tensors.items()}, found.modules, found.heads
-            ), notes
+            ), warnings
 
     def digest(self, folder: Path) -> str:
         with contents.opened(folder, making.LIMIT) as opened:
@@ -67,9 +68,9 @@ def lora(base: Base, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_head_of_a_file_is_laid_out(base: Base, tmp_path: Path, shape: HeadsShape) -> None:
     heads = small.heads(shape)
     files.write(tmp_path, heads)
-    found, notes = base.lay_out(tmp_path)
+    found, warnings = base.lay_out(tmp_path)
     assert found.heads == {"count": shape.num_heads, "version": shape.version, "layers": shape.num_layers}
-    assert not found.modules and found.rank == 0 and not notes
+    assert not found.modules and found.rank == 0 and not warnings
     wanted = {}
     for name, tensor in heads.tensors.items():
         head, block, *rest = name.split(".")
@@ -79,7 +80,7 @@ def test_every_head_of_a_file_is_laid_out(base: Base, tmp_path: Path, shape: Hea
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in wanted.items())
 
 
-def test_heads_and_a_lora_of_one_folder_are_one_adapter(base: Base, lora: Path, tmp_path: Path) -> None:
+def test_heads_and_a_lora_in_one_folder_are_one_adapter(base: Base, lora: Path, tmp_path: Path) -> None:
     files.write(tmp_path, small.heads(SHAPES[0]))
     alone = base.digest(tmp_path)
     files.join(tmp_path, lora)
@@ -96,7 +97,7 @@ def test_heads_and_a_lora_of_one_folder_are_one_adapter(base: Base, lora: Path, 
     assert base.digest(tmp_path) != again
 
 
-def test_an_adapter_without_heads_is_called_as_ever(base: Base, lora: Path) -> None:
+def test_the_digest_of_an_adapter_without_heads_is_unchanged(base: Base, lora: Path) -> None:
     with contents.opened(lora, making.LIMIT) as opened:
         assert opened.changes is not None and opened.values is not None
         canonical = contents.configuration.canonical(opened.values)
@@ -104,26 +105,26 @@ def test_an_adapter_without_heads_is_called_as_ever(base: Base, lora: Path) -> N
 
 
 @pytest.mark.parametrize("num_rows", [tiny.VOCAB - 5, tiny.VOCAB + 7])
-def test_output_matrices_are_fitted_to_the_vocabulary(base: Base, tmp_path: Path, num_rows: int) -> None:
+def test_output_matrices_are_resized_to_the_vocabulary(base: Base, tmp_path: Path, num_rows: int) -> None:
     heads = small.heads(HeadsShape(2, 1, 64, num_rows))
     files.write(tmp_path, heads)
-    found, notes = base.lay_out(tmp_path)
+    found, warnings = base.lay_out(tmp_path)
     output, whole = found.tensors["heads.1.output"], heads.tensors["1.1.weight"]
     common = min(num_rows, tiny.VOCAB)
     assert output.shape == (tiny.VOCAB, 64) and torch.equal(output[:common], whole[:common])
     rows = -torch.ones(3, 64) * whole.mean(0).sign()
-    assert (rows @ output.t()).argmax(-1).max() < common, "a token that the heads do not know is never their guess"
-    assert f"know {num_rows} tokens, the base has {tiny.VOCAB}" in notes[0]
+    assert (rows @ output.t()).argmax(-1).max() < common, "tokens outside the heads' vocabulary are never proposed"
+    assert f"know {num_rows} tokens, the base has {tiny.VOCAB}" in warnings[0]
 
 
 def test_missing_rows_never_win() -> None:
     matrix = -torch.ones(3, 4)
-    logits = torch.ones(4) @ fitted(matrix, 6).t()
+    logits = torch.ones(4) @ resized(matrix, 6).t()
     assert logits.argmax() == 0 and logits.shape == (6,)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "expected"),
     [
         ({"medusa_num_heads": 2, "medusa_num_layers": 1}, ["medusa_num_heads is 2, the tensors say 5"]),
         ({"medusa_num_heads": 5, "version": "2"}, ["version is 2, the tensors say 1"]),
@@ -133,15 +134,15 @@ def test_missing_rows_never_win() -> None:
         (None, []),
     ],
 )
-def test_a_configuration_is_noted_where_the_tensors_differ(
-    base: Base, tmp_path: Path, config: Any, said: list[str]
+def test_a_configuration_that_contradicts_the_tensors_causes_a_warning(
+    base: Base, tmp_path: Path, config: Any, expected: list[str]
 ) -> None:
     files.write(tmp_path, small.heads(SHAPES[2]))
     (tmp_path / "config.json").unlink() if config is None else (tmp_path / "config.json").write_text(json.dumps(config))
-    found, notes = base.lay_out(tmp_path)
+    found, warnings = base.lay_out(tmp_path)
     assert found.heads == {"count": 5, "version": 1, "layers": 1}
-    assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
-    assert all(len(note) < 300 for note in notes)
+    assert len(warnings) == len(expected) and all(map(operator.contains, warnings, expected))
+    assert all(len(warning) < 300 for warning in warnings)
 
 
 def test_pickled_heads_give_their_tensors(base: Base, tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_pickled_heads_give_their_tensors(base: Base, tmp_path: Path) -> None:
     assert torch.equal(found.tensors["heads.4.output"], heads.tensors["4.1.weight"])
 
 
-def test_heads_under_another_name_are_found_by_what_they_hold(base: Base, tmp_path: Path) -> None:
+def test_heads_under_another_file_name_are_found_by_content(base: Base, tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "a.safetensors")
     with pytest.raises(AdapterInvalid, match=r"no adapter_config\.json and no medusa_lm_head\.safetensors"):
         base.lay_out(tmp_path)
@@ -240,7 +241,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[AdapterError], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_heads_are_refused_by_name(case: str, base: Base, tmp_path: Path) -> None:
+def test_broken_heads_are_rejected_with_the_reason(case: str, base: Base, tmp_path: Path) -> None:
     change, kind, sentence = BROKEN[case]
     files.write(tmp_path, small.heads(SHAPES[0]))
     base.lay_out(tmp_path)
@@ -252,7 +253,7 @@ def test_broken_heads_are_refused_by_name(case: str, base: Base, tmp_path: Path)
     assert not list(Path("/tmp").glob("must-not-exist-by-*"))
 
 
-def test_numbers_too_large_for_the_base_s_type_are_told_from_infinite_ones(base: Base, tmp_path: Path) -> None:
+def test_overflow_in_the_bases_dtype_is_distinguished_from_infinity(base: Base, tmp_path: Path) -> None:
     heads = small.heads(SHAPES[0])
     heads.tensors["0.0.linear.bias"][3] = 1e6
     files.write(tmp_path, heads)
@@ -264,14 +265,14 @@ def test_numbers_too_large_for_the_base_s_type_are_told_from_infinite_ones(base:
         opened.lay_out(base.reader, replace(base.facts, dtype=torch.float16))
 
 
-def test_what_no_shard_computes_is_refused(base: Base, lora: Path, tmp_path: Path) -> None:
+def test_kinds_that_no_shard_supports_are_rejected(base: Base, lora: Path, tmp_path: Path) -> None:
     files.write(tmp_path, small.heads(SHAPES[0]))
     files.join(tmp_path, lora)
     with contents.opened(tmp_path, making.LIMIT) as opened, pytest.raises(NotServed, match="Medusa heads"):
         opened.lay_out(base.reader, replace(base.facts, kinds=frozenset({"linear"})))
 
 
-def test_the_limit_is_of_heads_and_lora_together(base: Base, lora: Path, tmp_path: Path) -> None:
+def test_the_size_limit_covers_heads_and_lora_together(base: Base, lora: Path, tmp_path: Path) -> None:
     files.write(tmp_path, small.heads(SHAPES[0]))
     files.join(tmp_path, lora)
     sizes = [(tmp_path / name).stat().st_size for name in ("medusa_lm_head.safetensors", "adapter_model.safetensors")]
@@ -280,7 +281,7 @@ def test_the_limit_is_of_heads_and_lora_together(base: Base, lora: Path, tmp_pat
         base.lay_out(tmp_path, sum(sizes) - 1)
 
 
-def test_which_files_of_a_listing_are_chosen() -> None:
+def test_files_chosen_from_a_listing() -> None:
     def peek(name: str) -> bytes:
         return b'xx{"0.0.linear.weight":{' if name == "odd.safetensors" else b'xx{"model.layers.0.0.weight":{'
 
@@ -308,7 +309,7 @@ def test_which_files_of_a_listing_are_chosen() -> None:
         choose({"adapter_config.json": 1, "medusa_lm_head.safetensors": 1}, "a/b", 90, peek)
 
 
-def test_the_store_says_how_many_heads_there_are(base: Base, lora: Path, tmp_path: Path) -> None:
+def test_the_store_records_the_number_of_heads(base: Base, lora: Path, tmp_path: Path) -> None:
     names = (base.facts.hash, base.facts.weights_hash, "float32")
     store = Store(tmp_path / "store", 1 << 30, names)
     files.write(tmp_path / "heads", small.heads(SHAPES[0]))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lorikeet.adapters.errors import SourceUnreachable
-from lorikeet.adapters.loader.reader import Jobs
-from lorikeet.adapters.pin import Pin, Source
+from lorikeet.adapters.loader.worker import WorkerJobs
+from lorikeet.adapters.refs import Pin, Source
 from lorikeet.adapters.sources.base import Within
 
 LONGEST_S = 20.0
@@ -34,8 +34,8 @@ def alarms() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alarms")
-def test_a_fetch_ends_when_its_source_has_had_the_time_that_it_asked_for(tmp_path: Path) -> None:
-    jobs = object.__new__(Jobs)  # a base is not needed to fetch
+def test_a_fetch_ends_at_the_time_limit_of_its_source(tmp_path: Path) -> None:
+    jobs = object.__new__(WorkerJobs)  # a base is not needed to fetch
     jobs._sources = {Source.HUB: Slow()}  # type: ignore[assignment]
     began = time.monotonic()
     with pytest.raises(SourceUnreachable, match="the source of a/slow takes too long to answer"):

@@ -1,4 +1,4 @@
-"""The loader's gate: never more inside than there are places, the urgent first, and nobody forgotten."""
+"""The loader's gate: never more tickets inside than slots, urgent ones first, and none is lost."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,36 +18,36 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-async def settle() -> None:
+async def run_pending() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def test_an_urgent_one_goes_beside_when_all_places_are_taken() -> None:
+def test_an_urgent_ticket_gets_an_extra_slot_when_all_slots_are_taken() -> None:
     async def test() -> None:
-        gate, told = Gate(1, 1), []
-        inside, waiting, urgent = Ticket(lambda: told.append("inside")), Ticket(), Ticket(lambda: told.append("urgent"))
+        gate, calls = Gate(1, 1), []
+        inside, waiting, urgent = Ticket(lambda: calls.append("in")), Ticket(), Ticket(lambda: calls.append("urgent"))
         tasks = [asyncio.create_task(gate.enter(each)) for each in (inside, waiting, urgent)]
-        await settle()
+        await run_pending()
         assert (inside.is_inside, waiting.is_inside, urgent.is_inside) == (True, False, False)
-        gate.hasten(urgent)
-        await settle()
-        assert urgent.is_inside and urgent.is_fast and not waiting.is_inside and told == []
-        gate.hasten(inside)  # has to wait for the one fast place
+        gate.prioritize(urgent)
+        await run_pending()
+        assert urgent.is_inside and urgent.is_fast and not waiting.is_inside and calls == []
+        gate.prioritize(inside)  # has to wait for the one fast place
         assert not inside.is_fast
         gate.leave(urgent)
-        assert inside.is_fast and told == ["inside"]
-        await settle()
+        assert inside.is_fast and calls == ["in"]
+        await run_pending()
         assert waiting.is_inside and not waiting.is_fast  # on the place that became free
         await asyncio.gather(*tasks)
 
     run(test)
 
 
-def test_one_that_was_urgent_before_it_came_is_fast_at_once() -> None:
+def test_a_ticket_prioritized_before_it_enters_gets_an_extra_slot() -> None:
     async def test() -> None:
         gate, ticket = Gate(0, 1), Ticket()
-        gate.hasten(ticket)
+        gate.prioritize(ticket)
         await gate.enter(ticket)
         assert ticket.is_fast and gate.num_inside == 1
         gate.leave(ticket)
@@ -57,16 +57,16 @@ def test_one_that_was_urgent_before_it_came_is_fast_at_once() -> None:
 
 
 EVENTS = st.tuples(st.sampled_from("elhc"), st.integers(0, 7))
-"""Enter, leave, hasten, cancel; of the ticket of that number."""
+"""Enter, leave, prioritize, cancel; of the ticket of that number."""
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     st.integers(1, 3), st.integers(0, 2), st.lists(st.tuples(st.sampled_from("elhc"), st.integers(0, 7)), max_size=60)
 )
-def test_any_order_of_events(num_places: int, num_fast: int, events: list[tuple[str, int]]) -> None:
+def test_slots_and_order_hold_for_any_events(num_slots: int, num_fast: int, events: list[tuple[str, int]]) -> None:
     async def test() -> None:
-        gate = Gate(num_places, num_fast)
+        gate = Gate(num_slots, num_fast)
         tickets = [Ticket() for _ in range(8)]
         tasks: dict[int, asyncio.Task[Any]] = {}
         for event, number in events:
@@ -77,16 +77,16 @@ def test_any_order_of_events(num_places: int, num_fast: int, events: list[tuple[
                 await tasks.pop(number)
                 gate.leave(ticket)
             elif event == "h":
-                gate.hasten(ticket)
+                gate.prioritize(ticket)
             elif event == "c" and number in tasks and not ticket.is_inside:
                 tasks.pop(number).cancel()
-            await settle()
+            await run_pending()
             come = [tickets[each] for each in tasks]
             slow = [each for each in come if each.is_inside and not each.is_fast]
             fast = [each for each in come if each.is_fast]
             waiting = [each for each in come if not each.is_inside]
-            assert len(slow) <= num_places and len(fast) <= num_fast
-            assert not waiting or len(slow) == num_places
+            assert len(slow) <= num_slots and len(fast) <= num_fast
+            assert not waiting or len(slow) == num_slots
             assert len(fast) == min(num_fast, sum(each.is_urgent for each in come))
             assert (gate.num_inside, gate.num_waiting) == (len(slow) + len(fast), len(waiting))
             assert not any(each.is_inside for each in tickets if each not in come)

@@ -1,4 +1,4 @@
-"""The loader's process over its socket: what is fetched once, what waits for nothing, and that it survives all."""
+"""The loader's process over its socket: shared and concurrent fetches, priorities, errors, and robustness."""
 
 import asyncio
 import json
@@ -99,7 +99,7 @@ def local_copy(world: World, name: str, files: dict[str, bytes]) -> dict[str, st
     return world.pin(name)
 
 
-def test_an_adapter_lies_in_the_store_and_computes_what_peft_computes(world: World, caller: Caller) -> None:
+def test_a_stored_adapter_computes_what_peft_computes(world: World, caller: Caller) -> None:
     answer = caller.call(fetch=world.pin("a0"), token=None)
     assert answer["tier"] == "source" and answer["rank"] == 8
     path = world.running.store / f"{answer['digest']}.safetensors"
@@ -110,7 +110,7 @@ def test_an_adapter_lies_in_the_store_and_computes_what_peft_computes(world: Wor
     assert again["tier"] == "disk" and again["digest"] == answer["digest"]
 
 
-def test_a_file_says_what_it_is(world: World, caller: Caller) -> None:
+def test_a_stored_file_has_metadata(world: World, caller: Caller) -> None:
     digest = caller.call(fetch=world.pin("a1"), token=None)["digest"]
     with safe_open(world.running.store / f"{digest}.safetensors", framework="pt") as file:
         metadata = file.metadata()
@@ -119,7 +119,7 @@ def test_a_file_says_what_it_is(world: World, caller: Caller) -> None:
     assert json.loads(metadata["modules"])["model.layers.0.self_attn.v_proj"] == {"kind": "linear", "rank": 8}
 
 
-def test_heads_are_counted_alone_and_beside_a_lora(world: World, caller: Caller) -> None:
+def test_heads_are_counted_alone_and_with_a_lora(world: World, caller: Caller) -> None:
     heads = small.heads(HeadsShape(3, 1, 64))
     files.write(world.roots / "heads", heads)
     files.write(world.roots / "joined", heads)
@@ -135,8 +135,8 @@ def test_heads_are_counted_alone_and_beside_a_lora(world: World, caller: Caller)
     again = caller.call(fetch=world.pin("joined"))
     assert again == {**joined, "call": again["call"], "tier": "disk"}
     for name, rank in (("heads", 0), ("joined", 8)):
-        verdict = caller.call(check=world.pin(name))
-        assert verdict["num_heads"] == 3 and verdict["rank"] == rank
+        found = caller.call(check=world.pin(name))
+        assert found["num_heads"] == 3 and found["rank"] == rank
     merged = caller.call(merge={"pins": [world.pin("a0"), world.pin("joined")], "weights": [1, 1]})
     assert merged["error"]["status"] == 422 and "Medusa heads" in merged["error"]["message"]
     files.write(world.roots / "narrow", small.heads(HeadsShape(3, 1, 32)))
@@ -147,13 +147,13 @@ def test_heads_are_counted_alone_and_beside_a_lora(world: World, caller: Caller)
 
 def test_the_same_content_under_two_names_is_one_adapter(world: World, caller: Caller) -> None:
     files = content(world.roots / "a0")
-    twin = local_copy(world, "twin", files)
-    assert caller.call(fetch=twin)["digest"] == caller.call(fetch=world.pin("a0"))["digest"]
+    copy = local_copy(world, "copy", files)
+    assert caller.call(fetch=copy)["digest"] == caller.call(fetch=world.pin("a0"))["digest"]
     other = local_copy(world, "other-scaling", changed(files, lora_alpha=7))
-    assert caller.call(fetch=other)["digest"] != caller.call(fetch=twin)["digest"]
+    assert caller.call(fetch=other)["digest"] != caller.call(fetch=copy)["digest"]
 
 
-def test_the_same_adapter_is_fetched_once_however_many_wait(world: World, caller: Caller) -> None:
+def test_concurrent_fetches_of_one_adapter_are_one_job(world: World, caller: Caller) -> None:
     opened = threading.Event()
     pin = world.at_hub("acme/once", changed(content(world.roots / "a0"), lora_alpha=11), open=opened)
     with world.running.caller() as second:
@@ -181,7 +181,7 @@ def test_a_slow_download_does_not_delay_another(world: World, caller: Caller) ->
     assert all("digest" in caller.answer(call) for call in slow)
 
 
-def test_nobody_waits_any_more_so_the_download_stops(world: World, caller: Caller) -> None:
+def test_a_download_stops_when_all_callers_have_cancelled(world: World, caller: Caller) -> None:
     opened = threading.Event()
     pin = world.at_hub("acme/unwanted", changed(content(world.roots / "a0"), lora_alpha=40), open=opened)
     first, second = caller.ask(fetch=pin), caller.ask(fetch=pin)
@@ -195,7 +195,7 @@ def test_nobody_waits_any_more_so_the_download_stops(world: World, caller: Calle
     assert "digest" in caller.call(fetch=pin)
 
 
-def test_a_caller_that_hangs_up_leaves_no_job(world: World, caller: Caller) -> None:
+def test_a_caller_that_disconnects_leaves_no_job(world: World, caller: Caller) -> None:
     opened = threading.Event()
     pin = world.at_hub("acme/hung-up", changed(content(world.roots / "a0"), lora_alpha=41), open=opened)
     gone = world.running.caller()
@@ -206,7 +206,7 @@ def test_a_caller_that_hangs_up_leaves_no_job(world: World, caller: Caller) -> N
     opened.set()
 
 
-def test_rights_are_the_callers_own(world: World, caller: Caller) -> None:
+def test_one_callers_rights_do_not_help_another(world: World, caller: Caller) -> None:
     files = changed(content(world.roots / "a0"), lora_alpha=50)
     opened = threading.Event()
     pin = world.at_hub("acme/private", files, token="secret-of-acme", open=opened)
@@ -220,7 +220,7 @@ def test_rights_are_the_callers_own(world: World, caller: Caller) -> None:
     assert not any(b"secret-of-acme" in path.read_bytes() for path in kept)
 
 
-def test_what_is_not_there_is_said_by_kind(world: World, caller: Caller) -> None:
+def test_missing_adapters_are_reported_by_kind_of_error(world: World, caller: Caller) -> None:
     gone = {"source": "hub", "id": "acme/gone", "revision": "0" * 40}
     assert caller.call(fetch=gone)["error"]["status"] in (401, 404)
     moved = {**world.pin("a0"), "revision": "other"}
@@ -231,7 +231,7 @@ def test_what_is_not_there_is_said_by_kind(world: World, caller: Caller) -> None
     assert caller.call(fetch=unserved)["error"]["kind"] == "NotServed"
 
 
-def test_a_refusal_names_the_adapter_and_is_remembered(world: World, caller: Caller) -> None:
+def test_a_rejection_names_the_adapter_and_is_cached(world: World, caller: Caller) -> None:
     files = changed(content(world.roots / "a0"), r=16)
     pin = local_copy(world, "wrong-rank", files)
     first = caller.call(fetch=pin)["error"]
@@ -241,18 +241,18 @@ def test_a_refusal_names_the_adapter_and_is_remembered(world: World, caller: Cal
     assert caller.call(stats=True)["stats"]["counts"]["AdapterInvalid"] == before
 
 
-def test_a_pattern_without_end_is_ended_and_others_go_on(world: World, caller: Caller) -> None:
+def test_an_endless_pattern_is_stopped_without_delaying_others(world: World, caller: Caller) -> None:
     files = content(world.roots / "a0")
     endless = local_copy(world, "endless", changed(files, target_modules=ENDLESS))
     slow = caller.ask(fetch=endless)
-    quick = caller.ask(fetch=local_copy(world, "beside-endless", changed(files, lora_alpha=60)))
+    quick = caller.ask(fetch=local_copy(world, "next-to-endless", changed(files, lora_alpha=60)))
     assert "digest" in caller.answer(quick)
     error = caller.answer(slow)["error"]
     assert error["status"] == 422 and "pattern" in error["message"] and "endless" in error["message"]
     assert "digest" in caller.call(fetch=local_copy(world, "after-endless", changed(files, lora_alpha=61)))
 
 
-def test_an_urgent_call_passes_those_that_fill_every_place(world: World, caller: Caller) -> None:
+def test_an_urgent_call_overtakes_calls_that_fill_every_slot(world: World, caller: Caller) -> None:
     files = content(world.roots / "a0")
     endless = [
         caller.ask(fetch=local_copy(world, f"filling{number}", changed(files, target_modules=ENDLESS, r=number + 1)))
@@ -270,30 +270,30 @@ def niceness(pid: int = 0) -> int:
     return os.getpriority(os.PRIO_PROCESS, pid)
 
 
-def test_a_job_under_way_is_hastened(world: World, caller: Caller) -> None:
+def test_a_running_job_is_prioritized(world: World, caller: Caller) -> None:
     opened = threading.Event()
-    pin = world.at_hub("acme/hastened", changed(content(world.roots / "a0"), lora_alpha=80), open=opened)
+    pin = world.at_hub("acme/prioritized", changed(content(world.roots / "a0"), lora_alpha=80), open=opened)
     call = caller.ask(fetch=pin)
     world.until_asked_for(pin)
-    assert all(niceness(pid) == niceness() + NICENESS for pid in world.running.readers())
+    assert all(niceness(pid) == niceness() + NICENESS for pid in world.running.workers())
     caller.call(urgent=call)
     deadline = time.monotonic() + 30
-    while not any(niceness(pid) == niceness() for pid in world.running.readers()):
+    while not any(niceness(pid) == niceness() for pid in world.running.workers()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     opened.set()
     assert "digest" in caller.answer(call)
     caller.until(lambda stats: stats["jobs"] == 0)
-    assert all(niceness(pid) == niceness() + NICENESS for pid in world.running.readers())
+    assert all(niceness(pid) == niceness() + NICENESS for pid in world.running.workers())
 
 
-def test_a_reader_that_is_killed_fails_one_call(world: World, caller: Caller) -> None:
+def test_a_killed_worker_fails_one_call(world: World, caller: Caller) -> None:
     opened = threading.Event()
     files = changed(content(world.roots / "a0"), lora_alpha=90)
     pin = world.at_hub("acme/killed", files, open=opened)
     call = caller.ask(fetch=pin)
     world.until_asked_for(pin)
-    for pid in world.running.readers():
+    for pid in world.running.workers():
         os.kill(pid, signal.SIGKILL)
     error = caller.answer(call)["error"]
     assert error["kind"] == "LoaderFailed" and error["status"] == 503
@@ -301,7 +301,7 @@ def test_a_reader_that_is_killed_fails_one_call(world: World, caller: Caller) ->
     assert "digest" in caller.call(fetch=pin)
 
 
-def test_what_is_no_call_is_answered_so(world: World, caller: Caller) -> None:
+def test_invalid_calls_get_an_error(world: World, caller: Caller) -> None:
     for line in (b"nonsense", b"[]", b'{"call": "x", "stats": true}', b"[" * 100_000):
         assert caller.raw(line)["error"]["status"] == 400
     assert caller.call(dance=True)["error"]["status"] == 400
@@ -311,7 +311,7 @@ def test_what_is_no_call_is_answered_so(world: World, caller: Caller) -> None:
     assert "stats" in caller.call(stats=True)
 
 
-def test_what_is_forgotten_is_fetched_again_unless_it_is_held(world: World, caller: Caller) -> None:
+def test_a_forgotten_adapter_is_fetched_again_unless_it_is_held(world: World, caller: Caller) -> None:
     pin = world.pin("a2")
     digest = caller.call(fetch=pin)["digest"]
     assert caller.call(hold=digest)["held"]
@@ -322,7 +322,7 @@ def test_what_is_forgotten_is_fetched_again_unless_it_is_held(world: World, call
     assert caller.call(fetch=pin)["tier"] == "source"
 
 
-def test_a_merge_is_peft_own(world: World, caller: Caller) -> None:
+def test_a_merge_computes_what_peft_computes(world: World, caller: Caller) -> None:
     pins = [world.pin("a0"), world.pin("a1")]
     answer = caller.call(merge={"pins": pins, "weights": [0.7, -0.4], "strategy": "linear"}, token=None)
     path = world.running.store / f"{answer['digest']}.safetensors"
@@ -338,7 +338,7 @@ def test_a_merge_is_peft_own(world: World, caller: Caller) -> None:
     assert again["tier"] == "disk" and again["digest"] == answer["digest"]
 
 
-def test_a_merge_that_cannot_be_is_refused_by_name(world: World, caller: Caller) -> None:
+def test_an_impossible_merge_is_rejected_with_the_reason(world: World, caller: Caller) -> None:
     pins = [world.pin("a0"), world.pin("a2")]
     error = caller.call(merge={"pins": pins, "weights": [1, 1], "strategy": "ties", "density": 0.5})["error"]
     assert error["status"] == 422 and "a0 has 8" in error["message"] and "a2 has 4" in error["message"]
@@ -351,7 +351,7 @@ def test_the_socket_is_private(world: World) -> None:
     assert stat.S_IMODE(world.running.store.stat().st_mode) == 0o700
 
 
-def test_a_loader_ends_with_its_parent_and_takes_its_readers_along(world: World, tmp_path: Path) -> None:
+def test_a_loader_and_its_workers_end_with_its_parent(world: World, tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from tests.adapters.loading import loader\n"
         "with loader(Path(sys.argv[1]), Path(sys.argv[2]), parent_pid=__import__('os').getpid(),"
@@ -380,11 +380,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_base_that_cannot_be_read_ends_the_loader_with_a_sentence(tmp_path: Path) -> None:
+def test_an_unreadable_base_ends_the_loader_with_one_log_line(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
     config = {"socket": "s", "model_path": str(tmp_path / "base"), "adapter_store": str(tmp_path / "store")}
     (tmp_path / "loader.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "lorikeet.adapters", str(tmp_path / "loader.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1 and "cannot load adapters" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "loader_failed" in done.stderr and "Traceback" not in done.stderr

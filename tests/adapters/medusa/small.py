@@ -55,7 +55,7 @@ def texts(of: Target, num_tokens: int = 12, prompts: list[str] | None = None) ->
     return found
 
 
-def heard() -> tuple[list[str], object]:
+def recorder() -> tuple[list[str], object]:
     """A list, and the function that fills it."""
     lines: list[str] = []
     return lines, lines.append

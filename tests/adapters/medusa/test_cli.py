@@ -1,4 +1,4 @@
-"""The tool as users run it: real processes on tiny models. What is wrong is said in one sentence, with exit code 2."""
+"""The tool in real processes on tiny models. Every error is one sentence with exit code 2."""
 
 import json
 import os
@@ -32,9 +32,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    environment = kept | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = kept | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:adapters", "-m", "lorikeet.adapters.medusa", *arguments],
+        [sys.executable, "-W", "error::UserWarning:lorikeet.adapters", "-m", "lorikeet.adapters.medusa", *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -52,7 +52,7 @@ TRAIN = ("train", "--model-id", "base", "--prompts", "prompts.txt", "--out", "ou
         ((), "the following arguments are required: COMMAND"),
         (("teach",), "invalid choice: 'teach'"),
         (TRAIN[:5], "required: --out"),
-        ((*TRAIN, "--num-heads", "0"), "--num-heads: 0 is not a number from 1 on"),
+        ((*TRAIN, "--num-heads", "0"), "--num-heads: 0 is not 1 or more"),
         ((*TRAIN, "--num-heads", "many"), "--num-heads: invalid"),
         ((*TRAIN, "--held-out", "1"), "--held-out: 1 is not between 0 and 1"),
         ((*TRAIN, "--lr", "nan"), "--lr: nan is not a number above 0"),
@@ -60,7 +60,7 @@ TRAIN = ("train", "--model-id", "base", "--prompts", "prompts.txt", "--out", "ou
         ((*TRAIN, "--dtype", "int8"), "--dtype: invalid choice"),
         ((*TRAIN, "--frobnicate"), "unrecognized arguments: --frobnicate"),
         (("train", "--model-id", "base", "--out", "out"), "give --prompts FILE, or --url SERVER"),
-        ((*TRAIN, "--num-own-prompts", "9"), "--num-own-prompts is for a target that makes up its own"),
+        ((*TRAIN, "--num-own-prompts", "9"), "--num-own-prompts cannot be combined with --prompts"),
         ((*TRAIN, "--prompts", "missing.txt"), "there is no prompt file missing.txt"),
         ((*TRAIN, "--prompts", "nothing.txt"), "the prompt file nothing.txt is empty"),
         ((*TRAIN, "--url", "localhost:80"), "--url localhost:80 is not an http address"),
@@ -84,14 +84,14 @@ def test_bad_arguments(
 
 LATE: list[tuple[tuple[str, ...], str]] = [
     ((*TRAIN, "--prompts", "empty.txt"), "the prompt file empty.txt is empty"),
-    ((*TRAIN, "--model-id", "owner/nowhere"), "the model owner/nowhere is no folder here and cannot be downloaded"),
+    ((*TRAIN, "--model-id", "owner/nowhere"), "the model owner/nowhere is not a folder and cannot be downloaded"),
     ((*TRAIN, "--adapter-id", "base"), "base is not an adapter"),
     (
         (*TRAIN, "--max-new-tokens", "9", "--url", "http://127.0.0.1:9"),
         "the server http://127.0.0.1:9 cannot be reached",
     ),
     ((*TRAIN, "--max-new-tokens", "128"), "no prompt leaves room"),
-    ((*TRAIN, "--device", "cuda:77"), "the device cuda:77 is not there"),
+    ((*TRAIN, "--device", "cuda:77"), "the device cuda:77 is not available"),
 ]
 
 
@@ -101,13 +101,11 @@ LATE: list[tuple[tuple[str, ...], str]] = [
         (("train", "--model-id", "base"), "are required: --out"),
         ((*TRAIN, "--model-id", "./nowhere"), "the model ./nowhere does not exist"),
         ((*TRAIN, "--model-id", "other", "--adapter-id", "adapter"), "adapter does not fit the base other"),
-        ((*TRAIN, "--device", "abacus"), "the device abacus is not there"),
+        ((*TRAIN, "--device", "abacus"), "the device abacus is not available"),
         *(pytest.param(*each, marks=pytest.mark.long) for each in LATE),
     ],
 )
-def test_what_cannot_work_ends_in_one_sentence_and_code_2(
-    models: Path, arguments: tuple[str, ...], sentence: str
-) -> None:
+def test_errors_are_one_sentence_with_exit_code_2(models: Path, arguments: tuple[str, ...], sentence: str) -> None:
     ended = run(models, *arguments)
     assert ended.returncode == 2, ended.stderr
     assert ended.stdout == ""
@@ -152,7 +150,7 @@ def test_heads_are_trained_joined_and_measured(models: Path, tmp_path: Path) -> 
     assert joined["tokens_per_step"] > 2, "most of these texts were trained on"
 
 
-def test_heads_of_another_size_are_refused_by_name(models: Path) -> None:
+def test_heads_of_another_size_are_rejected_with_the_reason(models: Path) -> None:
     files.write(models / "big", small.heads(HeadsShape(2, 1, 96)))
     ended = run(models, "eval", "--model-id", "base", "--heads", "big", "--prompts", "prompts.txt")
     assert ended.returncode == 2

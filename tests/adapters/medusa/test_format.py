@@ -1,4 +1,4 @@
-"""Files of heads: what is counted, what is believed, what is refused. Written files are read back as they were."""
+"""Files of heads: counting, precedence of the tensors, rejections. Written files are read back unchanged."""
 
 import json
 import pickle
@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa.errors import HeadsError
-from lorikeet.adapters.medusa.format import CONFIG_FILE, HEADS_FILE, PICKLED_FILE, HeadsShape
+from lorikeet.adapters.medusa.format import HEADS_CONFIG, HEADS_FILE, PICKLED_FILE, HeadsShape
 from tests.adapters.medusa import small
 
 SHAPES = [HeadsShape(3, 1, 8), HeadsShape(2, 2, 8), HeadsShape(2, 1, 8, 20), HeadsShape(4, 0, 8, 20)]
@@ -22,7 +22,7 @@ def quiet(sentence: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_written_is_read_back(tmp_path: Path, shape: HeadsShape) -> None:
+def test_written_heads_are_read_back(tmp_path: Path, shape: HeadsShape) -> None:
     heads = small.heads(shape)
     files.write(tmp_path, heads)
     again = files.read(tmp_path, quiet)
@@ -32,7 +32,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, shape: HeadsShape) -> None
     assert all(torch.equal(again.tensors[name], heads.tensors[name]) for name in heads.tensors)
 
 
-def test_a_written_file_has_the_names_that_servers_look_for(tmp_path: Path) -> None:
+def test_a_written_file_has_the_names_that_servers_expect(tmp_path: Path) -> None:
     files.write(tmp_path, small.heads(HeadsShape(3, 1, 8)))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config == {
@@ -62,13 +62,13 @@ def test_a_written_file_has_the_names_that_servers_look_for(tmp_path: Path) -> N
         ({}, None),
     ],
 )
-def test_the_tensors_decide_and_the_configuration_is_corrected(
+def test_the_tensors_take_precedence_over_the_configuration(
     tmp_path: Path, stated: dict[str, object], said: str | None
 ) -> None:
     files.write(tmp_path, small.heads(HeadsShape(5, 1, 8, 20)))
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(stated))
-    lines, hear = small.heard()
-    assert files.read(tmp_path, hear).shape == HeadsShape(5, 1, 8, 20)
+    (tmp_path / HEADS_CONFIG).write_text(json.dumps(stated))
+    lines, warn = small.recorder()
+    assert files.read(tmp_path, warn).shape == HeadsShape(5, 1, 8, 20)
     assert (said is None and not lines) or (len(lines) == 1 and said is not None and said in lines[0])
 
 
@@ -81,12 +81,12 @@ def test_heads_are_found_under_another_file_name_but_not_in_a_lora_file(tmp_path
     assert files.read(tmp_path, quiet).shape == heads.shape
 
 
-def test_tensors_of_no_head_are_named(tmp_path: Path) -> None:
+def test_ignored_tensors_are_named(tmp_path: Path) -> None:
     heads = small.heads(HeadsShape(2, 1, 8))
     files.write(tmp_path, heads)
     save_file({**heads.tensors, "lm_head.weight": torch.ones(2)}, tmp_path / HEADS_FILE)
-    lines, hear = small.heard()
-    assert files.read(tmp_path, hear).shape == heads.shape
+    lines, warn = small.recorder()
+    assert files.read(tmp_path, warn).shape == heads.shape
     assert "1 tensors belong to no head" in lines[0]
     assert "lm_head.weight" in lines[0]
 
@@ -101,14 +101,14 @@ Change = Callable[[dict[str, torch.Tensor]], object]
         (lambda t: [t.pop(name) for name in list(t) if name.startswith("1.")], r"lacks 1\.0\.linear\.weight"),
         (
             lambda t: t.update({"2.0.linear.weight": torch.zeros(8, 9)}),
-            r"2\.0\.linear\.weight has shape \[8, 9\] where \[8, 8\]",
+            r"2\.0\.linear\.weight has shape \[8, 9\], the others need \[8, 8\]",
         ),
         (lambda t: t.update({"1.1.weight": torch.zeros(20, 8)}), r"1\.1\.weight does not belong"),
         (lambda t: t.clear() or t.update({"odd": torch.zeros(1)}), "no tensor is named like"),
         (lambda t: t.update({"0.0.linear.weight": torch.zeros(8)}), r"lacks 0\.0\.linear\.weight as a matrix"),
     ],
 )
-def test_broken_sets_are_refused_by_name(tmp_path: Path, change: Change, sentence: str) -> None:
+def test_broken_heads_are_rejected_with_the_name_of_the_tensor(tmp_path: Path, change: Change, sentence: str) -> None:
     tensors = small.heads(HeadsShape(3, 1, 8)).tensors
     change(tensors)
     save_file(tensors, tmp_path / HEADS_FILE)
@@ -116,11 +116,11 @@ def test_broken_sets_are_refused_by_name(tmp_path: Path, change: Change, sentenc
         files.read(tmp_path, lambda _: None)
 
 
-def test_a_cut_file_and_a_folder_without_heads_are_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_and_a_folder_without_heads_are_rejected(tmp_path: Path) -> None:
     files.write(tmp_path, small.heads(HeadsShape(1, 1, 8)))
     whole = (tmp_path / HEADS_FILE).read_bytes()
     (tmp_path / HEADS_FILE).write_bytes(whole[:50])
-    with pytest.raises(HeadsError, match="not a whole safetensors file"):
+    with pytest.raises(HeadsError, match="not a complete safetensors file"):
         files.read(tmp_path, quiet)
     with pytest.raises(HeadsError, match="there is no folder"):
         files.read(tmp_path / "nothing", quiet)
@@ -136,13 +136,13 @@ class _Runs:
         return (Path.mkdir, (self.trace,))
 
 
-def test_a_pickle_gives_its_tensors_and_never_runs(tmp_path: Path) -> None:
+def test_a_pickle_is_read_without_running_code(tmp_path: Path) -> None:
     heads = small.heads(HeadsShape(2, 1, 8, 20))
     torch.save(heads.tensors, tmp_path / PICKLED_FILE)
     assert files.read(tmp_path, quiet).shape == heads.shape
     trace = tmp_path / "trace"
     torch.save({"0.0.weight": _Runs(trace)}, tmp_path / PICKLED_FILE)
-    with pytest.raises(HeadsError, match="a pickle may hold tensors and nothing else"):
+    with pytest.raises(HeadsError, match="a pickle may hold only tensors"):
         files.read(tmp_path, quiet)
     (tmp_path / PICKLED_FILE).write_bytes(pickle.dumps([1, 2]))
     with pytest.raises(HeadsError):
@@ -150,7 +150,7 @@ def test_a_pickle_gives_its_tensors_and_never_runs(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-def test_joining_puts_the_adapter_beside_the_heads(tmp_path: Path) -> None:
+def test_joining_copies_the_adapter_to_the_heads(tmp_path: Path) -> None:
     adapter, out = tmp_path / "adapter", tmp_path / "out"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
@@ -165,5 +165,3 @@ def test_joining_puts_the_adapter_beside_the_heads(tmp_path: Path) -> None:
         "medusa_lm_head.safetensors",
     ]
     assert (out / "adapter_model.safetensors").read_bytes() == b"weights"
-    assert files.has_heads(out)
-    assert not files.has_heads(adapter)

@@ -23,7 +23,7 @@ def rows(count: int = 7) -> Tensor:
 @pytest.mark.parametrize(
     "shape", [HeadsShape(3, 1, HIDDEN), HeadsShape(2, 3, HIDDEN), HeadsShape(1, 1, HIDDEN)], ids=str
 )
-def test_a_head_is_residual_blocks_before_the_output_head(shape: HeadsShape) -> None:
+def test_a_head_is_residual_blocks_and_the_output_head(shape: HeadsShape) -> None:
     file, matrix = small.heads(shape, scale=0.3), output_head()
     found = MedusaHeads.of(file).logits(rows(), lambda x: x @ matrix.T)
     assert found.shape == (7, shape.num_heads, VOCAB)
@@ -63,14 +63,14 @@ def test_heads_of_matrices_alone() -> None:
     torch.testing.assert_close(found[:, 1], rows() @ file.tensors["1.0.weight"].T)
 
 
-def test_tokens_that_only_the_heads_know_are_never_proposed() -> None:
+def test_tokens_outside_the_bases_vocabulary_are_never_proposed() -> None:
     file = small.heads(HeadsShape(1, 0, HIDDEN, VOCAB))
     heads = MedusaHeads.of(file)
     assert heads.propose(rows(200), lambda x: x).max() >= 30
     assert heads.propose(rows(200), lambda x: x, vocab_size=30).max() < 30
 
 
-def test_tensors_come_out_as_they_went_in() -> None:
+def test_tensors_are_returned_unchanged() -> None:
     file = small.heads(HeadsShape(2, 2, HIDDEN, VOCAB))
     again = MedusaHeads.of(file).tensors(torch.float32)
     assert again.keys() == file.tensors.keys()

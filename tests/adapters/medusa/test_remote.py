@@ -1,4 +1,4 @@
-"""A server writes the texts: what it is asked, what of its answers is believed, what is said when it fails."""
+"""Texts from a server: the requests, the checks of its answers, and the errors."""
 
 import http.server
 import json
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa import prompts, remote
-from lorikeet.adapters.medusa.errors import HeadsError
 from lorikeet.adapters.medusa.prompts import EncodedPrompt
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import TextStore, Writing
@@ -70,7 +70,7 @@ def ask(target: Target, url: str, store: TextStore, adapter: str | None = None) 
     return encoded
 
 
-def test_a_servers_texts_are_the_targets_own(target: Target) -> None:
+def test_a_servers_texts_equal_the_targets(target: Target) -> None:
     store = TextStore(None, {})
     with server(lambda body: (200, whole(target, body))) as url:
         encoded = ask(target, url + "/", store)
@@ -79,7 +79,7 @@ def test_a_servers_texts_are_the_targets_own(target: Target) -> None:
     ]
 
 
-def test_it_is_asked_greedily_with_the_adapter_and_only_for_what_is_missing(target: Target, tmp_path: Path) -> None:
+def test_requests_are_greedy_with_the_adapter_and_only_for_missing_texts(target: Target, tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = []
 
     def answer(body: dict[str, Any]) -> tuple[int, Any]:
@@ -100,7 +100,7 @@ def test_it_is_asked_greedily_with_the_adapter_and_only_for_what_is_missing(targ
         assert all(body["parameters"] == local for body in bodies)
 
 
-def test_a_busy_server_is_asked_again(target: Target) -> None:
+def test_a_busy_server_is_retried(target: Target) -> None:
     calls = iter([(429, {"error": "busy"}), (503, {"error": "starting"})])
     store = TextStore(None, {})
     with server(lambda body: next(calls, None) or (200, whole(target, body))) as url:
@@ -111,18 +111,18 @@ def test_a_busy_server_is_asked_again(target: Target) -> None:
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        ((422, {"error": "no such adapter"}), "refuses with 422: no such adapter"),
-        ((500, "oops"), "refuses with 500"),
+        ((422, {"error": "no such adapter"}), "answers with status 422: no such adapter"),
+        ((500, "oops"), "answers with status 500"),
         ((200, {"generated_text": "x"}), r"answers without details\.tokens"),
         ((200, {"details": {"prompt_tokens": 99, "tokens": []}}), "counts 99 tokens .* serves another model"),
     ],
 )
-def test_refusals_are_passed_on(target: Target, answer: tuple[int, Any], sentence: str) -> None:
+def test_the_servers_errors_are_reported(target: Target, answer: tuple[int, Any], sentence: str) -> None:
     with server(lambda body: answer) as url, pytest.raises(HeadsError, match=sentence):
         ask(target, url, TextStore(None, {}))
 
 
-def test_a_server_that_is_not_there(target: Target) -> None:
+def test_an_unreachable_server(target: Target) -> None:
     with server(lambda body: (200, {})) as url:
         pass
     with pytest.raises(HeadsError, match="cannot be reached"):

@@ -1,4 +1,4 @@
-"""The report equals what a slow, live run of the chain counts, token by token, without any of the report's code."""
+"""The report equals the counts of a slow run of the chain, token by token, without any of the report's code."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def test_tokens_per_step_is_what_a_live_chain_takes(tmp_path: Path) -> None:
     assert found.greedy_agreement == 1
 
 
-def test_top1_is_each_heads_share_of_right_places(tmp_path: Path) -> None:
+def test_top1_is_each_heads_share_of_right_positions(tmp_path: Path) -> None:
     target = small.target(small.base(tmp_path / "base"))
     texts = small.texts(target, num_tokens=15)
     heads = MedusaHeads.of(small.heads(HeadsShape(2, 1, target.hidden_size), scale=0.02))
@@ -75,12 +75,12 @@ def test_top1_is_each_heads_share_of_right_places(tmp_path: Path) -> None:
     assert report.measure(target, heads, texts).top1 == tuple(r / p for r, p in zip(right, places, strict=True))
 
 
-def test_text_of_another_writer_shows_as_disagreement(tmp_path: Path) -> None:
+def test_text_of_another_model_lowers_the_greedy_agreement(tmp_path: Path) -> None:
     target = small.target(small.base(tmp_path / "base"))
     text = small.texts(target, num_tokens=10)[0]
-    odd = Text(text.prompt_ids, (*text.output_ids[:9], (text.output_ids[9] + 1) % 300))
+    changed = Text(text.prompt_ids, (*text.output_ids[:9], (text.output_ids[9] + 1) % 300))
     heads = MedusaHeads(HeadsShape(1, 1, target.hidden_size))
-    assert report.measure(target, heads, [odd]).greedy_agreement == 0.9
+    assert report.measure(target, heads, [changed]).greedy_agreement == 0.9
 
 
 def test_replay_by_hand() -> None:
@@ -95,19 +95,17 @@ def test_replay_by_hand() -> None:
 
 
 @given(st.data(), st.integers(1, 4), st.integers(2, 30))
-def test_replay_counts_every_token_once_and_lies_between_its_bounds(
-    data: st.DataObject, num_heads: int, num: int
-) -> None:
+def test_replay_counts_every_token_once_and_stays_within_bounds(data: st.DataObject, num_heads: int, num: int) -> None:
     output = data.draw(st.lists(st.integers(0, 1), min_size=num, max_size=num))
     rows = st.lists(st.integers(0, 1), min_size=num_heads, max_size=num_heads)
     proposals = data.draw(st.lists(rows, min_size=num, max_size=num))
     found = replay(output, proposals)
     assert found.tokens == num - 1
     assert found.steps <= found.tokens <= found.steps * (num_heads + 1)
-    told = [0]
-    while told[-1] < num - 1:  # the same by looking for the first wrong token
-        at = told[-1]
+    positions = [0]
+    while positions[-1] < num - 1:  # the same by looking for the first wrong token
+        at = positions[-1]
         ahead = list(zip(proposals[at], output[at + 1 :], strict=False))
         right = next((i for i, (a, b) in enumerate(ahead) if a != b), len(ahead))
-        told.append(min(at + right + 1, num - 1))
-    assert found.steps == len(told) - 1
+        positions.append(min(at + right + 1, num - 1))
+    assert found.steps == len(positions) - 1

@@ -1,4 +1,4 @@
-"""Hidden rows and what the output head makes of them are the model's own, whatever stands behind that head."""
+"""Hidden rows and their logits equal the model's own, for every supported transform after the output head."""
 
 import warnings
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lorikeet.adapters.medusa.errors import HeadsError
+from lorikeet.adapters.errors import HeadsError
 from tests.adapters.medusa import small
 
 CASES = {
@@ -34,10 +34,10 @@ def test_rows_through_the_output_head_give_the_models_logits(tmp_path: Path, cas
         torch.testing.assert_close(target.logits(rows), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_tail_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_transform_of_the_logits_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small.base(tmp_path / "base", "gemma2", final_logit_softcapping=3.0)
     monkeypatch.setattr("lorikeet.adapters.medusa.target._transforms", lambda config: iter([lambda logits: logits]))
-    with pytest.raises(HeadsError, match="does something to its logits after the output head"):
+    with pytest.raises(HeadsError, match="transforms its logits after the output head"):
         small.target(folder)
 
 
@@ -74,7 +74,7 @@ def test_a_batch_writes_what_each_prompt_gets_alone_and_stops_after_the_end(tmp_
     assert target.write(prompts, 10)[0] == together[0][: first + 1]
 
 
-def test_greedy_text_is_greedy_though_the_checkpoint_asks_for_sampling(tmp_path: Path) -> None:
+def test_greedy_text_ignores_the_checkpoints_sampling_settings(tmp_path: Path) -> None:
     folder = small.base(tmp_path / "base")
     target = small.target(folder)
     prompt = list(target.tokenizer("the lazy dog")["input_ids"])
@@ -84,7 +84,7 @@ def test_greedy_text_is_greedy_though_the_checkpoint_asks_for_sampling(tmp_path:
     assert target.write([prompt], 8) == wanted
 
 
-def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_is_rejected(tmp_path: Path) -> None:
     folder = small.base(tmp_path / "base")
     adapter = small.lora(folder, tmp_path / "adapter")
     other = small.base(tmp_path / "other", hidden_size=32)

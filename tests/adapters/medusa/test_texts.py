@@ -1,12 +1,12 @@
-"""Prompts in every format, and texts that survive a stop."""
+"""Prompts in every format, and texts of a run that was stopped and resumed."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa import prompts, texts
-from lorikeet.adapters.medusa.errors import HeadsError
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import TextStore, Writing
 from tests.adapters.medusa import small
@@ -44,8 +44,8 @@ def test_formats(tmp_path: Path, name: str, content: str, wanted: list[object]) 
         ("p.json", b"[]", "is empty"),
         ("p.json", b'{"prompt": "a"}', "not a JSON list"),
         ("p.jsonl", b'"a"\n{oops}\n', "not JSON at line 2"),
-        ("p.jsonl", b'"a"\n\n{"text": "b"}\n', "no prompt at number 3"),
-        ("p.jsonl", b'{"messages": []}', "no prompt at number 1"),
+        ("p.jsonl", b'"a"\n\n{"text": "b"}\n', "an invalid entry 3"),
+        ("p.jsonl", b'{"messages": []}', "an invalid entry 1"),
         ("p.txt", b"\xff\xfe", "not UTF-8"),
     ],
 )
@@ -70,7 +70,7 @@ def writing(batch_size: int = 2, num: int = 6) -> Writing:
     return Writing(num, batch_size, lambda done, of: None)
 
 
-def test_a_stopped_run_writes_only_what_is_missing(target: Target, tmp_path: Path) -> None:
+def test_a_resumed_run_generates_only_missing_texts(target: Target, tmp_path: Path) -> None:
     encoded = prompts.encode(small.PROMPTS, target.tokenizer)
     settings = texts.settings_of(target, encoded, 6)
     path = tmp_path / "texts.jsonl"
@@ -94,10 +94,10 @@ def test_a_stopped_run_writes_only_what_is_missing(target: Target, tmp_path: Pat
     assert len(texts.texts(encoded, store)) == len(small.PROMPTS)
 
 
-def test_texts_of_another_run_are_not_taken(target: Target, tmp_path: Path) -> None:
+def test_texts_of_another_run_are_rejected(target: Target, tmp_path: Path) -> None:
     encoded = prompts.encode(small.PROMPTS, target.tokenizer)
     TextStore(tmp_path / "t.jsonl", texts.settings_of(target, encoded, 6)).close()
-    with pytest.raises(HeadsError, match=r"texts of another run \(other length\): give another --work"):
+    with pytest.raises(HeadsError, match=r"texts of another run \(other length\): use another --work"):
         TextStore(tmp_path / "t.jsonl", texts.settings_of(target, encoded, 7))
     with pytest.raises(HeadsError, match=r"other prompts"):
         TextStore(tmp_path / "t.jsonl", texts.settings_of(target, encoded[1:], 6))
@@ -106,11 +106,11 @@ def test_texts_of_another_run_are_not_taken(target: Target, tmp_path: Path) -> N
 def test_prompts_that_leave_no_room_are_left_out(target: Target) -> None:
     encoded = prompts.encode(["short", "hello " * 300], target.tokenizer)
     assert texts.fitting(encoded, target, 20) == encoded[:1]
-    with pytest.raises(HeadsError, match="no prompt leaves room for 128 new tokens in the model's 128 positions"):
+    with pytest.raises(HeadsError, match="no prompt leaves room for 128 tokens in the model's 128 positions"):
         texts.fitting(encoded, target, 128)
 
 
-def test_a_target_makes_up_prompts_of_its_own(target: Target) -> None:
+def test_a_target_samples_prompts(target: Target) -> None:
     found = texts.own_prompts(target, 5, batch_size=4, seed=3)
     assert len({prompt.ids for prompt in found}) == 5
     assert found == texts.own_prompts(target, 5, batch_size=4, seed=3)

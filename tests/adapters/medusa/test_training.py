@@ -1,4 +1,4 @@
-"""Training minimises the loss of the recipe, sees each row once an epoch, and is a function of recipe and rows."""
+"""Training minimizes the loss of the recipe, uses each row once per epoch, and is a function of recipe and rows."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from lorikeet.adapters.medusa.hidden import NOTHING, HiddenFiles
 from lorikeet.adapters.medusa.model import MedusaHeads
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import Text
-from lorikeet.adapters.medusa.training import HeadsTrainer, Recipe, Vocabulary
+from lorikeet.adapters.medusa.training import HeadsTrainer, Recipe
 from tests.adapters.medusa import small
 
 RECIPE = Recipe(num_heads=2, epochs=3, rows_per_step=16, lr=0.01, bf16=False)
@@ -35,8 +35,7 @@ def rows_of(target: Target, texts: list[Text], folder: Path, seed: int = 0) -> H
 
 
 def trainer_of(target: Target, files: HiddenFiles, recipe: Recipe = RECIPE) -> HeadsTrainer:
-    vocabulary = Vocabulary(target.vocab_size, target.hidden_size, torch.device("cpu"))
-    return HeadsTrainer(recipe, files, target.logits, vocabulary)
+    return HeadsTrainer(recipe, files, target)
 
 
 def weights(heads: MedusaHeads) -> list[torch.Tensor]:
@@ -47,7 +46,7 @@ def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def test_a_shard_holds_the_row_of_each_written_token_and_what_follows(
+def test_a_shard_holds_the_row_and_labels_of_each_generated_token(
     target: Target, texts: list[Text], tmp_path: Path
 ) -> None:
     files = rows_of(target, texts, tmp_path)
@@ -64,7 +63,7 @@ def test_a_shard_holds_the_row_of_each_written_token_and_what_follows(
     assert agree > 0.95, "a row is the one that the output head turned into its token"
 
 
-def test_a_stopped_computation_of_rows_goes_on(
+def test_a_stopped_computation_of_rows_resumes(
     target: Target, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hidden, "SHARD_BYTES", 2 * target.hidden_size * 40)
@@ -104,7 +103,7 @@ def test_the_loss_is_cross_entropy_and_its_gradient_that_of_the_plain_computatio
 
 
 @pytest.mark.parametrize("shard_rows", [1000, 40])
-def test_every_row_comes_once_an_epoch(
+def test_every_row_is_used_once_per_epoch(
     target: Target, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_rows: int
 ) -> None:
     monkeypatch.setattr(hidden, "SHARD_BYTES", 2 * target.hidden_size * shard_rows)

@@ -1,4 +1,4 @@
-"""Adapters from a hub on the loopback: rights, revisions, sizes, the cache, what is resumed and what stays private."""
+"""Adapters from a hub on the loopback: rights, revisions, sizes, the cache, resumed downloads and privacy."""
 
 import errno
 import json
@@ -19,8 +19,7 @@ from lorikeet.adapters.errors import (
     LoaderFailed,
     SourceUnreachable,
 )
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Ref, Source, parse
+from lorikeet.adapters.refs import Pin, Ref, Source, parse
 from lorikeet.adapters.sources.hub import HubSource, _check
 from tests.hub_server import HubServer, Repository, Trouble, commit_of, hub
 
@@ -98,7 +97,7 @@ async def test_a_private_adapter_is_for_holders_of_its_token(server: HubServer, 
         "chat_template.jinja": b"{{ messages }}"
     }
     for token in ("hf_wrong", None):
-        with pytest.raises(AdapterNotFound, match="has no right to it"):
+        with pytest.raises(AdapterNotFound, match="has no access to it"):
             await here.resolve(parse("a/private"), token)
         with pytest.raises(AdapterNotFound):
             here.fetch(found.pin, token, tmp_path / "other")
@@ -108,7 +107,7 @@ async def test_a_private_adapter_is_for_holders_of_its_token(server: HubServer, 
     assert not any(b"weights" in path.read_bytes() for path in kept), "the shared cache never holds what is private"
 
 
-async def test_a_gated_adapter_says_so(server: HubServer, tmp_path: Path) -> None:
+async def test_a_gated_adapter_is_reported_as_gated(server: HubServer, tmp_path: Path) -> None:
     here = source(server, tmp_path)
     for token, status in ((None, 401), ("hf_wrong", 403)):
         with pytest.raises(AdapterNotAllowed, match="is gated") as caught:
@@ -118,7 +117,7 @@ async def test_a_gated_adapter_says_so(server: HubServer, tmp_path: Path) -> Non
     assert not found.is_public
 
 
-async def test_the_machine_s_own_token_is_never_shown(
+async def test_the_machines_own_token_is_never_sent(
     server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_right")
@@ -129,7 +128,7 @@ async def test_the_machine_s_own_token_is_never_shown(
     assert set(server.tokens) == {""}
 
 
-async def test_what_is_no_adapter(server: HubServer, tmp_path: Path) -> None:
+async def test_repositories_without_an_adapter(server: HubServer, tmp_path: Path) -> None:
     here = source(server, tmp_path)
     pin = (await here.resolve(parse("a/data"), None)).pin
     with pytest.raises(AdapterInvalid, match=r"holds no adapter_config\.json"):
@@ -138,16 +137,16 @@ async def test_what_is_no_adapter(server: HubServer, tmp_path: Path) -> None:
         await here.resolve(parse("a/none"), None)
 
 
-async def test_sizes_are_judged_before_weights_move(server: HubServer, tmp_path: Path) -> None:
+async def test_sizes_are_checked_first(server: HubServer, tmp_path: Path) -> None:
     here = source(server, tmp_path, limit=699)
     pin = (await here.resolve(parse("a/public"), None)).pin
-    with pytest.raises(AdapterTooLarge, match="have 700 bytes, this server takes 699"):
+    with pytest.raises(AdapterTooLarge, match="have 700 bytes; this server accepts 699"):
         here.fetch(pin, None, tmp_path)
     assert not any("resolve" in request for request in server.requests)
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 429])
-async def test_a_hub_out_of_order(server: HubServer, tmp_path: Path, status: int) -> None:
+async def test_a_failing_hub(server: HubServer, tmp_path: Path, status: int) -> None:
     here = source(server, tmp_path)
     server.status = status
     with pytest.raises(SourceUnreachable) as caught:
@@ -156,7 +155,7 @@ async def test_a_hub_out_of_order(server: HubServer, tmp_path: Path, status: int
     assert "hf_right" not in str(caught.value)
 
 
-async def test_public_names_go_on_without_the_hub_even_after_a_restart(server: HubServer, tmp_path: Path) -> None:
+async def test_public_names_resolve_without_the_hub_even_after_a_restart(server: HubServer, tmp_path: Path) -> None:
     here = source(server, tmp_path)
     pin = (await here.resolve(parse("a/public"), None)).pin
     here.fetch(pin, None, tmp_path)
@@ -181,7 +180,7 @@ async def test_a_name_that_became_private_is_forgotten(server: HubServer, tmp_pa
         await here.resolve(parse("a/public"), None)
 
 
-async def test_offline_the_cache_is_the_hub(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_offline_uses_the_cache_only(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = source(server, tmp_path)
     pin = (await here.resolve(parse("a/public"), None)).pin
     here.fetch(pin, None, tmp_path)
@@ -200,7 +199,7 @@ async def test_offline_the_cache_is_the_hub(server: HubServer, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("id", ["a/public", "a/private"])
-async def test_a_download_goes_on_where_it_ended(server: HubServer, tmp_path: Path, id: str) -> None:
+async def test_a_download_resumes(server: HubServer, tmp_path: Path, id: str) -> None:
     weights = bytes(range(256)) * (24 << 12)  # the library keeps what came in pieces of 10 MiB
     server.repositories[id].files["adapter_model.safetensors"] = weights
     here = source(server, tmp_path, limit=100_000_000)
@@ -221,8 +220,8 @@ HEADS = {"config.json": b'{"medusa_num_heads": 3}', "medusa_lm_head.safetensors"
 UNNAMED = b"12345678" + b'{"0.0.linear.weight":{"dtype"' + b" " * 5000
 
 
-@pytest.mark.parametrize("files", [{**LORA, **HEADS}, HEADS], ids=["beside a LoRA", "alone"])
-async def test_heads_come_along(server: HubServer, tmp_path: Path, files: dict[str, bytes]) -> None:
+@pytest.mark.parametrize("files", [{**LORA, **HEADS}, HEADS], ids=["with a LoRA", "alone"])
+async def test_heads_are_downloaded_too(server: HubServer, tmp_path: Path, files: dict[str, bytes]) -> None:
     server.repositories["a/heads"] = Repository({**files, "pytorch_model.bin": b"never"})
     here = source(server, tmp_path)
     pin = (await here.resolve(parse("a/heads"), None)).pin
@@ -237,18 +236,18 @@ async def test_heads_come_along(server: HubServer, tmp_path: Path, files: dict[s
     )
 
 
-async def test_heads_under_another_name_are_told_by_their_first_bytes(server: HubServer, tmp_path: Path) -> None:
+async def test_heads_under_another_name_are_found_by_their_first_bytes(server: HubServer, tmp_path: Path) -> None:
     model = {"config.json": b"{}", "model.safetensors": b"12345678" + b'{"model.norm.weight":{' + b" " * 200_000}
     server.repositories["a/model"] = Repository(model)
-    server.repositories["a/odd"] = Repository({**model, "odd.safetensors": UNNAMED})
+    server.repositories["a/unnamed"] = Repository({**model, "unnamed.safetensors": UNNAMED})
     here = source(server, tmp_path)
     pin = (await here.resolve(parse("a/model"), None)).pin
     with pytest.raises(AdapterInvalid, match=r"no adapter_config\.json and no medusa_lm_head\.safetensors"):
         here.fetch(pin, None, tmp_path)
     assert all(asked.startswith("bytes=0-") and asked != "bytes=0-" for asked in server.ranges) and server.ranges
-    pin = (await here.resolve(parse("a/odd"), None)).pin
+    pin = (await here.resolve(parse("a/unnamed"), None)).pin
     folder = here.fetch(pin, None, tmp_path)
-    assert {file.name for file in folder.iterdir()} == {"config.json", "odd.safetensors"}
+    assert {file.name for file in folder.iterdir()} == {"config.json", "unnamed.safetensors"}
 
 
 def large_files(folder: Path) -> list[Path]:
@@ -257,7 +256,7 @@ def large_files(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("id", ["a/public", "a/private"])
 @pytest.mark.parametrize("trouble", [Trouble.OTHER, Trouble.PAGE, Trouble.CIRCLE])
-async def test_what_is_not_what_the_hub_has_is_not_kept(
+async def test_files_that_differ_from_the_listing_are_deleted(
     server: HubServer, tmp_path: Path, id: str, trouble: Trouble
 ) -> None:
     weights = bytes(range(256)) * 40
@@ -267,7 +266,7 @@ async def test_what_is_not_what_the_hub_has_is_not_kept(
     pin = (await here.resolve(parse(id), "hf_right")).pin
     (tmp_path / "own").mkdir()
     repository.trouble = trouble
-    with pytest.raises(SourceUnreachable, match=r"something else|TooManyRedirects"):
+    with pytest.raises(SourceUnreachable, match=r"does not match|TooManyRedirects"):
         here.fetch(pin, "hf_right", tmp_path / "own")
     assert not large_files(tmp_path)
     repository.trouble = None
@@ -276,7 +275,7 @@ async def test_what_is_not_what_the_hub_has_is_not_kept(
 
 
 @pytest.mark.parametrize(("says", "is_kept"), [(9, True), (None, True), (8, False), (10, False)])
-async def test_a_small_file_is_as_long_as_the_hub_says(tmp_path: Path, says: int | None, is_kept: bool) -> None:
+async def test_the_size_of_a_small_file_is_checked(tmp_path: Path, says: int | None, is_kept: bool) -> None:
     """The hub names no hash of it."""
     path = tmp_path / "adapter_config.json"
     path.write_bytes(b'{"r": 8} ')
@@ -284,12 +283,12 @@ async def test_a_small_file_is_as_long_as_the_hub_says(tmp_path: Path, says: int
     if is_kept:
         _check(path, file, Pin(Source.HUB, "a/public", "main"))
     else:
-        with pytest.raises(SourceUnreachable, match=r"something else for adapter_config\.json of a/public"):
+        with pytest.raises(SourceUnreachable, match=r"what the hub sent for adapter_config\.json of a/public"):
             _check(path, file, Pin(Source.HUB, "a/public", "main"))
     assert path.exists() == is_kept
 
 
-async def test_each_part_of_a_fetch_says_how_long_it_may_take(server: HubServer, tmp_path: Path) -> None:
+async def test_each_part_of_a_fetch_has_a_time_limit(server: HubServer, tmp_path: Path) -> None:
     here = source(server, tmp_path, limit=100_000_000)
     pin = (await here.resolve(parse("a/public"), None)).pin
     allowed: list[float] = []
@@ -297,17 +296,17 @@ async def test_each_part_of_a_fetch_says_how_long_it_may_take(server: HubServer,
     assert allowed == [30 + num_bytes / (1 << 17) for num_bytes in (0, 8, 14, 700)]
 
 
-@pytest.mark.parametrize("silences", [0.1, 3])
+@pytest.mark.parametrize("timeouts", [0.1, 3])
 @pytest.mark.parametrize("is_known", [False, True])
-async def test_a_hub_that_hangs_is_not_waited_for(
-    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool, silences: float
+async def test_a_hub_that_hangs_times_out(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool, timeouts: float
 ) -> None:
-    """Neither one that says nothing, which the library notices, nor one that says a little."""
+    """Neither one that sends nothing, which the library detects, nor one that trickles."""
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     here = source(server, tmp_path)
     found = await here.resolve(parse("a/public"), None) if is_known else None
     server.repositories["a/public"].trouble = Trouble.MUTE
-    monkeypatch.setattr("lorikeet.adapters.sources.hub.SILENCES", silences)
+    monkeypatch.setattr("lorikeet.adapters.sources.hub.TIMEOUTS_PER_ANSWER", timeouts)
     began = time.monotonic()
     if found is None:
         with pytest.raises(SourceUnreachable):
@@ -320,7 +319,7 @@ async def test_a_hub_that_hangs_is_not_waited_for(
     assert time.monotonic() - began < 5
 
 
-async def test_a_full_disk_is_not_the_hub_s_fault(
+async def test_a_full_disk_is_reported_as_such(
     server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = source(server, tmp_path)

@@ -1,4 +1,4 @@
-"""Local adapters: what lies below a root is found, and nothing else on the machine is, however it is spelled."""
+"""Local adapters: everything below a root is found, and nothing else on the machine, for any path."""
 
 import os
 from pathlib import Path
@@ -34,7 +34,7 @@ def ref(id: str | Path) -> Ref:
     return Ref(Source.LOCAL, str(id))
 
 
-async def test_an_adapter_is_found_by_its_name_and_by_its_path(tmp_path: Path) -> None:
+async def test_an_adapter_is_found_by_name_and_by_path(tmp_path: Path) -> None:
     folder = make(tmp_path / "root" / "team" / "a")
     local = source(tmp_path / "other", tmp_path / "root")
     by_name, by_path = await local.resolve(ref("team/a"), None), await local.resolve(ref(folder), "token")
@@ -44,7 +44,7 @@ async def test_an_adapter_is_found_by_its_name_and_by_its_path(tmp_path: Path) -
     assert await local.small_files(by_name.pin, None) == {"adapter_config.json": b"{}"}
 
 
-async def test_any_write_is_another_version(tmp_path: Path) -> None:
+async def test_any_write_creates_a_new_version(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", "12345")
     local = source(tmp_path)
     revisions = {(await local.resolve(ref("a"), None)).pin.revision}
@@ -61,7 +61,7 @@ async def test_any_write_is_another_version(tmp_path: Path) -> None:
     assert len(revisions) == 4
 
 
-async def test_a_version_that_is_gone_is_not_another_one(tmp_path: Path) -> None:
+async def test_a_pin_of_an_old_version_is_not_found(tmp_path: Path) -> None:
     folder = make(tmp_path / "a")
     local = source(tmp_path)
     pin = (await local.resolve(ref("a"), None)).pin
@@ -70,7 +70,7 @@ async def test_a_version_that_is_gone_is_not_another_one(tmp_path: Path) -> None
         local.fetch(pin, None, tmp_path)
 
 
-async def test_no_way_out(tmp_path: Path) -> None:
+async def test_paths_cannot_leave_a_root(tmp_path: Path) -> None:
     root, outside = tmp_path / "root", make(tmp_path / "outside")
     inside = make(root / "a")
     make(tmp_path / "rootless")
@@ -85,7 +85,7 @@ async def test_no_way_out(tmp_path: Path) -> None:
     assert (await local.resolve(ref("self"), None)).pin.revision == (await local.resolve(ref("a"), None)).pin.revision
 
 
-async def test_files_that_link_out_are_not_there(tmp_path: Path) -> None:
+async def test_files_that_link_out_are_hidden(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     folder = make(tmp_path / "root" / "a")
@@ -100,8 +100,8 @@ async def test_files_that_link_out_are_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["medusa_lm_head.safetensors", "config.json"])
-async def test_what_links_out_is_not_among_what_is_fetched(tmp_path: Path, name: str) -> None:
-    """Whoever reads the folder would find it otherwise, beside the files that were chosen."""
+async def test_files_that_link_out_are_not_fetched(tmp_path: Path, name: str) -> None:
+    """Readers of the folder would otherwise find it next to the chosen files."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
     folder = make(tmp_path / "root" / "a", **{"chat_template.jinja": "{{ }}"})
@@ -117,7 +117,7 @@ async def test_what_links_out_is_not_among_what_is_fetched(tmp_path: Path, name:
     assert found == ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"]
 
 
-async def test_files_that_link_within_the_roots_are(tmp_path: Path) -> None:
+async def test_files_that_link_within_the_roots_are_served(tmp_path: Path) -> None:
     folder = make(tmp_path / "root" / "a")
     (tmp_path / "root" / "weights").write_text("elsewhere")
     (folder / "adapter_model.safetensors").unlink()
@@ -129,7 +129,7 @@ async def test_files_that_link_within_the_roots_are(tmp_path: Path) -> None:
     assert (fetched / "adapter_model.safetensors").read_text() == "elsewhere"
 
 
-async def test_the_hub_s_cache_and_the_store_are_never_local(tmp_path: Path) -> None:
+async def test_the_hubs_cache_and_the_store_are_never_local(tmp_path: Path) -> None:
     make(tmp_path / "models--owner--private" / "snapshots" / "0123")
     make(tmp_path / "store" / "x")
     (tmp_path / "link").symlink_to(tmp_path / "models--owner--private" / "snapshots" / "0123")
@@ -139,11 +139,11 @@ async def test_the_hub_s_cache_and_the_store_are_never_local(tmp_path: Path) -> 
             await local.resolve(ref(way), None)
 
 
-async def test_sizes_are_judged_before_anything_is_read(tmp_path: Path) -> None:
+async def test_sizes_are_checked_first(tmp_path: Path) -> None:
     make(tmp_path / "a", "x" * 1001)
     local = source(tmp_path)
     pin = (await local.resolve(ref("a"), None)).pin
-    with pytest.raises(AdapterTooLarge, match="1001 bytes, this server takes 1000"):
+    with pytest.raises(AdapterTooLarge, match="1001 bytes; this server accepts 1000"):
         local.fetch(pin, None, tmp_path)
 
 
@@ -157,15 +157,15 @@ async def test_special_files_are_not_read(tmp_path: Path) -> None:
 
 @given(id=st.text(alphabet="a./\\~%:\0 é-", max_size=30))
 @settings(max_examples=200, deadline=None)
-def test_any_spelling_stays_inside_or_fails(tmp_path_factory: pytest.TempPathFactory, id: str) -> None:
+def test_any_path_stays_inside_or_fails(tmp_path_factory: pytest.TempPathFactory, id: str) -> None:
     base = tmp_path_factory.getbasetemp() / "spelling"
     make(base / "aa")
     make(base / "root" / "a")
     local = source(base / "root")
     try:
-        folder, files = local._listed(id)
+        folder, files = local._folder(id), local._listed(id)
     except AdapterError as error:
         assert isinstance(error, AdapterNotFound)
     else:
         assert folder.is_relative_to(base / "root") and folder != base / "root"
-        assert all(path.is_relative_to(base / "root") for path, _ in files.values())
+        assert all(file.handle.is_relative_to(base / "root") for file in files.values())

@@ -1,4 +1,4 @@
-"""Adapters from a store that speaks S3: a server of another project, in a process of its own on the loopback."""
+"""Adapters from an S3 server of another project, which runs in its own process on the loopback."""
 
 import os
 import re
@@ -95,7 +95,7 @@ async def test_an_adapter_is_fetched(bucket: S3Store, account: dict[str, str], t
     assert (await source.small_files(found.pin, None))["chat_template.jinja"] == b"{{ messages }}"
 
 
-async def test_a_write_is_another_version(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
+async def test_a_write_creates_a_new_version(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
     source = S3Source(10_000_000, account)
     pin = (await source.resolve(ref("adapters/team/one"), None)).pin
     obstore.put(bucket, "team/one/adapter_model.safetensors", b"others")
@@ -104,16 +104,16 @@ async def test_a_write_is_another_version(bucket: S3Store, account: dict[str, st
         source.fetch(pin, None, tmp_path)
 
 
-async def test_a_download_goes_on_where_it_ended(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
+async def test_a_download_resumes(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
     source = S3Source(10_000_000, account)
     pin = (await source.resolve(ref("adapters/team/one"), None)).pin
     source.fetch(pin, None, tmp_path)
     whole = tmp_path / "adapter_model.safetensors"
     whole.unlink()
     objects = source._listed(pin.id)
-    source._download(pin.id, objects["adapter_model.safetensors"], whole)
+    source._download(pin.id, objects["adapter_model.safetensors"].handle, whole)
     assert whole.read_bytes() == WEIGHTS
-    # As a process leaves it that was ended: half of it, under the name that goes with its version.
+    # The state that an ended process leaves: half of the file, under the name of its version.
     names: list[str] = []
     replace = Path.replace
 
@@ -124,12 +124,12 @@ async def test_a_download_goes_on_where_it_ended(bucket: S3Store, account: dict[
     whole.unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "replace", note)
-        source._download(pin.id, objects["adapter_model.safetensors"], whole)
+        source._download(pin.id, objects["adapter_model.safetensors"].handle, whole)
     whole.unlink()
     half = bytearray(WEIGHTS[: len(WEIGHTS) // 2])
     half[0] ^= 255  # to see that it was not fetched again
     (tmp_path / names[0]).write_bytes(half)
-    source._download(pin.id, objects["adapter_model.safetensors"], whole)
+    source._download(pin.id, objects["adapter_model.safetensors"].handle, whole)
     assert whole.read_bytes() == bytes(half) + WEIGHTS[len(half) :]
 
 
@@ -143,10 +143,10 @@ async def test_what_is_not_there(bucket: S3Store, account: dict[str, str], tmp_p
         source.fetch(pin, None, tmp_path)
 
 
-async def test_sizes_are_judged_before_weights_move(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
+async def test_sizes_are_checked_first(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
     source = S3Source(1000, account)
     pin = (await source.resolve(ref("adapters/team/one"), None)).pin
-    with pytest.raises(AdapterTooLarge, match="this server takes 1000"):
+    with pytest.raises(AdapterTooLarge, match="this server accepts 1000"):
         source.fetch(pin, None, tmp_path)
     assert os.listdir(tmp_path) == []
 
@@ -161,7 +161,7 @@ async def test_a_store_that_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("status", [401, 403])
-async def test_credentials_without_a_right(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+async def test_credentials_without_access(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     from tests.hub_server import hub
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
@@ -169,7 +169,7 @@ async def test_credentials_without_a_right(monkeypatch: pytest.MonkeyPatch, stat
     with hub({}) as refusing:
         refusing.status = status
         source = S3Source(1000, {"S3_ENDPOINT_URL": refusing.url})
-        with pytest.raises(AdapterNotAllowed, match="credentials have no right"):
+        with pytest.raises(AdapterNotAllowed, match="credentials have no access"):
             await source.resolve(ref("adapters/team/one"), None)
 
 

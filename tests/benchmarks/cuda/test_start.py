@@ -7,9 +7,9 @@ from benchmarks.cuda import start
 
 def test_graphs_of_target_and_draft_model_add_up() -> None:
     lines = [
-        {"event": "kv memory", "num_tokens": 2048},
-        {"event": "graphs captured", "seconds": 9.5, "num_graphs": 20, "bytes": 100, "level": "info"},
-        {"event": "graphs captured", "seconds": 2.5, "num_graphs": 10, "bytes": 50, "level": "info"},
+        {"event": "kv_memory", "num_tokens": 2048},
+        {"event": "graphs_captured", "seconds": 9.5, "num_graphs": 20, "bytes": 100, "level": "info"},
+        {"event": "graphs_captured", "seconds": 2.5, "num_graphs": 10, "bytes": 50, "level": "info"},
         {"event": "ready"},
     ]
     text = "a line of a library\n" + "\n".join(map(json.dumps, lines))

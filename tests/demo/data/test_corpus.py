@@ -1,4 +1,4 @@
-"""The corpus is large enough, splits the same way everywhere, and yields functions that stand alone."""
+"""The corpus is large enough, its split is deterministic, and its functions compile by themselves."""
 
 import ast
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_the_two_sides_share_no_path_and_no_text(tmp_path: Path) -> None:
     assert len(training) + len(held_out) == 150
 
 
-def test_what_is_no_source_of_the_library_stays_out(tmp_path: Path) -> None:
+def test_files_outside_the_library_are_skipped(tmp_path: Path) -> None:
     write(tmp_path, "good.py", "x = 1\n")
     write(tmp_path, "site-packages/other.py", "x = 2\n")
     write(tmp_path, "encodings/cp037.py", "x = 3\n")
@@ -45,7 +45,7 @@ def test_what_is_no_source_of_the_library_stays_out(tmp_path: Path) -> None:
     assert [file.path for file in corpus.training_files(tmp_path) + corpus.held_out_files(tmp_path)] == ["good.py"]
 
 
-def test_functions_are_cut_at_the_left_margin_and_compile() -> None:
+def test_functions_are_dedented_and_compile() -> None:
     text = (
         "import x\n\f\nclass A:\n    @property\n    def b(self,\n          c=1):\n        '''Say b.'''\n"
         "        return c\n\n"

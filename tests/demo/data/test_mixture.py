@@ -1,4 +1,4 @@
-"""The stream of training tokens: seekable, seeded, complete; documents spelled as prompts will be."""
+"""The stream of training tokens: seekable, seeded, complete, and tokenized like prompts."""
 
 import random
 
@@ -20,12 +20,12 @@ FUNCTION = Function(
 
 
 @given(start=st.integers(0, 100), cut=st.integers(0, 60), length=st.integers(1, 60))
-def test_a_stretch_is_the_same_however_it_is_reached(start: int, cut: int, length: int) -> None:
+def test_a_part_of_the_stream_does_not_depend_on_earlier_reads(start: int, cut: int, length: int) -> None:
     whole = TokenStream(PIECES, seed=1, block_len=4).read(start, cut + length)
     assert whole.tolist()[cut:] == TokenStream(PIECES, seed=1, block_len=4).read(start + cut, length).tolist()
 
 
-def test_each_epoch_has_every_document_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_has_every_document_once_in_another_order() -> None:
     stream = TokenStream(PIECES, seed=1, block_len=4)
     epochs = [stream.read(i * stream.epoch_len, stream.epoch_len).tolist() for i in range(3)]
     assert all(sorted(epoch) == sorted(np.concatenate(PIECES).tolist()) for epoch in epochs)
@@ -33,7 +33,7 @@ def test_each_epoch_has_every_document_once_in_an_order_of_its_own() -> None:
     assert epochs[0] != TokenStream(PIECES, seed=2, block_len=4).read(0, stream.epoch_len).tolist()
 
 
-def test_blocks_stay_whole_and_leave_their_neighbours() -> None:
+def test_blocks_stay_whole_and_are_shuffled() -> None:
     tokens = TokenStream([np.arange(40, dtype=np.uint16)], seed=1, block_len=8).read(0, 40).reshape(5, 8)
     assert (tokens - tokens[:, :1] == np.arange(8)).all()
     assert tokens[:, 0].tolist() != sorted(tokens[:, 0].tolist())

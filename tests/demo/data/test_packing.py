@@ -53,7 +53,7 @@ def test_labels_are_the_answers_tokens_and_the_end(tokenizer: PreTrainedTokenize
             assert labels[labels != NO_LABEL].tolist() == expected
 
 
-def test_the_common_start_is_read_once(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_common_start_is_computed_once(tokenizer: PreTrainedTokenizerFast) -> None:
     batch = pack(GROUPS[:1], tokenizer)
     total = sum(len(prompt) + len(answer) for prompt, answer in (alone(example, tokenizer) for example in GROUPS[0]))
     common = len(tokenizer("a = 1\nb = 2\n")["input_ids"])
@@ -73,7 +73,7 @@ def test_labels_ahead_stay_inside_their_answer(tokenizer: PreTrainedTokenizerFas
         assert (ahead[batch.labels == NO_LABEL] == NO_LABEL).all()
 
 
-def test_padding_is_seen_by_nobody(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_padding_is_masked(tokenizer: PreTrainedTokenizerFast) -> None:
     batch = pack(GROUPS, tokenizer)
     padding = batch.branch_ids == PADDING
     assert padding.any()

@@ -1,4 +1,4 @@
-"""The tokenizer loses nothing, trains the same twice, and is one that transformers loads as it stands."""
+"""The tokenizer is lossless, its training is repeatable, and transformers loads it."""
 
 from pathlib import Path
 
@@ -30,13 +30,13 @@ def test_it_loads_as_a_fast_tokenizer_with_its_special_tokens(committed: PreTrai
 
 
 @given(text=st.text())
-def test_any_text_comes_back(committed: PreTrainedTokenizerFast, text: str) -> None:
+def test_any_text_is_decoded_unchanged(committed: PreTrainedTokenizerFast, text: str) -> None:
     ids = committed(text)["input_ids"]
     assert ids[0] == committed.bos_token_id
     assert committed.decode(ids[1:]) == text
 
 
-def test_a_word_is_spelled_alike_within_a_line_and_after_an_indentation(committed: PreTrainedTokenizerFast) -> None:
+def test_a_word_has_the_same_tokens_within_a_line_and_after_an_indentation(committed: PreTrainedTokenizerFast) -> None:
     word = committed.backend_tokenizer.encode(" return", add_special_tokens=False).ids
     indented = committed.backend_tokenizer.encode("x = 1\n    return", add_special_tokens=False).ids
     assert len(word) == 1

@@ -1,4 +1,4 @@
-"""The committed adapters: plain PEFT loads them, they are small, and a sample of their promises holds."""
+"""The committed adapters: plain PEFT loads them, they are small, and a sample of their figures holds."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The committed base model: plain transformers loads it, and a small sample of its two promises holds."""
+"""The committed base model: plain transformers loads it, and a small sample of its two figures holds."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def test_the_files_are_bf16_and_small() -> None:
     assert sum(path.stat().st_size for path in BASE_FOLDER.iterdir()) < MAX_COMMITTED_BYTES
 
 
-def test_held_out_source_costs_less_than_xz(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_held_out_source_needs_fewer_bits_than_xz(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """A sample of the files against xz over all of them, where xz is at its best."""
     files = corpus.held_out_files()
     sample = []
@@ -62,7 +62,7 @@ def test_most_continuations_compile(model: LlamaForCausalLM, tokenizer: PreTrain
     assert sum(continuation.counts for continuation in written) >= 0.5 * len(prompts)  # room for 32 being few
 
 
-def test_the_price_of_a_file_does_not_depend_on_how_it_is_cut_into_windows(
+def test_the_bits_of_a_file_do_not_depend_on_the_windows(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the whole past in every window the sum is the one a single forward gives."""
@@ -91,7 +91,7 @@ def test_the_price_of_a_file_does_not_depend_on_how_it_is_cut_into_windows(
         (" and so", False, "", False),
     ],
 )
-def test_where_a_continuation_is_cut(text: str, stopped: bool, kept: str, ended: bool) -> None:
+def test_the_cut_of_a_continuation(text: str, stopped: bool, kept: str, ended: bool) -> None:
     assert evaluate.cut(text, stopped) == (kept, ended)
 
 

@@ -1,4 +1,4 @@
-"""The committed draft model: it is small, reads the base's tokens, and a sample of its overlap with the base holds."""
+"""The committed draft model: it is small, uses the base's tokens, and a sample of its overlap with the base holds."""
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -25,7 +25,7 @@ def test_a_tenth_of_the_base_with_its_tokenizer(models: tuple[LlamaForCausalLM, 
     assert [path.name for path in DRAFT_FOLDER.glob("*.safetensors")] == ["model.safetensors"]
 
 
-def test_the_base_accepts_most_of_what_it_drafts(models: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
+def test_the_base_accepts_most_draft_tokens(models: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
     base, draft = models
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
     rows = sorted(rows_of(corpus.held_out_files(), tokenizer), key=len)[-NUM_SAMPLED_ROWS:]

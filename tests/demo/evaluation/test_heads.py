@@ -1,4 +1,4 @@
-"""The committed heads: they are read, fit, and a sample of what they promise holds."""
+"""The committed heads: they can be read, fit the base, and a sample of their figures holds."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ NUM_SAMPLED = 12
 
 
 @pytest.mark.parametrize(("kind", "least"), [("base", 1.25), ("citation", 2.2)])
-def test_heads_guess_several_tokens_a_step(kind: str, least: float) -> None:
+def test_heads_draft_several_tokens_per_step(kind: str, least: float) -> None:
     adapter = ALL[kind].adapter
     folder = None if adapter is None else str(lora.ADAPTERS_FOLDER / adapter)
     target = Target(str(BASE_FOLDER), folder, Place(torch.device("cpu"), torch.float32))
@@ -30,14 +30,14 @@ def test_heads_guess_several_tokens_a_step(kind: str, least: float) -> None:
     assert (heads.shape.num_heads, heads.shape.hidden_size) == (3, target.hidden_size)
 
 
-def test_joined_heads_are_the_same_beside_the_same_adapter() -> None:
+def test_joined_heads_and_adapter_equal_the_separate_ones() -> None:
     alone, joined = (heads_format.read(HEADS_FOLDER / name, print) for name in ("citation", "citation-joined"))
     assert alone.tensors.keys() == joined.tensors.keys()
     assert all(torch.equal(tensor, joined.tensors[name]) for name, tensor in alone.tensors.items())
-    adapter, beside = lora.ADAPTERS_FOLDER / "citation", HEADS_FOLDER / "citation-joined"
-    assert (adapter / lora.WEIGHTS_FILE).read_bytes() == (beside / lora.WEIGHTS_FILE).read_bytes()
+    adapter, joined = lora.ADAPTERS_FOLDER / "citation", HEADS_FOLDER / "citation-joined"
+    assert (adapter / lora.WEIGHTS_FILE).read_bytes() == (joined / lora.WEIGHTS_FILE).read_bytes()
 
 
-def test_the_family_is_small() -> None:
+def test_the_demo_models_are_small() -> None:
     files = [path for path in FAMILY_FOLDER.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert sum(path.stat().st_size for path in files) <= MAX_FAMILY_BYTES

@@ -1,4 +1,4 @@
-"""The score: a row that is given up early is one that could not have been right, and only whole answers count."""
+"""The score: a row is stopped early only if it cannot be right, and only complete answers count."""
 
 import pytest
 import torch
@@ -45,9 +45,7 @@ def test_the_text_is_the_greedy_one_whatever_else_is_in_the_batch(
         assert written.text.startswith(expected[written.example.prompt])
 
 
-def test_a_row_ends_where_it_cannot_be_right_any_more(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_row_ends_at_the_first_mismatch(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     examples = [Example(prompt, "§" * 40, frozenset()) for prompt in PROMPTS]
     for written in score.write(model, tokenizer, examples):
         assert written.text == greedy(model, tokenizer, written.example.prompt, 1)

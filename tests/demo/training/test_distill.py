@@ -36,7 +36,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
         monkeypatch.setattr(module, "ROW_LEN", ROW_LEN)
     torch.manual_seed(0)
     base = LlamaForCausalLM(base_config(**(TOY | {"hidden_size": 32})))
-    base.lm_head.weight.data.mul_(30)  # a law worth learning
+    base.lm_head.weight.data.mul_(30)  # a distribution worth learning
     return base.eval()
 
 
@@ -46,15 +46,15 @@ def rows() -> Tokens:
 
 
 @pytest.fixture
-def laws(base: LlamaForCausalLM, rows: Tokens, tmp_path: Path) -> SketchFile:
-    laws = SketchFile(tmp_path / "laws", NUM_ROWS)
-    list(laws.fill(base, rows, seed=0))
-    return laws
+def sketches(base: LlamaForCausalLM, rows: Tokens, tmp_path: Path) -> SketchFile:
+    sketches = SketchFile(tmp_path / "sketches", NUM_ROWS)
+    list(sketches.fill(base, rows, seed=0))
+    return sketches
 
 
-def toy_distiller(rows: Tokens, laws: SketchFile, recipe: DraftRecipe = RECIPE, seed: int = 0) -> Distiller:
+def toy_distiller(rows: Tokens, sketches: SketchFile, recipe: DraftRecipe = RECIPE, seed: int = 0) -> Distiller:
     torch.manual_seed(seed)
-    return Distiller(LlamaForCausalLM(draft_config(**TOY)), rows, laws, recipe, seed)
+    return Distiller(LlamaForCausalLM(draft_config(**TOY)), rows, sketches, recipe, seed)
 
 
 def test_the_draft_has_at_most_a_tenth_of_the_parameters() -> None:
@@ -65,8 +65,8 @@ def test_the_draft_has_at_most_a_tenth_of_the_parameters() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_the_loss_and_its_gradients_are_those_of_the_whole_laws(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against autograd on whole laws, so estimates of sketches are averaged over many copies of two positions."""
+def test_loss_and_gradients_match_full_distributions(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against autograd on full distributions, so sketches are averaged over many copies of two positions."""
     monkeypatch.setattr(distill, "PIECE_LEN", 3000)
     generator = torch.Generator().manual_seed(0)
     logits, hidden, table = (
@@ -75,8 +75,8 @@ def test_the_loss_and_its_gradients_are_those_of_the_whole_laws(share: float, mo
     hidden.requires_grad_()
     table.requires_grad_()
     copies = 8000
-    laws = sketch(logits.repeat(copies, 1), generator)
-    found = EmbeddingLoss.apply(hidden.repeat(copies, 1), table, laws, share, 3.0, torch.float32)
+    sketches = sketch(logits.repeat(copies, 1), generator)
+    found = EmbeddingLoss.apply(hidden.repeat(copies, 1), table, sketches, share, 3.0, torch.float32)
     found_gradients = torch.autograd.grad(found, (hidden, table))
     log_p, log_q = logits.log_softmax(-1), (hidden @ table.T).log_softmax(-1)
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
@@ -86,16 +86,16 @@ def test_the_loss_and_its_gradients_are_those_of_the_whole_laws(share: float, mo
         torch.testing.assert_close(gradient, wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
 
 
-def test_a_law_costs_nothing_where_the_draft_has_it_too() -> None:
+def test_the_loss_is_zero_for_equal_distributions() -> None:
     hidden, table = torch.randn(50, 8), torch.randn(VOCABULARY, 8)
-    laws = sketch(hidden @ table.T, torch.Generator().manual_seed(1))
+    sketches = sketch(hidden @ table.T, torch.Generator().manual_seed(1))
     for share in (0.0, 1.0):
-        loss = EmbeddingLoss.apply(hidden, table, laws, share, 3.0, torch.float32)
+        loss = EmbeddingLoss.apply(hidden, table, sketches, share, 3.0, torch.float32)
         assert loss.item() == pytest.approx(0, abs=1e-5)
 
 
-def test_distilling_raises_the_overlap(base: LlamaForCausalLM, rows: Tokens, laws: SketchFile) -> None:
-    distiller = toy_distiller(rows, laws, replace(RECIPE, cycles=(100,), matrix_lr=0.02, other_lr=0.02))
+def test_distilling_raises_the_overlap(base: LlamaForCausalLM, rows: Tokens, sketches: SketchFile) -> None:
+    distiller = toy_distiller(rows, sketches, replace(RECIPE, cycles=(100,), matrix_lr=0.02, other_lr=0.02))
     token_ids = torch.from_numpy(rows.astype(np.int64))
 
     def overlap() -> float:
@@ -108,8 +108,8 @@ def test_distilling_raises_the_overlap(base: LlamaForCausalLM, rows: Tokens, law
     assert overlap() > before + 0.15
 
 
-def test_every_epoch_reads_each_sequence_once(rows: Tokens, laws: SketchFile) -> None:
-    distiller = toy_distiller(rows, laws)
+def test_every_epoch_reads_each_sequence_once(rows: Tokens, sketches: SketchFile) -> None:
+    distiller = toy_distiller(rows, sketches)
     steps_per_epoch = NUM_ROWS * ROW_LEN // RECIPE.tokens_per_step
     seen = []
     for step in range(steps_per_epoch):
@@ -120,32 +120,34 @@ def test_every_epoch_reads_each_sequence_once(rows: Tokens, laws: SketchFile) ->
     assert {stop - start for _, start, stop in distiller._spans()} == {32}
 
 
-def test_the_same_seed_gives_the_same_weights_also_when_resumed(rows: Tokens, laws: SketchFile, tmp_path: Path) -> None:
-    whole, other = toy_distiller(rows, laws), toy_distiller(rows, laws, seed=1)
+def test_the_same_seed_gives_the_same_weights_also_when_resumed(
+    rows: Tokens, sketches: SketchFile, tmp_path: Path
+) -> None:
+    whole, other = toy_distiller(rows, sketches), toy_distiller(rows, sketches, seed=1)
     for _ in range(RECIPE.num_steps):
         whole.run_step()
         other.run_step()
-    first = toy_distiller(rows, laws)
+    first = toy_distiller(rows, sketches)
     for _ in range(15):
         first.run_step()
     first.save(tmp_path / "checkpoint.pt")
-    second = toy_distiller(rows, laws)
+    second = toy_distiller(rows, sketches)
     second.resume(tmp_path / "checkpoint.pt")
     for _ in range(RECIPE.num_steps - 15):
         second.run_step()
     assert digest(second.model) == digest(whole.model) != digest(other.model)
     with pytest.raises(ValueError, match="another recipe"):
-        toy_distiller(rows, laws, replace(RECIPE, overlap_weight=1.0)).resume(tmp_path / "checkpoint.pt")
+        toy_distiller(rows, sketches, replace(RECIPE, overlap_weight=1.0)).resume(tmp_path / "checkpoint.pt")
 
 
-def test_the_loss_passes_from_divergence_to_overlap() -> None:
+def test_the_loss_changes_from_divergence_to_overlap() -> None:
     recipe = DraftRecipe(cycles=(1000,), overlap_from=0.6)
     assert recipe.overlap_share(600) == 0.0
     assert recipe.overlap_share(625) == pytest.approx(0.5)
     assert recipe.overlap_share(650) == recipe.overlap_share(999) == 1.0
 
 
-def test_a_later_cycle_polishes() -> None:
+def test_later_cycles_train_the_overlap_only() -> None:
     recipe = DraftRecipe(cycles=(1000, 200), warmup_steps=10, polish_lr=0.3)
     assert recipe.lr_factor(999) < 0.01
     assert recipe.lr_factor(1009) == pytest.approx(0.3 * (1 - 9 / 200))
@@ -154,7 +156,7 @@ def test_a_later_cycle_polishes() -> None:
     assert (recipe.sequence_len(0), recipe.sequence_len(1000)) == (256, 1024)
 
 
-def test_the_initial_embedding_of_full_width_gives_the_laws_of_the_base(base: LlamaForCausalLM, rows: Tokens) -> None:
+def test_a_full_initial_embedding_gives_the_bases_distributions(base: LlamaForCausalLM, rows: Tokens) -> None:
     """In the span of the hidden states it is a change of basis: the Gram matrix of centred logits stays what it was."""
     table = initial_embedding(base, rows, 32) / INITIAL_SCALE
     with torch.inference_mode():

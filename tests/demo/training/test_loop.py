@@ -1,4 +1,4 @@
-"""A training is told about, kept and ended at the step that was asked for."""
+"""A training prints its progress, saves checkpoints and ends at the requested step."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ class Counting:
         self.saved.append(self.step)
 
 
-def test_the_last_step_is_saved_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_step_is_saved_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training = Counting()
     loop.run_until(4, training, tmp_path / "checkpoint", save_every=60, name="value", tokens_per_step=100)
     assert (training.step, training.saved) == (4, [4])
@@ -32,7 +32,7 @@ def test_the_last_step_is_saved_and_told(tmp_path: Path, capsys: pytest.CaptureF
     assert line == f"value: step     4/4  loss {mean:.5f}  200 tokens/s  0.0 min left"
 
 
-def test_what_is_due_is_saved_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_saved_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Counting()
     monkeypatch.setattr(loop.time, "monotonic", lambda: float(training.step))
     loop.run_until(7, training, tmp_path / "checkpoint", save_every=2)

@@ -99,7 +99,7 @@ def test_only_the_adapter_learns_and_it_does(tokenizer: PreTrainedTokenizerFast)
     assert same(frozen, {name: p for name, p in trainer.model.named_parameters() if not p.requires_grad})
 
 
-def test_a_companion_learns_and_bends_the_adapter_towards_itself(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_companion_learns_and_affects_the_adapter(tokenizer: PreTrainedTokenizerFast) -> None:
     heads = HeadsLoss(2, 32, share=1.0)
     before = {name: value.clone() for name, value in heads.state_dict().items()}
     alone, together = toy_trainer(tokenizer), toy_trainer(tokenizer, companion=Companion(heads, 1e-2))

@@ -55,7 +55,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: P
     assert digest(second.model) == digest(whole.model)
 
 
-def test_a_run_may_be_lengthened_only_before_the_difference_shows(tmp_path: Path) -> None:
+def test_a_run_may_be_extended_only_while_the_steps_are_the_same(tmp_path: Path) -> None:
     longer = replace(RECIPE, cycles=(16,))
     whole = toy_trainer(longer)
     run(whole, 16)
@@ -74,7 +74,7 @@ def test_a_run_may_be_lengthened_only_before_the_difference_shows(tmp_path: Path
         toy_trainer(replace(RECIPE, matrix_lr=0.5)).resume(tmp_path / "early.pt")
 
 
-def test_a_finished_run_goes_on_with_another_cycle(tmp_path: Path) -> None:
+def test_a_finished_run_continues_with_another_cycle(tmp_path: Path) -> None:
     two_cycles = replace(RECIPE, cycles=(8, 6))
     whole = toy_trainer(two_cycles)
     run(whole, 14)
@@ -91,7 +91,7 @@ def test_a_finished_run_goes_on_with_another_cycle(tmp_path: Path) -> None:
         toy_trainer(replace(RECIPE, cycles=(4,))).resume(tmp_path / "finished.pt")
 
 
-def test_training_learns_what_can_be_learnt() -> None:
+def test_training_reduces_the_loss() -> None:
     losses = run(toy_trainer(Recipe(cycles=(60,), tokens_per_step=64, stages=((0.0, 16),), warmup_steps=2)), 60)
     assert losses[-1] < 0.6 * losses[0]
 

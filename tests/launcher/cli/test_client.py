@@ -1,4 +1,4 @@
-"""The client against a server that answers what it is told to."""
+"""The client against a server with scripted responses."""
 
 import http.server
 import json
@@ -14,8 +14,8 @@ from lorikeet.launcher.cli.client import Client, ServerError
 
 
 @dataclass
-class Told:
-    """What the server answers to everything, and what it was asked."""
+class Scripted:
+    """The response to every request, and the requests that arrived."""
 
     status: int = 200
     body: bytes = b"{}"
@@ -23,15 +23,15 @@ class Told:
 
 
 @contextmanager
-def serving(told: Told) -> Iterator[Client]:
+def serving(scripted: Scripted) -> Iterator[Client]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             length = int(self.headers.get("content-length", 0))
             asked = json.loads(self.rfile.read(length) or b"null")
-            told.asked.append((self.path, {name.lower(): text for name, text in self.headers.items()}, asked))
-            self.send_response(told.status)
+            scripted.asked.append((self.path, {name.lower(): text for name, text in self.headers.items()}, asked))
+            self.send_response(scripted.status)
             self.end_headers()
-            self.wfile.write(told.body)
+            self.wfile.write(scripted.body)
 
         do_GET = do_POST
 
@@ -55,21 +55,21 @@ def event(text: str, whole: str | None = None, details: dict[str, Any] | None = 
     return b"data: " + json.dumps({"token": token, "generated_text": whole, "details": details}).encode() + b"\n\n"
 
 
-def test_an_answer_has_its_tokens_and_sources() -> None:
+def test_an_answer_includes_tokens_and_sources() -> None:
     token = {"id": 7, "text": " a", "logprob": None, "special": False, "skipped": True, "source": "draft"}
-    told = Told(body=json.dumps({"generated_text": " a", "details": {"tokens": [token]}}).encode())
-    with serving(told) as client:
+    scripted = Scripted(body=json.dumps({"generated_text": " a", "details": {"tokens": [token]}}).encode())
+    with serving(scripted) as client:
         answer = client.generate("b", max_new_tokens=1)
     assert answer.text == " a"
     (read,) = answer.tokens
     assert (read.id, read.text, read.skipped, read.source, read.logprob) == (7, " a", True, "draft", None)
-    ((path, headers, asked),) = told.asked
+    ((path, headers, asked),) = scripted.asked
     assert path == "/generate" and headers["authorization"] == "Bearer secret"
     assert asked == {"inputs": "b", "parameters": {"details": True, "max_new_tokens": 1}}
 
 
-def test_a_stream_yields_tokens_and_keeps_the_end() -> None:
-    with serving(Told(body=b":\n\n" + event(" a", source="lookup") + event(" b", whole=" a b"))) as client:
+def test_a_stream_yields_tokens_then_text_and_details() -> None:
+    with serving(Scripted(body=b":\n\n" + event(" a", source="lookup") + event(" b", whole=" a b"))) as client:
         stream = client.stream("x")
         assert [(token.text, token.source) for token in stream] == [(" a", "lookup"), (" b", None)]
     assert (stream.text, stream.details) == (" a b", {"generated_tokens": 2})
@@ -79,23 +79,23 @@ def test_a_stream_yields_tokens_and_keeps_the_end() -> None:
     ("body", "said"),
     [
         (event(" a") + b'data: {"error": "no page is left", "error_type": "generation"}\n\n', "no page is left"),
-        (event(" a"), "the stream broke off"),
+        (event(" a"), "the stream ended early"),
     ],
 )
 def test_a_stream_that_fails_raises(body: bytes, said: str) -> None:
-    with serving(Told(body=body)) as client, client.stream("x") as stream:
+    with serving(Scripted(body=body)) as client, client.stream("x") as stream:
         tokens = iter(stream)
         assert next(tokens).text == " a"
         with pytest.raises(ServerError, match=said):
             next(tokens)
 
 
-def test_a_chat_is_openai_s() -> None:
-    told = Told(body=b'{"choices": []}')
-    with serving(told) as client:
+def test_a_chat_uses_openai_s_route() -> None:
+    scripted = Scripted(body=b'{"choices": []}')
+    with serving(scripted) as client:
         assert client.chat("hello", temperature=0) == {"choices": []}
         client.chat([{"role": "system", "content": "be brief"}])
-    (path, _, first), (_, _, second) = told.asked
+    (path, _, first), (_, _, second) = scripted.asked
     assert path == "/v1/chat/completions"
     assert first == {"model": "", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
     assert second == {"model": "", "messages": [{"role": "system", "content": "be brief"}]}
@@ -110,8 +110,8 @@ def test_a_chat_is_openai_s() -> None:
         (b"", "no reason was given"),
     ],
 )
-def test_a_refusal_has_the_server_s_words(body: bytes, said: str) -> None:
-    with serving(Told(status=422, body=body)) as client:
+def test_an_error_has_the_server_s_message(body: bytes, said: str) -> None:
+    with serving(Scripted(status=422, body=body)) as client:
         for call in (client.generate, client.stream, client.chat):
             with pytest.raises(ServerError, match=said) as caught:
                 call("x")

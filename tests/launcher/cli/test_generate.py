@@ -1,4 +1,4 @@
-"""`lorikeet-generate` against a server that answers what it is told to."""
+"""`lorikeet-generate` against a server with scripted responses."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from lorikeet.launcher.cli import provenance
 from lorikeet.launcher.cli.client import Token
 from lorikeet.launcher.cli.generate import main
-from tests.launcher.cli.test_client import Told, event, serving
+from tests.launcher.cli.test_client import Scripted, event, serving
 
 REPORT = {
     "steps": 2,
@@ -21,23 +21,23 @@ REPORT = {
 }
 
 
-def run(told: Told, *arguments: str) -> int:
-    with serving(told) as client:
+def run(scripted: Scripted, *arguments: str) -> int:
+    with serving(scripted) as client:
         return main(["--url", client.url, *arguments])
 
 
-def test_the_text_alone_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    told = Told(body=event(" a", source="draft") + event("</s>", special=True, whole=" a"))
-    assert run(told, "x", "--color", "always") == 0
+def test_only_the_text_is_printed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    scripted = Scripted(body=event(" a", source="draft") + event("</s>", special=True, whole=" a"))
+    assert run(scripted, "x", "--color", "always") == 0
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == (" a\n", "")
-    assert told.asked[0][2] == {"inputs": "x", "parameters": {"details": True}}
+    assert scripted.asked[0][2] == {"inputs": "x", "parameters": {"details": True}}
 
 
 def test_the_verbose_view_colours_tokens_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
     details: dict[str, Any] = {"generated_tokens": 5, "speculation": REPORT}
-    told = Told(body=event(" a", source="draft") + event(" b", source="bonus", whole=" a b", details=details))
-    assert run(told, "x", "-v", "--color", "always") == 0
+    scripted = Scripted(body=event(" a", source="draft") + event(" b", source="bonus", whole=" a b", details=details))
+    assert run(scripted, "x", "-v", "--color", "always") == 0
     printed = capsys.readouterr()
     assert printed.out == "\x1b[31m a\x1b[0m\x1b[95m b\x1b[0m\n"
     line = printed.err.splitlines()[0]
@@ -46,19 +46,19 @@ def test_the_verbose_view_colours_tokens_and_counts(capsys: pytest.CaptureFixtur
 
 
 def test_without_a_terminal_there_are_no_colours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Told(body=event(" a", source="lookup", whole=" a")), "x", "-v") == 0
+    assert run(Scripted(body=event(" a", source="lookup", whole=" a")), "x", "-v") == 0
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err
-    assert "none of them guessed ahead" in printed.err
+    assert "without speculation" in printed.err
 
 
 def test_every_option_of_a_request_is_its_field() -> None:
-    told = Told(body=event(" a", whole=" a"))
+    scripted = Scripted(body=event(" a", whole=" a"))
     options = "-M 9 --temperature 0.5 --top-k 3 --top-p 0.9 --repetition-penalty 1.1 -s 4 --stop end --stop . -g 2"
     options += " --ignore-eos-token --adapter-id a --adapter-source local --heads-id h --speculative-method draft"
     options += " --speculative-schedule constant --speculative-verify google"
-    assert run(told, "x", *options.split()) == 0
-    assert told.asked[0][2]["parameters"] == {
+    assert run(scripted, "x", *options.split()) == 0
+    assert scripted.asked[0][2]["parameters"] == {
         "details": True,
         "do_sample": True,
         "max_new_tokens": 9,
@@ -79,17 +79,17 @@ def test_every_option_of_a_request_is_its_field() -> None:
     }
 
 
-def test_what_the_server_refuses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Told(status=422, body=b'{"error": "`speculative_tokens` must be <= 16"}'), "x") == 1
+def test_an_error_of_the_server_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Scripted(status=422, body=b'{"error": "`speculative_tokens` must be <= 16"}'), "x") == 1
     assert "lorikeet-generate: `speculative_tokens` must be <= 16" in capsys.readouterr().err
 
 
-def test_nobody_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_connection_error_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["x", "--url", "http://127.0.0.1:1"]) == 1
-    assert "nobody answers at http://127.0.0.1:1" in capsys.readouterr().err
+    assert "cannot connect to http://127.0.0.1:1" in capsys.readouterr().err
 
 
-def test_every_source_has_a_colour_of_its_own() -> None:
+def test_every_source_has_a_different_colour() -> None:
     paint = provenance.painter(colours=True)
     painted = {paint(Token(1, "x", None, False, False, name)) for name in provenance.COLOURS}
     assert len(painted) == len(provenance.COLOURS) == 7

@@ -1,4 +1,4 @@
-"""`launch` as far as no model is loaded: how flags are written, and what is said of a server that does not start."""
+"""`launch` without a model: spelling of flags, and errors of a server that does not start."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from lorikeet.launcher.config.settings import read
 from tests.launcher.processes.test_supervisor import gone
 
 
-def test_flags_are_written_as_they_are_read() -> None:
+def test_flags_are_spelled_as_the_launcher_reads_them() -> None:
     given = {"model-id": "-odd", "json-output": True, "prefix-caching": False, "speculative-tokens": 3}
     given |= {"cors-allow-origin": ["a", "b"], "strict-adapters": False, "max-total-tokens": None}
     words = [word for name, value in given.items() for word in launching.flag_words(name, value)]
@@ -20,12 +20,12 @@ def test_flags_are_written_as_they_are_read() -> None:
     assert (settings["speculative-tokens"], settings["cors-allow-origin"]) == (3, ("a", "b"))
 
 
-def test_a_name_that_is_no_flag_starts_nothing() -> None:
+def test_an_unknown_flag_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"has no flag --speculative-token$"), launcher.launch(speculative_token=3):
         pass
 
 
-def test_what_a_server_said_is_in_the_error() -> None:
+def test_the_error_includes_the_server_s_last_lines() -> None:
     with (
         pytest.raises(launching.LaunchError, match=r"(?s)exit code 4.*the folder /nowhere/at/all does not exist"),
         launcher.launch(

@@ -1,4 +1,4 @@
-"""`lorikeet-replay` and the receipts it reads, against a server that answers what it is told to."""
+"""`lorikeet-replay` and the receipts it reads, against a server with scripted responses."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,14 @@ import pytest
 from lorikeet.launcher.cli.receipt import Receipt, ReceiptError, different_parts, first_difference, found_in
 from lorikeet.launcher.cli.replay import main
 from lorikeet.proto import digest
-from tests.launcher.cli.test_client import Told, serving
+from tests.launcher.cli.test_client import Scripted, serving
 
 PROMPT, OUTPUT = [1, 2, 3], [4, 5, 6, 7]
 
 
 def tokens(ids: list[int], *, shown: bool = True) -> dict[str, Any]:
-    told = {"num_tokens": len(ids), "sha256": digest.of_tokens(ids)}
-    return told | ({"token_ids": ids} if shown else {})
+    scripted = {"num_tokens": len(ids), "sha256": digest.of_tokens(ids)}
+    return scripted | ({"token_ids": ids} if shown else {})
 
 
 def receipt(*, shown: bool = True, prompt: list[int] = PROMPT, output: list[int] = OUTPUT, **more: Any) -> Any:
@@ -35,17 +35,17 @@ def receipt(*, shown: bool = True, prompt: list[int] = PROMPT, output: list[int]
     }  # fmt: skip
 
 
-def run(tmp_path: Path, text: str, again: Any, *arguments: str) -> tuple[int, Told]:
+def run(tmp_path: Path, text: str, again: Any, *arguments: str) -> tuple[int, Scripted]:
     (tmp_path / "receipt").write_text(text)
-    told = Told(body=json.dumps({"generated_text": "x", "receipt": again}).encode())
-    with serving(told) as client:
-        return main([str(tmp_path / "receipt"), "--url", client.url, *arguments]), told
+    scripted = Scripted(body=json.dumps({"generated_text": "x", "receipt": again}).encode())
+    with serving(scripted) as client:
+        return main([str(tmp_path / "receipt"), "--url", client.url, *arguments]), scripted
 
 
-def test_the_same_tokens_are_said_to_be_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = run(tmp_path, json.dumps(receipt()), receipt())
+def test_identical_tokens_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, scripted = run(tmp_path, json.dumps(receipt()), receipt())
     assert (code, capsys.readouterr().out) == (0, "identical: 4 tokens\n")
-    ((path, headers, body),) = told.asked
+    ((path, headers, body),) = scripted.asked
     assert (path, headers["x-request-id"], body["inputs"]) == ("/generate", "mine", PROMPT)
     assert body["parameters"]["receipt"] is True and body["parameters"]["adapter_id"] == "__base_model__"
 
@@ -56,25 +56,25 @@ ADAPTER = {"id": "a", "source": "local", "digest": "d1"}
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ({}, {"output": [4, 5, 9, 7]}, ["from token 2 on: 4 tokens then, 4 now", "only the tokens differ"]),
-        ({}, {"output": [4, 5]}, ["from token 2 on: 4 tokens then, 2 now", "only the tokens differ"]),
-        ({"shown": False}, {"output": [4]}, ["different: 4 tokens then, 1 now", "only the tokens differ"]),
-        ({}, {"output": [9], "base_digest": "bb"}, ["from token 0 on", "not the same base digest: ba, now bb"]),
-        ({}, {"output": [9], "tokenizer_digest": "x"}, ["not the same tokenizer digest: 70, now x"]),
-        ({}, {"output": [9], "dtype": "bfloat16"}, ["not the same dtype: float32, now bfloat16"]),
-        ({}, {"output": [9], "device": "cuda"}, ["not the same device: cpu, now cuda"]),
-        ({}, {"output": [9], "prompt": [8]}, ["not the same prompt: "]),
-        ({}, {"output": [9], "version": "2"}, ["not the same version: 1, now 2", "only the tokens differ"]),
-        ({}, {"output": [9], "parameters": {"top_k": 0}}, ["not the same parameter top_k: 3, now 0"]),
+        ({}, {"output": [4, 5, 9, 7]}, ["from token 2 on: 4 tokens before, 4 now", "only the tokens differ"]),
+        ({}, {"output": [4, 5]}, ["from token 2 on: 4 tokens before, 2 now", "only the tokens differ"]),
+        ({"shown": False}, {"output": [4]}, ["different: 4 tokens before, 1 now", "only the tokens differ"]),
+        ({}, {"output": [9], "base_digest": "bb"}, ["from token 0 on", "different base digest: ba, now bb"]),
+        ({}, {"output": [9], "tokenizer_digest": "x"}, ["different tokenizer digest: 70, now x"]),
+        ({}, {"output": [9], "dtype": "bfloat16"}, ["different dtype: float32, now bfloat16"]),
+        ({}, {"output": [9], "device": "cuda"}, ["different device: cpu, now cuda"]),
+        ({}, {"output": [9], "prompt": [8]}, ["different prompt: "]),
+        ({}, {"output": [9], "version": "2"}, ["different version: 1, now 2", "only the tokens differ"]),
+        ({}, {"output": [9], "parameters": {"top_k": 0}}, ["different parameter top_k: 3, now 0"]),
         (
             {"adapter": ADAPTER},
             {"output": [9], "adapter": {**ADAPTER, "digest": "d2"}},
-            ["not the same adapter digest: d1, now d2"],
+            ["different adapter digest: d1, now d2"],
         ),
-        ({"adapter": ADAPTER}, {"output": [9]}, ["not the same adapter digest: d1, now none"]),
+        ({"adapter": ADAPTER}, {"output": [9]}, ["different adapter digest: d1, now none"]),
     ],
 )
-def test_other_tokens_are_said_with_what_differs(
+def test_different_tokens_are_reported_with_different_inputs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], before: Any, after: Any, said: list[str]
 ) -> None:
     given = ("--prompt", str(tmp_path / "prompt"))
@@ -86,7 +86,7 @@ def test_other_tokens_are_said_with_what_differs(
     assert ("only the tokens differ" in printed) == ("only the tokens differ" in said)
 
 
-def test_the_same_tokens_of_another_server_are_still_the_same(
+def test_identical_tokens_of_a_different_server_are_identical(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _ = run(tmp_path, json.dumps(receipt()), receipt(version="2", base_digest="bb"))
@@ -94,13 +94,15 @@ def test_the_same_tokens_of_another_server_are_still_the_same(
     assert code == 0
     assert printed.splitlines() == [
         "identical: 4 tokens",
-        "  though not the same base digest: ba, now bb",
-        "  though not the same version: 1, now 2",
+        "  different base digest: ba, now bb",
+        "  different version: 1, now 2",
     ]
 
 
 @pytest.mark.parametrize("wrap", ["lines", "list", "answers", "details"])
-def test_several_are_all_asked_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str], wrap: str) -> None:
+def test_several_receipts_are_replayed_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrap: str
+) -> None:
     several = [receipt(), receipt(request_id="other", output=[4, 5, 6])]
     text = {
         "lines": "\n".join(map(json.dumps, several)) + "\n",
@@ -108,9 +110,9 @@ def test_several_are_all_asked_and_counted(tmp_path: Path, capsys: pytest.Captur
         "answers": "\n".join(json.dumps({"generated_text": "", "receipt": each}) for each in several),
         "details": json.dumps([{"details": {"receipt": each}} for each in several]),
     }[wrap]
-    code, told = run(tmp_path, text, receipt())
+    code, scripted = run(tmp_path, text, receipt())
     printed = capsys.readouterr().out
-    assert code == 1 and len(told.asked) == 2
+    assert code == 1 and len(scripted.asked) == 2
     assert printed.startswith("mine: identical") and "\nother: different from token 3 on" in printed
     assert printed.endswith("\n1 of 2 identical\n")
 
@@ -124,69 +126,71 @@ def test_several_are_all_asked_and_counted(tmp_path: Path, capsys: pytest.Captur
         ('[{"role": "user", "content": "hi"}]', "/v1/chat/completions", [{"role": "user", "content": "hi"}]),
     ],
 )
-def test_a_prompt_comes_from_a_file(tmp_path: Path, text: str, path: str, inputs: Any) -> None:
+def test_a_prompt_is_read_from_a_file(tmp_path: Path, text: str, path: str, inputs: Any) -> None:
     (tmp_path / "prompt").write_text(text)
-    code, told = run(tmp_path, json.dumps(receipt(shown=False)), receipt(), "--prompt", str(tmp_path / "prompt"))
-    ((asked, _, body),) = told.asked
+    code, scripted = run(tmp_path, json.dumps(receipt(shown=False)), receipt(), "--prompt", str(tmp_path / "prompt"))
+    ((asked, _, body),) = scripted.asked
     assert (code, asked) == (0, path)
     assert (body.get("inputs") or body.get("messages")) == inputs
 
 
-def test_several_prompts_come_line_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_prompts_are_read_line_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     several = "\n".join(json.dumps(receipt(shown=False)) for _ in range(3))
     prompts = tmp_path / "prompts"
     prompts.write_text('"a text"\n[1, 2, 3]\n[{"role": "user", "content": "hi"}]\n')
-    code, told = run(tmp_path, several, receipt(), "--prompt", str(prompts))
-    assert code == 0 and [path for path, _, _ in told.asked] == ["/generate", "/generate", "/v1/chat/completions"]
+    code, scripted = run(tmp_path, several, receipt(), "--prompt", str(prompts))
+    assert code == 0 and [path for path, _, _ in scripted.asked] == ["/generate", "/generate", "/v1/chat/completions"]
     prompts.write_text('"a text"\n')
     assert run(tmp_path, several, receipt(), "--prompt", str(prompts))[0] == 1
-    assert "holds 1 prompts for 3 receipts" in capsys.readouterr().err
+    assert "contains 1 prompts for 3 receipts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no receipt"),
+        ("", "contains no receipt"),
         ("nothing", "it is not JSON"),
-        ("{}", "this is no receipt"),
-        ('{"receipt": 2}', "receipts of form 2 are not known"),
+        ("{}", "this is not a receipt"),
+        ('{"receipt": 2}', "receipt format 2 is not supported"),
         ('{"receipt": 1}', "the receipt lacks parameters, prompt"),
-        (json.dumps(receipt() | {"prompt": {**tokens(PROMPT), "token_ids": [1, 2]}}), "the receipt was changed"),
-        (json.dumps(receipt() | {"output": {**tokens(OUTPUT), "token_ids": [1, 2]}}), "the receipt was changed"),
+        (json.dumps(receipt() | {"prompt": {**tokens(PROMPT), "token_ids": [1, 2]}}), "the receipt was modified"),
+        (json.dumps(receipt() | {"output": {**tokens(OUTPUT), "token_ids": [1, 2]}}), "the receipt was modified"),
     ],
 )
-def test_what_is_no_receipt_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
-    code, told = run(tmp_path, text, receipt())
-    assert code == 1 and told.asked == [] and said in capsys.readouterr().err
+def test_an_invalid_receipt_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    code, scripted = run(tmp_path, text, receipt())
+    assert code == 1 and scripted.asked == [] and said in capsys.readouterr().err
 
 
-def test_a_hash_alone_needs_the_prompt_and_the_right_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_receipt_with_hashes_needs_the_right_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = json.dumps(receipt(shown=False))
     assert run(tmp_path, text, receipt())[0] == 1
-    assert "holds the hash of its prompt alone: give the prompt" in capsys.readouterr().out
+    assert "holds only the hash of its prompt: give the prompt" in capsys.readouterr().out
     (tmp_path / "prompt").write_text("[1, 2]")
-    code, told = run(tmp_path, text, receipt(), "--prompt", str(tmp_path / "prompt"))
-    assert code == 1 and told.asked == []
+    code, scripted = run(tmp_path, text, receipt(), "--prompt", str(tmp_path / "prompt"))
+    assert code == 1 and scripted.asked == []
     assert "are not those of the receipt's prompt" in capsys.readouterr().out
 
 
-def test_a_refusal_and_nobody_there_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_server_and_connection_errors_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "receipt").write_text(json.dumps(receipt()))
-    with serving(Told(status=404, body=b'{"error": "no such adapter"}')) as client:
+    with serving(Scripted(status=404, body=b'{"error": "no such adapter"}')) as client:
         assert main([str(tmp_path / "receipt"), "--url", client.url]) == 1
-    assert capsys.readouterr().out == "the server refuses: no such adapter\n"
+    assert capsys.readouterr().out == "the server rejected the request: no such adapter\n"
     assert main([str(tmp_path / "receipt"), "--url", "http://127.0.0.1:1"]) == 1
-    assert "nobody answers at http://127.0.0.1:1" in capsys.readouterr().out
+    assert "cannot connect to http://127.0.0.1:1" in capsys.readouterr().out
     assert main([str(tmp_path / "absent")]) == 1
     assert "No such file" in capsys.readouterr().err
 
 
-def test_a_server_without_receipts_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_receipts_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, json.dumps(receipt()), None)[0] == 1
-    assert capsys.readouterr().out == "the answer tells nothing to compare: this is no receipt\n"
+    assert capsys.readouterr().out == "the response includes no receipt to compare: this is not a receipt\n"
 
 
-def test_every_parameter_is_said_in_the_request() -> None:
+def test_every_parameter_is_explicit_in_the_request() -> None:
     path, body = Receipt.read(receipt(adapter=ADAPTER)).request()
     assert path == "/generate"
     assert body["parameters"] == {
@@ -199,10 +203,10 @@ def test_every_parameter_is_said_in_the_request() -> None:
     assert (path, body["logit_bias"], body["temperature"]) == ("/v1/completions", {"5": -1.5}, 0.0)
 
 
-def test_what_openai_s_routes_lack_is_said() -> None:
-    told = Receipt.read(receipt(parameters={"watermark": {"gamma": 0.5, "delta": 2.0}}))
+def test_parameters_that_openai_s_routes_lack_are_an_error() -> None:
+    scripted = Receipt.read(receipt(parameters={"watermark": {"gamma": 0.5, "delta": 2.0}}))
     with pytest.raises(ReceiptError, match="neither watermarks nor merged adapters"):
-        told.request([{"role": "user", "content": "hi"}])
+        scripted.request([{"role": "user", "content": "hi"}])
 
 
 def test_positions_and_parts() -> None:

@@ -1,4 +1,4 @@
-"""Flags from a file: our names, AutoGluon-RAG's two fragments, and what is refused."""
+"""Flags from a file: our names, AutoGluon-RAG's two fragments, and errors."""
 
 from pathlib import Path
 
@@ -113,7 +113,7 @@ def test_prompt_lookup_by_their_names(tmp_path: Path, arguments: str, tokens: in
     [
         ("prot: 80", "prot in FILE is neither a flag nor a key of AutoGluon-RAG's generator"),
         ("config: other.yaml", "config in FILE is neither a flag"),
-        ("generator: {num_gpus: 1}", "generator.num_gpus in FILE is no key that a server knows"),
+        ("generator: {num_gpus: 1}", "generator.num_gpus in FILE is not a known key"),
         ("generator_model_platform: bedrock", "generator_model_platform in FILE must be one of huggingface, vllm"),
         (
             "generator_model_platform_args: {hf_generate_params: {max_new_tokens: 5}}",
@@ -134,14 +134,14 @@ def test_prompt_lookup_by_their_names(tmp_path: Path, arguments: str, tokens: in
         ("a: [", "--config FILE is not YAML: "),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+def test_an_error_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
     assert refusal(tmp_path, text).startswith(said)
 
 
 def test_it_decides_how_errors_are_written_too(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("json-output: true\nprot: 80\n")
-    assert not asks_for_json(["--config", str(file)], {})  # it cannot be read
+    assert not asks_for_json(["--config", str(file)], {})  # invalid YAML
     file.write_text("json-output: true\nport: http\n")
     assert asks_for_json(["--config", str(file)], {}) and asks_for_json([f"--config={file}"], {})
     assert not asks_for_json(["--config", str(file)], {"JSON_OUTPUT": "false"})
@@ -151,3 +151,9 @@ def test_it_decides_how_errors_are_written_too(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(LauncherError, match=r"--config /nowhere\.yaml cannot be read: No such file"):
         read(["--config", "/nowhere.yaml"], {}, "box")
+
+
+def test_a_deprecated_key_is_accepted_with_a_warning(tmp_path: Path) -> None:
+    found = settings(tmp_path, "verify: rejection")
+    assert found["speculative-verification"] == "rejection"
+    assert found.deprecated == (f"verify in {tmp_path / 'rag.yaml'} is deprecated: use speculative-verification",)

@@ -1,4 +1,4 @@
-"""The page about the launcher is the one that its table makes."""
+"""docs/launcher.md is generated from the flag table."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which settings are refused, and which only warn."""
+"""Which settings are rejected, and which log a warning."""
 
 import importlib.util
 import sys
@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from lorikeet.launcher.config import kv_cache, rules
+from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.settings import Settings, read
 from lorikeet.launcher.exits import Exit, LauncherError
@@ -46,7 +46,7 @@ def test_the_list_of_refused_flags_is_complete() -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), REFUSED.items())
-def test_what_does_not_work_yet_is_refused_by_name(name: str, text: str | None) -> None:
+def test_an_unsupported_flag_is_an_error_that_names_it(name: str, text: str | None) -> None:
     said = refusal(f"--{name}", *([text] if text is not None else []))
     assert said.startswith(f"--{name} ")
     assert said.endswith(FLAGS[name].refused)
@@ -65,11 +65,11 @@ def test_a_quantization_whose_package_is_missing_is_refused(method: str, monkeyp
         said = refusal(flag, method, *draft)
         assert said.startswith(f"{flag} {method} is refused: ")
         if extra := METHODS[method].extra:
-            assert said.endswith(f"pip install 'lorikeet[{extra}]'")
+            assert said.endswith(f"pip install 'lorikeet-serve[{extra}]'")
 
 
 @pytest.mark.parametrize(("method", "others"), [("eetq", ("bitsandbytes", "fp8")), ("exl2", ("gptq", "awq", "hqq"))])
-def test_a_quantization_that_no_package_brings_names_others(
+def test_an_unsupported_quantization_names_alternatives(
     method: str, others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
@@ -79,12 +79,12 @@ def test_a_quantization_that_no_package_brings_names_others(
         rules.check(settings("--quantize", served))
 
 
-def test_what_the_weights_are_is_compared_with_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoint_s_quantization_is_compared_with_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     packed = {"quantization_config": {"quant_method": "awq"}}
     rules.check_models(settings("--quantize", "awq"), packed, None)
     with pytest.raises(
-        LauncherError, match=r"the model cannot be served: quantised by awq: .* sample texts beforehand"
+        LauncherError, match=r"the model cannot be served: quantised by awq: .* sample texts in advance"
     ):
         rules.check_models(settings("--quantize", "awq"), {}, None)
     drafting = settings("--draft-model-id", "a/b", "--draft-quantize", "fp8")
@@ -101,7 +101,7 @@ def test_what_the_weights_are_is_compared_with_what_was_asked_for(monkeypatch: p
         ["--source", "hub"],
     ],
 )
-def test_what_asks_for_nothing_is_not_refused(arguments: list[str]) -> None:
+def test_no_op_values_are_accepted(arguments: list[str]) -> None:
     rules.check(settings(*arguments))
 
 
@@ -129,7 +129,7 @@ def test_the_list_of_flags_without_effect_is_complete() -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), WITHOUT_EFFECT.items())
-def test_a_flag_without_effect_is_said_once_and_only_when_given(name: str, text: str | None) -> None:
+def test_a_flag_without_effect_warns_once_if_it_is_given(name: str, text: str | None) -> None:
     given = settings(f"--{name}", *([text] if text is not None else []))
     rules.check(given)
     (said,) = rules.without_effect(given, "cpu")
@@ -144,7 +144,7 @@ def test_memory_flags_belong_to_one_device_each() -> None:
     assert [said.split()[0] for said in rules.without_effect(both, "cuda:0")] == ["--cpu-memory"]
 
 
-def test_what_is_the_other_side_s_matter_is_said() -> None:
+def test_flags_of_a_process_that_is_not_started_warn() -> None:
     shard = settings("--shard-listen", "127.0.0.1:1", "--api-keys", "k", "--threads", "1", "--port", "80")
     said = [sentence.split()[0] for sentence in rules.without_effect(shard, "cpu")]
     assert sorted(said) == ["--api-keys", "--port"]
@@ -165,7 +165,7 @@ def test_what_is_the_other_side_s_matter_is_said() -> None:
         (["--weights-cache-override", "."], "needs --model-id"),
         (["--weights-cache-override", "/nowhere", "--model-id", "a/b"], "does not exist"),
         (["--speculative-method", "draft"], "--speculative-method draft needs --draft-model-id"),
-        (["--verify", "google"], "--verify google needs --draft-model-id"),
+        (["--verify", "google"], "--speculative-verification rejection needs --draft-model-id"),
         (["--draft-revision", "main"], "needs --draft-model-id"),
         (["--draft-dtype", "float32"], "needs --draft-model-id"),
         (["--draft-tokenizer-id", "a/b"], "needs --draft-model-id"),
@@ -181,8 +181,8 @@ def test_what_is_the_other_side_s_matter_is_said() -> None:
         (["--shard-address", "127.0.0.1:1", "--replicas", "2"], "contradict"),
         (["--shard-listen", "127.0.0.1:1", "--replicas", "2"], "contradict"),
         (["--shard-listen", "127.0.0.1:1", "--shard-address", "127.0.0.1:1"], "give one"),
-        (["--shard-listen", "127.0.0.1:1"], "whoever reaches 127.0.0.1:1 could use the shard"),
-        (["--shard-listen", "127.0.0.1:1", "--shard-tls-cert", "a", "--shard-tls-key", "b"], "whoever reaches"),
+        (["--shard-listen", "127.0.0.1:1"], "anyone who can connect to 127.0.0.1:1 could use the shard"),
+        (["--shard-listen", "127.0.0.1:1", "--shard-tls-cert", "a", "--shard-tls-key", "b"], "anyone who can connect"),
         (["--shard-listen", "127.0.0.1:1", "--shard-tls-cert", "a"], "go together"),
         (["--shard-listen", "127.0.0.1:1", "--shard-secret-file", "/nowhere"], "does not exist"),
         (["--shard-address", "h:1", "--shard-tls-cert", "a", "--shard-tls-key", "b"], "needs --shard-tls-ca"),
@@ -212,14 +212,14 @@ def test_impossible_combinations(arguments: list[str], part: str) -> None:
         (["--device", "cpu", "--shard-secret-file", "/nowhere"], "does not exist"),
     ],
 )
-def test_what_ray_decides(arguments: list[str], part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_ray_decides(arguments: list[str], part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_ray(monkeypatch)
     assert part in refusal("--engine", "ray", *arguments)
 
 
-def test_ray_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert refusal("--engine", "ray", "--device", "cpu") == "--engine ray needs Ray: pip install 'lorikeet[ray]'"
+    assert refusal("--engine", "ray", "--device", "cpu") == "--engine ray needs Ray: pip install 'lorikeet-serve[ray]'"
 
 
 @pytest.mark.parametrize(
@@ -236,24 +236,24 @@ def test_impossible_lengths(arguments: list[str], part: str) -> None:
         rules.check_lengths(with_lengths(settings(*arguments), {"max_position_embeddings": 8192}))
 
 
-def test_small_steps_are_fine_with_chunks() -> None:
+def test_small_steps_are_accepted_with_chunked_prefill() -> None:
     rules.check_lengths(with_lengths(settings("--max-batch-prefill-tokens", "7"), {}))
 
 
-def test_a_file_that_is_there_is_accepted(tmp_path: Path) -> None:
+def test_an_existing_file_is_accepted(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer_config.json"
     file.write_text("{}")
     rules.check(settings("--tokenizer-config-path", str(file)))
 
 
 @pytest.mark.parametrize(("sharded", "num_shard"), [("true", "1"), ("false", "2")])
-def test_a_model_is_split_or_it_is_not(sharded: str, num_shard: str) -> None:
+def test_sharded_and_num_shard_must_agree(sharded: str, num_shard: str) -> None:
     said = refusal("--sharded", sharded, "--num-shard", num_shard)
     assert said == f"--sharded {sharded} and --num-shard {num_shard} contradict each other"
 
 
 @pytest.mark.parametrize("arguments", [["--num-shard", "2"], ["--sharded", "true", "--num-shard", "2"]])
-def test_where_ranks_meet_says_something_only_if_there_are_several(arguments: list[str]) -> None:
+def test_the_rendezvous_address_has_no_effect_on_one_rank(arguments: list[str]) -> None:
     given = settings(*arguments, "--master-addr", "127.0.0.1", "--master-port", "29501")
     rules.check(given)
     assert rules.without_effect(given, "cpu", num_ranks=2) == []
@@ -261,26 +261,26 @@ def test_where_ranks_meet_says_something_only_if_there_are_several(arguments: li
     assert [line.split()[0] for line in alone] == ["--master-addr", "--master-port"]
 
 
-def test_of_a_split_model_there_are_no_fused_kernels_to_leave_out() -> None:
+def test_a_split_model_has_no_fused_kernels() -> None:
     given = settings("--disable-custom-kernels")
     assert rules.without_effect(given, "cpu") == rules.without_effect(given, "cuda:0") == []
     (said,) = rules.without_effect(given, "cuda:0", num_ranks=2)
-    assert said.startswith("--disable-custom-kernels has no effect: of a model that is split")
+    assert said.startswith("--disable-custom-kernels has no effect: a model that is split")
 
 
 FP8_KV_FLAGS = [["--kv-cache-dtype", "fp8"], ["--quantize", "fp8-kv"]]
 
 
 @pytest.mark.parametrize("arguments", FP8_KV_FLAGS, ids=str)
-def test_kv_in_eight_bits_needs_cuda(arguments: list[str]) -> None:
+def test_an_fp8_kv_cache_needs_cuda(arguments: list[str]) -> None:
     given = settings(*arguments)
     rules.check(given)
-    kv_cache.check(given, "cuda:0")
+    rules.check_device(given, "cuda:0")
     with pytest.raises(LauncherError, match=f"{' '.join(arguments)} is refused on the CPU"):
-        kv_cache.check(given, "cpu")
-    kv_cache.check(settings(*arguments, "--shard-address", "127.0.0.1:1"), "cpu")
-    kv_cache.check(settings(), "cpu")
+        rules.check_device(given, "cpu")
+    rules.check_device(settings(*arguments, "--shard-address", "127.0.0.1:1"), "cpu")
+    rules.check_device(settings(), "cpu")
 
 
-def test_both_models_keep_kv_alike() -> None:
+def test_both_models_have_one_kv_cache_dtype() -> None:
     assert "both models" in refusal("--draft-model-id", "a/b", "--draft-quantize", "fp8-kv")

@@ -26,7 +26,7 @@ def test_nothing_given_is_every_default() -> None:
     assert not empty.given
 
 
-def test_a_flag_goes_before_its_variable() -> None:
+def test_a_flag_overrides_its_variable() -> None:
     both = settings("--port", "81", PORT="80")
     assert both["port"] == 81
     assert both.given == {"port": "--port"}
@@ -49,7 +49,7 @@ def test_booleans_take_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("false", False), ("0", False)])
-def test_variables_switch_too(text: str, value: bool) -> None:
+def test_variables_set_switches_too(text: str, value: bool) -> None:
     assert settings(JSON_OUTPUT=text)["json-output"] is value
     assert settings(PREFIX_CACHING=text)["prefix-caching"] is value
 
@@ -90,11 +90,11 @@ def test_a_variable_does_not_set_the_flag_that_has_none() -> None:
         (["--model-id", "a\0b"], "--model-id holds a NUL byte"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(arguments: list[str], start: str) -> None:
+def test_an_error_is_one_sentence(arguments: list[str], start: str) -> None:
     assert sentence(*arguments).startswith(start)
 
 
-def test_a_wrong_variable_is_named() -> None:
+def test_an_error_names_the_variable() -> None:
     assert sentence(MAX_BEST_OF="two") == "MAX_BEST_OF must be an integer, not 'two'"
 
 
@@ -109,3 +109,18 @@ def test_help_names_every_flag_and_variable() -> None:
     for name, flag in FLAGS.items():
         assert f"--{name}" in text
         assert flag.environment in text
+
+
+def test_a_deprecated_name_is_accepted_with_a_warning() -> None:
+    for arguments in (["--verify", "google"], ["--verify=google"]):
+        found = settings(*arguments)
+        assert found["speculative-verification"] == "rejection"
+        assert found.given == {"speculative-verification": "--speculative-verification"}
+        assert found.deprecated == ("--verify is deprecated: use --speculative-verification",)
+    found = settings(VERIFY="coupled")
+    assert (found["speculative-verification"], found.given) == (
+        "shared-noise",
+        {"speculative-verification": "SPECULATIVE_VERIFICATION"},
+    )
+    assert found.deprecated == ("VERIFY is deprecated: use SPECULATIVE_VERIFICATION",)
+    assert settings("--speculative-verification", "rejection").deprecated == ()

@@ -1,4 +1,4 @@
-"""Which adapters are served where nobody names any."""
+"""Default adapters and their folders."""
 
 from pathlib import Path
 
@@ -12,19 +12,19 @@ FAMILY = embedded().path.parent
 ENVIRONMENT = {"HF_HUB_CACHE": "/data"}
 
 
-def test_the_embedded_model_brings_its_adapters() -> None:
+def test_the_demo_model_includes_its_adapters() -> None:
     settings = adapters.with_family(read([], {}, "box"), ENVIRONMENT)
     assert Path(settings["adapters"]).is_relative_to(FAMILY)
     assert settings["local-adapter-root"] == (str(FAMILY / "adapters"), str(FAMILY), "/data")
 
 
 @pytest.mark.parametrize("flag", ["--model-id", "--adapters", "--local-adapter-root"])
-def test_whoever_names_a_model_or_adapters_gets_no_others(flag: str) -> None:
+def test_a_given_model_or_adapters_replace_the_demo_s(flag: str) -> None:
     settings = read([flag, "something"], {}, "box")
     assert adapters.with_family(settings, ENVIRONMENT) == settings
 
 
-def test_a_root_of_ours_need_not_be_there_yet(tmp_path: Path) -> None:
+def test_the_default_adapter_root_need_not_exist(tmp_path: Path) -> None:
     settings = adapters.with_family(read([], {}, "box"), {"HF_HUB_CACHE": str(tmp_path / "later")})
     planned = adapters.plan(settings, {"HF_HUB_CACHE": str(tmp_path / "later")}, FAMILY / "base", tmp_path)
     assert planned.roots == (str(FAMILY / "adapters"), str(FAMILY), str(tmp_path / "later"))

@@ -1,4 +1,4 @@
-"""Models from a hub, fetched by real processes from a hub on the loopback."""
+"""Downloads by real processes from a hub on the loopback."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def launch(
     """Run the launcher against `server`, or against nothing that listens."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     endpoint = server.url if server is not None else "http://127.0.0.1:1"
-    kept |= {"HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    kept |= {"HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_DISABLE_TELEMETRY": "1"}
     return subprocess.run(
         [sys.executable, "-m", "lorikeet.launcher", "--huggingface-hub-cache", str(cache), *arguments],
         env=kept | environment,
@@ -65,7 +65,7 @@ def downloaded(server: HubServer | None, cache: Path, *arguments: str, **environ
     return Path(result.stdout.strip())
 
 
-def test_only_what_serving_needs_is_fetched(tmp_path: Path) -> None:
+def test_only_needed_files_are_fetched(tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
         result = launch(server, tmp_path, "--download-only", "--model-id", "owner/name")
     assert result.returncode == 0, result.stderr
@@ -81,20 +81,20 @@ def test_a_warm_cache_needs_no_hub(tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
         path = downloaded(server, tmp_path, "--model-id", "owner/name")
     assert downloaded(None, tmp_path, "--model-id", "owner/name", HF_HUB_OFFLINE="1") == path
-    # Without being told so, it says that it uses the cache.
+    # The cache is used with a warning.
     result = launch(None, tmp_path, "--download-only", "--model-id", "owner/name")
     assert result.stdout.strip() == str(path)
-    assert "the hub cannot be asked" in result.stderr and "WARNING" in result.stderr
+    assert "the hub is not reachable" in result.stderr and "WARNING" in result.stderr
 
 
-def test_a_cold_cache_without_a_hub_is_said(tmp_path: Path) -> None:
+def test_a_cold_cache_without_a_hub_is_an_error(tmp_path: Path) -> None:
     result = launch(None, tmp_path, "--model-id", "owner/name", HF_HUB_OFFLINE="1")
     assert result.returncode == Exit.DOWNLOAD_ERROR
-    assert "owner/name is not in the cache and the hub cannot be asked" in result.stderr
+    assert "owner/name is not in the cache, and the hub is not reachable" in result.stderr
 
 
 @pytest.mark.long
-def test_a_cache_that_lacks_a_part_is_said(tmp_path: Path) -> None:
+def test_an_incomplete_cache_is_an_error(tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
         path = downloaded(server, tmp_path, "--model-id", "owner/name")
     (path / "model-2-of-2.safetensors").unlink()
@@ -106,7 +106,7 @@ def test_a_cache_that_lacks_a_part_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["--model-id", "owner/name@v1"], ["--model-id", "owner/name", "--revision", "v1"]]
 )
-def test_a_revision_is_a_version(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_revision_selects_a_commit(tmp_path: Path, arguments: list[str]) -> None:
     old = {"config.json": CONFIG, "model.safetensors": b"old"}
     with hub({"owner/name": Repository(MODEL, branches={"v1": old})}) as server:
         path = downloaded(server, tmp_path, *arguments)
@@ -118,14 +118,14 @@ def test_a_revision_is_a_version(tmp_path: Path, arguments: list[str]) -> None:
     assert downloaded(None, tmp_path, *arguments, HF_HUB_OFFLINE="1") == path
 
 
-def test_bin_files_only_where_there_are_no_safetensors(tmp_path: Path) -> None:
+def test_bin_files_are_fetched_only_without_safetensors(tmp_path: Path) -> None:
     files = {"config.json": CONFIG, "pytorch_model.bin": b"weights", "training_args.bin": b"no"}
     with hub({"name": Repository(files)}) as server:
         path = downloaded(server, tmp_path, "--model-id", "name")
     assert {file.name for file in path.iterdir()} == {"config.json", "pytorch_model.bin"}
 
 
-def test_code_comes_with_trust_alone(tmp_path: Path) -> None:
+def test_code_is_fetched_only_with_trust_remote_code(tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
         path = downloaded(server, tmp_path, "--model-id", "owner/name", "--trust-remote-code")
     assert (path / "modeling_x.py").exists()
@@ -142,14 +142,14 @@ def test_private_models_need_a_token(tmp_path: Path, variable: str) -> None:
     assert "hf_right" not in result.stdout + result.stderr
 
 
-def test_a_gated_model_is_said(tmp_path: Path) -> None:
+def test_a_gated_model_is_an_error(tmp_path: Path) -> None:
     with hub({"owner/gated": Repository(MODEL, token="hf_right", gated=True)}) as server:
         result = launch(server, tmp_path, "--model-id", "owner/gated", HF_TOKEN="hf_wrong")
     assert result.returncode == Exit.DOWNLOAD_ERROR
     assert "owner/gated is gated" in result.stderr
 
 
-def test_a_repository_without_a_model_is_said(tmp_path: Path) -> None:
+def test_a_repository_without_a_model_is_an_error(tmp_path: Path) -> None:
     with hub({"a/data": Repository({"data.csv": b""}), "a/bare": Repository({"config.json": CONFIG})}) as server:
         assert "has no config.json" in launch(server, tmp_path, "--model-id", "a/data").stderr
         assert "neither safetensors nor .bin" in launch(server, tmp_path, "--model-id", "a/bare").stderr
@@ -187,20 +187,20 @@ def test_weights_from_another_folder_are_not_fetched(tmp_path: Path) -> None:
         assert not any(request.endswith(".safetensors") for request in server.requests)
 
 
-def test_names_that_are_chosen() -> None:
+def test_files_to_fetch() -> None:
     assert set(choose(MODEL, code=False)) == SERVED
     assert "pytorch_model.bin" in choose(set(MODEL) - {name for name in MODEL if "safetensors" in name}, code=False)
     assert not any("model" in name for name in choose(["model.safetensors", "config.json"], code=False, weights=False))
 
 
-def test_names_that_are_missing(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     assert missing_files(["config.json", "model.safetensors"], tmp_path, weights=True) == []
     assert missing_files(["config.json"], tmp_path, weights=True) == ["weights"]
     assert missing_files(["config.json"], tmp_path, weights=False) == []
     assert missing_files(["model.safetensors"], tmp_path, weights=True) == ["config.json"]
 
 
-def test_a_draft_model_comes_the_same_way(tmp_path: Path) -> None:
+def test_a_draft_model_is_fetched_too(tmp_path: Path) -> None:
     old = {**MODEL, "model-1-of-2.safetensors": b"old"}
     repositories = {"owner/name": Repository(MODEL), "owner/small": Repository(MODEL, branches={"v1": old})}
     wanted = ("--model-id", "owner/name", "--draft-model-id", "owner/small", "--draft-revision", "v1")

@@ -1,4 +1,4 @@
-"""Which folder a model is, and which lengths its configuration gives."""
+"""Model folders, and lengths from config.json."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_lengths(config: dict[str, Any], arguments: list[str], lengths: tuple[in
     assert tuple(complete[name] for name in names) == lengths
 
 
-def test_a_folder_is_a_folder_whatever_its_name(tmp_path: Path) -> None:
+def test_an_existing_folder_takes_precedence_over_a_hub_id(tmp_path: Path) -> None:
     path = tmp_path / "owner@main"
     path.mkdir()
     (path / "config.json").write_text("{}")
@@ -44,24 +44,24 @@ def test_a_folder_is_a_folder_whatever_its_name(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LauncherError, match=r"holds no config\.json") as caught:
+    with pytest.raises(LauncherError, match=r"has no config\.json") as caught:
         model.named(settings("--model-id", str(tmp_path)))
     assert caught.value.exit is Exit.DOWNLOAD_ERROR
 
 
-def test_a_hub_id_carries_a_revision() -> None:
+def test_a_hub_id_may_include_a_revision() -> None:
     assert model.named(settings("--model-id", "owner/name@v1")) == Ref(Source.HUB, "owner/name", "v1")
     assert model.named(settings("--model-id", "owner/name", "--revision", "v2")) == Ref(Source.HUB, "owner/name", "v2")
 
 
 @pytest.mark.parametrize("text", ["owner/name/more", "../x@y/..", "a b", "@main", "owner/name@", "-x/y"])
-def test_what_is_no_hub_id_is_refused(text: str) -> None:
+def test_an_invalid_hub_id_is_an_error(text: str) -> None:
     with pytest.raises(LauncherError):
         model.named(settings(f"--model-id={text}"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null"])
-def test_a_broken_configuration_is_said(tmp_path: Path, text: str) -> None:
+def test_a_broken_configuration_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(LauncherError, match=r"config\.json"):
         model.configuration(tmp_path)
@@ -91,7 +91,7 @@ def test_an_empty_folder_of_weights_is_refused(tmp_path: Path) -> None:
         model.with_weights_of(tmp_path, tmp_path, tmp_path / "joined")
 
 
-def test_without_a_name_it_is_the_embedded_model() -> None:
+def test_the_default_is_the_demo_model() -> None:
     found = model.named(settings())
     assert isinstance(found, model.ModelFolder)
     assert found.id == model.EMBEDDED_ID

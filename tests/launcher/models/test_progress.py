@@ -1,4 +1,4 @@
-"""How far a download is, in words."""
+"""Progress of a download as log lines."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ def test_sizes(count: int, text: str) -> None:
     assert progress.size(count) == text
 
 
-def test_what_lies_there_is_said_until_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_until_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     (tmp_path / "a").write_bytes(b"x" * 6000)
     with progress.logged(tmp_path, 12_000, logging.getLogger("tests.progress"), interval_s=0.01):

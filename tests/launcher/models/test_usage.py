@@ -1,4 +1,4 @@
-"""Where ended requests are told to, and what is refused before anything starts."""
+"""Destinations of usage records, and errors before anything starts."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def refusal(*arguments: str, **environment: str) -> str:
     return str(caught.value)
 
 
-def test_nobody_is_told_by_default() -> None:
+def test_there_are_no_usage_records_by_default() -> None:
     assert planned() == UsagePlan(None, None)
     assert planned(REQUEST_LOGGER_URL="") == UsagePlan(None, None)
 
@@ -34,15 +34,15 @@ def test_a_file_and_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert planned(USAGE_LOG=str(tmp_path / "b")).log == str(tmp_path / "b")
 
 
-def test_texts_go_nowhere_else() -> None:
-    assert refusal("--log-texts") == "--log-texts needs --usage-log or REQUEST_LOGGER_URL: texts go nowhere else"
+def test_log_texts_needs_a_destination() -> None:
+    assert refusal("--log-texts") == "--log-texts needs --usage-log or REQUEST_LOGGER_URL: texts go to these only"
 
 
-def test_a_file_that_cannot_be(tmp_path: Path) -> None:
+def test_an_unusable_file_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere" / "usage.jsonl"):
-        assert refusal("--usage-log", str(path)) == f"--usage-log {path} is no file in a folder that exists"
+        assert refusal("--usage-log", str(path)) == f"--usage-log {path} is not a file in an existing folder"
 
 
 @pytest.mark.parametrize("url", ["a.example", "ftp://a.example", "http://me:se/cret@a", "http://[secret"])
-def test_what_is_no_url_is_not_repeated(url: str) -> None:
-    assert refusal(REQUEST_LOGGER_URL=url) == "REQUEST_LOGGER_URL is no http:// or https:// URL"
+def test_an_error_does_not_repeat_the_url(url: str) -> None:
+    assert refusal(REQUEST_LOGGER_URL=url) == "REQUEST_LOGGER_URL is not an http:// or https:// URL"

@@ -1,4 +1,4 @@
-"""A draft model with another vocabulary is refused, naming both."""
+"""A draft model with another vocabulary is an error that names both models."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def refusal(*models: ModelFolder) -> str:
     return said
 
 
-def test_the_same_ids_are_the_same_tokenizer(tmp_path: Path) -> None:
+def test_equal_ids_are_the_same_tokenizer(tmp_path: Path) -> None:
     base = folder(tmp_path / "base", bpe(WORDS, {"<end>": 3}))
     vocabulary.check(base, folder(tmp_path / "same", bpe(WORDS, {"<end>": 3})))
     vocabulary.check(base, folder(tmp_path / "shorter", {**bpe(WORDS), "normalizer": None}))
@@ -45,45 +45,45 @@ def test_the_same_ids_are_the_same_tokenizer(tmp_path: Path) -> None:
     vocabulary.check(base, folder(tmp_path / "unigrams", unigrams, size=None))
 
 
-def test_another_word_behind_an_id_is_refused(tmp_path: Path) -> None:
+def test_a_different_token_of_an_id_is_an_error(tmp_path: Path) -> None:
     base = folder(tmp_path / "base", bpe(WORDS, {"<end>": 3}))
     said = refusal(base, folder(tmp_path / "swapped", bpe({"a": 0, "c": 1, "b": 2})))
     assert said.endswith("token 1 is 'c', in the base model 'b'")
     assert "token 3 is '<stop>'" in refusal(base, folder(tmp_path / "added", bpe(WORDS, {"<stop>": 3})))
 
 
-def test_another_number_of_ids_is_refused(tmp_path: Path) -> None:
+def test_a_different_number_of_ids_is_an_error(tmp_path: Path) -> None:
     larger = folder(tmp_path / "draft", bpe({**WORDS, "d": 3}), size=4)
     said = refusal(folder(tmp_path / "base", bpe(WORDS), size=3), larger)
     assert said.endswith("it has 4 token ids, the base 3")
 
 
-def test_rows_behind_the_vocabulary_are_no_ids(tmp_path: Path) -> None:
+def test_padding_rows_are_not_ids(tmp_path: Path) -> None:
     """As in families whose larger members have wider output heads."""
     base = folder(tmp_path / "base", bpe(WORDS), size=128)
     vocabulary.check(base, folder(tmp_path / "draft", {**bpe(WORDS), "normalizer": None}, size=64))
     vocabulary.check(base, folder(tmp_path / "bare", size=64), folder(tmp_path / "named", bpe(WORDS)))
 
 
-def test_older_files_are_compared_as_they_are(tmp_path: Path) -> None:
+def test_older_vocabulary_files_are_compared_byte_by_byte(tmp_path: Path) -> None:
     base = folder(tmp_path / "base", bpe(WORDS), tokenizer_model=b"pieces")
     vocabulary.check(base, folder(tmp_path / "same", tokenizer_model=b"pieces"))
     refusal(base, folder(tmp_path / "other", tokenizer_model=b"others"))
     refusal(base, folder(tmp_path / "none"))
 
 
-def test_a_tokenizer_named_beside_is_looked_at_too(tmp_path: Path) -> None:
+def test_the_tokenizer_of_draft_tokenizer_id_is_compared_too(tmp_path: Path) -> None:
     base, bare = folder(tmp_path / "base", bpe(WORDS)), folder(tmp_path / "bare")
     same, other = folder(tmp_path / "same", bpe(WORDS)), folder(tmp_path / "other", bpe({"b": 0}))
     vocabulary.check(base, bare, same)
-    assert "its tokenizer owner/other is another one" in refusal(base, bare, other)
-    assert "its tokenizer owner/other is another one" in refusal(base, same, other)
-    with pytest.raises(LauncherError, match="owner/other cannot guess for owner/base"):
-        vocabulary.check(base, other, same)  # what lies beside the draft's weights is no other than before
+    assert "its tokenizer owner/other differs" in refusal(base, bare, other)
+    assert "its tokenizer owner/other differs" in refusal(base, same, other)
+    with pytest.raises(LauncherError, match="owner/other cannot be a draft model for owner/base"):
+        vocabulary.check(base, other, same)  # the draft model's own files are unchanged
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"model": {"vocab": 3}}', '{"model": {"vocab": [1]}}'])
-def test_a_broken_file_is_said(tmp_path: Path, text: str) -> None:
+def test_a_broken_file_is_an_error(tmp_path: Path, text: str) -> None:
     base, draft = folder(tmp_path / "base", bpe(WORDS)), folder(tmp_path / "draft")
     (draft.path / "tokenizer.json").write_text(text)
     with pytest.raises(LauncherError, match=r"tokenizer\.json cannot be read"):

@@ -1,4 +1,4 @@
-"""Small processes in the places of a shard and a router: `python -m tests.launcher.processes.stand_in CONFIG`.
+"""A small process that stands in for a shard or router: `python -m tests.launcher.processes.stand_in CONFIG`.
 
 The configuration says what to do: `port` to answer `GET /ready` on, `die_after_s` and `exit_code` to end by itself,
 `serves` to leave the mark at `served_file`, `ignore_sigterm`, `drain_s` to take so long to end, `log` to append its

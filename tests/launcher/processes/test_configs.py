@@ -1,7 +1,7 @@
-"""What the launcher tells its processes against what they read."""
+"""The configurations that the launcher writes against the dataclasses that processes read."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,22 +10,33 @@ import pytest
 
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.launcher.config import rules
+from lorikeet.launcher.config.flag import LOADER, ROUTER, SHARD, Flag, Process
 from lorikeet.launcher.config.flags import FLAGS
-from lorikeet.launcher.config.settings import Settings, read
-from lorikeet.launcher.models import adapters
+from lorikeet.launcher.config.settings import read
+from lorikeet.launcher.models import adapters, usage
+from lorikeet.launcher.models.devices import choose_ranks
 from lorikeet.launcher.models.model import ModelFolder, with_lengths
 from lorikeet.launcher.models.usage import UsagePlan
 from lorikeet.launcher.processes import configs
+from lorikeet.launcher.processes.configs import loader_fields, router_fields, shard_fields
 from lorikeet.launcher.processes.ray_engine import RayConfig
 from lorikeet.router.config import RouterConfig
 from lorikeet.shard.config import ShardConfig
+
+Reader = tuple[Callable[[configs.Plan], dict[str, Any]], type[Any]]
 
 
 def plan(tmp_path: Path, *arguments: str) -> configs.Plan:
     settings = with_lengths(read(arguments, {}, "box"), {})
     (tmp_path / "config.json").write_text("{}")
-    kept = adapters.plan(settings, {"HF_HOME": str(tmp_path / "hub home"), "HF_TOKEN": "hf_own"}, tmp_path, tmp_path)
-    return configs.Plan(settings, ModelFolder("owner/name", tmp_path, "abc"), "cpu", tmp_path, "1.2.3", kept)
+    sources = adapters.plan(settings, {"HF_HOME": str(tmp_path / "hub home"), "HF_TOKEN": "hf_own"}, tmp_path, tmp_path)
+    num_ranks = choose_ranks(settings["sharded"], settings["num-shard"], "cuda:0", {"CUDA_VISIBLE_DEVICES": "0,1"})
+    num_ranks = num_ranks if {"sharded", "num-shard"} & settings.given.keys() else 1
+    model, destinations = (
+        ModelFolder("owner/name", tmp_path, "abc"),
+        usage.plan(settings, {"REQUEST_LOGGER_URL": "http://a"}),
+    )
+    return configs.Plan(settings, model, "cpu", tmp_path, "1.2.3", sources, None, destinations, num_ranks)
 
 
 def test_a_shard_reads_what_is_written(tmp_path: Path) -> None:
@@ -36,13 +47,13 @@ def test_a_shard_reads_what_is_written(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_shard_is_told_to_leave_its_fused_kernels_out(tmp_path: Path) -> None:
+def test_custom_kernels_can_be_disabled(tmp_path: Path) -> None:
     for arguments, fusions in (([], "auto"), (["--disable-custom-kernels"], "none")):
         path = configs.write(tmp_path / "shard.json", configs.shard_fields(plan(tmp_path, *arguments)))
         assert ShardConfig.read(path).fusions == fusions
 
 
-def test_a_shard_is_told_of_the_draft_model(tmp_path: Path) -> None:
+def test_the_draft_model_reaches_shard_and_router(tmp_path: Path) -> None:
     given = plan(tmp_path, "--draft-dtype", "float32", "--ngram-long", "6")
     given = dataclasses.replace(given, draft=ModelFolder("owner/small", tmp_path / "small"))
     read_back = ShardConfig.read(configs.write(tmp_path / "shard.json", configs.shard_fields(given)))
@@ -50,21 +61,29 @@ def test_a_shard_is_told_of_the_draft_model(tmp_path: Path) -> None:
     assert (read_back.draft_dtype, read_back.ngram_long) == ("float32", 6)
     router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
     assert router.draft_model_id == "owner/small"
-    assert router.speculative_tokens is None  # which is four with a draft model, as models.py has it too
+    assert router.speculative_tokens is None  # the default is four with a draft model, as in download.py
 
 
 @pytest.mark.parametrize("arguments", [("--quantize", "fp8-kv"), ("--kv-cache-dtype", "fp8")], ids=str)
-def test_a_shard_is_told_what_to_keep_kv_in(tmp_path: Path, arguments: tuple[str, str]) -> None:
+def test_both_flags_set_an_fp8_kv_cache(tmp_path: Path, arguments: tuple[str, str]) -> None:
     given = plan(tmp_path, *arguments)
     shard = ShardConfig.read(configs.write(tmp_path / "shard.json", configs.shard_fields(given)))
     assert (shard.kv_cache_dtype, shard.quantize) == ("fp8", None)
 
 
-def test_a_router_is_told_how_to_guess(tmp_path: Path) -> None:
-    given = plan(tmp_path, "--speculative-method", "ngram", "--speculative-schedule", "constant", "--verify", "google")
+def test_speculation_flags_reach_the_router(tmp_path: Path) -> None:
+    given = plan(
+        tmp_path,
+        "--speculative-method",
+        "ngram",
+        "--speculative-schedule",
+        "constant",
+        "--speculative-verification",
+        "google",
+    )
     router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
-    found = (router.speculative_method, router.speculative_schedule, router.speculative_verify)
-    assert found == ("ngram", "constant", "google")
+    found = (router.speculative_method, router.speculative_schedule, router.speculative_verification)
+    assert found == ("lookup", "constant", "rejection")
 
 
 def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
@@ -78,9 +97,9 @@ def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
     assert "x9" not in path.read_text()
 
 
-def test_a_router_is_told_whom_to_tell_of_requests(tmp_path: Path) -> None:
-    told = UsagePlan("/var/log/usage.jsonl", "http://me:secret@a.example")
-    given = dataclasses.replace(plan(tmp_path, "--usage-log", "usage.jsonl", "--log-texts"), usage=told)
+def test_destinations_of_usage_records_reach_the_router(tmp_path: Path) -> None:
+    destinations = UsagePlan("/var/log/usage.jsonl", "http://me:secret@a.example")
+    given = dataclasses.replace(plan(tmp_path, "--usage-log", "usage.jsonl", "--log-texts"), usage=destinations)
     router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
     assert (router.usage_log, router.request_logger_url) == ("/var/log/usage.jsonl", "http://me:secret@a.example")
     assert router.log_texts
@@ -117,7 +136,7 @@ def test_replicas_share_the_machine(tmp_path: Path) -> None:
     assert [configs.shard_fields(cuda, index)["device"] for index in range(2)] == ["cuda:1", "cuda:2"]
 
 
-def test_ranks_share_the_machine_and_meet_somewhere(tmp_path: Path) -> None:
+def test_ranks_share_the_machine_and_a_rendezvous_port(tmp_path: Path) -> None:
     split = plan(tmp_path, "--num-shard", "2", "--replicas", "2", "--master-port", "29600")
     given = dataclasses.replace(split, num_ranks=2)
     shards = [
@@ -138,10 +157,10 @@ def test_ranks_share_the_machine_and_meet_somewhere(tmp_path: Path) -> None:
     assert RayConfig(**configs.ray_fields(on_ray, ())).bundle == {"CPU": 1, "GPU": 4}
 
 
-def test_shards_on_ray_are_told_what_their_nodes_do_not_know(tmp_path: Path) -> None:
+def test_configurations_of_shards_on_ray(tmp_path: Path) -> None:
     given = dataclasses.replace(plan(tmp_path, "--engine", "ray", "--replicas", "3"), device="cuda:0")
     ray = RayConfig.read(configs.write(tmp_path / "ray.json", configs.ray_fields(given, ["HF_TOKEN"])))
-    assert (ray.num_shards, ray.bundle, ray.hidden) == (3, {"CPU": 1, "GPU": 1}, ["HF_TOKEN"])
+    assert (ray.num_shards, ray.bundle, ray.hidden) == (3, {"CPU": 1, "GPU": 1}, ("HF_TOKEN",))
     shard = ShardConfig(listen="10.0.0.1:9000", **ray.shard)
     assert (shard.device, shard.model_id, shard.parent_pid) == ("cuda:0", "owner/name", None)
     router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
@@ -150,13 +169,13 @@ def test_shards_on_ray_are_told_what_their_nodes_do_not_know(tmp_path: Path) -> 
     assert router.stuck_files == ()
 
 
-def test_shards_on_ray_s_cpus_take_as_many_as_they_have_threads(tmp_path: Path) -> None:
+def test_shards_on_ray_reserve_a_cpu_per_thread(tmp_path: Path) -> None:
     for arguments, num in (((), 1), (("--threads", "8"), 8)):
         ray = RayConfig(**configs.ray_fields(plan(tmp_path, "--engine", "ray", *arguments), ()))
         assert (ray.bundle, ray.shard["threads"]) == ({"CPU": num}, num)
 
 
-def test_the_operator_s_token_reaches_the_router_alone(tmp_path: Path) -> None:
+def test_the_operator_s_token_reaches_only_the_router(tmp_path: Path) -> None:
     given = plan(tmp_path)
     assert RouterConfig.read(configs.write(tmp_path / "r", configs.router_fields(given))).hub_token == "hf_own"
     assert "hf_own" not in str(configs.loader_fields(given)) + str(configs.shard_fields(given)) + repr(given)
@@ -176,6 +195,7 @@ def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
         "loader_address",
         "sources",
         "hub_token",
+        "request_logger_url",
         "socket",
     }
     for written, dataclass in (
@@ -189,35 +209,60 @@ def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
             assert written[name] == defaults[name], name
 
 
-class Noted(dict[str, Any]):
-    """Notes which values are asked for."""
+READERS: dict[Process, Reader] = {ROUTER: (router_fields, RouterConfig), SHARD: (shard_fields, ShardConfig)}
+READERS[LOADER] = (loader_fields, LoaderConfig)
+ARRIVALS = [(flag, process) for flag in FLAGS.values() for process in READERS if process in flag.to]
+COMPUTED: dict[str, tuple[str, ...]] = {
+    "admin-key-file": ("admin.key",),
+    "max-adapter-size": ("1MiB",),
+    "kv-cache-dtype": ("fp8",),
+    "quantize": ("fp8",),
+    "sharded": ("true",),
+    "num-shard": ("2",),
+    "master-port": ("29600",),
+    "compile-max-batch-size": ("64",),
+    "memory-wiggle-room": ("0.5",),
+    "threads": ("3",),
+    "shard-address": ("127.0.0.1:50051",),
+    "shard-listen": ("127.0.0.1:50051",),
+    "local-adapter-root": (".",),
+    "compile": (),
+    "eager": (),
+    "disable-custom-kernels": (),
+}
+"""A value of each computed flag that is not the default; else a file."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.names: set[str] = set()
 
-    def __getitem__(self, name: str) -> Any:
-        self.names.add(name)
-        return super().__getitem__(name)
+@pytest.mark.parametrize(("flag", "process"), ARRIVALS, ids=lambda each: getattr(each, "name", ""))
+def test_a_flag_reaches_its_processes(flag: Flag, process: Process, tmp_path: Path) -> None:
+    fields, config = READERS[process]
+    if not flag.computed:
+        assert flag.field in config.__dataclass_fields__
+        made = plan(tmp_path)
+        given = dataclasses.replace(
+            made, settings=made.settings.with_values(**{flag.name.replace("-", "_"): "sentinel"})
+        )
+        assert fields(given)[flag.field] == "sentinel"
+        return
+    (tmp_path / "admin.key").write_text("secret")
+    words = [f"--{flag.name}", *COMPUTED.get(flag.name, (str(tmp_path / "file"),))]
+    if flag.name == "admin-key-file":
+        words[1] = str(tmp_path / words[1])
+    assert fields(plan(tmp_path, *words)) != fields(plan(tmp_path))
 
 
-def test_the_lists_of_what_is_the_other_side_s_matter_are_complete(tmp_path: Path) -> None:
-    """What only the configurations of router and loader read is a router's; what only a shard's reads, a shard's."""
-    made = plan(tmp_path)
+def test_flags_without_a_process_are_the_launcher_s_own() -> None:
+    """A new row must name its processes, or be added here."""
+    without = {name for name, flag in FLAGS.items() if not flag.to and not flag.refused and not flag.no_effect}
+    assert without == {
+        "model-id", "revision", "huggingface-hub-cache", "weights-cache-override", "download-only", "device",
+        "replicas", "engine", "draft-model-id", "draft-revision", "draft-tokenizer-id", "shard-uds-path", "env",
+        "config", "print-config",
+    }  # fmt: skip
 
-    def read_by(*fields: Callable[[configs.Plan], dict[str, Any]]) -> set[str]:
-        noted = Noted(made.settings.values)
-        told = dataclasses.replace(made, settings=Settings(noted, made.settings.given))
-        for each in fields:
-            values = {name: value for name, value in each(told).items() if name != "effective_configuration"}
-            assert values
-        return {name for name in noted.names if not FLAGS[name].no_effect or FLAGS[name].no_effect_on}
 
-    of_shards, of_routers = read_by(configs.shard_fields), read_by(configs.router_fields, configs.loader_fields)
-    # What decides about lengths and processes on either side, and where adapters are found before a process starts.
-    both = {"max-input-length", "drain-timeout-s", "shard-address"}
-    # … and how many devices there are.
-    earlier = {"admin-key-file", "local-adapter-root", "log-texts", "receipts", "usage-log"}
-    assert of_routers - of_shards - both - earlier == rules.OF_ROUTERS - earlier
-    devices = {"num-shard", "sharded"}
-    assert of_shards - of_routers - {"shard-listen", "replicas"} == rules.OF_SHARDS - devices
+def test_flags_without_effect_if_a_process_is_remote() -> None:
+    assert {"port", "api-keys", "adapter-disk-cache", "local-adapter-root"} <= rules.OF_ROUTERS
+    assert {"quantize", "num-shard", "threads", "eager", "ngram-min"} <= rules.OF_SHARDS
+    both = {"max-input-length", "drain-timeout-s", "shard-address", "shard-listen", "dtype", "model-id"}
+    assert not both & (rules.OF_ROUTERS | rules.OF_SHARDS)

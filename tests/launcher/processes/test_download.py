@@ -1,4 +1,4 @@
-"""Which models a command line asks for, and what it says of a draft model that cannot be."""
+"""Models of a command line, and errors about the draft model."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_draft_model_is_shown_beside_the_base(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_includes_the_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--print-config", "--draft-model-id", DRAFT]) == Exit.OK
     shown = json.loads(capsys.readouterr().out)
     assert shown["draft_model"] == {"id": DRAFT, "path": DRAFT, "sha": None}
@@ -45,21 +45,19 @@ def test_both_folders_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--speculative-tokens", "2.5"], Exit.ARGUMENT_VALIDATION, "--speculative-tokens must be an integer, not"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(
-    arguments: list[str], exit: Exit, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_line(arguments: list[str], exit: Exit, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--print-config", *arguments]) == exit
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1
     assert printed.err.startswith(f"lorikeet-launcher: {said}")
 
 
-def test_another_vocabulary_ends_it_naming_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_different_vocabulary_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 7}')
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"word": 0}}}')
     assert main(["--draft-model-id", str(tmp_path)]) == Exit.ARGUMENT_VALIDATION
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path} cannot guess for lorikeet/base: its tokenizer is another one: token 0 is 'word'" in line
+    assert f"{tmp_path} cannot be a draft model for lorikeet/base: its tokenizer differs: token 0 is 'word'" in line
 
 
 @pytest.mark.parametrize(
@@ -71,7 +69,7 @@ def test_another_vocabulary_ends_it_naming_both(tmp_path: Path, capsys: pytest.C
         (("--speculative-tokens-max", "2"), 2),
     ],
 )
-def test_four_tokens_are_guessed_where_nobody_says(arguments: tuple[str, ...], tokens: int) -> None:
+def test_four_draft_tokens_are_the_default(arguments: tuple[str, ...], tokens: int) -> None:
     settings = read(arguments, {}, "box")
     assert models.with_tokens(settings, ModelFolder("draft", Path("draft")))["speculative-tokens"] == tokens
     assert models.with_tokens(settings, None)["speculative-tokens"] == settings["speculative-tokens"]

@@ -1,4 +1,4 @@
-"""A child of the launcher: how it starts and what ties it to its parent."""
+"""A child of the launcher: its start, and its end with its parent."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ import json, os, sys, time
 from pathlib import Path
 from lorikeet.launcher.processes.process import Child
 
-os.register_at_fork(after_in_child=os.abort)  # as a library with threads of its own may
+os.register_at_fork(after_in_child=os.abort)  # as a library with threads may do
 config = Path(sys.argv[1])
 config.write_text(json.dumps({"name": "child", "log": sys.argv[2]}))
 child = Child("child", "tests.launcher.processes.stand_in", config, os.environ)
@@ -26,7 +26,7 @@ print(child.ending, flush=True)
 
 
 def started(folder: Path) -> tuple[subprocess.Popen[str], int]:
-    """A launcher, and the process id of its child once that has noted its start."""
+    """A launcher, and the process id of its child once that has started."""
     log = folder / "log"
     command = [sys.executable, "-c", LAUNCHER, str(folder / "config"), str(log)]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)

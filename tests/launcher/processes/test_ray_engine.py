@@ -1,4 +1,4 @@
-"""Shards on Ray: a cluster of three nodes on this machine, with small processes in the places of shards."""
+"""Shards on Ray: a cluster of three nodes on this machine, with small processes that stand in for shards."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 class Engine:
-    """The process that asks Ray for shards, and what it wrote."""
+    """The Ray engine and its output."""
 
     def __init__(self, folder: Path, process: "subprocess.Popen[str]") -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class Engine:
 
     @property
     def pids(self) -> list[int]:
-        """Of shards, in the order of their starts."""
+        """Process ids of shards in the order of their starts."""
         path = self.folder / "log"
         lines = path.read_text().splitlines() if path.exists() else []
         return [int(line.split()[-1]) for line in lines if " started " in line]
@@ -64,7 +64,7 @@ class Engine:
 
 @contextmanager
 def running(cluster: RayCluster, folder: Path, *, num: int = 2, **shard: Any) -> Iterator[Engine]:
-    (folder / "secret").write_text("not to be guessed by anyone")
+    (folder / "secret").write_text("a secret that is long enough")
     config = {
         "shard": {"name": "shard", "log": str(folder / "log"), "model_path": str(folder)} | shard,
         "num_shards": num,
@@ -77,7 +77,7 @@ def running(cluster: RayCluster, folder: Path, *, num: int = 2, **shard: Any) ->
         "module": "tests.launcher.processes.stand_in",
     }
     (folder / "ray.json").write_text(json.dumps(config))
-    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": cluster.address}
+    environment = dict(os.environ) | {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "RAY_ADDRESS": cluster.address}
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "lorikeet.launcher.processes.ray_engine", str(folder / "ray.json")],
@@ -98,7 +98,7 @@ def running(cluster: RayCluster, folder: Path, *, num: int = 2, **shard: Any) ->
         assert all(map(gone, engine.pids))
 
 
-def test_shards_get_a_place_an_address_and_the_secret(cluster: RayCluster, tmp_path: Path) -> None:
+def test_shards_get_a_node_an_address_and_the_secret(cluster: RayCluster, tmp_path: Path) -> None:
     with running(cluster, tmp_path) as engine:
         engine.until(lambda: len(engine.addresses) == len(engine.pids) == 2)
         assert len(set(engine.addresses)) == 2
@@ -108,13 +108,13 @@ def test_shards_get_a_place_an_address_and_the_secret(cluster: RayCluster, tmp_p
         command = Path(f"/proc/{engine.pids[0]}/cmdline").read_text().split("\0")
         config = json.loads(Path(command[-2]).read_text())
         assert config["listen"] in engine.addresses
-        assert Path(config["secret_path"]).read_text() == "not to be guessed by anyone"
+        assert Path(config["secret_path"]).read_text() == "a secret that is long enough"
         assert Path(config["secret_path"]).stat().st_mode & 0o777 == 0o600
         engine.process.send_signal(signal.SIGTERM)
         assert engine.wait() == Exit.OK
         assert sum(line.startswith("shard ended") for line in (tmp_path / "log").read_text().splitlines()) == 2
         assert not Path(config["secret_path"]).parent.exists()
-        assert "guessed" not in engine.output()
+        assert "long enough" not in engine.output()
 
 
 def test_a_shard_that_is_killed_comes_back_elsewhere_on_the_list(cluster: RayCluster, tmp_path: Path) -> None:
@@ -141,25 +141,25 @@ def test_shards_of_a_lost_node_come_back_on_another(cluster: RayCluster, tmp_pat
             cluster.add(2)
 
 
-def test_a_shard_that_always_ends_is_given_up(cluster: RayCluster, tmp_path: Path) -> None:
+def test_a_shard_that_always_exits_ends_the_engine(cluster: RayCluster, tmp_path: Path) -> None:
     with running(cluster, tmp_path, num=1, die_after_s=3.0, exit_code=4) as engine:
         assert engine.wait() == Exit.SHARD_KEEPS_ENDING
-        assert "shard 0 ended the 5th time running without having completed a request" in engine.output()
+        assert "shard 0 ended the 5th time in a row without completing a request" in engine.output()
 
 
-def test_one_that_serves_in_between_is_not(cluster: RayCluster, tmp_path: Path) -> None:
+def test_a_shard_that_serves_in_between_is_restarted(cluster: RayCluster, tmp_path: Path) -> None:
     with running(cluster, tmp_path, num=1, die_after_s=2.0, exit_code=4, serves=True) as engine:
         engine.until(lambda: len(engine.pids) == 7)
         assert (tmp_path / "served").exists()
 
 
-def test_a_node_without_the_model_is_said(cluster: RayCluster, tmp_path: Path) -> None:
+def test_a_node_without_the_model_is_an_error(cluster: RayCluster, tmp_path: Path) -> None:
     with running(cluster, tmp_path, adapter_store=str(tmp_path / "nowhere")) as engine:
         assert engine.wait() == Exit.SHARD_CANNOT_START
         assert f"has no folder {tmp_path / 'nowhere'}: model and adapters must be on a volume" in engine.output()
 
 
-def test_what_there_is_no_room_for_waits(cluster: RayCluster, tmp_path: Path) -> None:
+def test_the_engine_waits_for_resources(cluster: RayCluster, tmp_path: Path) -> None:
     with running(cluster, tmp_path, num=5) as engine:
         engine.until(lambda: "waiting for room for 5 shards that take {'CPU': 1} each" in engine.output())
         assert engine.addresses == [] and engine.pids == []

@@ -1,4 +1,4 @@
-"""The life of a server's processes, with small processes in the places of shard and router."""
+"""Supervision of processes, with small processes that stand in for shard, loader and router."""
 
 import json
 import logging
@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.launcher.processes import restart_policy as kept
+from lorikeet.launcher.processes import restart_policy
 from lorikeet.launcher.processes.process import Child
-from lorikeet.launcher.processes.restart_policy import Marks
+from lorikeet.launcher.processes.restart_policy import ShardFiles
 from lorikeet.launcher.processes.supervisor import SAME_REQUEST_S, Address, Processes, ShardStart, Signals, Supervisor
 
 ROOT = Path(__file__).parents[3]
-ENVIRONMENT = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT = dict(os.environ) | {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
 LOG = logging.getLogger("tests.launcher")
 
 
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended (one that nobody has waited for yet counts as ended)."""
+    """Whether the process has exited (a zombie has)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -43,7 +43,7 @@ def gone(pid: int) -> bool:
 
 
 class Server:
-    """A supervisor over stand-ins, and what they noted."""
+    """A supervisor of stand-ins, and the events that they logged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,8 +51,8 @@ class Server:
         self.log = folder / "log"
         self.served, self.stuck = folder / "shard.served", folder / "shard.stuck"
         self.broken: dict[str, Any] = {}
-        """How the next router differs."""
-        self.beside = folder / "router.beside"
+        """Fields that replace those of the next router's configuration."""
+        self.replacement = folder / "router.replacement"
         self.shard_ready, self.router_ready = folder / "shard.ready", folder / "router.ready"
         self.ready = False
         self.signals = Signals()
@@ -67,7 +67,7 @@ class Server:
         drain: float = 5,
         at: str = "ready",
     ) -> Exit:
-        """Run with these configurations; SIGTERM comes when it is ready; `at once` again, `twice` later, `never`."""
+        """Run with these configurations. SIGTERM arrives once it is `ready`, `twice`, or `never`."""
         start_shard = lambda: self.child(
             "shard", {"served_file": str(self.served), "ready_file": str(self.shard_ready)} | shard
         )
@@ -75,9 +75,9 @@ class Server:
         start_router = lambda: self.child("router", of_router | self.broken)
         self.has_loader = loader is not None
         start_loader = None if loader is None else lambda: self.child("loader", loader)
-        marks = Marks(self.served, self.stuck, self.shard_ready)
+        files = ShardFiles(self.served, self.stuck, self.shard_ready)
         processes = Processes(
-            [ShardStart(start_shard, marks)], start_router, self.router_ready, self.beside, start_loader
+            [ShardStart(start_shard, files)], start_router, self.router_ready, self.replacement, start_loader
         )
         supervisor = Supervisor(processes, Address("0.0.0.0", self.port).is_ready, drain, LOG)
         return supervisor.run(self.signals, lambda: self.when_ready(at))
@@ -100,7 +100,7 @@ class Server:
 
     @property
     def lines(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []  # a child may end before its first word
+        return self.log.read_text().splitlines() if self.log.exists() else []  # a child may exit before its first event
 
     @property
     def events(self) -> list[str]:
@@ -124,15 +124,15 @@ def test_a_signal_ends_the_router_first(server: Server) -> None:
     assert ends == ["router SIGTERM", "router ended", "shard SIGTERM", "shard ended"]
 
 
-def test_a_shard_that_dies_at_start_is_said(server: Server) -> None:
-    # The router is no server here: it would be ready at once.
+def test_a_shard_that_dies_at_start_is_reported(server: Server) -> None:
+    # The router does not listen there, so the server is never ready.
     with pytest.raises(LauncherError, match="shard ended with exit code 7 before the server was ready") as caught:
         server.run({"die_after_s": 0.0, "exit_code": 7}, {"port": free_port()}, at="never")
     assert caught.value.exit is Exit.SHARD_CANNOT_START
     assert not server.ready
 
 
-def test_a_router_that_dies_at_start_is_said(server: Server) -> None:
+def test_a_router_that_dies_at_start_is_reported(server: Server) -> None:
     with pytest.raises(LauncherError, match="router ended with exit code 3 before the server was ready") as caught:
         server.run({}, {"port": free_port(), "die_after_s": 0.2, "exit_code": 3}, at="never")
     assert caught.value.exit is Exit.WEBSERVER_CANNOT_START
@@ -143,7 +143,7 @@ def pids(server: Server, name: str) -> list[int]:
 
 
 def after_ready(server: Server, then: Callable[[], None]) -> None:
-    """Have something done, in a thread of its own, once the server is ready; SIGTERM follows."""
+    """Call `then` in a thread once the server is ready; SIGTERM follows."""
     when_ready = server.when_ready
 
     def act() -> None:
@@ -178,7 +178,7 @@ def test_what_is_killed_while_serving_is_started_again(server: Server, name: str
 
 
 def test_every_process_is_replaced_while_others_serve(server: Server) -> None:
-    """The shard first: then the loader, and the router hands over once its successor is ready."""
+    """First the shard, then the loader; the router hands over once its successor is ready."""
 
     def replace() -> None:
         server.signals._note(signal.SIGUSR2, None)
@@ -191,7 +191,7 @@ def test_every_process_is_replaced_while_others_serve(server: Server) -> None:
     replaced = ["shard SIGTERM", "shard ended", "shard started", "loader started", "router started", "router SIGUSR1"]
     places = [events.index(event, 3) for event in (*replaced, "router ended")]
     assert places == sorted(places)
-    assert not server.beside.exists()
+    assert not server.replacement.exists()
 
 
 def test_a_router_that_cannot_be_replaced_stays(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_a_router_that_cannot_be_replaced_stays(server: Server, monkeypatch: pyt
 
 
 def test_a_router_that_ends_in_place_of_another_leaves_that_alone(server: Server) -> None:
-    """As one of a version that cannot be started does."""
+    """For example one of a broken version."""
 
     def replace() -> None:
         server.broken = {"die_after_s": 0.0, "exit_code": 3}
@@ -220,12 +220,12 @@ def test_a_router_that_ends_in_place_of_another_leaves_that_alone(server: Server
         assert not gone(pids(server, "router")[0])
 
     after_ready(server, replace)
-    # Nobody but the one that is there makes the mark.
+    # The stand-in does not create the router's ready file.
     assert server.run({}, {"ready_file": str(server.folder / "elsewhere")}) is Exit.OK
 
 
 def test_a_shard_that_hangs_is_ended_and_started_again(server: Server) -> None:
-    """The router says that it does, by a file."""
+    """The router creates a file to report it."""
 
     def halt() -> None:
         (pid,) = pids(server, "shard")
@@ -239,8 +239,8 @@ def test_a_shard_that_hangs_is_ended_and_started_again(server: Server) -> None:
 
 
 def test_a_shard_that_always_dies_ends_everything(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "DELAYS", (0.0,))
-    with pytest.raises(LauncherError, match=r"exit code 4, the 5th time running without") as caught:
+    monkeypatch.setattr(restart_policy, "DELAYS", (0.0,))
+    with pytest.raises(LauncherError, match=r"exit code 4, the 5th time in a row without") as caught:
         server.run({"die_after_s": 0.3, "exit_code": 4}, {}, at="never")
     assert caught.value.exit is Exit.SHARD_KEEPS_ENDING
     assert len(pids(server, "shard")) == 5
@@ -249,35 +249,35 @@ def test_a_shard_that_always_dies_ends_everything(server: Server, monkeypatch: p
 def test_a_shard_that_serves_in_between_may_die_any_number_of_times(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "DELAYS", (0.0,))
+    monkeypatch.setattr(restart_policy, "DELAYS", (0.0,))
     after_ready(server, lambda: until(lambda: len(pids(server, "shard")) == 8))
     shard = {"die_after_s": 0.3, "exit_code": 4, "serves": True}
     try:
         server.run(shard, {})
-    except LauncherError as error:  # the last one may just have died
+    except LauncherError as error:  # the last one may just have exited
         assert error.exit is Exit.SHARD_FAILED
 
 
-def test_a_shard_that_dies_while_the_router_drains_is_said(server: Server) -> None:
+def test_a_shard_that_dies_while_the_router_drains_is_reported(server: Server) -> None:
     with pytest.raises(LauncherError, match="shard ended with exit code 4 before the router had drained") as caught:
         server.run({"die_after_s": 1.5, "exit_code": 4}, {"drain_s": 2.5})
     assert caught.value.exit is Exit.SHARD_FAILED
 
 
 def test_a_router_that_always_dies_ends_everything(server: Server) -> None:
-    with pytest.raises(LauncherError, match="router ended with exit code 3 again and again") as caught:
+    with pytest.raises(LauncherError, match="router ended with exit code 3 repeatedly") as caught:
         server.run({}, {"die_after_s": 0.3, "exit_code": 3}, at="never")
     assert caught.value.exit is Exit.WEBSERVER_FAILED
 
 
-def test_a_loader_that_dies_at_start_is_said(server: Server) -> None:
+def test_a_loader_that_dies_at_start_is_reported(server: Server) -> None:
     with pytest.raises(LauncherError, match="loader ended with exit code 5 before the server was ready") as caught:
         server.run({}, {"port": free_port()}, {"die_after_s": 0.0, "exit_code": 5}, at="never")
     assert caught.value.exit is Exit.LOADER_FAILED
 
 
 def test_a_loader_that_always_dies_ends_everything(server: Server) -> None:
-    with pytest.raises(LauncherError, match="again and again while serving") as caught:
+    with pytest.raises(LauncherError, match="repeatedly while serving") as caught:
         server.run({}, {}, {"die_after_s": 0.5, "exit_code": 1}, at="never")
     assert caught.value.exit is Exit.LOADER_FAILED
 
@@ -298,7 +298,7 @@ def test_a_router_that_does_not_drain_is_killed(server: Server, monkeypatch: pyt
 
 
 def test_a_signal_before_readiness_ends_quietly(server: Server) -> None:
-    # No router answers here, so readiness never comes.
+    # No router listens here, so the server is never ready.
     stand_in_ready = {"port": free_port()}
     threading.Timer(1.5, lambda: server.signals._note(signal.SIGTERM, None)).start()
     assert server.run({}, stand_in_ready, at="never") is Exit.OK

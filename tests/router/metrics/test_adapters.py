@@ -1,7 +1,6 @@
 """Numbers of adapters: each under its own label, and no more labels than a dashboard bears."""
 
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Source
+from lorikeet.adapters.refs import Pin, Source
 from lorikeet.router.metrics.adapters import MOST_LABELS, OTHER
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.adapter_ref import Adapter

@@ -1,7 +1,6 @@
 """Numbers of guesses: by what guessed and for which adapter, and they add up whatever a message holds."""
 
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Source
+from lorikeet.adapters.refs import Pin, Source
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.metrics.adapters import MOST_LABELS, OTHER
 from lorikeet.router.metrics.router import Metrics

@@ -56,7 +56,7 @@ async def test_every_finished_text_has_a_line_without_a_token_of_it(tmp_path: Pa
     del whole["prompt"]["token_ids"], whole["output"]["token_ids"]
     assert rest[0] == whole
     assert [line["parameters"]["seed"] for line in rest[3:5]] == [5, 6]
-    assert {Receipt.read(line).told["base_digest"] for line in rest} == {server.shard.base_digest}
+    assert {Receipt.read(line).values["base_digest"] for line in rest} == {server.shard.base_digest}
     assert rest[-1]["output"]["finish_reason"] == "stop_sequence"
     assert "token_ids" not in path.read_text()
 

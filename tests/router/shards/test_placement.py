@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.adapters.pin import Pin
-from lorikeet.adapters.refs import Source
+from lorikeet.adapters.refs import Pin, Source
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher

@@ -1,4 +1,4 @@
-"""Adapters that several ranks, here threads, read: all of them have one, or nobody has."""
+"""Adapters that several ranks, here threads, read: every rank has an adapter, or none has."""
 
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from lorikeet.shard.model.lora.memory import Arena
 from lorikeet.shard.model.lora.partition import Partition
 from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.tensor_parallel.group import Group
+from lorikeet.shard.ranks.commands import Clear, Forget, Put
 from tests.shard.model.adapters.test_loading import write
 from tests.shard.ranks_in_threads import together
 
@@ -21,14 +22,14 @@ NUM_OUT, NUM_IN = 24, 40
 
 
 def files(rank: int, size: int = 2, group: Group | None = None) -> AdapterFiles:
-    """Of one module whose columns are split."""
+    """Files of one module whose columns are split."""
     site = LoraTarget("linear", NUM_IN // size, NUM_OUT, StepInputs(16, torch.device("cpu")))
-    site.cut = Partition(rank, size, NUM_OUT, NUM_IN, is_row_parallel=True)
-    weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(4))[:, site.cut.columns]
+    site.partition = Partition(rank, size, NUM_OUT, NUM_IN, is_row_parallel=True)
+    weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(4))[:, site.partition.columns]
     site.squared_norms = weight.square().sum(1)
     site.project = lambda x: x @ weight.t()
     destination = Destination(torch.float32, Arena(1 << 16))
-    return AdapterFiles({"linear": site}, destination, add_up=None if group is None else group.add_up)
+    return AdapterFiles({"linear": site}, destination, sum_over_ranks=None if group is None else group.add_up)
 
 
 def adapter(folder: Path) -> Path:
@@ -41,7 +42,7 @@ def read(rank: int, path: Path, group: Group) -> AdapterContent:
     return CollectiveReader(files(rank, group=group), group).read(path)
 
 
-def test_dora_divides_by_the_length_of_whole_rows(tmp_path: Path) -> None:
+def test_dora_divides_by_the_norm_of_whole_rows(tmp_path: Path) -> None:
     path = adapter(tmp_path)
     first, second = together([partial(read, rank, path) for rank in range(2)])
     (whole,) = together([lambda group: CollectiveReader(files(0, 1, group), group).read(path)])
@@ -53,56 +54,56 @@ def test_dora_divides_by_the_length_of_whole_rows(tmp_path: Path) -> None:
     assert a.numel() >= whole.weights(0).tensors["a"].numel()
 
 
-def test_what_one_rank_does_not_find_nobody_has(tmp_path: Path) -> None:
+def test_an_adapter_missing_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     path = adapter(tmp_path)
-    said: list[str] = []
+    reasons: list[str] = []
 
     def on(rank: int, at: Path, group: Group) -> None:
         with pytest.raises(ValueError) as caught:
             read(rank, at, group)
-        said.append(str(caught.value))
+        reasons.append(str(caught.value))
 
     together([partial(on, 0, path), partial(on, 1, tmp_path / "elsewhere.safetensors")])
-    assert said == [NOT_HERE] * 2
+    assert reasons == [NOT_HERE] * 2
 
 
-def test_what_one_rank_cannot_hold_nobody_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_one_rank_cannot_hold_fails_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = adapter(tmp_path)
-    said: list[str] = []
+    reasons: list[str] = []
 
     def on(rank: int, group: Group) -> None:
         own = files(rank, group=group)
         if rank == 1:
             own.lay_out = full  # type: ignore[method-assign]
         else:
-            own._add_up = None  # the other does not come so far
+            own._sum_over_ranks = None  # the other does not come so far
         with pytest.raises(ValueError) as caught:
             CollectiveReader(own, group).read(path)
-        said.append(str(caught.value))
+        reasons.append(str(caught.value))
 
     def full(opened: Opened) -> AdapterContent:
         raise MemoryError
 
     together([partial(on, rank) for rank in range(2)])
-    assert said == ["the adapter could not be read: MemoryError"] * 2
+    assert reasons == ["the adapter could not be read: MemoryError"] * 2
 
 
-class Told:
-    """What the first rank tells the others, and what it does itself."""
+class Recorder:
+    """Records the calls that it gets."""
 
     def __init__(self) -> None:
-        self.words: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
 
     def __getattr__(self, name: str) -> object:
-        return lambda *arguments: self.words.append((name, *arguments))
+        return lambda *arguments: self.calls.append((name, *arguments))
 
 
-def test_every_slot_means_the_same_everywhere(tmp_path: Path) -> None:
-    own, leader = Told(), Told()
+def test_every_rank_gets_every_change_of_a_slot(tmp_path: Path) -> None:
+    own, leader = Recorder(), Recorder()
     slots = BroadcastingSlots(own, leader)  # type: ignore[arg-type]
     content = files(0, 1).read(adapter(tmp_path))
     slots.put(3, Part("d", content))
     slots.clear(3)
     slots.forget("d")
-    assert leader.words == [("put", 3, "d"), ("clear", 3), ("forget", "d")]
-    assert own.words == [("put", 3, content), ("clear", 3)]
+    assert leader.calls == [("send", Put(3, "d")), ("send", Clear(3)), ("send", Forget("d"))]
+    assert own.calls == [("put", 3, content), ("clear", 3)]

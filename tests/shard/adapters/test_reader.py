@@ -1,4 +1,4 @@
-"""What becomes of an adapter that is asked for: read, or the reason why not."""
+"""An adapter that is requested is read, or fails with a reason."""
 
 from pathlib import Path
 
@@ -10,22 +10,22 @@ from lorikeet.shard.scheduler.adapter_slots import Content
 
 
 def read(path: Path) -> Content:
-    said = path.read_text()
-    if said == "refused":
-        raise ValueError("it is refused")
-    if said == "broken":
+    text = path.read_text()
+    if text == "invalid":
+        raise ValueError("it is invalid")
+    if text == "broken":
         raise KeyError("secret")
-    raise AssertionError(said)
+    raise AssertionError(text)
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [(None, NOT_HERE), ("refused", "it is refused"), ("broken", "the adapter could not be read: KeyError")],
+    [(None, NOT_HERE), ("invalid", "it is invalid"), ("broken", "the adapter could not be read: KeyError")],
 )
-def test_an_adapter_that_cannot_be_had_fails_with_its_reason(tmp_path: Path, text: str | None, reason: str) -> None:
+def test_an_adapter_that_cannot_be_read_fails_with_a_reason(tmp_path: Path, text: str | None, reason: str) -> None:
     if text is not None:
         (tmp_path / "d.safetensors").write_text(text)
     inbox = Inbox()
-    AdapterReader(tmp_path, read, inbox).ask("d")
+    AdapterReader(tmp_path, read, inbox).request("d")
     inbox.wait(20)
     assert inbox.drain() == [AdapterRead("d", None, reason)]

@@ -1,4 +1,4 @@
-"""Compiles the paged kernels for a GPU that need not be here and looks at the instructions. Run by test_paged.py."""
+"""Compiles the paged kernels for a GPU that is not needed here, and checks the instructions. Run by test_paged.py."""
 
 import re
 import subprocess
@@ -19,11 +19,11 @@ from lorikeet.shard.attention.spans import FOLD_ROWS, SPAN
 
 POINTERS = {
     "query": "*bf16", "keys": "*bf16", "values": "*bf16", "key_scales": "*fp32", "value_scales": "*fp32",
-    "sinks": "*fp32", "slopes": "*fp32", "told": "*i32", "partials": "*fp32", "stats": "*fp32", "output": "*bf16",
+    "sinks": "*fp32", "slopes": "*fp32", "tables": "*i32", "partials": "*fp32", "stats": "*fp32", "output": "*bf16",
     "key": "*bf16", "value": "*bf16", "slots": "*i64", "scale": "fp32", "cap": "fp32",
 }  # fmt: skip
 MOST_SPILT = 128
-"""Bytes: what older versions of triton lay aside while the innermost loop runs. A tile's sums would be 256 and more."""
+"""Bytes that older versions of triton spill around the innermost loop. The sums of a tile would be 256 and more."""
 LAYERS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {"KV_HEADS": 8, "GROUP": 4, "dim": 128},
     "Gemma-2-9B": {"KV_HEADS": 8, "GROUP": 2, "dim": 256, "HAS_CAP": True, "WINDOW": 4096},
@@ -46,14 +46,14 @@ def compiled(
 
 
 def resources(kernel: Any) -> tuple[int, int]:
-    """Registers of a thread, and bytes that are kept in local memory for want of more."""
+    """Registers of a thread, and bytes that are spilt to local memory."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(kernel.asm["cubin"])
-        said = subprocess.run(
+        report = subprocess.run(
             [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)], capture_output=True, text=True, check=True
         ).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
     return int(registers), int(stack)
 
 
@@ -79,10 +79,10 @@ def main() -> None:
             ptx = kernel.asm["ptx"]
             registers, kept = resources(kernel)
             print(f"{name} {part}: {registers} registers, {kernel.metadata.shared} bytes shared, {kept} bytes spilt")
-            assert "atom." not in ptx and "\tred." not in ptx, "an order that changes"
-            assert ".local" not in ptx and kept <= MOST_SPILT, "registers ran out"
+            assert "atom." not in ptx and "\tred." not in ptx, "atomics have no fixed order"
+            assert ".local" not in ptx and kept <= MOST_SPILT, "registers are spilt"
             assert "ld.global.v2.b32" in ptx or "ld.global.v4.b32" in ptx or part == "attend"
-        # a tile's rows are all computed by this instruction, and by no other
+        # this instruction, and no other, computes all rows of a tile
         text = attend.asm["ptx"]
         assert "wgmma.mma_async.sync.aligned.m64n" in text and "mma.sync" not in text
         if not has_scales:

@@ -1,4 +1,4 @@
-"""The paged kernels against the reference: run by test_paged.py in a process of its own, on CUDA or, with
+"""The paged kernels against the reference. test_paged.py runs these cases in a separate process, on CUDA or, with
 TRITON_INTERPRET=1, on CPU.
 """
 
@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec, paged
+from lorikeet.shard.attention.base import PagedKV
 from lorikeet.shard.attention.paged import PagedAttention
-from lorikeet.shard.attention.paged_kv import PagedKV
-from lorikeet.shard.attention.quantized_kv import FP8, dequantize, quantize
-from lorikeet.shard.attention.reference import ReferenceAttention
+from lorikeet.shard.attention.reference import FP8, ReferenceAttention, dequantize, quantize
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.config import ShardConfig
@@ -31,7 +30,7 @@ TOLERANCE = {BFLOAT16: 2**-6, FLOAT16: 2**-9, FLOAT32: 1e-5}
 SPECS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "grouped": ((4, 2, 16, 16), {}),
     "one head each": ((2, 2, 32, 32), {}),
-    "one for all": ((5, 1, 16, 16), {}),
+    "one kv head": ((5, 1, 16, 16), {}),
     "odd sizes": ((2, 1, 24, 40), {}),
     "large head": ((2, 1, 136, 256), {}),
     "window": ((2, 1, 16, 16), {"window": 7}),
@@ -46,11 +45,11 @@ SPECS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 LONG, SHORT, THIRD = [5, 9, 2], [7, 1], [3, 4]
 STEPS: dict[str, list[tuple[int, int, list[int]]]] = {
     "tokens": [(170, 1, LONG), (6, 1, SHORT)],
-    "guesses": [(171, 4, LONG), (62, 4, SHORT)],
+    "drafts": [(171, 4, LONG), (62, 4, SHORT)],
     "prompts": [(0, 11, LONG), (60, 17, SHORT)],
     "all": [(175, 4, LONG), (70, 1, SHORT), (0, 9, THIRD)],
 }
-"""Start, tokens and pages of each segment, before which lies what memory held."""
+"""Start, tokens and pages of each segment; the positions before its start hold random K and V."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +66,7 @@ def spec_of(name: str) -> AttentionSpec:
 
 @dataclass
 class Rows:
-    """What comes to attention. query: [T, heads, D], key, value: [T, kv_heads, D]."""
+    """Inputs of attention. query: [T, heads, D], key, value: [T, kv_heads, D]."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -78,7 +77,7 @@ class Rows:
 
 
 def draw(spec: AttentionSpec, length: int, dtype: torch.dtype, seed: int = 0) -> Rows:
-    """As modules give it: heads before tokens in memory."""
+    """In the memory order of modules: heads before tokens."""
     generator = torch.Generator().manual_seed(seed)
     sizes = ((spec.num_heads, spec.key_dim), (spec.num_kv_heads, spec.key_dim), (spec.num_kv_heads, spec.value_dim))
     return Rows(*(torch.randn(heads, length, dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
@@ -100,16 +99,16 @@ class Runner:
         self.inputs.bounds = bounds
         self.backend.prepare(self.inputs)
 
-    def step(self, *shares: tuple[int, list[int], Rows]) -> list[torch.Tensor]:
+    def step(self, *parts: tuple[int, list[int], Rows]) -> list[torch.Tensor]:
         """Start, pages and rows of each segment. Returns [rows, heads, D] of each."""
-        segments = [Segment(start, len(rows.query), pages) for start, pages, rows in shares]
+        segments = [Segment(start, len(rows.query), pages) for start, pages, rows in parts]
         self.fill(segments)
-        rows = Rows(*(torch.cat([getattr(rows, name) for *_, rows in shares]) for name in ("query", "key", "value")))
+        rows = Rows(*(torch.cat([getattr(rows, name) for *_, rows in parts]) for name in ("query", "key", "value")))
         output = self.backend.attend(self.spec, self.kv, rows.query, rows.key, rows.value)
         return list(output.split([segment.num_tokens for segment in segments]))
 
     def remember(self) -> "Runner":
-        """Let every slot have some K and V, the same for every backend and page size."""
+        """Fill every slot with random K and V, the same for every backend and page size."""
         for seed, name in enumerate(("keys", "values")):
             generator = torch.Generator().manual_seed(seed)
             pool, scales = getattr(self.kv, name), getattr(self.kv, f"{name[:-1]}_scales")
@@ -133,15 +132,15 @@ def agree(
     spec = spec_of(name)
     both = [ours(spec, dtype, kv_dtype=kv_dtype), Runner(ReferenceAttention(PAGE, kv_dtype), spec, dtype)]
     for step in steps:
-        shares = [(start, pages, draw(spec, count, dtype, start)) for start, count, pages in STEPS[step]]
-        found, wanted = (torch.cat(runner.remember().step(*shares)).float() for runner in both)
+        segments = [(start, pages, draw(spec, count, dtype, start)) for start, count, pages in STEPS[step]]
+        found, wanted = (torch.cat(runner.remember().step(*segments)).float() for runner in both)
         allowed = TOLERANCE[BFLOAT16 if kv_dtype and dtype == FLOAT16 else dtype]
         torch.testing.assert_close(found, wanted, rtol=allowed, atol=allowed)
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_agrees_with_the_reference(name: str) -> None:
-    """DraftTokens to verify, a single token and the begin of a prompt in one step."""
+    """Draft tokens to verify, a single token and the start of a prompt in one step."""
     agree(name, BFLOAT16)
 
 
@@ -164,8 +163,8 @@ def test_agrees_with_k_and_v_in_eight_bits(dtype: torch.dtype) -> None:
     agree("sinks", dtype, FP8)
 
 
-def test_spans_are_shared_among_programs_or_not() -> None:
-    """One program takes all of a tile's spans, or each takes one and they are folded: the bits are the same."""
+def test_equal_bits_however_programs_share_spans() -> None:
+    """One program computes all spans of a tile, or each program one and `fold` merges them: the bits are equal."""
     spec = replace(spec_of("sinks"), window=None)
     rows, other = draw(spec, 5, BFLOAT16), draw(spec, 2, BFLOAT16, 1)
     outputs = []
@@ -173,27 +172,27 @@ def test_spans_are_shared_among_programs_or_not() -> None:
         runner = ours(spec, BFLOAT16, programs).remember()
         outputs.append(torch.cat(runner.step((170, LONG, rows), (0, SHORT, other))))
         assert isinstance(runner.backend, PagedAttention)
-        assert runner.backend._told.num_folds == [num_folds]
+        assert runner.backend._tables.num_folds == [num_folds]
     assert torch.equal(*outputs)
 
 
 def test_memory_for_spans_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that find none are one program's."""
+    """A tile without memory for its spans is computed by one program."""
     spec = spec_of("grouped")
     monkeypatch.setattr(paged, "PARTIAL_FLOATS", (3 + 1) * spec.group * spec.num_kv_heads * 16)
     rows = draw(spec, 2, BFLOAT16)
-    shares = (170, LONG, rows.part(0, 1)), (100, SHORT, rows.part(1, 1))
-    [wanted] = {torch.cat(ours(spec, BFLOAT16, 1).remember().step(*shares))}
+    segments = (170, LONG, rows.part(0, 1)), (100, SHORT, rows.part(1, 1))
+    [wanted] = {torch.cat(ours(spec, BFLOAT16, 1).remember().step(*segments))}
     runner = ours(spec, BFLOAT16, 1000)
-    assert torch.equal(torch.cat(runner.remember().step(*shares)), wanted)
-    assert isinstance(runner.backend, PagedAttention) and runner.backend._told.num_folds == [1]
+    assert torch.equal(torch.cat(runner.remember().step(*segments)), wanted)
+    assert isinstance(runner.backend, PagedAttention) and runner.backend._tables.num_folds == [1]
 
 
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [("grouped", FP8), ("window beyond a span", None), ("a tile ends in a group", None), ("sinks", None)],
 )
-def test_equal_bits_alone_in_chunks_and_in_company(name: str, kv_dtype: torch.dtype | None) -> None:
+def test_equal_bits_alone_in_chunks_and_in_any_batch(name: str, kv_dtype: torch.dtype | None) -> None:
     spec = spec_of(name)
     rows, other = draw(spec, 6, BFLOAT16), draw(spec, 5, BFLOAT16, 1)
     alone = ours(spec, BFLOAT16, 1, kv_dtype=kv_dtype).remember().step((125, LONG, rows))[0]
@@ -205,18 +204,18 @@ def test_equal_bits_alone_in_chunks_and_in_company(name: str, kv_dtype: torch.dt
     assert torch.equal(torch.cat(parts), alone)
 
 
-def test_the_size_of_pages_changes_no_bits() -> None:
+def test_equal_bits_for_any_page_size() -> None:
     spec = spec_of("grouped")
     outputs = []
     for size, long, short in ((PAGE, [4, 5, 6], [2, 3]), (2 * PAGE, [2, 3], [1])):
         runner = ours(spec, BFLOAT16, page_size=size).remember()
-        shares = [(170, long, draw(spec, 1, BFLOAT16)), (70, short, draw(spec, 4, BFLOAT16, 1))]
-        outputs.append(torch.cat(runner.step(*shares)))
+        segments = [(170, long, draw(spec, 1, BFLOAT16)), (70, short, draw(spec, 4, BFLOAT16, 1))]
+        outputs.append(torch.cat(runner.step(*segments)))
     assert torch.equal(*outputs)
 
 
 def test_segments_share_pages() -> None:
-    """Two requests with one beginning, of which a page lies in memory once."""
+    """Two requests with a common prefix, whose page is in memory once."""
     spec = spec_of("grouped")
     rows = draw(spec, 6, BFLOAT16)
     step = (100, [3, 4], rows.part(0, 1)), (64, [3, 8], rows.part(1, 5))
@@ -226,7 +225,7 @@ def test_segments_share_pages() -> None:
 
 
 @pytest.mark.parametrize("stale", [float("nan"), float("inf")])
-def test_what_memory_held_does_not_show(stale: float) -> None:
+def test_stale_memory_has_no_effect(stale: float) -> None:
     spec = spec_of("grouped")
     rows = draw(spec, 20, BFLOAT16)
     outputs = []
@@ -240,7 +239,7 @@ def test_what_memory_held_does_not_show(stale: float) -> None:
     assert outputs[0].isfinite().all() and torch.equal(*outputs)
 
 
-def test_eight_bits_are_kept_as_the_reference_keeps_them() -> None:
+def test_eight_bits_are_stored_as_by_the_reference() -> None:
     spec = spec_of("odd sizes")
     runner = ours(spec, BFLOAT16, kv_dtype=FP8)
     rows = draw(spec, 6, BFLOAT16)
@@ -262,7 +261,7 @@ def test_eight_bits_take_half_the_memory() -> None:
 
 
 def test_under_bounds_shapes_addresses_and_grids_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a captured graph sees it: what was told last is what counts, in launches that stay as they are."""
+    """As a captured graph sees it: launches stay the same, and read the latest metadata."""
     spec = spec_of("grouped")
     bounds = Bounds(num_rows=8, max_kv_len=4 * PAGE)
     runner, reference = ours(spec, BFLOAT16, programs=5), Runner(ReferenceAttention(PAGE), spec, BFLOAT16)
@@ -293,22 +292,22 @@ def test_under_bounds_shapes_addresses_and_grids_stay(monkeypatch: pytest.Monkey
     assert launches[0] == launches[1] == launches[2]
 
 
-def test_more_than_the_bounds_have_is_an_error() -> None:
+def test_a_step_beyond_its_bounds_is_an_error() -> None:
     runner = ours(spec_of("grouped"), BFLOAT16)
-    with pytest.raises(RuntimeError, match="were reserved"):
+    with pytest.raises(RuntimeError, match="are reserved"):
         runner.fill([Segment(0, 1, [page]) for page in range(9)], Bounds(num_rows=2, max_kv_len=PAGE))
 
 
-def test_refuses_what_the_kernels_cannot_do() -> None:
-    with pytest.raises(ValueError, match="multiples of 64"):
+def test_unsupported_layers_are_rejected() -> None:
+    with pytest.raises(ValueError, match="multiple of 64"):
         PagedAttention(16)
-    with pytest.raises(ValueError, match="no heads of 512"):
+    with pytest.raises(ValueError, match="does not support heads of 512"):
         PagedAttention().allocate(AttentionSpec(1, 1, 512, 512, 1.0), 1, BFLOAT16, DEVICE)
     with pytest.raises(ValueError, match="float64"):
         PagedAttention().allocate(AttentionSpec(1, 1, 16, 16, 1.0), 1, torch.float64, DEVICE)
 
 
-def test_a_whole_network_computes_what_transformers_does(tmp_path: Path) -> None:
+def test_a_whole_network_agrees_with_transformers(tmp_path: Path) -> None:
     """Soft caps, windows and groups, packed and in chunks."""
     folder = tiny.make("gemma2", tmp_path)
     config = ShardConfig("tiny", str(folder), "unix:unused", device=str(DEVICE), attention="triton")

@@ -1,6 +1,6 @@
-"""The compiled CPU attention against the written-out reference, and equal bits however a request is cut and packed.
+"""The compiled CPU attention against the reference, and equal bits in any chunks and batches.
 
-Bfloat16 runs twice: as this processor does it best, and without products of pairs as on processors that lack them.
+Bfloat16 runs twice: as fast as this processor can, and without products of pairs, as on processors without them.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ SPECS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """Which kernel: its elements, and whether it may take two products at once."""
+    """A variant of the kernel: its dtype, and whether it may use products of pairs."""
 
     dtype: torch.dtype
     paired: bool = True
@@ -88,21 +88,21 @@ class Runner:
         self.kv = backend.allocate(spec, 64, dtype, DEVICE)
         self.inputs = StepInputs(backend.page_size, DEVICE)
 
-    def step(self, shares: list[tuple[int, list[int], Rows]]) -> list[torch.Tensor]:
-        """shares: start, pages and rows of each segment. Returns [rows, heads, D] of each."""
-        segments = [Segment(start, len(rows.query), pages) for start, pages, rows in shares]
+    def step(self, parts: list[tuple[int, list[int], Rows]]) -> list[torch.Tensor]:
+        """parts: start, pages and rows of each segment. Returns [rows, heads, D] of each."""
+        segments = [Segment(start, len(rows.query), pages) for start, pages, rows in parts]
         total = sum(segment.num_tokens for segment in segments)
         self.inputs.fill(segments, torch.zeros(total, dtype=torch.long), torch.zeros(1, dtype=torch.long))
         self.backend.prepare(self.inputs)
         query, key, value = (
-            torch.cat([getattr(rows, name) for _, _, rows in shares]) for name in ("query", "key", "value")
+            torch.cat([getattr(rows, name) for _, _, rows in parts]) for name in ("query", "key", "value")
         )
         output = self.backend.attend(self.spec, self.kv, query, key, value)
         return list(output.split([segment.num_tokens for segment in segments]))
 
 
 def with_moments(rows: Rows) -> Rows:
-    """In float32, with the values' squares and a column of ones beside them, so that attention yields means of all."""
+    """In float32, with the values' squares and a column of ones appended, so that attention yields the means of all."""
     value = rows.value.float()
     return Rows(rows.query.float(), rows.key.float(), torch.cat([value, value**2, torch.ones_like(value)], -1))
 
@@ -117,13 +117,13 @@ def expected(moments: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     mean, square, one = moments.chunk(3, -1)
     if dtype == torch.float32:
         return mean, torch.full_like(mean, 1e-5)
-    # sinks take the share that `one` lacks
+    # `one` is less than 1 by the weight of the sinks
     distance = ((square - 2 * mean * mean + one * mean**2).clamp(min=0) * one).sqrt()
     return mean, ROUNDING * 1.01 * (distance + mean.abs()) + 1e-5
 
 
 def three_steps(long: Rows, short: Rows) -> list[list[tuple[int, list[int], Rows]]]:
-    """A prompt beside another, a token beside a chunk, and a chunk beside a token: start, pages and rows of each."""
+    """Two prompts, a token with a chunk, and a chunk with a token: start, pages and rows of each."""
     return [
         [(0, PAGES, long.part(0, 101)), (0, [7, 1], short.part(0, 3))],
         [(101, PAGES, long.part(101, 1)), (3, [7, 1], short.part(3, 30))],
@@ -139,18 +139,18 @@ def test_agrees_with_the_reference(name: str, kind: Kind, page_size: int) -> Non
     long, short = random_rows(spec, LENGTH, kind.dtype, 0), random_rows(spec, 40, kind.dtype, 1)
     ours = Runner(kind.backend(page_size), spec, kind.dtype)
     reference = Runner(ReferenceAttention(page_size), replace(spec, value_dim=3 * spec.value_dim), torch.float32)
-    for shares in three_steps(long, short):
-        wide = [(start, pages, with_moments(rows)) for start, pages, rows in shares]
-        for output, moments in zip(ours.step(shares), reference.step(wide), strict=True):
+    for segments in three_steps(long, short):
+        wide = [(start, pages, with_moments(rows)) for start, pages, rows in segments]
+        for output, moments in zip(ours.step(segments), reference.step(wide), strict=True):
             mean, allowed = expected(moments, kind.dtype)
             error = (output.float() - mean).abs()
-            assert (error <= allowed).all(), f"{(error / allowed).max():.2f} times what rounding explains"
+            assert (error <= allowed).all(), f"{(error / allowed).max():.2f} times the rounding error"
 
 
 @each_page_size
 @each_kind
 @each_spec
-def test_equal_bits_alone_in_chunks_and_in_company(name: str, kind: Kind, page_size: int) -> None:
+def test_equal_bits_alone_in_chunks_and_in_any_batch(name: str, kind: Kind, page_size: int) -> None:
     spec = spec_of(name)
     rows, other = random_rows(spec, LENGTH, kind.dtype, 0), random_rows(spec, 70, kind.dtype, 1)
     alone = Runner(kind.backend(page_size), spec, kind.dtype).step([(0, PAGES, rows)])[0]
@@ -165,7 +165,7 @@ def test_equal_bits_alone_in_chunks_and_in_company(name: str, kind: Kind, page_s
 
 @pytest.mark.parametrize("name", ["grouped", "large group"])
 def test_equal_bits_on_any_number_of_threads(name: str) -> None:
-    """Heads divide among threads or not, and threads may be more than heads."""
+    """The heads are a multiple of the threads or not, and there may be more threads than heads."""
     spec = spec_of(name)
     rows, other = (random_rows(spec, LENGTH, torch.bfloat16, seed) for seed in (0, 1))
     before = torch.get_num_threads()
@@ -181,22 +181,22 @@ def test_equal_bits_on_any_number_of_threads(name: str) -> None:
 
 
 @each_kind
-def test_a_neighbours_nan_stays_with_it(kind: Kind) -> None:
+def test_a_nan_of_one_request_does_not_reach_another(kind: Kind) -> None:
     spec = spec_of("grouped")
     rows, broken = random_rows(spec, 50, kind.dtype, 0), random_rows(spec, 50, kind.dtype, 1)
     broken.key[20] = float("nan")
     runner = Runner(kind.backend(), spec, kind.dtype)
-    well, ill = runner.step([(0, [0, 1], rows), (0, [2, 3], broken)])
-    assert well.isfinite().all()
-    assert ill[:20].isfinite().all() and ill[20:].isnan().all()
+    finite, broken_output = runner.step([(0, [0, 1], rows), (0, [2, 3], broken)])
+    assert finite.isfinite().all()
+    assert broken_output[:20].isfinite().all() and broken_output[20:].isnan().all()
 
 
 @pytest.mark.parametrize("stale", [float("nan"), float("inf")])
 @each_page_size
 @each_kind
 @pytest.mark.parametrize("name", ["grouped", "odd head size", "window beyond a page", "sinks", "group of 1"])
-def test_what_memory_held_does_not_show(name: str, kind: Kind, page_size: int, stale: float) -> None:
-    """Beside the last of an odd number of positions lies another request's leftover, and so it does beyond the last."""
+def test_stale_memory_has_no_effect(name: str, kind: Kind, page_size: int, stale: float) -> None:
+    """Stale memory may follow the last position of a request, also in the second half of its pair."""
     spec = spec_of(name)
     rows = random_rows(spec, 70, kind.dtype, 0)
     for start, count in ((0, 1), (0, 32), (0, 33), (0, 69), (30, 1), (31, 1), (32, 1), (31, 4), (63, 2), (64, 1)):
@@ -213,7 +213,7 @@ def test_what_memory_held_does_not_show(name: str, kind: Kind, page_size: int, s
 
 
 @each_kind
-def test_storing_a_position_leaves_its_partner_alone(kind: Kind) -> None:
+def test_storing_a_position_keeps_the_other_of_its_pair(kind: Kind) -> None:
     """Positions stored one by one from the last to the first, and all at once."""
     spec = spec_of("odd head size")
     rows = random_rows(spec, 41, kind.dtype, 0)
@@ -225,8 +225,8 @@ def test_storing_a_position_leaves_its_partner_alone(kind: Kind) -> None:
     assert torch.equal(whole.step(last)[0], single.step(last)[0])
 
 
-def test_refuses_what_the_kernel_cannot_do() -> None:
-    with pytest.raises(ValueError, match="page size"):
+def test_unsupported_arguments_are_rejected() -> None:
+    with pytest.raises(ValueError, match="pages of a multiple of 32"):
         CpuAttention(torch.float32, 16)
     with pytest.raises(ValueError, match="float16"):
         CpuAttention(torch.float16)

@@ -1,4 +1,4 @@
-"""Which attention backend is taken for what, and in which number format K and V are kept."""
+"""Which attention backend is chosen, and the format of K and V."""
 
 import logging
 
@@ -7,9 +7,9 @@ import torch
 
 from lorikeet.shard import attention
 from lorikeet.shard.attention import AttentionSpec
+from lorikeet.shard.attention.base import PagedKV
 from lorikeet.shard.attention.layerwise import LayerwiseAttention
-from lorikeet.shard.attention.quantized_kv import FP8
-from lorikeet.shard.attention.reference import ReferenceAttention, ReferenceKV
+from lorikeet.shard.attention.reference import FP8, ReferenceAttention
 from tests.shard.attention.test_cpu import Runner, random_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -21,7 +21,7 @@ def names(backend: attention.AttentionBackend) -> list[str]:
     return [type(each).__name__ for each in backend._backends]
 
 
-def test_on_cuda_torch_s_kernel_comes_first_and_the_reference_last() -> None:
+def test_the_order_of_backends_on_cuda() -> None:
     pytest.importorskip("triton")
     found = attention.create("auto", CUDA, BFLOAT16, None)
     assert names(found) == ["VarlenAttention", "PagedAttention", "ReferenceAttention"] and found.page_size == 256
@@ -31,28 +31,26 @@ def test_on_cuda_torch_s_kernel_comes_first_and_the_reference_last() -> None:
         assert found.can_capture
 
 
-def test_without_triton_it_is_slow_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_triton_there_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(attention, "has_triton", lambda: False)
     assert names(attention.create("auto", CUDA, BFLOAT16, None)) == ["VarlenAttention", "ReferenceAttention"]
     with caplog.at_level(logging.WARNING):
         found = attention.create("auto", CUDA, torch.float32, None)
-    assert isinstance(found, ReferenceAttention) and not found.can_capture and "no package triton" in caplog.text
+    assert isinstance(found, ReferenceAttention) and not found.can_capture and "triton is not installed" in caplog.text
     with pytest.raises(ValueError, match="needs the package triton"):
         attention.create("triton", CUDA, BFLOAT16, None)
 
 
 @pytest.mark.parametrize("name", ["cpu", "varlen"])
-def test_who_keeps_no_eight_bits_says_so(name: str) -> None:
-    with pytest.raises(ValueError, match=f"the {name} attention backend keeps KV in the number format of the model"):
+def test_backends_without_fp8_reject_it(name: str) -> None:
+    with pytest.raises(ValueError, match=f"the {name} attention backend does not support --kv-cache-dtype fp8"):
         attention.create(name, CPU, BFLOAT16, None, "fp8")
     with pytest.raises(ValueError, match="known: auto, fp8"):
         attention.create(name, CPU, BFLOAT16, None, "int8")
 
 
-def test_the_reference_keeps_eight_bits() -> None:
-    """A token's scale is its own: what came in one step or in several is kept alike."""
+def test_the_reference_quantizes_each_token_alone() -> None:
+    """Tokens of one step and of several are stored alike."""
     spec = AttentionSpec(4, 2, 16, 24, 0.25)
     rows = random_rows(spec, 20, torch.float32, 0)
     plain = Runner(attention.create("reference", CPU, torch.float32, 16), spec, torch.float32)
@@ -61,7 +59,7 @@ def test_the_reference_keeps_eight_bits() -> None:
     )
     assert small.backend.page_bytes(spec, torch.float32) == 16 * 2 * (16 + 24 + 8)
     kv = small.kv
-    assert isinstance(kv, ReferenceKV) and kv.keys.dtype == FP8 and kv.key_scales is not None
+    assert isinstance(kv, PagedKV) and kv.keys.dtype == FP8 and kv.key_scales is not None
     exact, [found] = plain.step([(0, [1, 2], rows)])[0], small.step([(0, [1, 2], rows)])
     assert 0 < (found - exact).abs().max() < 0.1
     other.step([(0, [1, 2], rows.part(0, 13))])

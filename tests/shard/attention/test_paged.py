@@ -1,4 +1,4 @@
-"""The paged kernels: see paged_cases.py; and who computes what of a step."""
+"""The paged kernels, whose cases are in paged_cases.py, and the tables of a step."""
 
 from pathlib import Path
 
@@ -36,8 +36,8 @@ def test_every_row_sees_every_span_once(
 ) -> None:
     segments = [(0, 300), (5000, 1), (511, 2), (3000, 17), (0, 1)]
     kind = Kind(group, 2, window, 64, num_partial_rows)
-    told = pack([kind], rows_of(*segments), NO_PAGES, num_programs)
-    numbers = told.numbers
+    tables = pack([kind], rows_of(*segments), NO_PAGES, num_programs)
+    numbers = tables.numbers
     at, num_items, folds_at, num_folds = numbers[:HEADER]
     seen: dict[tuple[int, int], set[int]] = {}
     partial: dict[tuple[int, int, int], int] = {}
@@ -75,7 +75,7 @@ def _firsts(segments: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
-def test_no_step_has_more_than_its_bounds(group: int, num_kv_heads: int) -> None:
+def test_no_step_exceeds_the_capacity_of_its_bounds(group: int, num_kv_heads: int) -> None:
     generator = np.random.default_rng(0)
     kinds = [Kind(group, num_kv_heads, window, 64, 10**4) for window in (None, 128)]
     bounds = Bounds(num_rows=64, max_kv_len=32768)
@@ -86,13 +86,13 @@ def test_no_step_has_more_than_its_bounds(group: int, num_kv_heads: int) -> None
         counts = counts[counts > 0]
         segments = [(int(generator.integers(0, 32768 - count + 1)), int(count)) for count in counts]
         num_pages = sum(-(-(start + count) // 64) for start, count in segments)
-        told = pack(kinds, rows_of(*segments), np.zeros(num_pages, np.int32), 264)
-        assert len(told.numbers) <= most
+        tables = pack(kinds, rows_of(*segments), np.zeros(num_pages, np.int32), 264)
+        assert len(tables.numbers) <= most
 
 
-def test_a_long_request_among_short_ones_is_shared() -> None:
-    told = pack([Kind(4, 8, None, 64, 10**6)], rows_of((32767, 1), *[(100, 1)] * 31), NO_PAGES, 264)
-    assert told.num_items == [31 + 64] and told.num_folds == [1]
+def test_programs_share_a_long_request_among_short_ones() -> None:
+    tables = pack([Kind(4, 8, None, 64, 10**6)], rows_of((32767, 1), *[(100, 1)] * 31), NO_PAGES, 264)
+    assert tables.num_items == [31 + 64] and tables.num_folds == [1]
     header = header_size(1)
-    spans = told.numbers[header : header + 95 * RECORD].reshape(-1, RECORD)[:, 5:7]
+    spans = tables.numbers[header : header + 95 * RECORD].reshape(-1, RECORD)[:, 5:7]
     assert (spans[:, 1] - spans[:, 0] == 1).all()

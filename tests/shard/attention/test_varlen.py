@@ -1,5 +1,5 @@
-"""How torch's variable-length attention is asked, against the reference: its kernel runs on CUDA alone, so here it is
-written out as its documentation has it.
+"""The arguments of torch's variable-length attention, against the reference. Its kernel runs on CUDA only, so it is
+replaced by one that is written after its documentation.
 """
 
 from dataclasses import replace
@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from lorikeet.shard.attention import AttentionSpec
-from lorikeet.shard.attention.base import AttentionBackend
+from lorikeet.shard.attention.base import AttentionBackend, PagedKV
 from lorikeet.shard.attention.layerwise import LayerwiseAttention, PlacedKV
-from lorikeet.shard.attention.paged_kv import PagedKV
 from lorikeet.shard.attention.reference import ReferenceAttention
-from lorikeet.shard.attention.varlen import VarlenAttention, unsupported_reason
+from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.batch.padding import Bounds
 from tests.shard.attention.test_cpu import (
@@ -37,9 +36,9 @@ def written_out(
     max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: torch.Tensor,
     block_table: torch.Tensor, num_splits: int,
 ) -> torch.Tensor:  # fmt: skip
-    """What `varlen_attn` says that it computes: causal from the bottom right, keys by pages."""
+    """`varlen_attn` after its documentation: causal from the bottom right, keys by pages."""
     assert num_splits == 1 and window_size[1] == 0
-    # it wants both, though with pages it looks at one alone
+    # it requires both, although with pages it reads only one
     assert cu_seq_k.shape == cu_seq_q.shape
     assert all(tensor.dtype == torch.int32 for tensor in (cu_seq_q, cu_seq_k, seqused_k, block_table))
     assert enable_gqa or query.shape[1] == key.shape[2]
@@ -61,28 +60,32 @@ def written_out(
     return output
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if not unsupported_reason(spec_of(name), BFLOAT16)])
+def unsupported_reason(name: str, dtype: torch.dtype = BFLOAT16) -> str:
+    return VarlenAttention().unsupported_reason(spec_of(name), dtype, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if not unsupported_reason(name)])
 def test_agrees_with_the_reference(name: str) -> None:
     spec = spec_of(name)
     long, short = random_rows(spec, LENGTH, BFLOAT16, 0), random_rows(spec, 40, BFLOAT16, 1)
     ours = Runner(VarlenAttention(kernel=written_out), spec, BFLOAT16)
     assert isinstance(ours.kv, PagedKV)
     reference = Runner(ReferenceAttention(256), replace(spec, value_dim=3 * spec.value_dim), torch.float32)
-    for shares in three_steps(long, short):
-        wide = [(start, pages, with_moments(rows)) for start, pages, rows in shares]
-        for output, moments in zip(ours.step(shares), reference.step(wide), strict=True):
+    for segments in three_steps(long, short):
+        wide = [(start, pages, with_moments(rows)) for start, pages, rows in segments]
+        for output, moments in zip(ours.step(segments), reference.step(wide), strict=True):
             mean, allowed = expected(moments, BFLOAT16)
             assert ((output.float() - mean).abs() <= allowed).all()
 
 
-def test_positions_beyond_a_page_lie_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_beyond_a_page_are_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("grouped")
     rows = random_rows(spec, 600, BFLOAT16, 0)
     ours = Runner(VarlenAttention(kernel=written_out), spec, BFLOAT16)
     reference = Runner(ReferenceAttention(256), spec, BFLOAT16)
     for start, count in ((0, 255), (255, 2), (257, 300), (557, 43)):
-        shares = [(start, PAGES, rows.part(start, count))]
-        torch.testing.assert_close(ours.step(shares)[0], reference.step(shares)[0], rtol=2**-7, atol=2**-8)
+        segments = [(start, PAGES, rows.part(start, count))]
+        torch.testing.assert_close(ours.step(segments)[0], reference.step(segments)[0], rtol=2**-7, atol=2**-8)
 
 
 def layerwise(kernel: Any = None) -> LayerwiseAttention:
@@ -95,32 +98,32 @@ def owner(runner: Runner) -> AttentionBackend:
 
 
 @pytest.mark.parametrize("name", ["soft cap", "sinks", "alibi", "odd head size", "odd sizes"])
-def test_what_the_kernel_has_not_is_another_s(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_layers_run_on_another_backend(name: str, caplog: pytest.LogCaptureFixture) -> None:
     def never(*_: Any, **__: Any) -> torch.Tensor:
         raise AssertionError
 
     spec = spec_of(name)
     ours = Runner(layerwise(never), spec, BFLOAT16)
     assert isinstance(owner(ours), ReferenceAttention) and "slow reference" in caplog.text
-    assert "does not run" not in caplog.text, "it was asked"
+    assert "does not run" not in caplog.text, "it was called"
     assert not ours.backend.can_capture
     rows = random_rows(spec, 20, BFLOAT16, 0)
     reference = Runner(ReferenceAttention(256), spec, BFLOAT16)
-    shares = [(0, PAGES, rows)]
-    assert torch.equal(ours.step(shares)[0], reference.step(shares)[0])
+    segments = [(0, PAGES, rows)]
+    assert torch.equal(ours.step(segments)[0], reference.step(segments)[0])
 
 
-def test_float32_is_the_reference_s() -> None:
-    assert unsupported_reason(spec_of("grouped"), torch.float32)
+def test_float32_is_unsupported() -> None:
+    assert "does not support torch.float32" in unsupported_reason("grouped", torch.float32)
 
 
-def test_page_sizes_are_the_kernel_s() -> None:
+def test_unsupported_page_sizes_are_rejected() -> None:
     assert VarlenAttention(512).page_size == 512
-    with pytest.raises(ValueError, match="multiples of 256"):
+    with pytest.raises(ValueError, match="multiple of 256"):
         VarlenAttention(64)
 
 
-def test_a_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_kernel_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     def off(*arguments: Any, **named: Any) -> torch.Tensor:
         return written_out(*arguments, **{**named, "window_size": (3, 0)})
 
@@ -128,29 +131,29 @@ def test_a_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) ->
     assert isinstance(owner(ours), ReferenceAttention) and "is off by" in caplog.text
 
 
-def test_a_kernel_that_is_right_is_used() -> None:
+def test_a_correct_kernel_is_used() -> None:
     ours = Runner(layerwise(written_out), spec_of("grouped"), BFLOAT16)
     assert isinstance(owner(ours), VarlenAttention) and ours.backend.can_capture
     rows = random_rows(ours.spec, 5, BFLOAT16, 0)
     assert len(ours.step([(0, [1], rows)])[0]) == 5
 
 
-def test_an_older_torch_is_not_told_what_it_does_anyway() -> None:
-    asked = []
+def test_an_older_torch_gets_no_num_splits() -> None:
+    calls = []
 
     def older(*arguments: Any, **named: Any) -> torch.Tensor:
-        asked.append(named.pop("num_splits", None))
-        if asked[-1] is not None:
+        calls.append(named.pop("num_splits", None))
+        if calls[-1] is not None:
             raise RuntimeError("num_splits requires FA3. Register FA3 to set num_splits.")
         return written_out(*arguments, **named, num_splits=1)
 
     ours = Runner(layerwise(older), spec_of("grouped"), BFLOAT16)
     assert isinstance(owner(ours), VarlenAttention)
-    assert asked[0] == 1 and set(asked[1:]) == {None}
+    assert calls[0] == 1 and set(calls[1:]) == {None}
 
 
-def test_torch_takes_what_it_is_asked_but_for_the_device(caplog: pytest.LogCaptureFixture) -> None:
-    """It gets as far as the kernel, which is there on CUDA alone; then the reference computes."""
+def test_torch_accepts_the_arguments_and_rejects_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    """The call reaches the kernel, which exists on CUDA only; then the reference computes."""
     spec = AttentionSpec(4, 2, 16, 16, 0.25, window=9)
     runner = Runner(layerwise(), spec, BFLOAT16)
     assert isinstance(owner(runner), ReferenceAttention)
@@ -159,14 +162,14 @@ def test_torch_takes_what_it_is_asked_but_for_the_device(caplog: pytest.LogCaptu
 
 
 def test_under_bounds_shapes_and_addresses_stay() -> None:
-    """As a captured graph sees it: segments that are not there have no rows."""
+    """As a captured graph sees it: missing segments have no rows."""
     spec = spec_of("grouped")
-    asked: list[object] = []
+    calls: list[object] = []
 
     def recorded(query: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
         tensors = [x for x in (*arguments, *named.values()) if torch.is_tensor(x)]
         rest = [x for x in (*arguments, *named.values()) if not torch.is_tensor(x)]
-        asked.append(([(x.data_ptr(), x.shape) for x in tensors], rest))
+        calls.append(([(x.data_ptr(), x.shape) for x in tensors], rest))
         exact = (*arguments[:4], *(int(x.max()) for x in (arguments[2].diff(), named["seqused_k"])))
         return written_out(query, *exact, **named)
 
@@ -185,4 +188,4 @@ def test_under_bounds_shapes_and_addresses_stay() -> None:
             runner.backend.attend(spec, runner.kv, rows.query, rows.key, rows.value) for runner in (ours, reference)
         )
         torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-8)
-    assert asked[0] == asked[1] == asked[2]
+    assert calls[0] == calls[1] == calls[2]

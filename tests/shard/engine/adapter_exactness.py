@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 from lorikeet.adapters.loader.config import LoaderConfig
-from lorikeet.adapters.loader.reader import Jobs, Work
+from lorikeet.adapters.loader.worker import WorkerContext, WorkerJobs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
@@ -168,7 +168,8 @@ def oracle(
 
 def lay_out(base: Path, store: Path, adapters: Mapping[str, Path]) -> dict[str, str]:
     """Have the loader's code bring the adapters into the served layout; their digests."""
-    jobs = Jobs(Work(LoaderConfig(socket="", model_path=str(base), adapter_store=str(store), dtype="float32")))
+    config = LoaderConfig(socket="", model_path=str(base), adapter_store=str(store), dtype="float32")
+    jobs = WorkerJobs(WorkerContext(config))
     try:
         return {
             name: str(jobs.convert({"folder": str(folder)})["entry"]["digest"]) for name, folder in adapters.items()

@@ -220,7 +220,7 @@ def test_suspects_have_steps_of_their_own_and_routers_know_of_each(lag: int, mon
 
     def note(shares: list[ScheduledRequest]) -> None:
         nonlocal newest
-        computing = rig.outbox._buffers[EPOCH].step_requests
+        computing = rig.outbox._buffers[EPOCH].update.step_requests
         newest = newest if computing is None else set(computing)
         steps.append({share.request.key[1] for share in shares})
         told.append(newest)

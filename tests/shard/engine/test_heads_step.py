@@ -11,7 +11,7 @@ from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
 from lorikeet.shard.scheduler.request import FinishReason, Method, Request, Schedule, Source, Speculation
 from lorikeet.shard.scheduler.speculation import DraftSources
 from tests.shard.engine.test_speculation import SETUPS, assert_equal, mixed_distributions, texts_alone
-from tests.shard.grpc.test_adapter_news import Device, Weights
+from tests.shard.grpc.test_adapter_events import Device, Weights
 from tests.shard.rig import EPOCH, Rig, Setup, make_request
 
 PLAIN, TWO, FIVE = "a" * 64, "b" * 64, "c" * 64

@@ -13,10 +13,10 @@ from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.transfer import HostCopy
 from lorikeet.shard.model import Model
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.kernels import grouped
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
-from lorikeet.shard.model.site import NAME
 from lorikeet.shard.sampling import plan
 from lorikeet.shard.scheduler.request import LogprobParams, Method, Rule, SamplingParams, Speculation
 from lorikeet.shard.scheduler.speculation import DraftSources

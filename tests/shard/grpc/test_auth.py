@@ -1,4 +1,4 @@
-"""What a shard on TCP asks of who calls."""
+"""Authentication of a shard on TCP."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -59,18 +59,18 @@ def ask(channel: grpc.Channel, secret: str = "") -> pb.ShardInfo:
     return shard_pb2_grpc.ShardStub(channel).Info(pb.InfoRequest(), timeout=20, metadata=metadata)
 
 
-def test_tcp_without_anything_is_refused(files: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"whoever reaches 127\.0\.0\.1:0"):
+def test_tcp_without_authentication_is_rejected(files: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"anyone who reaches 127\.0\.0\.1:0"):
         Access.of(config())
-    with pytest.raises(ValueError, match="whoever reaches"):  # encrypted, but for everybody
-        Access.of(config(tls_cert_path=files["cert"], tls_key_path=files["key"]))
+    with pytest.raises(ValueError, match="anyone who reaches"):  # encrypted, but open to everyone
+        Access.of(config(shard_tls_cert_path=files["cert"], shard_tls_key_path=files["key"]))
     Access.of(config(listen="unix:/private/shard.sock"))
     (tmp_path / "short").write_text("too short")
     with pytest.raises(ValueError, match="fewer than 16 characters"):
         Access.of(config(secret_path=str(tmp_path / "short")))
 
 
-def test_the_secret_opens_it_and_health_is_told_to_all(files: dict[str, str], serve: object) -> None:
+def test_calls_need_the_secret_and_health_needs_none(files: dict[str, str], serve: object) -> None:
     address = serve(Access.of(config(secret_path=files["secret"])))  # type: ignore[operator]
     with grpc.insecure_channel(address) as channel:
         assert ask(channel, SECRET).model_id == "m"
@@ -87,16 +87,20 @@ def test_the_secret_opens_it_and_health_is_told_to_all(files: dict[str, str], se
 
 
 @pytest.mark.anyio
-async def test_certificates_open_it_on_both_sides(files: dict[str, str], serve: object) -> None:
-    of_shard = {"tls_cert_path": files["cert"], "tls_key_path": files["key"], "tls_ca_path": files["ca"]}
+async def test_mutual_tls_checks_both_certificates(files: dict[str, str], serve: object) -> None:
+    of_shard = {
+        "shard_tls_cert_path": files["cert"],
+        "shard_tls_key_path": files["key"],
+        "shard_tls_ca_path": files["ca"],
+    }
     address = serve(Access.of(config(**of_shard)))  # type: ignore[operator]
     of_router = {f"shard_{name}": path for name, path in of_shard.items()}
     access = ShardAccess.of(RouterConfig("m", "/m", (address,), **of_router))  # type: ignore[arg-type]
     async with access.channel(address, "shards.example", []) as channel:
         info = await shard_pb2_grpc.ShardStub(channel).Info(pb.InfoRequest(), timeout=20)
         assert info.model_id == "m"
-    nobody = ShardAccess.of(RouterConfig("m", "/m", (address,), shard_tls_ca_path=files["ca"]))
-    for other, name in ((nobody, "shards.example"), (access, "elsewhere.example"), (ShardAccess(), "")):
+    without_certificate = ShardAccess.of(RouterConfig("m", "/m", (address,), shard_tls_ca_path=files["ca"]))
+    for other, name in ((without_certificate, "shards.example"), (access, "elsewhere.example"), (ShardAccess(), "")):
         async with other.channel(address, name, []) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await shard_pb2_grpc.ShardStub(channel).Info(pb.InfoRequest(), timeout=20)

@@ -1,4 +1,4 @@
-"""Messages stay small: what is cut says the same as what was whole."""
+"""Messages stay small: the parts of an update are equivalent to the whole."""
 
 from dataclasses import fields
 from itertools import pairwise
@@ -35,7 +35,7 @@ def make_output(request_id: int, num_tokens: int, num_scores: int, width: int) -
     )
 
 
-def test_large_mail_is_cut_and_complete() -> None:
+def test_a_large_update_is_split_and_complete() -> None:
     outputs = [make_output(1, 5000, 100_000, 5), make_output(2, 10, 0, 0), make_output(3, 40_000, 0, 20)]
     whole = {output.key[1]: output for output in outputs}
     update = StreamUpdate(outputs, Status(step=7, credit_requests=4), num_preempted=2, acknowledged=9, adapters={})
@@ -73,7 +73,7 @@ def test_large_mail_is_cut_and_complete() -> None:
 
 
 @pytest.mark.parametrize("ids", [[], [4, 9]])
-def test_who_is_computed_is_said_once_and_also_where_it_is_nobody(ids: list[int]) -> None:
+def test_step_requests_are_in_the_first_message_even_if_empty(ids: list[int]) -> None:
     outputs = [make_output(1, 100_000, 0, 5)]
     update = StreamUpdate(outputs, Status(), num_preempted=0, acknowledged=0, adapters={}, step_requests=ids)
     first, *others = write_update(update, pb.Heartbeat())

@@ -1,4 +1,4 @@
-"""Whatever a router sends: the loop goes on, each id that was submitted gets its end, and nothing is left behind."""
+"""Whatever a router sends, the loop continues, each submitted id gets one end, and nothing leaks."""
 
 from google.protobuf.message import DecodeError
 from hypothesis import settings
@@ -19,7 +19,7 @@ from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
 from lorikeet.shard.scheduler.request import Method, Rule, Schedule
 from lorikeet.shard.scheduler.speculation import DraftSources
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel
-from tests.shard.grpc.test_adapter_news import Device, Weights
+from tests.shard.grpc.test_adapter_events import Device, Weights
 from tests.shard.rig import EPOCH, Rig, Setup
 
 DIGESTS = [character * 64 for character in "abc"]
@@ -31,12 +31,12 @@ few = st.one_of(st.just(0), st.integers(0, 12), counts)
 token_ids = st.one_of(st.integers(0, VOCAB_SIZE - 1), st.sampled_from([VOCAB_SIZE, 2**32 - 1]))
 good_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
 numbers = st.one_of(st.floats(0, 2, width=32), st.floats(width=32), st.sampled_from([1e-45, 3.4e38, -3.4e38]))
-words = st.one_of(st.sampled_from(["", "", *DIGESTS]), st.text(max_size=70))
-adapters = st.builds(pb.AdapterPin, source=words, id=words, revision=words, digest=words)
+texts = st.one_of(st.sampled_from(["", "", *DIGESTS]), st.text(max_size=70))
+adapters = st.builds(pb.AdapterPin, source=texts, id=texts, revision=texts, digest=texts)
 
 
 def mostly(good: object, bad: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
-    """What leaves a request as it should be, more often than not: faults come one by one then."""
+    """Valid values more often than not, so that faults come one by one."""
     return st.one_of(*[good if isinstance(good, st.SearchStrategy) else st.just(good)] * 5, bad)
 
 
@@ -57,10 +57,10 @@ samplings = st.builds(
 )
 speculations = st.builds(
     pb.Speculation,
-    method=st.one_of(st.sampled_from(["", *map(str, Method)]), words),
+    method=st.one_of(st.sampled_from(["", *map(str, Method)]), texts),
     num_tokens=few,
-    schedule=mostly("", st.one_of(st.sampled_from([*map(str, Schedule)]), words)),
-    verify=mostly("", st.one_of(st.sampled_from([*map(str, Rule)]), words)),
+    schedule=mostly("", st.one_of(st.sampled_from([*map(str, Schedule)]), texts)),
+    verify=mostly("", st.one_of(st.sampled_from([*map(str, Rule)]), texts)),
     num_heads=few,
 )
 submits = st.builds(
@@ -76,27 +76,27 @@ submits = st.builds(
     heads=mostly(None, adapters),
     speculation=mostly(None, speculations),
     prediction_ids=mostly([], st.lists(token_ids, max_size=9)),
-    grammar=mostly("", words),
-    group_id=words,
+    grammar=mostly("", texts),
+    group_id=texts,
     deadline_ms=mostly(0, counts),
     logprobs=st.builds(
         pb.Logprobs,
         wanted=st.booleans(),
         alternatives=mostly(0, counts),
         prefill=st.booleans(),
-        distribution=st.sampled_from([0, 1]),
+        mode=st.sampled_from([0, 1]),
         prefill_alternatives=mostly(0, counts),
     ),
-    cache_salt=words,
+    cache_salt=texts,
     isolation_steps=mostly(0, counts),
 )
 commands = st.builds(
     pb.Command,
     submits=st.lists(submits, max_size=4),
     abort_ids=st.lists(ids, max_size=3),
-    pins=mostly([], st.lists(st.builds(pb.Pin, digest=words, pinned=st.booleans()), max_size=2)),
+    pins=mostly([], st.lists(st.builds(pb.Pin, digest=texts, pinned=st.booleans()), max_size=2)),
     prefetches=mostly([], st.lists(adapters, max_size=2)),
-    unload_digests=mostly([], st.lists(words, max_size=2)),
+    unload_digests=mostly([], st.lists(texts, max_size=2)),
 )
 
 
@@ -110,8 +110,8 @@ class WireMachine(RuleBasedStateMachine):
         self.rig = Rig(
             Setup(num_pages, 4, 16, max_running, 4, commit_lag=lag, draft_sources=draft_sources, draft=draft)
         )
-        self.asked: list[str] = []
-        self.rig.scheduler.adapters = AdapterSlots(SlotLimits(2, 100, 100), Device(), self.asked.append)
+        self.requested: list[str] = []
+        self.rig.scheduler.adapters = AdapterSlots(SlotLimits(2, 100, 100), Device(), self.requested.append)
         self.bounds = Bounds(VOCAB_SIZE, 600, 4 * num_pages, has_adapters=True, has_draft_model=True)
         self.num_submits: dict[int, int] = {}
         self.num_ends: dict[int, int] = {}
@@ -124,8 +124,8 @@ class WireMachine(RuleBasedStateMachine):
         self.rig.inbox.put(read_command(EPOCH, command, self.bounds))
 
     @rule(command=commands, changes=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1))
-    def send_something_else(self, command: pb.Command, changes: list[tuple[int, int]]) -> None:
-        """Bytes of it are others; gRPC refuses what is no message at all."""
+    def send_changed_bytes(self, command: pb.Command, changes: list[tuple[int, int]]) -> None:
+        """A command with changed bytes; gRPC rejects what is not a message at all."""
         data = bytearray(command.SerializeToString())
         for place, value in changes:
             if data:
@@ -137,27 +137,27 @@ class WireMachine(RuleBasedStateMachine):
         changed.drain = False
         self.send(changed)
 
-    @rule(num_steps=st.integers(1, 6), is_heard=st.booleans())
-    def step(self, num_steps: int, is_heard: bool) -> None:
+    @rule(num_steps=st.integers(1, 6), is_taken=st.booleans())
+    def step(self, num_steps: int, is_taken: bool) -> None:
         for _ in range(num_steps):
             self.rig.engine.step()
-        if is_heard:
-            self.hear()
+        if is_taken:
+            self.take()
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.requested)
     @rule(num_bytes=st.integers(1, 120), fails=st.booleans())
     def read(self, num_bytes: int, fails: bool) -> None:
         content = None if fails else Weights(num_bytes)
-        self.rig.inbox.put(AdapterRead(self.asked.pop(0), content, "broken" if fails else ""))
+        self.rig.inbox.put(AdapterRead(self.requested.pop(0), content, "broken" if fails else ""))
 
-    def hear(self) -> None:
+    def take(self) -> None:
         update = self.rig.outbox.take(EPOCH)
         self.rig.outbox.sent(EPOCH, update)
         assert update.acknowledged <= sum(self.num_submits.values())
         for output in update.outputs:
             request_id = output.key[1]
             assert len(output.token_ids) == len(output.sources) == len(output.step_ends)
-            assert self.num_ends.get(request_id, 0) < self.num_submits[request_id], "something follows the end"
+            assert self.num_ends.get(request_id, 0) < self.num_submits[request_id], "an output follows the end"
             self.num_ends[request_id] = self.num_ends.get(request_id, 0) + bool(output.finish_reason)
 
     @invariant()
@@ -169,18 +169,18 @@ class WireMachine(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         for _ in range(MOST_STEPS):
-            if self.asked:
+            if self.requested:
                 self.read(10, False)
             self.step(1, True)
-            if self.rig.scheduler.is_idle and not self.rig.inbox._items and not self.asked:
+            if self.rig.scheduler.is_idle and not self.rig.inbox._items and not self.requested:
                 break
         self.rig.assert_clean()
-        self.hear()
-        assert self.num_ends.keys() == self.num_submits.keys(), "somebody got no end"
+        self.take()
+        assert self.num_ends.keys() == self.num_submits.keys(), "a request got no end"
         slots = self.rig.scheduler.adapters
         assert slots is not None
         slots.check([])
 
 
-def test_random_words_of_a_router() -> None:
+def test_random_commands_of_a_router() -> None:
     run_state_machine_as_test(WireMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))

@@ -1,4 +1,4 @@
-"""What a stream is told of the step that begins, and how long the step waits for that."""
+"""The announcement of a step, and how long the step waits for it."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ def opened(*epochs: int) -> tuple[Outbox, list[int]]:
     return outbox, calls
 
 
-def test_each_stream_is_told_of_its_own_requests_once() -> None:
+def test_each_stream_gets_its_own_requests_once() -> None:
     outbox, calls = opened(1, 2, 3)
     outbox.announce_step([(1, 7), (2, 7), (1, 9)])
     assert calls == [1, 2, 3]
@@ -21,7 +21,7 @@ def test_each_stream_is_told_of_its_own_requests_once() -> None:
     assert [outbox.take(epoch).step_requests for epoch in (1, 2, 3)] == [None, None, None]
 
 
-def test_the_newest_word_holds() -> None:
+def test_a_newer_announcement_replaces_an_older_one() -> None:
     outbox, calls = opened(1)
     outbox.announce_step([(1, 7)])
     outbox.announce_step([(1, 8)])
@@ -46,7 +46,7 @@ def test_a_step_waits_until_every_stream_has_sent_it() -> None:
     sender.join()
 
 
-def test_what_was_taken_before_does_not_count_as_sent() -> None:
+def test_an_update_taken_before_does_not_count_as_sent() -> None:
     outbox, _ = opened(1)
     outbox.announce_step([(1, 7)])
     update = outbox.take(1)

@@ -1,4 +1,4 @@
-"""The gRPC side over a real Unix socket, with the step loop in a thread and a model that notices every mix-up."""
+"""The gRPC server over a real Unix socket, with the step loop in a thread and a fake model that detects mix-ups."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ NEUTRAL = pb.Sampling(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
 
 
 class Shard:
-    """A shard without a process of its own."""
+    """A shard in this process."""
 
     def __init__(self, folder: Path, setup: Setup) -> None:
         self.rig = Rig(setup)
@@ -75,7 +75,7 @@ def make_shard(tmp_path: Path) -> Iterator[Callable[..., Shard]]:
 
 
 class Stream:
-    """A router's end of a stream."""
+    """The router's side of a stream."""
 
     def __init__(self, address: str) -> None:
         self.channel = grpc.insecure_channel(address, options=[("grpc.http2.bdp_probe", 0)])
@@ -172,7 +172,7 @@ def test_a_hundred_submits_in_one_message(make_shard: Make, connect: Connect) ->
     assert stream.credit.acknowledged == 100
 
 
-def test_credit_comes_with_the_stream_and_then_with_every_heartbeat(make_shard: Make, connect: Connect) -> None:
+def test_credit_is_sent_at_once_and_with_every_heartbeat(make_shard: Make, connect: Connect) -> None:
     stream = connect(make_shard(num_pages=100))
     while not stream.credit.num_requests:
         stream.read()
@@ -180,7 +180,7 @@ def test_credit_comes_with_the_stream_and_then_with_every_heartbeat(make_shard: 
     assert stream.read().heartbeat.running_step == 0
 
 
-def test_what_a_slow_reader_has_not_taken_is_merged(make_shard: Make, connect: Connect) -> None:
+def test_outputs_for_a_slow_reader_are_merged(make_shard: Make, connect: Connect) -> None:
     shard = make_shard()
     stream = connect(shard)
     logprobs = pb.Logprobs(wanted=True, alternatives=20)
@@ -198,7 +198,7 @@ def test_what_a_slow_reader_has_not_taken_is_merged(make_shard: Make, connect: C
     assert any(len(output.token_ids) > 1 for output in stream.outputs[0])
 
 
-def test_two_routers_use_the_same_ids(make_shard: Make, connect: Connect) -> None:
+def test_two_routers_may_use_the_same_ids(make_shard: Make, connect: Connect) -> None:
     shard = make_shard()
     one, two = connect(shard), connect(shard)
     one.send(submits=[make_submit(1, [1, 2, 3])])
@@ -222,7 +222,7 @@ def test_an_aborted_request_ends_and_frees_its_pages(make_shard: Make, connect: 
     shard.rig.assert_clean()
 
 
-def test_a_router_that_goes_away_frees_its_pages(make_shard: Make, connect: Connect) -> None:
+def test_a_router_that_disconnects_frees_its_pages(make_shard: Make, connect: Connect) -> None:
     shard = make_shard()
     gone, stays = connect(shard), connect(shard)
     stays.send(submits=[make_submit(1, [9], 60)])
@@ -240,13 +240,13 @@ BAD_SUBMITS = {
     "prompt and max_new_tokens make 601": make_submit(1, [1], 600),
     "the KV memory holds 400": make_submit(1, [1], 500),
     "max_new_tokens leaves nothing": make_submit(1, [1, 2, 3], 1, num_emitted=1),
-    "no token of the prompt": make_submit(1, [1, 2], 5, num_emitted=2),
+    "leaves no token of the prompt": make_submit(1, [1, 2], 5, num_emitted=2),
     "this shard serves no adapters": make_submit(1, [1], adapter=pb.AdapterPin(digest="d" * 64)),
-    "medusa is no method of speculation": make_submit(1, [1], speculation=pb.Speculation(method="medusa")),
-    "twice is no schedule of speculation": make_submit(1, [1], speculation=pb.Speculation(schedule="twice")),
-    "typical is no verification": make_submit(1, [1], speculation=pb.Speculation(verify="typical")),
+    "the speculation method medusa": make_submit(1, [1], speculation=pb.Speculation(method="medusa")),
+    "the speculation schedule twice": make_submit(1, [1], speculation=pb.Speculation(schedule="twice")),
+    "the speculation verification typical": make_submit(1, [1], speculation=pb.Speculation(verify="typical")),
     "grammars are not supported": make_submit(1, [1], grammar="root ::= [a]"),
-    "alternatives can be given": make_submit(1, [1], logprobs=pb.Logprobs(alternatives=VOCAB_SIZE + 1)),
+    "alternatives can be returned": make_submit(1, [1], logprobs=pb.Logprobs(alternatives=VOCAB_SIZE + 1)),
     "temperature is out of range": make_submit(1, [1], sampling=pb.Sampling(temperature=float("nan"))),
     "top_p is out of range": make_submit(1, [1], sampling=pb.Sampling(top_p=1.5)),
     "differ in length": make_submit(1, [1], sampling=pb.Sampling(bias_ids=[1])),
@@ -254,7 +254,7 @@ BAD_SUBMITS = {
 }
 
 
-def test_what_cannot_run_is_refused_with_a_sentence(make_shard: Make, connect: Connect) -> None:
+def test_invalid_requests_fail_with_a_message(make_shard: Make, connect: Connect) -> None:
     shard = make_shard(num_pages=100)
     stream = connect(shard)
     submits = []
@@ -270,7 +270,7 @@ def test_what_cannot_run_is_refused_with_a_sentence(make_shard: Make, connect: C
     assert stream.credit.acknowledged == len(submits) + 1
 
 
-def test_an_adapter_asked_of_a_shard_without_any_has_failed(make_shard: Make, connect: Connect) -> None:
+def test_a_shard_without_adapters_reports_a_prefetch_as_failed(make_shard: Make, connect: Connect) -> None:
     stream = connect(make_shard())
     digest = "d1" * 32
     stream.send(prefetches=[pb.AdapterPin(digest=digest)])
@@ -281,12 +281,12 @@ def test_an_adapter_asked_of_a_shard_without_any_has_failed(make_shard: Make, co
     assert states[0].reason == "this shard serves no adapters"
 
 
-def test_a_shard_that_ends_finishes_and_says_the_rest(tmp_path: Path, connect: Connect) -> None:
+def test_a_shard_that_ends_finishes_its_requests(tmp_path: Path, connect: Connect) -> None:
     shard = Shard(tmp_path, Setup(num_pages=1000))
     shard.ready()
     stream = connect(shard)
     stream.send(submits=[make_submit(1, [1, 2], 60)])
-    while 1 not in stream.outputs:  # the first message only says hello
+    while 1 not in stream.outputs:  # the first message has no outputs
         stream.read()
     ender = threading.Thread(target=shard.stop)
     ender.start()
@@ -297,14 +297,14 @@ def test_a_shard_that_ends_finishes_and_says_the_rest(tmp_path: Path, connect: C
     assert stream.tokens(1) == generate_alone([1, 2], 60)
 
 
-def test_an_address_that_cannot_be_had_is_an_error(make_shard: Make, tmp_path: Path) -> None:
+def test_an_address_that_cannot_be_bound_is_an_error(make_shard: Make, tmp_path: Path) -> None:
     shard = make_shard()
     server = Server("unix:/nonexistent/folder/shard.sock", shard.rig.inbox, shard.rig.outbox)
     with pytest.raises(OSError, match="cannot listen"):
         server.start()
 
 
-def test_a_wait_that_is_cancelled_as_it_ends_is_cancelled() -> None:
+def test_a_wait_cancelled_while_it_ends_is_cancelled() -> None:
     async def cancel_at_the_end() -> bool:
         event = asyncio.Event()
         waiting = asyncio.create_task(wait_for_event(event, 60))
@@ -318,14 +318,14 @@ def test_a_wait_that_is_cancelled_as_it_ends_is_cancelled() -> None:
     assert asyncio.run(cancel_at_the_end())
 
 
-def test_it_tells_what_its_files_hold_or_that_they_have_changed(
+def test_the_digest_of_its_files_or_an_error_if_they_have_changed(
     make_shard: Callable[..., Shard], tmp_path: Path
 ) -> None:
     shard = make_shard()
     with grpc.insecure_channel(shard.address) as channel:
         stub = shard_pb2_grpc.ShardStub(channel)
-        told = stub.Digest(pb.DigestRequest(), timeout=TIMEOUT_S)
-        assert told.sha256 == digest.of_files(tmp_path, ["config.json"])
+        reply = stub.Digest(pb.DigestRequest(), timeout=TIMEOUT_S)
+        assert reply.sha256 == digest.of_files(tmp_path, ["config.json"])
     (tmp_path / "later").mkdir()
     late = Shard(tmp_path / "later", Setup(num_pages=10))
     (tmp_path / "later" / "config.json").write_text("changed")

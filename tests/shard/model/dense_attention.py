@@ -3,8 +3,7 @@
 import numpy as np
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from lorikeet.shard.attention.reference import ReferenceKV
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV
 from lorikeet.shard.batch.inputs import StepInputs
 
 
@@ -19,9 +18,6 @@ class DenseAttention(AttentionBackend):
         self._positions = torch.zeros(most_rows, dtype=torch.long)
         self._inputs: StepInputs | None = None
 
-    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
-        return ReferenceKV(spec, num_pages * self.page_size, dtype, device)
-
     def prepare(self, inputs: StepInputs) -> None:
         self._inputs = inputs
         table = np.zeros((len(inputs.segments), self._num_pages), np.int64)
@@ -33,13 +29,14 @@ class DenseAttention(AttentionBackend):
     def attend(
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        assert isinstance(kv, ReferenceKV) and self._inputs is not None
-        kv.keys.index_copy_(0, self._inputs.kv_slots, key)
-        kv.values.index_copy_(0, self._inputs.kv_slots, value)
+        assert isinstance(kv, PagedKV) and self._inputs is not None
+        pools = kv.keys.flatten(0, 1), kv.values.flatten(0, 1)
+        for pool, x in zip(pools, (key, value), strict=True):
+            pool.index_copy_(0, self._inputs.kv_slots, x)
         num_rows = query.shape[0]
         # [T, L] slots
         slots = (self._pages[:num_rows, :, None] * self.page_size + torch.arange(self.page_size)).flatten(1)
-        keys, values = (pool[slots].repeat_interleave(spec.group, 2).float() for pool in (kv.keys, kv.values))
+        keys, values = (pool[slots].repeat_interleave(spec.group, 2).float() for pool in pools)
         scores = torch.einsum("thd,tlhd->thl", query.float(), keys) * spec.scaling
         hidden = torch.arange(slots.shape[1]) > self._positions[:num_rows, None]
         scores = scores.masked_fill(hidden[:, None], float("-inf"))

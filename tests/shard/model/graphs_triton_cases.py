@@ -25,8 +25,8 @@ SMALL = 0.1
 class Adapters(Bench):
     """Adapters whose deltas leave float16 in its range."""
 
-    def weights(self, slot: int, site: LoraTarget) -> SlotWeights | None:
-        found = super().weights(slot, site)
+    def weights(self, slot: int, target: LoraTarget) -> SlotWeights | None:
+        found = super().weights(slot, target)
         if found is None:
             return None
         b, bias = (None if tensor is None else SMALL * tensor for tensor in (found.b, found.bias))

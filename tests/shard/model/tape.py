@@ -1,5 +1,5 @@
 """What a CUDA graph is, on CPU: every operation of a forward pass is kept with the tensors and numbers that it had, and
-replaying computes each again into the memory that its result had. Whatever the pass reads on the host is refused.
+replaying computes each again into the memory that its result had. Whatever the pass reads on the host raises an error.
 """
 
 from collections.abc import Callable

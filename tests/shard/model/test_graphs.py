@@ -16,10 +16,10 @@ from lorikeet.shard.attention import AttentionSpec, LayerKV
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Padding
 from lorikeet.shard.model import Model
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.graphs import CannotCapture
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
-from lorikeet.shard.model.site import NAME
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.scheduler.request import Method, SamplingParams, Speculation
 from lorikeet.shard.scheduler.speculation import DraftSources
@@ -153,8 +153,8 @@ def test_what_is_captured_reads_no_memory_of_its_own_step() -> None:
         graphed.graphs.check()
 
 
-def test_rows_of_a_check_that_share_a_place_are_alike() -> None:
-    """On a device nobody knows whose K and V stay there."""
+def test_rows_of_a_check_at_one_position_have_one_token() -> None:
+    """On a device any of them may write its K and V last."""
     graphed, _ = captured()
     assert graphed.graphs is not None
     with torch.inference_mode():
@@ -168,17 +168,17 @@ def test_rows_of_a_check_that_share_a_place_are_alike() -> None:
 
 def test_rows_of_padding_write_to_the_spare_page_alone() -> None:
     graphed, _ = captured()
-    for site in graphed.targets:
-        assert site.kv is not None
-        site.kv.keys.fill_(9.0)  # type: ignore[attr-defined]
+    for binding in graphed.bindings:
+        assert binding.kv is not None
+        binding.kv.keys.fill_(9.0)  # type: ignore[attr-defined]
     Texts(graphed).step({2: 3})  # padded to four rows, of pages 16 and the spare one
-    for site in graphed.targets:
-        keys = site.kv.keys.view(NUM_PAGES + 1, PAGE_SIZE, -1)  # type: ignore[union-attr]
+    for binding in graphed.bindings:
+        keys = binding.kv.keys.view(NUM_PAGES + 1, PAGE_SIZE, -1)  # type: ignore[union-attr]
         written = {int(page) for page in (keys != 9.0).flatten(1).any(1).nonzero()}
         assert written == {16, NUM_PAGES}
 
 
-def test_rows_that_nobody_wants_are_rows_of_the_step() -> None:
+def test_rows_without_wanted_logits_are_rows_of_the_step() -> None:
     plain, (graphed, _) = model_with(), captured()
     plain.allocate_kv(NUM_PAGES)
     found = []
@@ -188,12 +188,12 @@ def test_rows_that_nobody_wants_are_rows_of_the_step() -> None:
     assert float((found[0] - found[1]).abs().max()) <= CLOSE
 
 
-def test_a_pass_that_waits_for_the_device_is_refused() -> None:
+def test_a_pass_that_waits_for_the_device_is_rejected() -> None:
     with pytest.raises(CannotCapture, match="not permitted when stream is capturing"):
         captured(ReadingAttention)
 
 
-def test_a_pass_that_goes_by_the_host_is_found_out() -> None:
+def test_a_pass_that_depends_on_the_host_is_rejected() -> None:
     model = model_with(BakingAttention)
     model.allocate_kv(NUM_PAGES + 1)
     model.capture(padding(), TapeRecorder(), padding().all()[:1])
@@ -227,7 +227,7 @@ def test_an_engine_gives_the_same_texts_with_graphs(lag: int) -> None:
 
 
 def texts_of(model: Model, lag: int) -> list[list[int]]:
-    """What an engine makes of six requests: greedy, sampled, with guesses, one longer than any graph."""
+    """The texts of six requests: greedy, sampled, with speculative decoding, one longer than any graph."""
     draft_sources = DraftSources(8, 1, 8, 4)
     rig = Rig(Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, draft_sources=draft_sources))
     requests = []

@@ -1,4 +1,4 @@
-"""A request's logits have equal bits alone, in company, in chunks and computed again on other pages."""
+"""A request's logits have equal bits alone, in a batch, in chunks and computed again on other pages."""
 
 from pathlib import Path
 

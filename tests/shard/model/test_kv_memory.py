@@ -26,7 +26,7 @@ def test_a_page_is_as_large_as_the_model_says(model: Model) -> None:
     assert model.page_bytes >= 2 * config.num_hidden_layers * width * model.page_size * torch.float32.itemsize
 
 
-def test_memory_and_caps_decide(model: Model) -> None:
+def test_memory_and_limits_determine_the_pages(model: Model) -> None:
     assert choose(model, num_pages=7) == 7
     assert choose(model, cpu_memory=10 * model.page_bytes + 1) == 10
     assert choose(model, cpu_memory=100 * model.page_bytes, max_batch_total_tokens=5 * model.page_size + 1) == 6

@@ -74,7 +74,7 @@ def test_the_planted_pickle_would_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [torch.save, dump], ids=["zip", "bare"])
-def test_code_in_a_pickle_is_refused_and_not_run(
+def test_code_in_a_pickle_is_rejected_and_not_run(
     model: Path, tmp_path: Path, save: Callable[[dict[str, Any], Path], None]
 ) -> None:
     planted = Planted(tmp_path / "was-run")
@@ -93,7 +93,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(
     assert done.returncode == 1
     assert not (tmp_path / "was-run").exists()
     event = json.loads(done.stderr.splitlines()[-1])
-    assert event["event"] == "cannot serve"
+    assert event["event"] == "start_failed"
     assert event["reason"] == (
         "cannot load the weights of some/model: a .bin file of it is broken or holds more than tensors. Code in it was "
         "not run and never is: convert it to safetensors"

@@ -40,7 +40,7 @@ def test_one_that_reads_the_layers_kind_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "width"), [("llama", 16), ("stablelm", 8), ("gpt2", None)])
-def test_how_much_of_a_head_turns(kind: str, width: int | None, tmp_path: Path) -> None:
+def test_rotary_width_of_a_head(kind: str, width: int | None, tmp_path: Path) -> None:
     network = network_of(kind, tmp_path)
     assert rotary_width(network) == width
     tabulate_rotary(network, NUM_POSITIONS, torch.empty(1))

@@ -1,4 +1,4 @@
-"""What cannot be served is refused by name, with a reason, before any weight is read."""
+"""Unsupported checkpoints are rejected with a reason before any weight is read."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,8 @@ from tests import tiny
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 
 
-def refused(folder: Path, values: dict[str, object]) -> str:
-    """The sentence that a configuration of these values is refused with."""
+def rejection(folder: Path, values: dict[str, object]) -> str:
+    """The sentence that a configuration of these values is rejected with."""
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError) as raised:
         load_model(ShardConfig("some/model", str(folder), "unix:/dev/null"))
@@ -45,8 +45,10 @@ def refused(folder: Path, values: dict[str, object]) -> str:
     ],
     ids=lambda value: str(value.get("model_type")) if isinstance(value, dict) else "",
 )
-def test_refused_by_name_with_a_reason(values: dict[str, object], words: tuple[str, ...], tmp_path: Path) -> None:
-    sentence = refused(tmp_path, values)
+def test_unsupported_checkpoints_are_rejected(
+    values: dict[str, object], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    sentence = rejection(tmp_path, values)
     assert all(word in sentence for word in words), sentence
 
 

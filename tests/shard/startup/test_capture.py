@@ -1,4 +1,6 @@
-"""When graphs are captured and what they are expected to take, on CPU: recorder and free memory are a test's own."""
+"""When graphs are captured and how their memory is estimated, on CPU with a fake recorder and fake free memory."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from lorikeet.shard.batch.padding import Padding
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.graphs import Launch
 from lorikeet.shard.startup import capture
-from lorikeet.shard.startup.capture import Captured
+from lorikeet.shard.startup.capture import CapturePlan
 from tests.shard.model.tape import TapeRecorder
 from tests.shard.model.test_graphs import MOST_ROWS, MOST_TOKENS, NUM_PAGES, ReadingAttention, Texts, model_with
 
@@ -15,7 +17,7 @@ ONCE, EACH = 1000, 10
 
 
 class Compiling(TapeRecorder):
-    """The first run of all takes memory for good."""
+    """The first run allocates memory that is never freed."""
 
     kept = 0
 
@@ -24,7 +26,7 @@ class Compiling(TapeRecorder):
         return super().record(compute)
 
 
-def test_what_is_taken_once_is_no_part_of_what_graphs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_allocated_once_is_not_attributed_to_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with()
     model.allocate_kv(1)
 
@@ -39,14 +41,14 @@ def test_what_is_taken_once_is_no_part_of_what_graphs_take(monkeypatch: pytest.M
     assert model.graphs is None
 
 
-def test_a_shard_goes_without_graphs_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_runs_without_graphs_unless_they_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "CudaRecorder", lambda _: TapeRecorder())
     monkeypatch.setattr(capture, "_free", lambda _: 0)
     model = model_with(ReadingAttention)
     model.allocate_kv(NUM_PAGES + 1)
-    facts = (model, MOST_ROWS, MOST_TOKENS, False, 0)
+    plan = CapturePlan(model, Padding(MOST_ROWS, MOST_TOKENS, 0), num_bytes=0)
     with pytest.raises(ValueError, match=r"--compile.*not permitted"):
-        Captured(*facts, is_asked=True).capture(NUM_PAGES)
-    Captured(*facts).capture(NUM_PAGES)
+        replace(plan, is_required=True).capture(NUM_PAGES)
+    plan.capture(NUM_PAGES)
     assert model.graphs is None
     assert Texts(model).step({0: 3}).isfinite().all() and model.inputs.bounds is None

@@ -1,5 +1,5 @@
-"""A draft model beside the target: no text changes, its KV is true after any history, and it is asked for no more than
-it must be.
+"""Speculative decoding with a draft model: no text changes, the draft model's KV is correct after any history, and it
+computes no more tokens than needed.
 """
 
 import random
@@ -26,7 +26,7 @@ SCHEDULES = list(Schedule)
 
 
 def drafting(requests: list[Request], method: Method = Method.DRAFT) -> list[Request]:
-    """All but every fourth guess."""
+    """All but every fourth request speculate."""
     for i, request in enumerate(requests):
         request.speculation = Speculation(method, WIDTHS[i % 4]) if i % 4 else Speculation()
     return requests
@@ -56,7 +56,7 @@ def test_every_text_is_what_it_is_without(case: int) -> None:
 
 @pytest.mark.parametrize("values", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS.keys())
 def test_the_same_model_drafts_what_is_drawn(values: dict[str, object]) -> None:
-    """Every transform holds for drafts as for the target, each in its place; noise too."""
+    """Drafts use every transform of the target at its position, and the same noise."""
     requests = drafting(make_mix(**values))
     alone = texts_alone(requests)
     outputs = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel())).run(*requests)
@@ -68,15 +68,15 @@ def test_the_same_model_drafts_what_is_drawn(values: dict[str, object]) -> None:
 def test_first_passes_and_further_ones_are_timed_apart() -> None:
     request = make_request(1, [5, 6, 7], 40, speculation=Speculation(Method.DRAFT, 4, schedule=Schedule.AUTO))
     rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
-    told: list[tuple[float, float]] = []
+    observed: list[tuple[float, float]] = []
     assert rig.engine.scheduler.proposer is not None
     draft_length = rig.engine.scheduler.proposer.draft_length
-    draft_length._best = lambda offers, *_: [offer.width for offer in offers]  # type: ignore[method-assign] # by no clock
+    draft_length._best = lambda offers, *_: [offer.width for offer in offers]  # type: ignore[method-assign] # independent of time
     learn = draft_length.drafting
-    learn.observe = lambda *of: told.append(of[2])  # type: ignore[method-assign,func-returns-value]
+    learn.observe = lambda *of: observed.append(of[2])  # type: ignore[method-assign,func-returns-value]
     rig.run(request)
-    assert len(told) > 3
-    assert all(first > 0 and further > 0 for first, further in told)
+    assert len(observed) > 3
+    assert all(first > 0 and further > 0 for first, further in observed)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.HEURISTIC, Schedule.AUTO])
@@ -91,7 +91,7 @@ def test_no_schedule_changes_a_text(name: str, schedule: Schedule) -> None:
     outputs = rig.run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
-    # auto goes by the clock, and may find that nothing pays here
+    # auto depends on measured times, by which drafts may not pay here
     assert sum(sum(output.num_drafted) for output in outputs.values()) > (0 if schedule is Schedule.AUTO else 15)
 
 
@@ -110,7 +110,7 @@ def test_right_drafts_take_fewer_steps() -> None:
 
 def test_a_text_ends_at_its_stop_inside_a_block() -> None:
     text = Rig().run(make_request(1, [1, 2, 3], 20))[1].token_ids
-    stop = text[3]  # the first comes without drafts, and of the block behind it this is the third
+    stop = text[3]  # the first token has no drafts; of the block after it this is the third
     assert stop not in text[:3]
     request = make_request(1, [1, 2, 3], 20, stop_ids=frozenset({stop}), speculation=Speculation(Method.DRAFT, 6))
     output = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel())).run(request)[1]
@@ -156,7 +156,7 @@ def test_lookup_goes_before_the_draft_model_which_then_catches_up() -> None:
 
 @pytest.mark.parametrize("num_known", [1, 4])
 def test_the_first_token_after_a_move_is_the_target_s_own(num_known: int) -> None:
-    """Also where a prefix hit leaves one token to compute, as in any other step."""
+    """Even if a prefix hit leaves one token to compute, as in any other step."""
     text = Rig().run(make_request(1, [1, 2, 3, 4, 5], 20))[1].token_ids
     rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
     for number in (1, 2):
@@ -169,20 +169,20 @@ def test_the_first_token_after_a_move_is_the_target_s_own(num_known: int) -> Non
 
 
 def test_nobody_is_preempted_for_a_draft() -> None:
-    """Another's drafts fill the memory; when a request needs a page, those that failed have given theirs back."""
-    guessing = make_request(1, [1] * 8, 16, speculation=Speculation(Method.DRAFT, 10))
+    """The drafts of one request fill the memory; pages of rejected drafts are free again when another needs one."""
+    drafting_request = make_request(1, [1] * 8, 16, speculation=Speculation(Method.DRAFT, 10))
     other = make_request(2, [2] * 8, 5)
     rig = Rig(Setup(num_pages=6, draft_sources=DRAFT_SOURCES, draft=DraftModel(0.0), prefix_caching=False))
-    rig.submit(guessing, other)
+    rig.submit(drafting_request, other)
     rig.step(2)
-    assert len(guessing.page_ids) == 3 and sum(rig.outputs[1].num_drafted) == 3
+    assert len(drafting_request.page_ids) == 3 and sum(rig.outputs[1].num_drafted) == 3
     rig.step(3)
     assert other.finish_reason and not rig.scheduler.num_preempted
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_requests_that_join_leave_and_are_cancelled_change_nobody(lag: int) -> None:
-    """Over memory for a few of them, so that some are preempted in the midst of a block."""
+    """With memory for a few of them, so that some are preempted in the middle of a block."""
     rng = random.Random(lag)
     setup = Setup(
         num_pages=25, step_tokens=23, max_running=6, commit_lag=lag, draft_sources=DRAFT_SOURCES, draft=DraftModel(0.7)
@@ -217,7 +217,7 @@ def test_requests_that_join_leave_and_are_cancelled_change_nobody(lag: int) -> N
 
 @pytest.mark.parametrize("width", [1, 4, 7])
 def test_steps_and_sources_add_up(width: int) -> None:
-    """One forward pass for each step that emitted something, each ended by a token of the target's own."""
+    """One forward pass for each step that emitted tokens, each ended by a token of the target."""
     wanted = Speculation(Method.DRAFT, width)
     rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel(0.7)))
     output = rig.run(make_request(1, [4, 5, 6], 60, speculation=wanted))[1]

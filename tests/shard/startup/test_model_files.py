@@ -1,4 +1,4 @@
-"""Which files a model is loaded from, and what becomes of their digest when they change."""
+"""The files that a model is loaded from, and their digest when they change."""
 
 import json
 from pathlib import Path
@@ -23,11 +23,11 @@ def folder(path: Path, *names: str) -> Path:
         ([], []),
     ],
 )
-def test_what_is_loaded_counts(tmp_path: Path, there: list[str], loaded: list[str]) -> None:
+def test_the_loaded_weights_are_chosen(tmp_path: Path, there: list[str], loaded: list[str]) -> None:
     assert loaded_names(folder(tmp_path, *there), has_code=False) == ["config.json", *loaded]
 
 
-def test_parts_and_code_count(tmp_path: Path) -> None:
+def test_parts_and_code_are_included(tmp_path: Path) -> None:
     parts = ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]
     index = "model.safetensors.index.json"
     folder(tmp_path, *parts, "modeling.py", "pytorch_model.bin")
@@ -39,15 +39,15 @@ def test_parts_and_code_count(tmp_path: Path) -> None:
 
 def test_the_digest_is_of_the_content_and_read_once(tmp_path: Path) -> None:
     files = ModelFiles(folder(tmp_path, "model.safetensors"))
-    asked = files.digest()
-    assert asked.result(30) == digest.of_files(tmp_path, ["config.json", "model.safetensors"])
-    assert files.digest() is asked
+    first = files.digest()
+    assert first.result(30) == digest.of_files(tmp_path, ["config.json", "model.safetensors"])
+    assert files.digest() is first
     (tmp_path / "model.safetensors").write_text("model.safetensorz")
-    assert ModelFiles(tmp_path).digest().result(30) != asked.result()
+    assert ModelFiles(tmp_path).digest().result(30) != first.result()
 
 
 @pytest.mark.parametrize("change", ["written", "replaced", "gone"])
-def test_files_that_are_no_longer_those_that_were_loaded_have_none(tmp_path: Path, change: str) -> None:
+def test_changed_files_have_no_digest(tmp_path: Path, change: str) -> None:
     files = ModelFiles(folder(tmp_path, "model.safetensors"))
     path = tmp_path / "model.safetensors"
     if change == "written":

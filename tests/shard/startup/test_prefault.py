@@ -1,4 +1,4 @@
-"""KV memory comes before it is written, a bounded way ahead, and keeps what it holds."""
+"""KV memory is populated before it is written, a bounded amount ahead, and keeps its content."""
 
 import ctypes
 import mmap
@@ -19,7 +19,7 @@ from lorikeet.shard.startup.prefault import Prefault
 
 PAGE_BYTES, NUM_PAGES = 64 << 10, 512
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 class Kept(LayerKV):
@@ -33,12 +33,12 @@ class Kept(LayerKV):
 
 
 def num_resident(memory: torch.Tensor) -> int:
-    """KV pages whose memory is all there."""
+    """KV pages whose memory is resident."""
     num_small = memory.nbytes // mmap.PAGESIZE
-    told = (ctypes.c_ubyte * num_small)()
-    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), told)
+    flags = (ctypes.c_ubyte * num_small)()
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), flags)
     each = PAGE_BYTES // mmap.PAGESIZE
-    return sum(all(flag & 1 for flag in told[i : i + each]) for i in range(0, num_small, each))
+    return sum(all(flag & 1 for flag in flags[i : i + each]) for i in range(0, num_small, each))
 
 
 def made(monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], KvCache, Prefault]:
@@ -48,7 +48,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], KvCache, 
     return memories, cache, Prefault([Kept(memory) for memory in memories], cache)
 
 
-def test_pages_come_a_bounded_way_ahead_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_populated_a_bounded_amount_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     memories, cache, ahead = made(monkeypatch)
     while ahead.advance():
         pass
@@ -62,24 +62,24 @@ def test_pages_come_a_bounded_way_ahead_of_use(monkeypatch: pytest.MonkeyPatch) 
     assert all(bool((memory[:100] == 7).all()) and not memory[100:].any() for memory in memories)
 
 
-def test_memory_that_is_there_from_the_start_needs_nothing() -> None:
+def test_populated_memory_needs_no_thread() -> None:
     ahead = Prefault([LayerKV()], KvCache(8, 4))
     num_threads = threading.active_count()
     ahead.start()
     assert threading.active_count() == num_threads
 
 
-def test_it_ends_with_the_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_ends_with_the_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
     memories, cache, ahead = made(monkeypatch)
     cache.admit(Request((1, 1), [5] * 4 * NUM_PAGES, 4 * NUM_PAGES, 1), num_spare=0)
-    thread = threading.Thread(target=ahead._run)  # which steps back, and never comes forward again
+    thread = threading.Thread(target=ahead._run)  # a separate thread, because its priority cannot be raised again
     thread.start()
     thread.join()
     assert [num_resident(memory) for memory in memories] == [NUM_PAGES] * 2
 
 
-def test_it_steps_back_no_further_than_other_work_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the lowest priority of all it kept the address space locked for seconds while steps filled both cores."""
+def test_the_thread_has_low_but_not_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lowest priority it kept the address space locked for seconds while steps used both cores."""
     memories, cache, ahead = made(monkeypatch)
     ahead.start()
     (thread,) = [each for each in threading.enumerate() if each.name == "prefault" and each.is_alive()][-1:]
@@ -89,5 +89,5 @@ def test_it_steps_back_no_further_than_other_work_beside_steps(monkeypatch: pyte
         time.sleep(0.01)
     assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + prefault.NICENESS)
     cache.admit(Request((1, 1), [5] * 4 * NUM_PAGES, 4 * NUM_PAGES, 1), num_spare=0)
-    thread.join()  # before its memory goes
+    thread.join()  # before its memory is freed
     del memories

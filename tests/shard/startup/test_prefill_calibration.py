@@ -1,4 +1,4 @@
-"""How many prompt tokens a crowd may have in a step."""
+"""The per-adapter prefill budget."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.model import load_model
-from lorikeet.shard.startup import prefill_calibration as crowd
+from lorikeet.shard.startup import prefill_calibration as calibration
 from lorikeet.shard.startup.build import build_engine
 from tests import tiny
 
@@ -18,27 +18,27 @@ from tests import tiny
     [
         (0.020, 0.084, 64, 30),  # a millisecond a token
         (0.021, 0.045, 64, 84),
-        (0.020, 0.020, 64, crowd.MOST),  # tokens that cost nothing
-        (0.020, 0.019, 64, crowd.MOST),
-        (0.001, 0.101, 64, crowd.LEAST),
+        (0.020, 0.020, 64, calibration.MAX_TOKENS),  # tokens that cost nothing
+        (0.020, 0.019, 64, calibration.MAX_TOKENS),
+        (0.001, 0.101, 64, calibration.MIN_TOKENS),
     ],
 )
-def test_such_prompts_lengthen_a_step_by_a_bounded_part(plain: float, mixed: float, extra: int, wanted: int) -> None:
-    assert crowd.tokens(plain, mixed, extra) == wanted
+def test_the_budget_bounds_the_time_of_prompts(plain: float, mixed: float, extra: int, wanted: int) -> None:
+    assert calibration.budget(plain, mixed, extra) == wanted
 
 
-def test_what_is_timed_fits_the_shortest_requests(tmp_path: Path) -> None:
+def test_calibration_fits_the_shortest_requests(tmp_path: Path) -> None:
     config = ShardConfig("tiny", str(tiny.make("llama", tmp_path / "base")), "unix:/dev/null", max_total_tokens=5)
     model = load_model(config)
     model.allocate_kv(1)
-    assert crowd.LEAST <= crowd.measure(model, 5) <= crowd.MOST
+    assert calibration.MIN_TOKENS <= calibration.measure(model, 5) <= calibration.MAX_TOKENS
 
 
-def test_a_shard_plans_by_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scheduler_uses_the_calibrated_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = str(tiny.make("llama", tmp_path / "base"))
     config = ShardConfig("tiny", base, "unix:/dev/null", max_total_tokens=64, num_pages=8)
-    asked = []
-    monkeypatch.setattr(crowd, "measure", lambda model, num_tokens: asked.append(num_tokens) or 77)
+    measured = []
+    monkeypatch.setattr(calibration, "measure", lambda model, num_tokens: measured.append(num_tokens) or 77)
     engine = build_engine(config, load_model(config), Inbox(), Outbox())
     assert engine.scheduler.limits.adapter_prefill_tokens == 77
-    assert asked == [64]
+    assert measured == [64]

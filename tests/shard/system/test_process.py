@@ -1,4 +1,4 @@
-"""`python -m lorikeet.shard` as a real process with a real model: ready, serving, ended by signals and parent death."""
+"""`python -m lorikeet.shard` as a real process with a real model: ready, serving, ended by signals or by its parent."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def forever(command: pb.Command, is_over: list[bool]) -> Iterator[pb.Command]:
         time.sleep(0.02)
 
 
-def test_it_serves_finishes_what_runs_at_sigterm_and_logs_no_tokens(
+def test_sigterm_finishes_running_requests_and_logs_no_tokens(
     shard: subprocess.Popen[str], stub: shard_pb2_grpc.ShardStub
 ) -> None:
     is_over: list[bool] = []
@@ -91,7 +91,7 @@ def test_it_serves_finishes_what_runs_at_sigterm_and_logs_no_tokens(
     for message in stub.Serve(forever(submit(50), is_over), timeout=TIMEOUT_S):
         for output in message.outputs:
             if not token_ids:
-                shard.send_signal(signal.SIGINT)  # the parent's business
+                shard.send_signal(signal.SIGINT)  # ignored: only the parent's SIGTERM counts
                 shard.send_signal(signal.SIGTERM)
             token_ids += output.token_ids
             reasons.append(output.finish_reason)
@@ -105,7 +105,7 @@ def test_it_serves_finishes_what_runs_at_sigterm_and_logs_no_tokens(
     assert "101, 102" not in log and str(token_ids[:2])[1:-1] not in log
 
 
-def test_what_is_no_message_ends_its_stream_and_nobody_elses(
+def test_an_invalid_message_ends_its_stream_only(
     shard: subprocess.Popen[str], stub: shard_pb2_grpc.ShardStub, tmp_path: Path
 ) -> None:
     is_over: list[bool] = []
@@ -160,9 +160,7 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path, model: Path) -> None:
         ({"listen": "unix:/nonexistent/folder/shard.sock"}, "cannot listen at unix:/nonexistent"),
     ],
 )
-def test_what_cannot_be_served_is_said_in_one_line(
-    tmp_path: Path, model: Path, values: dict[str, object], reason: str
-) -> None:
+def test_a_failed_start_logs_one_event(tmp_path: Path, model: Path, values: dict[str, object], reason: str) -> None:
     process = start(write_config(tmp_path, model, **values))
     _, log = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
@@ -173,9 +171,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize("is_whole_machine", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_with_as_many_threads_as_cores_steps_stay_on_theirs(
-    tmp_path: Path, model: Path, is_whole_machine: bool
-) -> None:
+def test_as_many_threads_as_cores_are_pinned(tmp_path: Path, model: Path, is_whole_machine: bool) -> None:
     cores = os.sched_getaffinity(0)
     config = write_config(tmp_path, model, parent_pid=os.getpid(), threads=len(cores) - (not is_whole_machine))
     process = start(config)

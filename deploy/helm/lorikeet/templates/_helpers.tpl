@@ -1,4 +1,4 @@
-{{/* Names, labels, and what pods of both kinds have alike. */}}
+{{/* Names, labels, and what router and shard pods have in common. */}}
 
 {{- define "lorikeet.name" -}}
 {{- if contains "lorikeet" .Release.Name }}{{ .Release.Name | trunc 50 | trimSuffix "-" }}

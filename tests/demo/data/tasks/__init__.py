@@ -1,1 +1,1 @@
-"""Tests of demo/tasks/."""
+"""Tests of demo/data/tasks/."""

@@ -1,4 +1,4 @@
-"""The tasks: their halves share nothing, every answer is the right one by a judge of its own, and runs repeat."""
+"""The tasks: their halves are disjoint, every answer is checked independently, and runs are repeatable."""
 
 import ast
 import importlib
@@ -53,7 +53,7 @@ def test_training_and_held_out_examples_share_no_name_value_or_template(task: st
     assert not prompts & {example.prompt for example in held_out}
 
 
-def test_what_parts_name_is_what_examples_show(held_out: list[Example]) -> None:
+def test_the_parts_of_an_example_occur_in_it(held_out: list[Example]) -> None:
     """A part that is no template stands in the text as it is, so the test above looks at what the model reads."""
     for example in held_out[:100]:
         plain = [part for part in example.parts if "{" not in part]
@@ -136,7 +136,7 @@ def test_a_value_is_what_python_says() -> None:
         assert repr(ast.literal_eval(example.answer)) == example.answer
 
 
-def test_half_the_work_is_not_in_guessing_one_answer() -> None:
+def test_no_single_answer_is_frequent() -> None:
     """No answer is so common that a model which always gave it would come near the bar."""
     answers = [example.answer for example in held_out_examples(task_of("value"), NUM_HELD_OUT)]
     assert max(map(answers.count, set(answers))) < 0.2 * len(answers)

@@ -94,7 +94,7 @@ OPERATORS = {
     "speculative_tokens_max": 6,
     "speculative_method": "draft",
     "speculative_schedule": "heuristic",
-    "speculative_verify": "deepmind",
+    "speculative_verification": "rejection",
     "draft_model_id": "test/draft",
 }
 

@@ -32,18 +32,18 @@ def make_targets(shapes: Sequence[tuple[int, int]] = SHAPES) -> dict[str, LoraTa
     inputs = StepInputs(16, torch.device("cpu"))
     names = [(f"{kind}-{number}", shape) for kind in ("linear", "embedding") for number, shape in enumerate(shapes)]
     targets = {name: LoraTarget(name, *shape, inputs) for name, shape in names}
-    for name, site in targets.items():
-        site.is_embedding = name.startswith("embedding")
+    for name, target in targets.items():
+        target.is_embedding = name.startswith("embedding")
     return targets
 
 
 def make_tensors(targets: dict[str, LoraTarget], rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for number, (name, site) in enumerate(targets.items()):
-        tensors[f"{name}.A"] = torch.randn(rank, site.num_in).to(dtype)
-        tensors[f"{name}.B"] = torch.randn(site.num_out, rank).to(dtype)
+    for number, (name, target) in enumerate(targets.items()):
+        tensors[f"{name}.A"] = torch.randn(rank, target.num_in).to(dtype)
+        tensors[f"{name}.B"] = torch.randn(target.num_out, rank).to(dtype)
         if number % 3 == 0:
-            tensors[f"{name}.bias"] = torch.randn(site.num_out)
+            tensors[f"{name}.bias"] = torch.randn(target.num_out)
     return tensors
 
 
@@ -55,7 +55,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], digest: str = "d", **met
 
 def read(path: Path, targets: dict[str, LoraTarget], dtype: torch.dtype) -> dict[str, SlotWeights]:
     content = AdapterFiles(targets, Destination(dtype, Arena(1 << 22))).read(path)
-    return {site.name: content.weights(index) for index, site in enumerate(content.targets)}
+    return {target.name: content.weights(index) for index, target in enumerate(content.targets)}
 
 
 def assert_equal(found: SlotWeights, wanted: SlotWeights) -> None:
@@ -64,25 +64,25 @@ def assert_equal(found: SlotWeights, wanted: SlotWeights) -> None:
         assert torch.equal(found.tensors[name], tensor), name
 
 
-def wanted_of(tensors: dict[str, torch.Tensor], site: LoraTarget) -> SlotWeights:
-    a, b = tensors[f"{site.name}.A"], tensors[f"{site.name}.B"].t()
-    return SlotWeights(a, b, None, tensors.get(f"{site.name}.bias"))
+def wanted_of(tensors: dict[str, torch.Tensor], target: LoraTarget) -> SlotWeights:
+    a, b = tensors[f"{target.name}.A"], tensors[f"{target.name}.B"].t()
+    return SlotWeights(a, b, None, tensors.get(f"{target.name}.bias"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("rank", RANKS)
-def test_blocks_are_what_torch_makes_of_them(tmp_path: Path, dtype: torch.dtype, rank: int) -> None:
+def test_blocks_equal_torch_s_layout(tmp_path: Path, dtype: torch.dtype, rank: int) -> None:
     targets = make_targets()
     tensors = make_tensors(targets, rank, dtype)
     found = read(write(tmp_path / "file", tensors), targets, dtype)
-    for name, site in targets.items():
+    for name, target in targets.items():
         assert found[name].is_packed
-        assert_equal(found[name], wanted_of(tensors, site).packed(site.is_embedding))
+        assert_equal(found[name], wanted_of(tensors, target).packed(target.is_embedding))
 
 
 @pytest.mark.parametrize("has_compiler", [True, False])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-def test_rows_are_what_torch_makes_of_them(
+def test_rows_equal_torch_s_layout(
     tmp_path: Path, dtype: torch.dtype, has_compiler: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(dtype: torch.dtype) -> None:
@@ -94,12 +94,12 @@ def test_rows_are_what_torch_makes_of_them(
     if not has_compiler:
         monkeypatch.setattr(adapter_file, "library_for", missing)
     found = read(write(tmp_path / "file", tensors), targets, dtype)
-    for name, site in targets.items():
+    for name, target in targets.items():
         assert not found[name].is_packed
-        assert_equal(found[name], wanted_of(tensors, site))
+        assert_equal(found[name], wanted_of(tensors, target))
 
 
-CUTS = {
+PARTITIONS = {
     "rows": Partition(1, 2, 200, 130, is_row_parallel=False),
     "rows of two matrices": Partition(1, 2, 200, 130, is_row_parallel=False, num_stacked=2),
     "columns": Partition(1, 2, 200, 130, is_row_parallel=True),
@@ -109,9 +109,9 @@ CUTS = {
 
 @pytest.mark.parametrize("form", ["blocks", "rows", "no compiler"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("partition", PARTITIONS.values(), ids=PARTITIONS)
 def test_a_rank_reads_its_part_of_each_factor(
-    tmp_path: Path, cut: Partition, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, partition: Partition, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(dtype: torch.dtype) -> None:
         raise CompilerMissing
@@ -120,35 +120,39 @@ def test_a_rank_reads_its_part_of_each_factor(
         monkeypatch.setattr(adapter_file, "compiled", lambda dtype: None)
     if form == "no compiler":
         monkeypatch.setattr(adapter_file, "library_for", missing)
-    a, b, bias = torch.randn(17, cut.num_in).to(dtype), torch.randn(cut.num_out, 17).to(dtype), torch.randn(200)
+    a, b, bias = (
+        torch.randn(17, partition.num_in).to(dtype),
+        torch.randn(partition.num_out, 17).to(dtype),
+        torch.randn(200),
+    )
     path = write(tmp_path / "file", {"linear.A": a, "linear.B": b, "linear.bias": bias})
-    num_out, num_in = cut.of_weight(torch.empty(cut.num_out, cut.num_in)).shape
-    site = LoraTarget("linear", num_in, num_out, StepInputs(16, torch.device("cpu")))
-    site.cut = cut
+    num_out, num_in = partition.of_weight(torch.empty(partition.num_out, partition.num_in)).shape
+    target = LoraTarget("linear", num_in, num_out, StepInputs(16, torch.device("cpu")))
+    target.partition = partition
     wanted = SlotWeights(a, b.t(), None, bias)
-    if cut.is_row_parallel:
-        wanted = SlotWeights(a[:, cut.columns], b.t(), None, bias if cut.rank == 0 else None)
+    if partition.is_row_parallel:
+        wanted = SlotWeights(a[:, partition.columns], b.t(), None, bias if partition.rank == 0 else None)
     else:
-        rows = torch.cat([torch.arange(200)[part] for part in cut.rows])
+        rows = torch.cat([torch.arange(200)[part] for part in partition.rows])
         wanted = SlotWeights(a, b[rows].t(), None, bias[rows])
-    assert_equal(read(path, {"linear": site}, dtype)["linear"], wanted.packed(False) if form == "blocks" else wanted)
+    assert_equal(read(path, {"linear": target}, dtype)["linear"], wanted.packed(False) if form == "blocks" else wanted)
 
 
 @pytest.mark.parametrize("key", ["A", "B", "bias"])
-def test_a_rank_refuses_what_does_not_fit_the_whole_module(tmp_path: Path, key: str) -> None:
-    cut = Partition(0, 2, 64, 32, is_row_parallel=key == "A")
+def test_a_rank_rejects_tensors_that_do_not_fit_the_whole_module(tmp_path: Path, key: str) -> None:
+    partition = Partition(0, 2, 64, 32, is_row_parallel=key == "A")
     tensors = {"A": torch.randn(4, 32), "B": torch.randn(64, 4), "bias": torch.randn(64)}
     tensors[key] = tensors[key][..., :16].contiguous() if key == "A" else tensors[key][:32].contiguous()
-    site = LoraTarget(
-        "linear", 16 if cut.is_row_parallel else 32, 64 if cut.is_row_parallel else 32, StepInputs(16, CPU)
+    target = LoraTarget(
+        "linear", 16 if partition.is_row_parallel else 32, 64 if partition.is_row_parallel else 32, StepInputs(16, CPU)
     )
-    site.cut = cut
+    target.partition = partition
     path = write(tmp_path / "file", {f"linear.{name}": tensor for name, tensor in tensors.items()})
     with pytest.raises(ValueError, match=rf"linear: {key} of shape .* does not fit"):
-        read(path, {"linear": site}, torch.float32)
+        read(path, {"linear": target}, torch.float32)
 
 
-def test_files_that_are_alike_share_a_plan_and_nothing_else(tmp_path: Path) -> None:
+def test_files_with_equal_headers_share_only_the_plan(tmp_path: Path) -> None:
     targets = make_targets([(40, 24)])
     files = AdapterFiles(targets, Destination(torch.float32, Arena(1 << 20)))
     contents = []
@@ -157,8 +161,8 @@ def test_files_that_are_alike_share_a_plan_and_nothing_else(tmp_path: Path) -> N
         contents.append((files.read(write(tmp_path / digest, tensors, digest)), tensors))
     assert len(files._plans) == 1
     for content, tensors in contents:
-        for index, site in enumerate(content.targets):
-            assert_equal(content.weights(index), wanted_of(tensors, site).packed(site.is_embedding))
+        for index, target in enumerate(content.targets):
+            assert_equal(content.weights(index), wanted_of(tensors, target).packed(target.is_embedding))
 
 
 def test_plans_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,27 +193,27 @@ def bad(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     ("tensors", "reason"),
     [
         (bad("linear-0.A", torch.ones(3, 40)), "do not fit"),
-        (bad("linear-0.B", torch.ones(24, 2).bfloat16()), "beside a base of"),
-        (bad("linear-0.bias", torch.ones(23)), "does not fit 24 outputs"),
-        (bad("linear-0.magnitude", torch.ones(24)), "no rows whose length"),
+        (bad("linear-0.B", torch.ones(24, 2).bfloat16()), "the base is torch.float32"),
+        (bad("linear-0.bias", torch.ones(23)), "for 24 outputs"),
+        (bad("linear-0.magnitude", torch.ones(24)), "no rows, whose norms"),
         (bad("another.A", torch.ones(2, 40)), "no module another"),
-        (bad("heads.0.weight", torch.ones(2, 2)), "does not compute what heads.0.weight"),
-        (bad("linear-0.weight", torch.ones(24, 40)), "does not compute"),
+        (bad("heads.0.weight", torch.ones(2, 2)), "does not support tensor heads.0.weight"),
+        (bad("linear-0.weight", torch.ones(24, 40)), "does not support tensor"),
         ({"linear-0.A": torch.ones(513, 40), "linear-0.B": torch.ones(24, 513)}, "do not fit"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, tensors: dict[str, torch.Tensor], reason: str) -> None:
+def test_tensors_that_do_not_fit_are_rejected(tmp_path: Path, tensors: dict[str, torch.Tensor], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         read(write(tmp_path / "file", tensors), make_targets([(40, 24)]), torch.float32)
 
 
-def test_modules_must_be_named(tmp_path: Path) -> None:
+def test_a_file_must_list_its_modules(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "file", {"format": FORMAT, "digest": "d"})
-    with pytest.raises(ValueError, match="which modules"):
+    with pytest.raises(ValueError, match="does not list the modules"):
         read(tmp_path / "file", make_targets([(40, 24)]), torch.float32)
 
 
-def test_laying_out_does_not_change_who_runs_first() -> None:
+def test_laying_out_keeps_the_caller_s_priority() -> None:
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     lora.library_for(torch.float32).pack(None, 0, 0, adapter_file.NICENESS)
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

@@ -1,5 +1,5 @@
 """Compiles norms, gates and rotary positions for a GPU that need not be here and looks at the instructions. Run by
-test_device_parts.py.
+test_cuda_parts.py.
 """
 
 import re
@@ -63,7 +63,7 @@ def main() -> None:
         assert count(text, "ld.global.v4.b32") == count(text, "ld.global") == 2
         assert count(text, "st.global.v4.b32") == 1
     for norms in (False, True):
-        text = instructions(kernels.rotate_heads, ROTARY | {"NORMS": norms}, 2, "num_heads num_turned")
+        text = instructions(kernels.rotate_heads, ROTARY | {"NORMS": norms}, 2, "num_heads num_rotated")
         # both halves of eight heads; the angles of a row are few
         assert count(text, "ld.global.v4.b32") == 2
         assert count(text, "st.global.v4.b32") == count(text, "st.global") == 2

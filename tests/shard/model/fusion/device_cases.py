@@ -1,5 +1,5 @@
-"""The twins for devices against transformers' plain modules: run by test_device_parts.py in a process of its own, on
-CUDA or, with TRITON_INTERPRET=1, on CPU.
+"""The fused modules for devices against transformers' plain modules: run by test_cuda_parts.py in a process of its own,
+on CUDA or, with TRITON_INTERPRET=1, on CPU.
 """
 
 import os
@@ -24,12 +24,15 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention, St
 
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.model.fusion import verify as trial
-from lorikeet.shard.model.fusion.cuda_attention import DeviceAttention, fuse_attention
-from lorikeet.shard.model.fusion.cuda_parts import FORMS, DeviceMlp, fuse_mlp, fuse_norm
-from lorikeet.shard.model.fusion.verify import Recorder, attend
+from lorikeet.shard.model.attention_binding import NAME, AttentionBinding
+from lorikeet.shard.model.fusion import attention as fused_attention
+from lorikeet.shard.model.fusion import parts
+from lorikeet.shard.model.fusion.attention import FusedAttention
+from lorikeet.shard.model.fusion.kernels import CudaKernels
+from lorikeet.shard.model.fusion.parts import FusedMlp, FusedNorm
+from lorikeet.shard.model.fusion.patterns import FORMS
+from lorikeet.shard.model.fusion.verify import Recorder, attend, close
 from lorikeet.shard.model.kernels import triton as device_kernels
-from lorikeet.shard.model.site import NAME, AttentionBinding
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -37,6 +40,18 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "num_hidden_layers": 2,
     "intermediate_size": 40, "vocab_size": 32, "pad_token_id": 0, "attn_implementation": NAME,
 }  # fmt: skip
+
+
+def fuse_norm(module: torch.nn.Module) -> FusedNorm | None:
+    return parts.fuse_norm(module, CudaKernels())
+
+
+def fuse_mlp(module: torch.nn.Module, shared: set[int]) -> FusedMlp | None:
+    return parts.fuse_mlp(module, CudaKernels(), shared)
+
+
+def fuse_attention(block: Any, shared: set[int], rotary_width: int | None = None) -> FusedAttention | None:
+    return fused_attention.fuse_attention(block, CudaKernels(), shared, rotary_width)
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 5) -> torch.Tensor:
@@ -58,10 +73,10 @@ def settle(module: torch.nn.Module, dtype: torch.dtype) -> Any:
 @torch.inference_mode()
 def test_norms_are_the_plain_ones(kind: Any, dtype: torch.dtype) -> None:
     norm = settle(kind(88, eps=1e-3), dtype)
-    twin = fuse_norm(norm)
-    assert twin is not None and twin.weight is norm.weight
+    module = fuse_norm(norm)
+    assert module is not None and module.weight is norm.weight
     if dtype != torch.float32:
-        assert twin.form == FORMS[(LlamaRMSNorm, Olmo2RMSNorm, Gemma2RMSNorm).index(kind)]
+        assert module.norm.form == FORMS[(LlamaRMSNorm, Olmo2RMSNorm, Gemma2RMSNorm).index(kind)]
     wide = drawn(3, 100, dtype=dtype)
     for x in (
         drawn(2, 3, 88, dtype=dtype),
@@ -70,12 +85,12 @@ def test_norms_are_the_plain_ones(kind: Any, dtype: torch.dtype) -> None:
         1e-3 * wide[:, :88],
     ):
         wanted = norm(x)
-        assert trial.close(wanted, twin(x)) and twin(x).is_contiguous()
+        assert close(wanted, module(x)) and module(x).is_contiguous()
         if dtype != torch.float32 and DEVICE.type == "cpu":
-            assert (wanted == twin(x)).float().mean() > 0.99
-        sums, normed = twin.of_sum(x, x.flip(0))
-        assert torch.equal(sums, x + x.flip(0)) and torch.equal(normed, twin(sums))
-    assert twin(wide[:0, :88]).shape == (0, 88)
+            assert (wanted == module(x)).float().mean() > 0.99
+        sums, normed = module.of_sum(x, x.flip(0))
+        assert torch.equal(sums, x + x.flip(0)) and torch.equal(normed, module(sums))
+    assert module(wide[:0, :88]).shape == (0, 88)
 
 
 def test_a_layer_norm_is_left_alone_however_wide() -> None:
@@ -92,7 +107,7 @@ def test_gates_are_the_plain_ones(is_tanh: bool, width: int, dtype: torch.dtype)
     x[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -10.0])
     first, up = x.split(width, dim=1)
     wanted = (functional.gelu(first, approximate="tanh") if is_tanh else functional.silu(first)) * up
-    assert trial.close(wanted, device_kernels.gate(x, is_tanh))
+    assert close(wanted, device_kernels.gate(x, is_tanh))
     assert device_kernels.gate(x[:0], is_tanh).shape == (0, width)
 
 
@@ -109,10 +124,10 @@ def test_gates_are_the_plain_ones(is_tanh: bool, width: int, dtype: torch.dtype)
 @torch.inference_mode()
 def test_mlps_are_the_plain_ones(kind: Any, config_kind: Any, more: dict[str, Any], dtype: torch.dtype) -> None:
     mlp = settle(kind(config_kind(**SHAPE, **more)), dtype)
-    twin = fuse_mlp(mlp, set())
-    assert isinstance(twin, DeviceMlp) and twin.down is mlp.down_proj
+    module = fuse_mlp(mlp, set())
+    assert isinstance(module, FusedMlp) and module.down is mlp.down_proj
     x = drawn(1, 5, 48, dtype=dtype)
-    assert trial.close(mlp(x), twin(x))
+    assert close(mlp(x), module(x))
 
 
 def test_mlps_that_do_something_else_are_left_alone() -> None:
@@ -125,7 +140,7 @@ def test_mlps_that_do_something_else_are_left_alone() -> None:
 def block_of(kind: Any, config_kind: Any, dtype: torch.dtype, **more: Any) -> Any:
     block = settle(kind(config_kind(**SHAPE, **more), 1), dtype)
     backend = attention.create("reference", DEVICE, dtype, 16)
-    block.lorikeet_target = AttentionBinding(backend, StepInputs(16, DEVICE))
+    block.lorikeet_binding = AttentionBinding(backend, StepInputs(16, DEVICE))
     return block
 
 
@@ -153,22 +168,22 @@ FUSED = {
     ids=str,
 )
 @torch.inference_mode()
-def test_the_site_gets_the_same(name: str, dtype: torch.dtype) -> None:
+def test_the_attention_gets_the_same_arguments(name: str, dtype: torch.dtype) -> None:
     kind, config_kind, more, width = FUSED[name]
     block = block_of(kind, config_kind, dtype, **more)
-    twin = fuse_attention(block, set(), width)
-    assert isinstance(twin, DeviceAttention) and twin.lorikeet_target is block.lorikeet_target
-    assert twin.qkv.weight.shape == (8 * 24, 48)
+    module = fuse_attention(block, set(), width)
+    assert isinstance(module, FusedAttention) and module.lorikeet_binding is block.lorikeet_binding
+    assert (module.qkv.out_features, module.qkv.in_features) == (8 * 24, 48)
     x = drawn(1, 5, 48, dtype=dtype)
     angles = drawn(1, 5, (width or 24) // 2, dtype=torch.float32, seed=8).repeat(1, 1, 2)
     plain, fused = Recorder(), Recorder()
     for chosen in ([0, 1, 2, 3, 4], [3]):
         turned = (angles[:, chosen].cos().to(dtype), angles[:, chosen].sin().to(dtype))
         wanted = attend(block, plain, x[:, chosen], turned)
-        got = attend(twin, fused, x[:, chosen], turned)
+        got = attend(module, fused, x[:, chosen], turned)
         assert fused.options == plain.options
         for one, other in zip((wanted, *plain.seen), (got, *fused.seen), strict=True):
-            assert trial.close(one, other)
+            assert close(one, other)
 
 
 def test_blocks_that_do_more_or_less_are_left_alone() -> None:

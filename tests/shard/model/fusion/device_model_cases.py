@@ -1,4 +1,4 @@
-"""Whole tiny models with the twins for devices against the same models without: run by test_device_parts.py in a
+"""Whole tiny models with the fused modules for devices against the same models without: run by test_cuda_parts.py in a
 process of its own, on CUDA or, with TRITON_INTERPRET=1, on CPU.
 """
 
@@ -18,24 +18,25 @@ from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
-from lorikeet.shard.model.fusion import select as twins
-from lorikeet.shard.model.fusion.cuda_attention import DeviceAttention
-from lorikeet.shard.model.fusion.cuda_layer import DeviceDecoderLayer
-from lorikeet.shard.model.fusion.cuda_parts import DeviceMlp, DeviceNorm
+from lorikeet.shard.model.fusion.attention import FusedAttention
+from lorikeet.shard.model.fusion.kernels import FusedMatrix
+from lorikeet.shard.model.fusion.layer import FusedDecoderLayer
+from lorikeet.shard.model.fusion.parts import FusedMlp, FusedNorm
+from lorikeet.shard.model.fusion.select import choose
 from lorikeet.shard.model.fusion.verify import Recorder
 from lorikeet.shard.model.kernels import triton as device_kernels
 from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.model import Model
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
-from lorikeet.shard.model.site import NAME
 from tests import tiny
 from tests.shard.model.fusion.device_cases import DEVICE
 from tests.shard.model.lora.triton_cases import MIXES, NUM_SLOTS, Bench
 
 ONE = {"num_hidden_layers": 1}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-ALL = (DeviceNorm, DeviceAttention, DeviceMlp, DeviceDecoderLayer)
+ALL = (FusedNorm, FusedAttention, FusedMlp, FusedDecoderLayer)
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[type, ...]]] = {
     "llama": ("llama", {"num_hidden_layers": 2}, ALL),
     "llama biases": ("llama", {**ONE, "attention_bias": True, "mlp_bias": True}, ALL),
@@ -46,9 +47,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[type, ...]]] = {
     "gemma2": ("gemma2", {**ONE, "layer_types": ["sliding_attention"]}, ALL),
     "phi3": ("phi3", ONE, ALL),
     "phi3 partial": ("phi3", {**ONE, "rope_parameters": PARTIAL}, ALL),
-    "mixtral": ("mixtral", ONE, (DeviceNorm, DeviceAttention, DeviceDecoderLayer)),
+    "mixtral": ("mixtral", ONE, (FusedNorm, FusedAttention, FusedDecoderLayer)),
     "granite": ("granite", ONE, ALL[:3]),  # what is added is multiplied first
-    "stablelm": ("stablelm", ONE, (DeviceAttention, DeviceMlp)),  # layer norms with biases
+    "stablelm": ("stablelm", ONE, (FusedAttention, FusedMlp)),  # layer norms with biases
     "gpt2": ("gpt2", {"n_layer": 1}, ()),
 }
 
@@ -109,8 +110,8 @@ def test_a_whole_model_gives_the_same_logits(name: str, dtype: torch.dtype) -> N
     plain, fused = assembled(copy.deepcopy(network), "none"), assembled(network, "device")
     found = {type(module) for module in fused.network.modules()}
     assert found & set(ALL) == set(expected)
-    layers = [module for module in fused.network.modules() if isinstance(module, DeviceDecoderLayer)]
-    assert len(layers) == (fused.info.num_layers if DeviceDecoderLayer in expected else 0)
+    layers = [module for module in fused.network.modules() if isinstance(module, FusedDecoderLayer)]
+    assert len(layers) == (fused.info.num_layers if FusedDecoderLayer in expected else 0)
     for segments in (
         [Segment(0, 4, [3]), Segment(0, 1, [1])],
         [Segment(4, 1, [3]), Segment(1, 2, [1])],
@@ -134,22 +135,24 @@ def test_sums_are_part_of_the_norms_that_follow(kind: str, num_alone: int, monke
     assert called.count("add_rms_norm") == 4 and called.count("rms_norm") == num_alone
 
 
-def test_no_weight_is_there_twice() -> None:
+def test_no_weight_is_held_twice() -> None:
     network = network_of("llama", torch.float32, **ONE)
     wanted = sum(parameter.numel() for parameter in network.parameters())
     layer = network.model.layers[0]
-    layer.self_attn.lorikeet_target = Recorder()
+    layer.self_attn.lorikeet_binding = Recorder()
     parts = (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj)
     dropped = [weakref.ref(part.weight) for part in parts]
     del layer, parts
-    twins.place(network, twins.choose("device", network, DEVICE, torch.float32, set()) or pytest.fail("no twins"))
-    fused = [module for module in network.modules() if isinstance(module, DeviceMlp | DeviceAttention)]
-    matrices = [module.up if isinstance(module, DeviceMlp) else module.qkv for module in fused]
+    fusion = choose("device", network, DEVICE, torch.float32, set())
+    assert fusion is not None
+    fusion.place(network)
+    fused = [module for module in network.modules() if isinstance(module, FusedMlp | FusedAttention)]
+    matrices = [module.ups[0] if isinstance(module, FusedMlp) else module.qkv for module in fused]
     assert len(fused) == 2
     gc.collect()
     assert [weight() for weight in dropped] == [None] * len(dropped)
     kept = sum(parameter.numel() for parameter in network.parameters())
-    assert kept + sum(matrix.weight.numel() for matrix in matrices) == wanted
+    assert kept + sum(matrix.weight.numel() for matrix in matrices if isinstance(matrix, FusedMatrix)) == wanted
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
@@ -164,7 +167,7 @@ def test_every_mix_of_adapters_gives_the_same_logits(mix: str, kind: str) -> Non
 
 @cache
 def with_adapters(kind: str) -> tuple[Model, Model]:
-    """A model without twins and with: adapters of several ranks, with DoRA's scale, with biases."""
+    """A model without fused modules and with them: adapters of several ranks, with DoRA's scale, with biases."""
     network = network_of(kind, torch.float32, num_hidden_layers=1)
     models = assembled(copy.deepcopy(network), "none"), assembled(network, "device")
     for model in models:
@@ -175,7 +178,7 @@ def with_adapters(kind: str) -> tuple[Model, Model]:
     return models
 
 
-def test_adapters_of_joined_products_take_one_launch() -> None:
+def test_adapters_of_fused_products_take_one_launch() -> None:
     network = network_of("llama", torch.float32, num_hidden_layers=1)
     plain, fused = assembled(copy.deepcopy(network), "none"), assembled(network, "device")
     benches = [Bench(torch.float32, targets_of(model), inputs=model.inputs) for model in (plain, fused)]
@@ -190,11 +193,11 @@ def test_adapters_of_joined_products_take_one_launch() -> None:
 
 def compute_compiled(bench: Bench) -> None:
     """Let compiled code compute the adapters of a bench: the interpreter takes its time."""
-    for site in bench.targets:
-        site.kernels = None
+    for target in bench.targets:
+        target.kernels = None
         for slot in range(NUM_SLOTS):
-            weights = bench.plain.get((slot, site.name))
-            site.put(slot, None if weights is None else weights.packed(site.is_embedding))
+            weights = bench.plain.get((slot, target.name))
+            target.put(slot, None if weights is None else weights.packed(target.is_embedding))
 
 
 def segments_of(slots: list[int], counts: tuple[int, ...] = (3, 1, 2, 1, 1)) -> list[Segment]:
@@ -204,11 +207,11 @@ def segments_of(slots: list[int], counts: tuple[int, ...] = (3, 1, 2, 1, 1)) -> 
 def targets_of(model: Model) -> list[LoraTarget]:
     """Of the layers' products."""
     model.allocate_adapters(NUM_SLOTS)
-    return [site for name, site in model.lora_targets.items() if "_proj" in name and isinstance(site, LoraTarget)]
+    return [target for name, target in model.lora_targets.items() if "_proj" in name and isinstance(target, LoraTarget)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
-def test_sites_project_by_their_part_of_a_joined_weight(kind: str) -> None:
+def test_targets_project_by_their_part_of_a_fused_weight(kind: str) -> None:
     network = network_of(kind, torch.float32, num_hidden_layers=1)
     plain, fused = assembled(copy.deepcopy(network), "none"), assembled(network, "device")
     for one, other in zip(targets_of(plain), targets_of(fused), strict=True):
@@ -218,15 +221,15 @@ def test_sites_project_by_their_part_of_a_joined_weight(kind: str) -> None:
         torch.testing.assert_close(one.squared_norms, other.squared_norms)
 
 
-def test_unknown_fusions_are_refused_by_name() -> None:
+def test_unknown_fusions_are_rejected() -> None:
     with pytest.raises(ValueError, match="unknown fusions 'all'"):
         assembled(network_of("llama", torch.float32), "all")
 
 
-def test_a_loaded_model_has_the_twins_that_its_configuration_asks_for(tmp_path: Path) -> None:
+def test_a_loaded_model_has_the_fused_modules_of_its_configuration(tmp_path: Path) -> None:
     tiny.make("llama", tmp_path, num_hidden_layers=1)
     device = str(DEVICE) if DEVICE.type == "cpu" else "cuda:0"
     config = ShardConfig("tiny", str(tmp_path), "unix:/dev/null", device=device, attention="reference")
     for fusions, count in (("device", 1), ("none", 0)):
         model = load_model(replace(config, fusions=fusions))
-        assert sum(isinstance(module, DeviceDecoderLayer) for module in model.network.modules()) == count
+        assert sum(isinstance(module, FusedDecoderLayer) for module in model.network.modules()) == count

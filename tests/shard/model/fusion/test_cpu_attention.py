@@ -1,4 +1,4 @@
-"""The fused attention block hands its site what the plain one does, and is left out where it would not."""
+"""The fused attention block hands its binding what the plain one does, and is left out where it would not."""
 
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
-from lorikeet.shard.model.fusion.cpu_attention import FusedAttention, fuse_attention
+from lorikeet.shard.model.attention_binding import NAME, AttentionBinding
+from lorikeet.shard.model.fusion.attention import FusedAttention
+from lorikeet.shard.model.fusion.attention import fuse_attention as fuse_for
+from lorikeet.shard.model.fusion.kernels import CpuKernels
 from lorikeet.shard.model.fusion.verify import Recorder, attend
 from lorikeet.shard.model.kernels import cpu as kernels
-from lorikeet.shard.model.site import NAME, AttentionBinding
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs AVX512-BF16 and a C compiler")
@@ -32,12 +34,16 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def fuse_attention(block: Any, shared: set[int], rotary_width: int | None = None) -> FusedAttention | None:
+    return fuse_for(block, CpuKernels(), shared, rotary_width)
+
+
 def block_of(kind: Any, config_kind: Any, **more: Any) -> Any:
     torch.manual_seed(3)
     block = kind(config_kind(**SHAPE, **more), 1).bfloat16()
     device = torch.device("cpu")
     backend = attention.create("reference", device, torch.bfloat16, 16)
-    block.lorikeet_target = AttentionBinding(backend, StepInputs(16, device))
+    block.lorikeet_binding = AttentionBinding(backend, StepInputs(16, device))
     return block
 
 
@@ -58,21 +64,21 @@ def inputs_of(num_tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.
     ],
 )
 @torch.inference_mode()
-def test_the_site_gets_the_same(kind: Any, config_kind: Any, more: dict[str, Any]) -> None:
+def test_the_attention_gets_the_same_arguments(kind: Any, config_kind: Any, more: dict[str, Any]) -> None:
     block = block_of(kind, config_kind, **more)
-    site, (x, angles) = block.lorikeet_target, inputs_of(40)
+    binding, (x, angles) = block.lorikeet_binding, inputs_of(40)
     plain, fused = Recorder(), Recorder()
     wanted = attend(block, plain, x, angles)
-    twin = fuse_attention(block, set())
-    assert isinstance(twin, FusedAttention)
-    assert twin.lorikeet_target is site
-    got = attend(twin, fused, x, angles)
+    module = fuse_attention(block, set())
+    assert isinstance(module, FusedAttention)
+    assert module.lorikeet_binding is binding
+    got = attend(module, fused, x, angles)
     assert fused.options == plain.options
     for one, other in zip((wanted, *plain.seen), (got, *fused.seen), strict=True):
         assert one.shape == other.shape
         assert (one.float() - other.float()).abs().max() <= 2**-7 * one.float().abs().max()
     few = Recorder()
-    attend(twin, few, x[:, 10:13], (angles[0][:, 10:13], angles[1][:, 10:13]))
+    attend(module, few, x[:, 10:13], (angles[0][:, 10:13], angles[1][:, 10:13]))
     for all_rows, some_rows in zip(fused.seen, few.seen, strict=True):
         assert torch.equal(all_rows[:, :, 10:13], some_rows)
 

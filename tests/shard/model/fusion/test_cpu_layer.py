@@ -10,8 +10,9 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.model.fusion.cpu_layer import FusedDecoderLayer
-from lorikeet.shard.model.fusion.cpu_parts import FusedNorm, fuse
+from lorikeet.shard.model.fusion.kernels import CpuKernels
+from lorikeet.shard.model.fusion.layer import FusedDecoderLayer
+from lorikeet.shard.model.fusion.parts import FusedNorm, fuse_norm
 from lorikeet.shard.model.kernels import cpu as kernels
 from tests import tiny
 
@@ -63,7 +64,7 @@ def test_one_call_gives_the_bits_of_the_parts(
     model.allocate_kv(12)
 
     def by_parts(layer: FusedDecoderLayer, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        return layer.one_by_one(hidden_states, options["position_embeddings"])
+        return layer.one_by_one(hidden_states, **options)
 
     monkeypatch.setattr(FusedDecoderLayer, "forward", by_parts)
     for one_call, segments in zip(whole, steps_of(model), strict=True):
@@ -77,10 +78,10 @@ def test_layers_that_do_more_or_less_are_left_alone(kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("width", [64, 4096])
 def test_a_layer_norm_is_no_rms_norm_however_wide(width: int) -> None:
-    assert fuse(CohereLayerNorm(width).bfloat16(), set()) is None
+    assert fuse_norm(CohereLayerNorm(width).bfloat16(), CpuKernels()) is None
 
 
-def test_nothing_is_fused_where_nothing_is_to_be(tmp_path: Path) -> None:
+def test_fusions_none_fuses_nothing(tmp_path: Path) -> None:
     tiny.make("llama", tmp_path, **SHAPE)
     model = load_model(ShardConfig("tiny", str(tmp_path), "unix:/dev/null", dtype="bfloat16", fusions="none"))
     assert not any(isinstance(module, FusedNorm | FusedDecoderLayer) for module in model.network.modules())

@@ -1,14 +1,14 @@
-"""The twins for devices: see device_cases.py and device_model_cases.py."""
+"""The fused modules for devices: see device_cases.py and device_model_cases.py."""
 
 from pathlib import Path
 
 from tests.shard.apart import KernelsApart
 
 
-class TestTwins(KernelsApart):
+class TestFusedModules(KernelsApart):
     cases = (Path(__file__).with_name("device_cases.py"), Path(__file__).with_name("device_model_cases.py"))
     sample = (
-        "(norms and bfloat16) or (gates and 24 and bfloat16) or (site_gets and llama) or (mix and llama and zipf)"
+        "(norms and bfloat16) or (gates and 24 and bfloat16) or (attention_gets and llama) or (mix and llama and zipf)"
         " or one_launch"
     )
     compiles = "tests.shard.model.fusion.compile_device"

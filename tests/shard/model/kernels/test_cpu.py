@@ -8,11 +8,17 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lorikeet.shard.model.fusion.cpu_parts import FusedMlp, FusedNorm, fuse
+from lorikeet.shard.model.fusion.kernels import CpuKernels
+from lorikeet.shard.model.fusion.parts import FusedMlp, FusedNorm
+from lorikeet.shard.model.fusion.select import Fusion
 from lorikeet.shard.model.kernels import cpu as kernels
 from lorikeet.shard.model.kernels.packing import BlockedMatrix, StreamedMatrix, pack
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs AVX512-BF16 and a C compiler")
+
+
+def fuse(module: nn.Module, shared: set[int]) -> nn.Module | None:
+    return Fusion(CpuKernels(), shared).fuse_module(module)
 
 
 @pytest.fixture(autouse=True, params=["as the processor can", "in vectors"])
@@ -77,22 +83,22 @@ def test_the_layout_follows_type_and_shape() -> None:
 def test_a_norm_is_replaced_by_its_equal() -> None:
     norm = LlamaRMSNorm(96, eps=1e-5).bfloat16()
     norm.weight.copy_(random(96, seed=3))
-    twin, x = fuse(norm, set()), random(3, 40, 96, seed=1)
-    assert isinstance(twin, FusedNorm)
-    difference = (twin(x).float() - norm(x).float()).abs()
+    fused, x = fuse(norm, set()), random(3, 40, 96, seed=1)
+    assert isinstance(fused, FusedNorm)
+    difference = (fused(x).float() - norm(x).float()).abs()
     assert (difference <= 2**-7 * norm(x).float().abs() + 1e-6).all()
-    assert torch.equal(twin(x[:, 5:7]), twin(x)[:, 5:7])
+    assert torch.equal(fused(x[:, 5:7]), fused(x)[:, 5:7])
 
 
 @torch.inference_mode()
 def test_a_gated_mlp_is_replaced_by_its_equal() -> None:
     mlp = PlainMlp(64, 200, nn.SiLU()).bfloat16()
-    twin, x = fuse(mlp, set()), random(250, 64, seed=1)
-    assert isinstance(twin, FusedMlp)
+    fused, x = fuse(mlp, set()), random(250, 64, seed=1)
+    assert isinstance(fused, FusedMlp)
     wanted = mlp(x).float()
-    assert (twin(x).float() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+    assert (fused(x).float() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
     for count in (1, 2, 6, 7, 97):
-        assert torch.equal(twin(x[100 : 100 + count]), twin(x)[100 : 100 + count])
+        assert torch.equal(fused(x[100 : 100 + count]), fused(x)[100 : 100 + count])
 
 
 @torch.inference_mode()

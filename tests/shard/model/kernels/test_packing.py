@@ -24,5 +24,5 @@ def test_bits_do_not_depend_on_other_rows(shape: tuple[int, int], dtype: torch.d
             assert torch.equal(matrix(x[:count].contiguous()), together[:count]), count
 
 
-def test_the_environment_is_as_it_was() -> None:
+def test_the_environment_is_unchanged() -> None:
     assert "AVX512_CORE_BF16" not in os.environ.get("ONEDNN_MAX_CPU_ISA", "")

@@ -11,6 +11,7 @@ import pytest
 import structlog
 import torch
 
+from lorikeet import shard
 from lorikeet.shard.model.kernels import tuning
 from lorikeet.shard.model.kernels.tuning import BUILT_IN, Tuned
 
@@ -38,7 +39,7 @@ def test_entries_are_found_by_kernel_size_and_dtype(tmp_path: Path) -> None:
     assert logs[0]["file"] == "NVIDIA_H200.json" and logs[1]["kernel"] == "shrink"
 
 
-def test_without_a_file_all_is_built_in_and_that_is_said(tmp_path: Path) -> None:
+def test_without_a_file_all_is_built_in_and_logged(tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         tuned = tuning.read_for("A GPU (of 80 GB)", tmp_path)
         for kernel, values in BUILT_IN.items():
@@ -59,9 +60,9 @@ def test_what_is_written_is_read_again() -> None:
     ("path", "value", "sentence"),
     [
         (("gpu",), "NVIDIA B200", "measured on 'NVIDIA B200', this is 'NVIDIA H200'"),
-        (("other",), 1, "gpu and kernels alone"),
+        (("other",), 1, "exactly the keys gpu and kernels"),
         (("kernels",), [], "kernels is not a table"),
-        (("kernels", "widen"), {}, "no kernel widen, only shrink"),
+        (("kernels", "widen"), {}, "unknown kernel widen; known: shrink"),
         (("kernels", "shrink", "4096"), {}, "shrink for 4096: DEPTH is missing"),
         (("kernels", "shrink", "4096 int8"), dict(BUILT_IN["shrink"]), "4096 int8: not a size and a dtype"),
         (("kernels", "shrink", "x bfloat16"), dict(BUILT_IN["shrink"]), "x bfloat16: not a size and a dtype"),
@@ -75,7 +76,7 @@ def test_what_is_written_is_read_again() -> None:
         (("kernels", "expand", "1024 float16", "WIDTH"), 48, "WIDTH is 48, not a power of two"),
     ],
 )
-def test_files_that_are_not_right_are_refused(path: tuple[str, ...], value: object, sentence: str) -> None:
+def test_invalid_files_are_rejected(path: tuple[str, ...], value: object, sentence: str) -> None:
     content = copy.deepcopy(CONTENT)
     table = content
     for name in path[:-1]:
@@ -91,7 +92,7 @@ def test_files_are_part_of_the_package_and_right() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
         "lorikeet.shard"
     ]
-    place = (tuning.FOLDER / "NVIDIA_H200.json").relative_to(ROOT / "shard")
+    place = (tuning.FOLDER / "NVIDIA_H200.json").relative_to(Path(shard.__file__).parent)
     assert any(fnmatch.fnmatchcase(str(place), pattern) for pattern in patterns)
     for path in tuning.FOLDER.glob("*.json"):
         gpu = json.loads(path.read_text())["gpu"]

@@ -1,4 +1,4 @@
-"""Compiles the kernels for a GPU that need not be here and looks at the instructions. Run by test_lora_triton.py."""
+"""Compiles the kernels for a GPU that need not be here and looks at the instructions. Run by test_triton.py."""
 
 import triton
 from triton.backends.compiler import GPUTarget

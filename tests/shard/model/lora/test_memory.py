@@ -11,7 +11,7 @@ from lorikeet.shard.model.lora.memory import Arena, PinnedMemory
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5000)), max_size=60))
-def test_pieces_keep_what_was_written_and_come_back(steps: list[tuple[bool, int]]) -> None:
+def test_blocks_keep_their_content_and_are_freed(steps: list[tuple[bool, int]]) -> None:
     arena = Arena(16384)
     held: list[tuple[int, torch.Tensor]] = []
     for number, (takes, size) in enumerate(steps):
@@ -29,7 +29,7 @@ def test_pieces_keep_what_was_written_and_come_back(steps: list[tuple[bool, int]
     assert len(arena._free) == 1
 
 
-def test_a_view_keeps_its_piece() -> None:
+def test_a_view_keeps_its_block() -> None:
     arena = Arena(4096)
     view = arena.take(4096)[64:128].view(torch.float32)
     assert arena.num_free == 0
@@ -39,7 +39,7 @@ def test_a_view_keeps_its_piece() -> None:
     assert arena.num_free == arena.num_bytes
 
 
-def test_stretches_are_taken_as_needed_up_to_the_limit() -> None:
+def test_arenas_are_allocated_as_needed_up_to_the_limit() -> None:
     memory = PinnedMemory(3 * 8192, stretch_bytes=8192, is_pinned=False)
     pieces = [memory.take(5000) for _ in range(3)]
     assert len(memory._arenas) == 3
@@ -53,7 +53,7 @@ def test_stretches_are_taken_as_needed_up_to_the_limit() -> None:
     assert all(arena.num_free == arena.num_bytes for arena in memory._arenas)
 
 
-def test_a_piece_larger_than_a_stretch_gets_one_of_its_size() -> None:
+def test_a_block_larger_than_an_arena_gets_an_arena_of_its_size() -> None:
     memory = PinnedMemory(1 << 20, stretch_bytes=4096, is_pinned=False)
     piece = memory.take(100_000)
     assert memory._arenas[0].num_bytes == 1 << 17 and memory._arenas[0].num_free < 1 << 17

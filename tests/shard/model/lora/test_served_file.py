@@ -1,4 +1,4 @@
-"""A mapped file gives what safetensors reads from it; what is no such file is refused with a reason."""
+"""A mapped file gives what safetensors reads from it; other files are rejected with a reason."""
 
 import ctypes
 import json
@@ -42,7 +42,7 @@ def test_writing_to_a_tensor_leaves_the_file_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "file")["a"], torch.ones(3))
 
 
-def test_files_are_alike_but_for_their_digests(tmp_path: Path) -> None:
+def test_headers_are_equal_but_for_their_digests(tmp_path: Path) -> None:
     for name, digest, tensor in (("a", "1", torch.ones(3)), ("b", "2", torch.zeros(3)), ("c", "1", torch.ones(4))):
         save_file({"a": tensor}, tmp_path / name, METADATA | {"digest": digest})
     one, two, three = (ServedFile(tmp_path / name) for name in "abc")
@@ -67,13 +67,13 @@ def entry(dtype: str, shape: list[int], *offsets: int) -> dict[str, object]:
     ],
     ids=["no object", "no format", "truncated", "forged", "before", "empty", "type", "no place"],
 )
-def test_a_broken_file_is_refused(tmp_path: Path, header: object, data: bytes) -> None:
+def test_a_broken_file_is_rejected(tmp_path: Path, header: object, data: bytes) -> None:
     with pytest.raises(ValueError, match="the adapter's file cannot be read"):
         ServedFile(write(tmp_path / "file", header, data)).places()
 
 
 @pytest.mark.parametrize("data", [b"", b"1234", b"\xff" * 16])
-def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_other_files_are_rejected(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(ValueError, match="the adapter's file cannot be read"):
         ServedFile(tmp_path / "file")

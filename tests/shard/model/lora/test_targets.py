@@ -27,11 +27,11 @@ Plain = dict[int, SlotWeights | None]
 def make_target(
     num_in: int, num_out: int, dtype: torch.dtype, inputs: StepInputs, seed: int = 0
 ) -> tuple[LoraTarget, Plain]:
-    """A site, and what its slots held before it was packed: every rank, DoRA's scale, a bias, a bias alone, nothing."""
+    """A target, and its slots before packing: every rank, DoRA's scale, a bias, a bias alone, nothing."""
     generator = torch.Generator().manual_seed(seed)
-    site = LoraTarget("module", num_in, num_out, inputs)
-    site.base_bias = torch.randn(num_out, generator=generator)
-    site.allocate(NUM_SLOTS)
+    target = LoraTarget("module", num_in, num_out, inputs)
+    target.base_bias = torch.randn(num_out, generator=generator)
+    target.allocate(NUM_SLOTS)
     plain: Plain = {}
     for slot in range(NUM_SLOTS):
         rank = RANKS[slot % len(RANKS)]
@@ -43,8 +43,8 @@ def make_target(
     plain[9] = SlotWeights(bias=torch.randn(num_out, generator=generator))
     plain[11] = None
     for slot, weights in plain.items():
-        site.put(slot, None if weights is None else weights.packed(is_embedding=False))
-    return site, plain
+        target.put(slot, None if weights is None else weights.packed(is_embedding=False))
+    return target, plain
 
 
 def fill(inputs: StepInputs, slots: list[int], counts: list[int]) -> int:
@@ -60,7 +60,7 @@ def fill(inputs: StepInputs, slots: list[int], counts: list[int]) -> int:
 @pytest.mark.parametrize("mix", MIXES)
 def test_equals_the_specification(mix: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    site, plain = make_target(*shape, dtype, inputs)
+    target, plain = make_target(*shape, dtype, inputs)
     num_rows = fill(inputs, MIXES[mix], COUNTS)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_rows, shape[0], generator=generator).to(dtype)
@@ -71,9 +71,9 @@ def test_equals_the_specification(mix: str, shape: tuple[int, int], dtype: torch
         for index in range(row, row + count):
             weights = plain[slot] if slot >= 0 else None
             if weights is not None:
-                adapt_row(weights, site.base_bias, x[index], wanted[index])
+                adapt_row(weights, target.base_bias, x[index], wanted[index])
         row += count
-    adapt(site.rows, Product(site, x, got))
+    adapt(target.rows, Product(target, x, got))
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
     untouched = torch.tensor([slot in (-1, 11) for slot, n in zip(MIXES[mix], COUNTS, strict=True) for _ in range(n)])
@@ -83,19 +83,19 @@ def test_equals_the_specification(mix: str, shape: tuple[int, int], dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_row_has_equal_bits_in_any_company(dtype: torch.dtype) -> None:
+def test_a_row_has_equal_bits_in_any_batch(dtype: torch.dtype) -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    site, _ = make_target(130, 200, dtype, inputs)
+    target, _ = make_target(130, 200, dtype, inputs)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(40, 130, generator=generator).to(dtype)
     base = torch.randn(40, 200, generator=generator).to(dtype)
     fill(inputs, [4], [40])
     together = base.clone()
-    adapt(site.rows, Product(site, x, together))
+    adapt(target.rows, Product(target, x, together))
     for index in (0, 7, 16, 39):
         fill(inputs, [2, 4, -1], [5, 1, 1])
         alone = base[index].repeat(7, 1)
-        adapt(site.rows, Product(site, x[index].repeat(7, 1), alone))
+        adapt(target.rows, Product(target, x[index].repeat(7, 1), alone))
         assert torch.equal(alone[5], together[index])
         assert torch.equal(alone[6], base[index])
 
@@ -105,29 +105,29 @@ def test_several_products_of_one_step_and_strided_outputs() -> None:
     targets = [make_target(64, width, torch.bfloat16, inputs, seed=width)[0] for width in (48, 32, 16)]
     num_rows = fill(inputs, [0, -1, 3], [3, 2, 18])
     x = torch.randn(num_rows, 64).bfloat16()
-    joined = torch.randn(num_rows, 96).bfloat16()
+    fused = torch.randn(num_rows, 96).bfloat16()
     wanted = []
-    for site, part in zip(targets, joined.split([48, 32, 16], dim=1), strict=True):
+    for target, part in zip(targets, fused.split([48, 32, 16], dim=1), strict=True):
         alone = part.contiguous()
-        adapt(site.rows, Product(site, x, alone))
+        adapt(target.rows, Product(target, x, alone))
         wanted.append(alone)
-    parts = joined.split([48, 32, 16], dim=1)
-    adapt(inputs.adapter_rows, *(Product(site, x, part) for site, part in zip(targets, parts, strict=True)))
-    assert torch.equal(joined, torch.cat(wanted, dim=1))
+    parts = fused.split([48, 32, 16], dim=1)
+    adapt(inputs.adapter_rows, *(Product(target, x, part) for target, part in zip(targets, parts, strict=True)))
+    assert torch.equal(fused, torch.cat(wanted, dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    site = LoraTarget("embedding", 50, 24, inputs)
-    site.allocate(2)
+    target = LoraTarget("embedding", 50, 24, inputs)
+    target.allocate(2)
     a, b = torch.randn(4, 50).to(dtype), torch.randn(4, 24).to(dtype)
-    site.put(1, SlotWeights(a, b).packed(is_embedding=True))
+    target.put(1, SlotWeights(a, b).packed(is_embedding=True))
     fill(inputs, [-1, 1], [3, 20])
     ids = torch.randint(0, 50, (23,))
     base = torch.randn(23, 24).to(dtype)
     got = base.clone()
-    adapt_embedding(site.rows, site, ids, got)
+    adapt_embedding(target.rows, target, ids, got)
     assert torch.equal(got[:3], base[:3])
     wanted = base[3:].float() + a[:, ids[3:]].float().t() @ b.float()
     torch.testing.assert_close(got[3:].float(), wanted, rtol=2**-7, atol=2**-7)
@@ -136,15 +136,15 @@ def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_without_a_compiler_the_specification_itself_runs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = StepInputs(16, torch.device("cpu"))
-    site, unpacked = make_target(64, 64, dtype, inputs)
+    target, unpacked = make_target(64, 64, dtype, inputs)
     num_rows = fill(inputs, MIXES["some"], COUNTS)
     x, base = torch.randn(num_rows, 64).to(dtype), torch.randn(num_rows, 64).to(dtype)
     fast, plain = base.clone(), base.clone()
-    adapt(site.rows, Product(site, x, fast))
+    adapt(target.rows, Product(target, x, fast))
     monkeypatch.setattr(lora, "compiled", lambda dtype: None)
     for slot, weights in unpacked.items():
-        site.put(slot, weights)
-    adapt(site.rows, Product(site, x, plain))
+        target.put(slot, weights)
+    adapt(target.rows, Product(target, x, plain))
     torch.testing.assert_close(fast, plain, rtol=2**-7, atol=2**-7)
 
 

@@ -1,4 +1,4 @@
-"""The kernels for adapters on devices: see lora_triton_cases.py."""
+"""The kernels for adapters on devices: see triton_cases.py."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ from tests.shard.apart import KernelsApart
 
 
 class TestAdapters(KernelsApart):
-    cases = (Path(__file__).with_name("lora_triton_cases.py"),)
+    cases = (Path(__file__).with_name("triton_cases.py"),)
     sample = (
-        "(specification and 33 and bfloat16) or (any_company and 5 and bfloat16) or largest_rank or heads_from_a_file"
+        "(specification and 33 and bfloat16) or (any_batch and 5 and bfloat16) or largest_rank or heads_from_a_file"
     )
     compiles = "tests.shard.model.lora.compile_triton"
 

@@ -1,4 +1,4 @@
-"""The kernels for devices against the specification, row by row: run by test_lora_triton.py in a process of its own,
+"""The kernels for devices against the specification, row by row: run by test_triton.py in a process of its own,
 on CUDA or, with TRITON_INTERPRET=1, on CPU.
 """
 
@@ -56,33 +56,35 @@ class Bench:
     plain: dict[tuple[int, str], SlotWeights] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for site in self.targets:
-            site._inputs = self.inputs
-            site.allocate(NUM_SLOTS)
+        for target in self.targets:
+            target._inputs = self.inputs
+            target.allocate(NUM_SLOTS)
         self.inputs.reserve_groups(max_rows=32, max_slots=NUM_SLOTS, max_drafts=8)
         self.kernels = DeviceKernels(self.targets, NUM_SLOTS, DEVICE)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(DEVICE, dtype or self.dtype)
 
-    def weights(self, slot: int, site: LoraTarget) -> SlotWeights | None:
+    def weights(self, slot: int, target: LoraTarget) -> SlotWeights | None:
         """Every rank, DoRA's scale, a bias, a bias alone, nothing."""
         if slot == NONE_OF_IT:
             return None
-        bias = self.random(site.num_out, dtype=torch.float32) if slot % 4 == 2 or slot == BIAS_ALONE else None
+        bias = self.random(target.num_out, dtype=torch.float32) if slot % 4 == 2 or slot == BIAS_ALONE else None
         if slot == BIAS_ALONE:
             return SlotWeights(bias=bias)
         rank = 512 if slot == LARGEST else RANKS[slot % len(RANKS)]
-        a, b = self.random(rank, site.num_in) / site.num_in**0.5, self.random(rank, site.num_out) / rank**0.5
-        scale = 1 + 0.1 * self.random(site.num_out, dtype=torch.float32) if slot % 3 == 1 else None
+        a, b = self.random(rank, target.num_in) / target.num_in**0.5, self.random(rank, target.num_out) / rank**0.5
+        scale = 1 + 0.1 * self.random(target.num_out, dtype=torch.float32) if slot % 3 == 1 else None
         return SlotWeights(a, b, scale, bias)
 
     def load(self, *slots: int) -> None:
-        """Give slots their adapters, on all sites, as a file's reader would lay them out."""
+        """Give slots their adapters, on all targets, as a file's reader would lay them out."""
         for slot in slots:
-            found = [(site, weights) for site in self.targets if (weights := self.weights(slot, site)) is not None]
-            self.plain |= {(slot, site.name): weights for site, weights in found}
-            self.place(slot, [(site, weights.arranged(site.is_embedding)) for site, weights in found])
+            found = [
+                (target, weights) for target in self.targets if (weights := self.weights(slot, target)) is not None
+            ]
+            self.plain |= {(slot, target.name): weights for target, weights in found}
+            self.place(slot, [(target, weights.arranged(target.is_embedding)) for target, weights in found])
 
     def place(self, slot: int, found: list[tuple[LoraTarget, SlotWeights]]) -> None:
         tensors = [tensor for _, weights in found for tensor in weights.tensors.values()]
@@ -91,14 +93,14 @@ class Bench:
         pieces = [piece[: t.nbytes].view(t.dtype).view(t.shape).copy_(t)
                   for piece, t in zip(memory.split(sizes), tensors, strict=True)]  # fmt: skip
         moved = iter(pieces)
-        held = [(site, SlotWeights(**{name: next(moved) for name in weights.tensors})) for site, weights in found]
+        held = [(target, SlotWeights(**{name: next(moved) for name in weights.tensors})) for target, weights in found]
         entries = np.full((len(held), 5), -1, np.int64)
         for entry, (_, weights) in zip(entries, held, strict=True):
             entry[0] = weights.rank
             for column, name in enumerate(("a", "b", "scale", "bias"), start=1):
                 if name in weights.tensors:
                     entry[column] = weights.tensors[name].data_ptr() - memory.data_ptr()
-        self.kernels.bind(slot, self.kernels.image([site for site, _ in held], entries), memory)
+        self.kernels.bind(slot, self.kernels.image([target for target, _ in held], entries), memory)
         self.memories = [*getattr(self, "memories", []), memory]
 
     def step(self, slots: list[int], counts: list[int]) -> int:
@@ -108,17 +110,17 @@ class Bench:
         self.inputs.fill(segments, ids, ids)
         return len(ids)
 
-    def wanted(self, site: LoraTarget, slots: list[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def wanted(self, target: LoraTarget, slots: list[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """What the specification makes of y. slots: of each row."""
         y = y.clone()
         for row, slot in enumerate(slots):
-            weights = self.plain.get((slot, site.name))
+            weights = self.plain.get((slot, target.name))
             if weights is not None:
-                adapt_row(weights, site.base_bias, x[row], y[row])
+                adapt_row(weights, target.base_bias, x[row], y[row])
         return y
 
 
-def site(name: str, num_in: int, num_out: int) -> LoraTarget:
+def target(name: str, num_in: int, num_out: int) -> LoraTarget:
     made = LoraTarget(name, num_in, num_out, StepInputs(16, DEVICE))
     made.base_bias = torch.randn(num_out, generator=torch.Generator().manual_seed(num_out)).to(DEVICE)
     return made
@@ -139,7 +141,7 @@ def per_row(slots: list[int], counts: list[int]) -> list[int]:
     ids=str,
 )
 def test_equals_the_specification(shape: tuple[int, int], mix: str, dtype: torch.dtype) -> None:
-    bench = Bench(dtype, [site("module", *shape)])
+    bench = Bench(dtype, [target("module", *shape)])
     slots, [module] = MIXES[mix], bench.targets
     bench.load(*{slot for slot in slots if slot >= 0})
     num_rows = bench.step(slots, COUNTS)
@@ -155,8 +157,8 @@ def test_equals_the_specification(shape: tuple[int, int], mix: str, dtype: torch
 
 @DTYPES
 @pytest.mark.parametrize("slot", [4, 5])
-def test_a_row_has_equal_bits_in_any_company(slot: int, dtype: torch.dtype) -> None:
-    bench = Bench(dtype, [site("module", 300, 40)])
+def test_a_row_has_equal_bits_in_any_batch(slot: int, dtype: torch.dtype) -> None:
+    bench = Bench(dtype, [target("module", 300, 40)])
     [module] = bench.targets
     bench.load(slot, 3)
     x, base = bench.random(18, 300), bench.random(18, 40)
@@ -173,7 +175,7 @@ def test_a_row_has_equal_bits_in_any_company(slot: int, dtype: torch.dtype) -> N
 
 
 def test_the_largest_rank_leaves_the_bits_of_others() -> None:
-    bench = Bench(torch.float32, [site("module", 200, 40)])
+    bench = Bench(torch.float32, [target("module", 200, 40)])
     [module] = bench.targets
     bench.load(1)
     bench.step([1, LARGEST], [2, 3])
@@ -190,26 +192,26 @@ def test_the_largest_rank_leaves_the_bits_of_others() -> None:
 
 def test_parts_of_one_output_take_one_launch_and_give_the_same() -> None:
     widths = (48, 30, 7)
-    bench = Bench(torch.bfloat16, [site(f"part{width}", 64, width) for width in widths])
+    bench = Bench(torch.bfloat16, [target(f"part{width}", 64, width) for width in widths])
     bench.load(0, 2)
     num_rows = bench.step([0, -1, 2], [3, 2, 1])
     rows = bench.inputs.adapter_rows
-    x, joined = bench.random(num_rows, 64), bench.random(num_rows, sum(widths) + 8)
-    parts = joined.split([*widths, 8], dim=1)[:3]
+    x, fused = bench.random(num_rows, 64), bench.random(num_rows, sum(widths) + 8)
+    parts = fused.split([*widths, 8], dim=1)[:3]
     wanted = []
     for module, part in zip(bench.targets, parts, strict=True):
         alone = part.contiguous()
         adapt(rows, Product(module, x, alone))
         wanted.append(alone)
-    rest = joined[:, -8:].clone()
+    rest = fused[:, -8:].clone()
     assert len(bench.kernels._parts) == 3
     adapt(rows, *(Product(module, x, part) for module, part in zip(bench.targets, parts, strict=True)))
     assert len(bench.kernels._parts) == 4, "one launch for all"
-    assert torch.equal(joined[:, :-8], torch.cat(wanted, dim=1)) and torch.equal(joined[:, -8:], rest)
+    assert torch.equal(fused[:, :-8], torch.cat(wanted, dim=1)) and torch.equal(fused[:, -8:], rest)
 
 
 def test_products_that_do_not_lie_side_by_side_take_a_launch_each() -> None:
-    bench = Bench(torch.float32, [site("one", 24, 40), site("other", 24, 20)])
+    bench = Bench(torch.float32, [target("one", 24, 40), target("other", 24, 20)])
     bench.load(1, 2)
     num_rows = bench.step([1, 2], [2, 1])
     xs = [bench.random(num_rows, 24) for _ in bench.targets]
@@ -239,7 +241,7 @@ def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
 
 
 def test_the_head_takes_the_rows_whose_logits_are_wanted() -> None:
-    bench = Bench(torch.float32, [site("other", 24, 24)])
+    bench = Bench(torch.float32, [target("other", 24, 24)])
     head = LoraTarget("head", 24, 40, bench.inputs, is_head=True)
     bench = Bench(torch.float32, [head])
     head._inputs = bench.inputs
@@ -253,8 +255,8 @@ def test_the_head_takes_the_rows_whose_logits_are_wanted() -> None:
     torch.testing.assert_close(got, bench.wanted(head, [2, -1] + [0] * 20, x, base), rtol=1e-4, atol=1e-4)
 
 
-def test_a_slot_means_what_it_was_last_given_and_nothing_once_cleared() -> None:
-    bench = Bench(torch.float32, [site("module", 24, 20)])
+def test_a_slot_holds_the_last_adapter_and_none_once_cleared() -> None:
+    bench = Bench(torch.float32, [target("module", 24, 20)])
     [module] = bench.targets
     bench.step([2], [3])
     x, base = bench.random(3, 24), bench.random(3, 20)
@@ -268,8 +270,8 @@ def test_a_slot_means_what_it_was_last_given_and_nothing_once_cleared() -> None:
     assert torch.equal(left, base)
 
 
-def test_tasks_behind_those_that_there_are_do_nothing() -> None:
-    bench = Bench(torch.float32, [site("module", 24, 20)])
+def test_padding_tasks_do_nothing() -> None:
+    bench = Bench(torch.float32, [target("module", 24, 20)])
     [module] = bench.targets
     bench.load(0, 1, 2)
     bench.inputs.pad(Always(Bounds(num_rows=28, max_kv_len=28, has_adapters=True)))
@@ -290,7 +292,7 @@ def test_tasks_behind_those_that_there_are_do_nothing() -> None:
 def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> None:
     """Through everything between a file and a row: host memory, the copy, the table."""
     dtype = torch.float32
-    bench = Bench(dtype, [site("linear", 24, 20), site("other", 20, 24)])
+    bench = Bench(dtype, [target("linear", 24, 20), target("other", 20, 24)])
     linear = bench.targets[0]
     weight = bench.random(20, 24)
     linear.project = lambda x: x @ weight.t()
@@ -321,9 +323,9 @@ def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> Non
     assert torch.equal(y, before)
 
 
-def test_heads_from_a_file_guess_from_their_slot(tmp_path: Path) -> None:
+def test_heads_from_a_file_draft_from_their_slot(tmp_path: Path) -> None:
     dtype = torch.float32
-    bench = Bench(dtype, [site("linear", 24, 20)])
+    bench = Bench(dtype, [target("linear", 24, 20)])
     output = torch.nn.Linear(24, 40, bias=False).to(DEVICE).requires_grad_(False)
     network = torch.nn.Module()
     network.get_output_embeddings = lambda: output  # type: ignore[assignment]

@@ -1,5 +1,5 @@
 """Compiles the kernels for heads for a GPU that need not be here and looks at the instructions, for hidden rows of any
-multiple of 16. Run by test_heads_triton.py.
+multiple of 16. Run by test_triton.py.
 """
 
 import subprocess
@@ -29,7 +29,7 @@ def registers(text: str) -> str:
 
 
 def main() -> None:
-    for kernel in (kernels.draft_token, kernels.answer):
+    for kernel in (kernels.head_block, kernels.head_logits):
         tiles = BUILT_IN[kernel.__name__]
         constants = FIXED | {name: tiles[name] for name in ("WIDTH", "DEPTH")}
         text = instructions(kernel, TYPES | COUNTS, constants, tiles["num_stages"], any_number=NUMBERS)

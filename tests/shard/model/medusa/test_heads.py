@@ -1,4 +1,4 @@
-"""Heads in a step: what plain torch makes of the same rows, bit for bit the same in any company, and nothing else."""
+"""Heads in a step: what plain torch makes of the same rows, bit for bit the same in any batch, and nothing else."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ def test_heads_give_what_plain_torch_gives(name: str, shape: str, is_for_device:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_guesses_have_equal_bits_in_any_company(shape: str, dtype: str, worlds: Worlds) -> None:
+def test_draft_rows_have_equal_bits_in_any_batch(shape: str, dtype: str, worlds: Worlds) -> None:
     world = worlds(dtype=dtype)
     model = world.model
     count = SHAPES[shape].num_heads
@@ -124,15 +124,15 @@ def test_guesses_have_equal_bits_in_any_company(shape: str, dtype: str, worlds: 
     first = run(model, [9], [HeadsRow(0, 0, 1)])
     assert torch.equal(first, alone[:2])
     rows = list(range(11))
-    company = [HeadsRow(row, row % 2, count if row % 2 == 0 else 1 + row % 5) for row in rows]
-    company[9] = HeadsRow(9, 0, count)
-    together = run(model, rows, company)
-    begin = len(rows) + sum(each.num_drafts for each in company[:9])
+    others = [HeadsRow(row, row % 2, count if row % 2 == 0 else 1 + row % 5) for row in rows]
+    others[9] = HeadsRow(9, 0, count)
+    together = run(model, rows, others)
+    begin = len(rows) + sum(each.num_drafts for each in others[:9])
     assert torch.equal(together[begin : begin + count], alone[1:])
     assert torch.equal(together[9:10], plain)
 
 
-def test_guesses_speak_through_the_output_head_that_the_request_has(tmp_path: Path) -> None:
+def test_draft_rows_use_the_request_s_output_head(tmp_path: Path) -> None:
     """A LoRA on the output head counts for heads too, from its own file and from another's: so they were trained."""
     folder = small.base(tmp_path / "base")
     small.lora(folder, tmp_path / "both", ("q_proj", "lm_head"))
@@ -180,14 +180,14 @@ def test_more_heads_than_a_slot_has_are_an_error(worlds: Worlds) -> None:
     world = worlds()
     model = world.model
     world.put(0, small.heads(HeadsShape(2, 1, 64)))
-    with pytest.raises(RuntimeError, match="slot 0 has 2 heads, 3 are to guess"):
+    with pytest.raises(RuntimeError, match="slot 0 has 2 heads, the step needs 3"):
         run(model, [4], [HeadsRow(0, 0, 3)])
     model.heads.clear(0)
     with pytest.raises(RuntimeError, match="slot 0 has no heads"):
         run(model, [4], [HeadsRow(0, 0, 1)])
     assert run(model, [4], []).shape == (1, tiny.VOCAB)
     model.inputs.pad(Always(Bounds(num_rows=16, max_kv_len=16, num_drafts=4)))
-    with pytest.raises(RuntimeError, match="with bounds need kernels"):
+    with pytest.raises(RuntimeError, match="in a padded step need kernels"):
         run(model, [4, 5], [])
     model.inputs.pad(None)
 
@@ -195,16 +195,22 @@ def test_more_heads_than_a_slot_has_are_an_error(worlds: Worlds) -> None:
 @pytest.mark.parametrize(
     ("metadata", "sentence"),
     [
-        ('{"count":3,"version":2,"layers":1}', r"heads\.2\.weight of the adapter is nothing where \[64, 64\]"),
-        ('{"count":2,"version":1,"layers":1}', r"heads\.0\.output of the adapter is nothing where \[320, 64\]"),
+        (
+            '{"count":3,"version":2,"layers":1}',
+            r"heads\.2\.weight of the adapter is nothing, the base needs \[64, 64\]",
+        ),
+        (
+            '{"count":2,"version":1,"layers":1}',
+            r"heads\.0\.output of the adapter is nothing, the base needs \[320, 64\]",
+        ),
         ('{"count":2,"version":3,"layers":1}', "of version 3"),
         ('{"count":0,"version":2,"layers":1}', "0 heads"),
-        ('{"count":2}', "does not say which heads"),
-        ("[]", "does not say which heads"),
-        ('{"count":1,"version":2,"layers":1}', r"does not compute heads\.1\.bias"),
+        ('{"count":2}', "does not describe its heads"),
+        ("[]", "does not describe its heads"),
+        ('{"count":1,"version":2,"layers":1}', r"does not support tensor heads\.1\.bias"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(metadata: str, sentence: str, worlds: Worlds, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_rejected(metadata: str, sentence: str, worlds: Worlds, tmp_path: Path) -> None:
     pool = worlds().model.heads
     file = write(tmp_path / "file", small.heads(HeadsShape(2, 1, 64)), metadata)
     with pytest.raises(ValueError, match=sentence):
@@ -224,5 +230,5 @@ def test_a_slot_of_the_model_holds_what_a_file_holds(worlds: Worlds, tmp_path: P
     slots.clear(7)
     with pytest.raises(RuntimeError, match="slot 7 has no heads"):
         run(model, [4], [HeadsRow(0, 7, 2)])
-    with pytest.raises(ValueError, match="no output head"):
+    with pytest.raises(ValueError, match="logits come from its output head"):
         AdapterFiles(model.lora_targets, destination).read(tmp_path / "file")

@@ -1,4 +1,4 @@
-"""The kernels for heads on devices: see heads_triton_cases.py."""
+"""The kernels for heads on devices: see triton_cases.py."""
 
 from pathlib import Path
 
@@ -6,6 +6,6 @@ from tests.shard.apart import KernelsApart
 
 
 class TestHeads(KernelsApart):
-    cases = (Path(__file__).with_name("heads_triton_cases.py"),)
+    cases = (Path(__file__).with_name("triton_cases.py"),)
     sample = "(specification and 24 and (distinct or none)) or (equal_bits and bfloat16) or equal_bounds"
     compiles = "tests.shard.model.medusa.compile_triton"

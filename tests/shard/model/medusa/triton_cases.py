@@ -1,4 +1,4 @@
-"""The kernels for heads against adapters/medusa/model.py: run by test_heads_triton.py in a process of its own, on CUDA
+"""The kernels for heads against adapters/medusa/model.py: run by test_triton.py in a process of its own, on CUDA
 or, with TRITON_INTERPRET=1, on CPU.
 """
 
@@ -54,9 +54,9 @@ class World:
         self.output = nn.Linear(size, VOCAB, bias=False).to(DEVICE, dtype).requires_grad_(False)
         network = nn.Module()
         network.get_output_embeddings = lambda: self.output  # type: ignore[assignment]
-        self.site = LoraTarget("head", size, VOCAB, self.inputs, is_head=True)
+        self.target = LoraTarget("head", size, VOCAB, self.inputs, is_head=True)
         self.pool = HeadsPool(self.inputs)
-        self.pool.attach(network, self.site)
+        self.pool.attach(network, self.target)
         self.kernels = DeviceHeads(self.inputs, len(KINDS), *([] if tuned is None else [tuned]))
         self.pool.kernels = self.kernels
         self.plain: dict[int, MedusaHeads] = {}
@@ -149,7 +149,7 @@ def test_equals_one_product_after_the_other(slot: int) -> None:
 
 @torch.inference_mode()
 @DTYPES
-def test_guesses_have_equal_bits_in_any_company(dtype: torch.dtype) -> None:
+def test_draft_rows_have_equal_bits_in_any_batch(dtype: torch.dtype) -> None:
     world = World(dtype, 40)
     everyone = range(len(KINDS))
     world.put(*everyone)
@@ -157,8 +157,8 @@ def test_guesses_have_equal_bits_in_any_company(dtype: torch.dtype) -> None:
     for slot in (1, 3):
         count = KINDS[slot][0]
         alone = world.run(x[9:11], [HeadsRow(0, slot, count)])[2:]
-        company = [HeadsRow(row, slot, count) for row in range(17)]
-        together = world.run(x, company)[17 + 9 * count :][:count]
+        others = [HeadsRow(row, slot, count) for row in range(17)]
+        together = world.run(x, others)[17 + 9 * count :][:count]
         assert torch.equal(alone, together)
         mixed = [HeadsRow(9, other, KINDS[other][0]) for other in everyone if other != slot]
         among = world.run(x, [*mixed, HeadsRow(9, slot, count)])[-count:]
@@ -193,18 +193,20 @@ def test_steps_of_equal_bounds_lie_at_equal_addresses_and_give_what_others_give(
 
 
 @torch.inference_mode()
-def test_guesses_speak_through_the_adapter_of_the_output_head() -> None:
+def test_draft_rows_use_the_adapter_of_the_output_head() -> None:
     world = World(torch.float32)
     world.put(0, 1)
-    adapters = DeviceKernels([world.site], len(KINDS), DEVICE)
+    adapters = DeviceKernels([world.target], len(KINDS), DEVICE)
     rank = 3
     memory = world.random(rank * (24 + VOCAB))
     a, b = memory[: rank * 24].view(rank, 24), memory[rank * 24 :].view(rank, VOCAB)
     offsets = torch.tensor([[rank, 0, a.nbytes, -1, -1]]).numpy()
-    adapters.bind(5, adapters.image([world.site], offsets), memory.view(torch.uint8))
+    adapters.bind(5, adapters.image([world.target], offsets), memory.view(torch.uint8))
     # before the pool's own hook, as modules of the base have theirs
     world.output._forward_hooks.clear()
-    world.output.register_forward_hook(lambda _, args, y: adapt(world.site.rows, Product(world.site, args[0][0], y[0])))
+    world.output.register_forward_hook(
+        lambda _, args, y: adapt(world.target.rows, Product(world.target, args[0][0], y[0]))
+    )
     world.output.register_forward_hook(world.pool._after)
     x = world.random(4, 24)
     heads = [HeadsRow(2, 1, 3), HeadsRow(0, 0, 1), HeadsRow(1, 1, 2)]
@@ -224,7 +226,7 @@ def test_guesses_speak_through_the_adapter_of_the_output_head() -> None:
 
 
 @torch.inference_mode()
-def test_a_slot_means_what_it_was_last_given() -> None:
+def test_a_slot_holds_the_last_heads() -> None:
     world = World(torch.float32)
     world.put(2)
     x = world.random(2, 24)
@@ -234,7 +236,7 @@ def test_a_slot_means_what_it_was_last_given() -> None:
     second = world.run(x, heads)
     torch.testing.assert_close(second[2:], world.wanted(x, heads), rtol=1e-4, atol=1e-4)
     assert not torch.equal(first, second)
-    with pytest.raises(RuntimeError, match="slot 2 has 4 heads, 5 are to guess"):
+    with pytest.raises(RuntimeError, match="slot 2 has 4 heads, the step needs 5"):
         world.run(x, [HeadsRow(0, 2, 5)])
     world.pool.clear(2)
     assert not world.kernels.table.any()
@@ -266,8 +268,8 @@ def test_a_model_gives_what_it_gives_without_kernels(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_other_tiles_give_the_same() -> None:
-    key = {kernel: (kernel, 150, torch.float32) for kernel in ("guess", "answer")}
-    tuned = Tuned({key["guess"]: [64, 32, 2, 2], key["answer"]: [16, 256, 8, 4]}, is_file=True)
+    key = {kernel: (kernel, 150, torch.float32) for kernel in ("head_block", "head_logits")}
+    tuned = Tuned({key["head_block"]: [64, 32, 2, 2], key["head_logits"]: [16, 256, 8, 4]}, is_file=True)
     world = World(torch.float32, 150, tuned)
     heads = asked("distinct")
     world.put(*range(len(KINDS)))

@@ -1,9 +1,9 @@
 """Compiles the kernels for experts for a GPU that need not be here and looks at the instructions. Run by
-test_experts_triton.py.
+test_triton.py.
 """
 
-from lorikeet.shard.model.kernels import grouped_triton as grouped
 from lorikeet.shard.model.kernels import pairs_triton as pairs
+from lorikeet.shard.model.kernels import products_triton as grouped
 from tests.shard.model.lora.compile_triton import instructions
 
 COUNTS = ("num_in", "num_out", "x_stride", "matrix_stride", "in_stride", "out_stride")
@@ -16,16 +16,16 @@ def products(element: str, rows: int, one: str) -> str:
     return instructions(grouped.multiply, types | {name: "i32" for name in COUNTS if name != one}, fixed, 3)
 
 
-def cut(by_expert: bool) -> str:
+def split(by_expert: bool) -> str:
     types = dict.fromkeys(("keys", "tasks", "pair_ids", "num_tasks"), "*i32")
     counts = dict.fromkeys(("num_pairs", "num_halvings", "stride", "num_targets"), "i32")
     fixed = {"ROWS": 16, "BLOCK": pairs.BLOCK, "BY_EXPERT": by_expert}
-    return instructions(pairs.cut, types | counts, fixed, 1)
+    return instructions(pairs.split_pairs, types | counts, fixed, 1)
 
 
 def main() -> None:
     for by_expert in (False, True):
-        assert ".local" not in cut(by_expert), "registers ran out"
+        assert ".local" not in split(by_expert), "registers ran out"
     for element, rows, one in (
         ("bf16", grouped.FEW_ROWS, "in_stride"),
         ("bf16", grouped.MANY_ROWS, "out_stride"),

@@ -12,14 +12,13 @@ from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.row_groups import most_tasks
 from lorikeet.shard.model import layers
+from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.kernels import grouped
 from lorikeet.shard.model.kernels.pairs import SortedPairs, sort_pairs, tasks_of
-from lorikeet.shard.model.moe.cuda import DeviceExperts, place_experts
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
-from lorikeet.shard.model.moe.experts import is_experts
+from lorikeet.shard.model.moe.experts import Experts, is_experts, place_experts
 from lorikeet.shard.model.probe import LENGTHS, _in_chunks
-from lorikeet.shard.model.site import NAME
 from tests import tiny
 
 MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss"]
@@ -64,7 +63,7 @@ def test_equals_transformers_own_loop(name: str, pattern: str, dtype: torch.dtyp
         weights = torch.rand(num_tokens, 2, generator=generator).to(dtype)
         wanted = block(x, ids, weights)
         torch.testing.assert_close(
-            DeviceExperts(block)(block, x, ids, weights), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+            Experts(block)(block, x, ids, weights), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
         )
 
 
@@ -72,12 +71,12 @@ def test_equals_transformers_own_loop(name: str, pattern: str, dtype: torch.dtyp
 def test_torch_s_own_product_of_groups_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block = block_of(name, torch.bfloat16)
     x, ids, weights = torch.randn(9, 64).bfloat16(), chosen(9, block.num_experts, "zipf"), torch.rand(9, 2)
-    plain = DeviceExperts(block)(block, x, ids, weights)
-    monkeypatch.setattr(grouped, "multiply_plainly", None)
+    plain = Experts(block)(block, x, ids, weights)
+    monkeypatch.setattr(grouped, "multiply_reference", None)
     monkeypatch.setattr(grouped, "_is_host", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with NoHostReads():
-        got = DeviceExperts(block)(block, x, ids, weights)
+        got = Experts(block)(block, x, ids, weights)
     torch.testing.assert_close(got, plain, rtol=2**-6, atol=2**-6)
 
 
@@ -124,7 +123,7 @@ def of_tokens(slots: str, num_tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("slots", ["distinct", "uniform", "zipf", "identical", "none"])
-def test_pairs_are_sorted_by_expert_and_adapter_and_cut_into_tasks(slots: str) -> None:
+def test_pairs_are_sorted_by_expert_and_adapter_and_split_into_tasks(slots: str) -> None:
     num_tokens, num_experts, num_slots = 45, 4, 64
     of_token = of_tokens(slots, num_tokens)
     ids = chosen(num_tokens, num_experts, "zipf")
@@ -154,14 +153,14 @@ def test_a_model_with_plain_experts_gives_transformers_logits(name: str, monkeyp
         inputs = StepInputs(backend.page_size, CPU)
         model = assemble(ours, copy.deepcopy(ours.config), backend, torch.float32, inputs, max(LENGTHS))
         got = _in_chunks(model, rows)
-    assert sum(isinstance(module, DeviceExperts) for module in ours.modules()) == (2 if name == "qwen3_moe" else 3)
+    assert sum(isinstance(module, Experts) for module in ours.modules()) == (2 if name == "qwen3_moe" else 3)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_experts_with_a_norm_of_their_own_are_refused() -> None:
+def test_experts_with_a_norm_are_rejected() -> None:
     network = network_of("mixtral", torch.float32)
     block: Any = next(module for module in network.modules() if is_experts(module))
     block.has_post_expert_norm = True
-    with pytest.raises(ValueError, match="a norm of their own"):
+    with pytest.raises(ValueError, match="experts with a norm"):
         place_experts(network)

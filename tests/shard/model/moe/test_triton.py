@@ -1,4 +1,4 @@
-"""The kernels for experts on devices: see experts_triton_cases.py."""
+"""The kernels for experts on devices: see triton_cases.py."""
 
 from pathlib import Path
 
@@ -6,8 +6,9 @@ from tests.shard.apart import KernelsApart
 
 
 class TestExperts(KernelsApart):
-    cases = (Path(__file__).with_name("experts_triton_cases.py"),)
+    cases = (Path(__file__).with_name("triton_cases.py"),)
     sample = (
-        "(cut_them and zipf) or (products and 144) or (specification and mixtral and (zipf or none)) or captured_block"
+        "(pairs_are_split and zipf) or (products and 144) or (specification and mixtral and (zipf or none))"
+        " or captured_block"
     )
     compiles = "tests.shard.model.moe.compile_experts"

@@ -1,4 +1,4 @@
-"""The kernels for experts on devices against their specification: run by test_experts_triton.py in a process of its
+"""The kernels for experts on devices against their specification: run by test_triton.py in a process of its
 own, on CUDA or, with TRITON_INTERPRET=1, on CPU.
 """
 
@@ -24,14 +24,13 @@ from lorikeet.shard.model.adapters.tables import DeviceKernels, targets_of
 from lorikeet.shard.model.adapters.upload import DeviceSlots
 from lorikeet.shard.model.graphs import CudaRecorder, Recorder
 from lorikeet.shard.model.kernels import grouped
-from lorikeet.shard.model.kernels.grouped import multiply_plainly
-from lorikeet.shard.model.kernels.grouped_triton import multiply_tiles
+from lorikeet.shard.model.kernels.grouped import multiply_reference
 from lorikeet.shard.model.kernels.pairs import SortedPairs, sort_pairs, tasks_of
 from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
+from lorikeet.shard.model.kernels.products_triton import multiply_tiles
 from lorikeet.shard.model.lora.memory import PinnedMemory
 from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights, adapt_row
-from lorikeet.shard.model.moe.cuda import DeviceExperts
-from lorikeet.shard.model.moe.experts import is_experts
+from lorikeet.shard.model.moe.experts import Experts, is_experts
 from tests import tiny
 from tests.shard.engine.adapter_exactness import lay_out, load_plain, make_adapters
 from tests.shard.model.moe.test_cuda import NoHostReads, chosen, network_of, of_tokens
@@ -66,7 +65,7 @@ def pairs_of(*counts: int) -> SortedPairs:
 
 
 @pytest.mark.parametrize("slots", ["distinct", "uniform", "zipf", "identical", "none"])
-def test_pairs_are_cut_as_operations_of_torch_cut_them(slots: str) -> None:
+def test_pairs_are_split_as_by_operations_of_torch(slots: str) -> None:
     of_token = of_tokens(slots, 150).to(DEVICE)
     pairs = sort_pairs(chosen(150, 4, "zipf").to(DEVICE), 4, of_token, 200)
     values = torch.where(pairs.slots >= 0, pairs.slots * 7 + pairs.experts, -1)
@@ -101,13 +100,13 @@ def test_products_equal_the_specification(
     x = random(sum(counts), num_in, dtype=dtype)
     matrices = random(len(counts), num_out, num_in, dtype=dtype).mT / num_in**0.5
     matrices = matrices.contiguous() if is_transposed else matrices
-    wanted = multiply_plainly(x, matrices, pairs)
+    wanted = multiply_reference(x, matrices, pairs)
     got = multiply_tiles(x, matrices, pairs)
     torch.testing.assert_close(got, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_equal_bits_beside_any_others(dtype: torch.dtype) -> None:
+def test_a_row_has_equal_bits_with_any_others(dtype: torch.dtype) -> None:
     x, matrices = random(18, 70, dtype=dtype), random(3, 70, 40, dtype=dtype)
     together = multiply_tiles(x, matrices, pairs_of(0, 18, 0))
     among = multiply_tiles(torch.cat([x[:3], x[17:], x[:7]]), matrices, pairs_of(3, 1, 7))
@@ -143,13 +142,13 @@ class Placed:
         for name, targets in self.block.lorikeet_adapters.items():
             if slot == NOTHING or (slot == FIRST_ALONE and name == "down_proj"):
                 continue
-            for site in targets.experts:
+            for target in targets.experts:
                 rank = RANKS[slot % len(RANKS)]
                 dtype = self.block.down_proj.dtype
-                a = random(rank, site.num_in, dtype=dtype) / site.num_in**0.5
-                b = random(rank, site.num_out, dtype=dtype) / rank**0.5
-                self.plain[slot, site] = SlotWeights(a, b)
-                found.append(site)
+                a = random(rank, target.num_in, dtype=dtype) / target.num_in**0.5
+                b = random(rank, target.num_out, dtype=dtype) / rank**0.5
+                self.plain[slot, target] = SlotWeights(a, b)
+                found.append(target)
                 pieces += [a, b]
         sizes = [-(-piece.nbytes // 64) * 64 for piece in pieces]
         memory = torch.empty(sum(sizes), dtype=torch.uint8, device=DEVICE)
@@ -207,7 +206,7 @@ def test_adapters_of_experts_equal_the_specification(name: str, dtype: torch.dty
     x = random(len(slots), 64, dtype=dtype)
     ids = chosen(len(slots), block.num_experts, "zipf").to(DEVICE)
     weights = torch.rand(len(slots), 2, generator=GENERATOR).to(DEVICE)
-    experts = DeviceExperts(block)
+    experts = Experts(block)
     bench.step([-1] * len(slots))
     base = experts(block, x, ids, weights)
     bench.step(slots)
@@ -221,14 +220,14 @@ def test_adapters_of_experts_equal_the_specification(name: str, dtype: torch.dty
     assert not (got[~untouched] == base[~untouched]).all(1).any()
 
 
-def test_a_captured_block_computes_whatever_tokens_and_slots_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_block_computes_any_tokens_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was captured while no slot that it had held an adapter of its experts."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(grouped, "_is_host", lambda device: False)
         monkeypatch.setattr(grouped, "is_native", lambda x, matrices: True)
     network = network_of("mixtral", torch.bfloat16).to(DEVICE)
     block: Any = next(module for module in network.modules() if is_experts(module))
-    bench, experts = placed(network, block, torch.bfloat16), DeviceExperts(block)
+    bench, experts = placed(network, block, torch.bfloat16), Experts(block)
     x, ids = random(2, 64, dtype=torch.bfloat16), chosen(2, 4, "identical").to(DEVICE)
     weights, found = torch.rand(2, 2, generator=GENERATOR).to(DEVICE), random(2, 64, dtype=torch.bfloat16)
     bench.inputs.pad(Padding(2, 16, spare_page=0, has_adapters=True))

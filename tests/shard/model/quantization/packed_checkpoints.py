@@ -1,4 +1,4 @@
-"""Small GPTQ and AWQ checkpoints of random integers, written out by the formats' definitions, and their dense twins."""
+"""Small GPTQ and AWQ checkpoints of random integers, written by the formats' definitions, and dense equivalents."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbouring columns lies in each nibble of a word."""
 
 
-def write(base: Path, packed: Path, twin: Path, method: str, is_shuffled: bool = False) -> None:
+def write(base: Path, packed: Path, plain: Path, method: str, is_shuffled: bool = False) -> None:
     """From a plain checkpoint two others: its projections replaced by random 4-bit weights, and by what these mean.
     `is_shuffled`: GPTQ's order by activations, in which neighbours in a row are of different groups.
     """
@@ -35,10 +35,10 @@ def write(base: Path, packed: Path, twin: Path, method: str, is_shuffled: bool =
         pack = _gptq if method == "gptq" else _awq
         quantised |= {stem + part: tensor for part, tensor in pack(codes, zeros, scales, groups).items()}
         dense[name] = (scales[groups] * (codes - zeros[groups])).float().t().contiguous()
-    told = {"bits": 4, "group_size": GROUP, "quant_method": method}
-    told |= {"desc_act": is_shuffled, "sym": False} if method == "gptq" else {"zero_point": True, "version": "gemm"}
-    _save(base, packed, quantised, {"quantization_config": told})
-    _save(base, twin, dense, {})
+    settings = {"bits": 4, "group_size": GROUP, "quant_method": method}
+    settings |= {"desc_act": is_shuffled, "sym": False} if method == "gptq" else {"zero_point": True, "version": "gemm"}
+    _save(base, packed, quantised, {"quantization_config": settings})
+    _save(base, plain, dense, {})
 
 
 def _gptq(

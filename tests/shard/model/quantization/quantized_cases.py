@@ -37,7 +37,7 @@ def base(name: str, folder: Path, **overrides: Any) -> Path:
 
 
 def asked(method: str, dtype: torch.dtype) -> Any:
-    """What transformers is told for a method, written out here once more."""
+    """The arguments of transformers for a method, written out here independently."""
     if method == "fp8":
         from torchao.quantization import Float8WeightOnlyConfig
 
@@ -49,8 +49,8 @@ def asked(method: str, dtype: torch.dtype) -> Any:
 
 def theirs(folder: Path, method: str, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' own quantised model; hqq's layers put into it by hand, for which it has no loader."""
-    told = {} if method in HQQ else {"quantization_config": asked(method, dtype)}
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **told).eval()
+    settings = {} if method in HQQ else {"quantization_config": asked(method, dtype)}
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **settings).eval()
     for name, module in list(network.named_modules()):
         if type(module).__name__ == "Linear4bit":  # else its product rounds to bfloat16, whatever is asked for
             module.support_avx512bf16_for_cpu = False

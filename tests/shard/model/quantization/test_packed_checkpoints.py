@@ -22,10 +22,10 @@ def test_tokens_are_those_of_the_weights_that_the_format_defines(
 ) -> None:
     if is_shuffled and method == "awq":
         pytest.skip("the format has no such order")
-    packed, twin = tmp_path / "packed", tmp_path / "twin"
-    packed_checkpoints.write(base("llama", tmp_path / "plain"), packed, twin, method, is_shuffled)
+    packed, dense = tmp_path / "packed", tmp_path / "dense"
+    packed_checkpoints.write(base("llama", tmp_path / "plain"), packed, dense, method, is_shuffled)
     prompts = prompts_of("llama", LENGTHS)
-    network = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager").eval()
+    network = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager").eval()
     model = ours(packed, None)
     tried = compare("llama", [write(network, prompt) for prompt in prompts], drive(model, prompts, 64))
     assert tried.exact and tried.num_distinct >= 6, tried
@@ -36,12 +36,12 @@ def test_tokens_are_those_of_the_weights_that_the_format_defines(
 
 @pytest.mark.parametrize("method", needs("gptq"))
 def test_tokens_are_those_of_transformers_own_model(method: str, tmp_path: Path) -> None:
-    packed_checkpoints.write(base("llama", tmp_path / "plain"), tmp_path / "packed", tmp_path / "twin", method)
+    packed_checkpoints.write(base("llama", tmp_path / "plain"), tmp_path / "packed", tmp_path / "dense", method)
     prompts = prompts_of("llama", LENGTHS)
-    told = AutoConfig.from_pretrained(tmp_path / "packed")
-    told.quantization_config["backend"] = "gptq_torch"  # what it takes by itself computes in 16 bits
+    settings = AutoConfig.from_pretrained(tmp_path / "packed")
+    settings.quantization_config["backend"] = "gptq_torch"  # what it takes by itself computes in 16 bits
     network = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "packed", config=told, dtype=torch.float32, attn_implementation="eager"
+        tmp_path / "packed", config=settings, dtype=torch.float32, attn_implementation="eager"
     )
     for module in network.eval().modules():
         if hasattr(module, "dequantize_weight"):  # compiled for minutes otherwise
@@ -55,13 +55,13 @@ def test_tokens_are_those_of_transformers_own_model(method: str, tmp_path: Path)
 @pytest.mark.parametrize("method", needs("gptq", "awq"))
 def test_a_kernel_s_own_layout_is_read_by_its_product(method: str, tmp_path: Path) -> None:
     """Here gptqmodel's choice for CPU, which repacks weights as its choices for CUDA do."""
-    packed_checkpoints.write(base("llama", tmp_path / "plain"), tmp_path / "packed", tmp_path / "twin", method)
-    twin = AutoModelForCausalLM.from_pretrained(tmp_path / "twin")
+    packed_checkpoints.write(base("llama", tmp_path / "plain"), tmp_path / "packed", tmp_path / "dense", method)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float16)
     module = network.model.layers[0].mlp.up_proj
     matrix = matrix_of(module, torch.float16)
     assert isinstance(matrix, KernelMatrix)
-    weight = twin.model.layers[0].mlp.up_proj.weight
+    weight = dense.model.layers[0].mlp.up_proj.weight
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         assert (matrix.dense().float() - weight).abs().max() <= 1e-2 * weight.abs().max()

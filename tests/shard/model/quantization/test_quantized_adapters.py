@@ -40,19 +40,19 @@ def warm(folder: Path, method: str) -> Any:
     return network
 
 
-def ran(name: str, method: str, folder: Path, twin: Path | None = None) -> Tried:
-    """Every kind of adapter, and the bare base, in one batch. `twin`: a plain base of equal weights, for PEFT."""
+def ran(name: str, method: str, folder: Path, dense: Path | None = None) -> Tried:
+    """Every kind of adapter, and the bare base, in one batch. `dense`: a plain base of equal weights, for PEFT."""
     warnings.filterwarnings("ignore", category=peft.utils.warning.PeftWarning)
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
     served = folder / "packed" if method in IN_FILES else folder / "plain"
     # PEFT has no biases of B on hqq's layers
-    configs = {each: told for each, told in configs_of(name).items() if not (told.lora_bias and method in HQQ)}
+    configs = {each: config for each, config in configs_of(name).items() if not (config.lora_bias and method in HQQ)}
     adapters = make_adapters(folder / "plain", folder / "adapters", configs, seed=1)
     chosen = [*configs, "", "dora"]
     prompts = prompts_of(name, LENGTHS[: len(chosen)])
-    load = load_plain if twin else lambda path: warm(path, method)
-    wanted = oracle(twin or served, adapters, chosen, prompts, load)
-    bare = oracle(twin or served, {}, [""] * len(chosen), prompts, load)
+    load = load_plain if dense else lambda path: warm(path, method)
+    wanted = oracle(dense or served, adapters, chosen, prompts, load)
+    bare = oracle(dense or served, {}, [""] * len(chosen), prompts, load)
     changed = [want.token_ids != own.token_ids for want, own, each in zip(wanted, bare, chosen, strict=True) if each]
     digests = lay_out(served, folder / "store", adapters)
     config = ShardConfig(
@@ -82,14 +82,14 @@ def test_peft_s_own_tokens_on_a_plain_base_of_equal_weights(method: str, tmp_pat
     """PEFT has no adapters on these layers, or rounds more than asked for."""
     plain = base("llama", tmp_path / "plain")
     if method in IN_FILES:
-        packed_checkpoints.write(plain, tmp_path / "packed", tmp_path / "twin", method)
+        packed_checkpoints.write(plain, tmp_path / "packed", tmp_path / "dense", method)
     else:
         network = AutoModelForCausalLM.from_pretrained(plain)
         weights = {name: module.weight for name, module in theirs(plain, method).named_modules() if "proj" in name[-4:]}
         for name, weight in weights.items():
             network.get_submodule(name).weight.data = weight.dequantize(torch.float32)
-        network.save_pretrained(tmp_path / "twin")
-    tried = ran("llama", method, tmp_path, tmp_path / "twin")
+        network.save_pretrained(tmp_path / "dense")
+    tried = ran("llama", method, tmp_path, tmp_path / "dense")
     assert not tried.differences and tried.num_ties <= 1, tried
     assert tried.share_changed >= 0.9
 

@@ -1,4 +1,4 @@
-"""A quantised draft model beside a plain target: it guesses well, and no text is another."""
+"""A quantised draft model with a plain target: its drafts are accepted, and texts are unchanged."""
 
 from dataclasses import replace
 from pathlib import Path

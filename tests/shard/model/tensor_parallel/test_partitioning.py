@@ -12,13 +12,12 @@ from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.build import assemble
-from lorikeet.shard.model.loader import load_network, read_config
+from lorikeet.shard.model.loader import load_network, read_config, reject_unservable
 from lorikeet.shard.model.lora.memory import Arena
 from lorikeet.shard.model.medusa.loading import read_heads
 from lorikeet.shard.model.model import Model
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.model.tensor_parallel.partitioning import plan_of
-from lorikeet.shard.model.unsupported import reject_unservable
 from tests import tiny
 from tests.adapters.medusa import small
 from tests.shard.model.medusa.test_heads import SHAPES, run, write
@@ -130,10 +129,10 @@ def test_each_rank_holds_its_part_alone(tmp_path: Path) -> None:
     one = assembled(config, whole)
     models = together([partial(assembled, config, part) for part in parts])
     assert [model.page_bytes for model in models] == [one.page_bytes // 2] * 2
-    for name, site in one.lora_targets.items():
+    for name, target in one.lora_targets.items():
         for model in models:
             own = model.lora_targets[name]
-            assert own.cut is None or own.num_in * own.num_out * 2 == site.num_in * site.num_out
+            assert own.partition is None or own.num_in * own.num_out * 2 == target.num_in * target.num_out
 
 
 @pytest.mark.parametrize(
@@ -144,7 +143,7 @@ def test_each_rank_holds_its_part_alone(tmp_path: Path) -> None:
         ("gemma", 2, "cannot split gemma over 2 ranks: its num_key_value_heads are 1"),
     ],
 )
-def test_what_cannot_be_split_is_refused_by_name(name: str, size: int, reason: str, tmp_path: Path) -> None:
+def test_unsupported_splits_are_rejected_with_a_reason(name: str, size: int, reason: str, tmp_path: Path) -> None:
     config = config_of(tiny.make(name, tmp_path))
     with pytest.raises(ValueError, match=reason):
         together([partial(assembled, config, part) for part in networks(config, size)])

@@ -1,0 +1,177 @@
+"""A worker process: does one job at a time, which downloads files or converts them to the served layout.
+
+Malicious files can affect this process only. It reads one JSON object per line from its socket and answers each.
+"""
+
+import asyncio
+import functools
+import json
+import resource
+import signal
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from lorikeet.adapters.digests import Merge
+from lorikeet.adapters.errors import AdapterError, LoaderFailed, NotServed, SourceUnreachable
+from lorikeet.adapters.formats import contents, tokenizer
+from lorikeet.adapters.formats.base_values import BaseValues
+from lorikeet.adapters.formats.layout import Base, Layout, lay_out, without_unchanged, write
+from lorikeet.adapters.formats.peft_plans import PlannedReader
+from lorikeet.adapters.formats.peft_reading import ModuleChange
+from lorikeet.adapters.formats.skeleton import Skeleton, base_hash, choose_dtype, weights_hash
+from lorikeet.adapters.loader.config import LoaderConfig
+from lorikeet.adapters.merging import merge
+from lorikeet.adapters.refs import Pin
+from lorikeet.adapters.sources.registry import Sources
+from lorikeet.adapters.store import Entry, Store
+from lorikeet.adapters.validation import AdapterValidator, read_headers
+
+log = structlog.get_logger()
+
+_BYTES_PER_CPU_S = 20 << 20
+
+
+class WorkerContext:
+    """What all jobs share and the fork server loads once: the base's skeleton, hashes and tokenizer."""
+
+    def __init__(self, config: LoaderConfig) -> None:
+        """Raises ValueError or OSError if the base cannot be read."""
+        self.config = config
+        skeleton = Skeleton(config.model_path, config.trust_remote_code)
+        self.base = Base(
+            hash=base_hash(config.model_path),
+            weights_hash=weights_hash(config.model_path),
+            dtype=choose_dtype(config.dtype, skeleton.config, config.device),
+            kinds=frozenset(config.kinds),
+            values=BaseValues(skeleton),
+        )
+        self.reader = PlannedReader(skeleton)
+        self.reader.warm()
+        self.tokenizers = tokenizer.Tokenizers(skeleton.model_path)
+
+    def base_key(self) -> tuple[str, str, str]:
+        """What identifies files for this base in the store."""
+        return self.base.hash, self.base.weights_hash, str(self.base.dtype).removeprefix("torch.")
+
+
+class WorkerJobs:
+    """The jobs of one worker."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._store = Store(context.config.adapter_store, context.config.store_bytes, context.base_key())
+        self._sources = Sources(context.config.sources)
+        self._max_bytes = context.config.sources.max_adapter_bytes
+        self._loop = asyncio.Runner()
+        """One for all checks: creating a loop and its threads takes longer than a check."""
+
+    def fetch(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Download a pin's files."""
+        pin = Pin.from_dict(job["pin"])
+        signal.signal(signal.SIGALRM, functools.partial(_time_out, pin.id))
+        folder = self._sources[pin.source].fetch(pin, job.get("token"), Path(job["folder"]), _within)
+        return {"folder": str(folder)}
+
+    def check(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Validate a pin by its configuration and the headers of its weights. Nothing is stored."""
+        pin = Pin.from_dict(job["pin"])
+        headers = self._loop.run(read_headers(self._sources[pin.source], pin, job.get("token")))
+        self._limit_cpu(0)
+        context = self._context
+        found = AdapterValidator(context.reader, context.tokenizers, context.base.kinds).validate(headers)
+        size = {"num_bytes": found.num_bytes, "num_heads": found.num_heads}
+        return {"validation": {"rank": found.rank, "modules": found.num_modules, **size}}
+
+    def convert(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Store the served layout of the files in a folder."""
+        folder = Path(job["folder"])
+        with contents.opened(folder, self._max_bytes) as opened:
+            digest = opened.digest
+            if self._store.touch(digest):
+                return {"entry": self._store.entry(digest).as_dict()}
+            self._limit_cpu(opened.num_bytes)
+            self._context.tokenizers.check(folder)
+            layout, warnings = opened.lay_out(self._context.reader, self._context.base)
+            for warning in warnings:
+                log.warning("adapter_warning", adapter=job.get("name"), warning=warning)
+            opened.check_unchanged()
+            return {"entry": self._put(digest, layout).as_dict()}
+
+    def merge(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Store the served layout of several adapters merged into one."""
+        wanted = Merge.from_dict(job["merge"])
+        parts: list[list[ModuleChange]] = []
+        digests: list[str] = []
+        with ExitStack() as held:
+            for folder in map(Path, job["folders"]):
+                opened = held.enter_context(contents.opened(folder, self._max_bytes))
+                if opened.values is None or opened.changes is None or opened.heads is not None:
+                    raise NotServed(f"merging adapters with Medusa heads ({opened.heads_name}) is not served")
+                digests.append(opened.digest)
+                self._limit_cpu(opened.num_bytes)
+                self._context.tokenizers.check(folder)
+                changes = self._context.reader.read(opened.values, opened.changes)
+                parts.append(list(without_unchanged(changes, self._context.base)))
+                opened.check_unchanged()
+            digest = wanted.digest(digests)
+            if self._store.touch(digest):
+                return {"entry": self._store.entry(digest).as_dict()}
+            self._limit_cpu(sum(len(part) for part in parts) << 20)
+            layout = lay_out(merge(parts, wanted, digest), self._context.base)
+            return {"entry": self._put(digest, layout).as_dict()}
+
+    def _limit_cpu(self, num_bytes: int) -> None:
+        """Limit the processor time of the next part; beyond it the system ends this process in any state."""
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, self._context.config.reading_cpu_s + num_bytes / _BYTES_PER_CPU_S)
+
+    def _put(self, digest: str, layout: Layout) -> Entry:
+        num_bytes = self._store.add(digest, lambda path: write(layout, path, digest, self._context.base))
+        return Entry(digest, num_bytes, layout.rank, layout.num_heads)
+
+
+def _within(seconds: float) -> None:
+    """Limit the time of the next part of a fetch."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _time_out(id: str, *_: object) -> None:
+    """Raise in the middle of a blocking call, so that it releases its files and locks."""
+    raise SourceUnreachable(f"the source of {id} takes too long to answer")
+
+
+def serve(context: WorkerContext, connection: socket.socket) -> None:
+    """Do jobs until the other end closes."""
+    jobs = WorkerJobs(context)
+    known = {"fetch": jobs.fetch, "check": jobs.check, "convert": jobs.convert, "merge": jobs.merge}
+    with connection.makefile("rwb") as stream:
+        for line in stream:
+            job = json.loads(line)
+            stream.write(json.dumps(_done(known[job["do"]], job)).encode() + b"\n")
+            stream.flush()
+
+
+def _done(do: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """The answer, or the error of this adapter in a sentence that names it."""
+    name = str(job.get("name", "the adapter"))
+    try:
+        answer: dict[str, Any] = do(job)
+        return answer
+    except AdapterError as error:
+        values = error.as_dict()
+        if name not in values["message"]:
+            values["message"] = f"the adapter {name} cannot be served: {values['message']}"
+        return {"error": values}
+    except MemoryError:
+        return {"error": LoaderFailed(f"there is not enough memory to read {name}", status=503).as_dict()}
+    except Exception as error:
+        log.exception("adapter_read_failed", adapter=name)
+        return {"error": LoaderFailed(f"the loader failed on {name}: {type(error).__name__}").as_dict()}
+    finally:
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)

@@ -1,0 +1,239 @@
+"""What computes fused modules: compiled C for bfloat16 on CPU, Triton elsewhere, behind one interface.
+
+Both compute what transformers' plain modules compute, with sums in float32 and results rounded where the plain modules
+round. `supports_*` state what the kernels require; whether a fused module is used is decided by comparing it with the
+plain one (verify.py).
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lorikeet.shard.batch.inputs import NO_ADAPTERS
+from lorikeet.shard.model.adapters.discovery import PackedLinear, target_of
+from lorikeet.shard.model.fusion.patterns import FORMS, AttentionParts, MlpParts, Norm, NormForm, joined_bias
+from lorikeet.shard.model.fusion.verify import PositionEmbeddings
+from lorikeet.shard.model.kernels import cpu
+from lorikeet.shard.model.kernels.packing import PackedMatrix, StreamedMatrix
+from lorikeet.shard.model.lora.targets import compiled
+
+HeadNorms = tuple[Norm, Norm] | None
+"""Of each head of q and of k, alike but for their weights."""
+
+
+class FusionKernels(Protocol):
+    """The kernels of one device, and the modules that they compute."""
+
+    forms: Sequence[NormForm] = FORMS
+    """Of the norms that they compute."""
+    joins_gate_and_up: bool = True
+    """Whether gate and up are one product."""
+    compiles_layers: bool = False
+    """Whether a decoder layer of fused parts is one call."""
+
+    def supports_norm(self, norm: Norm) -> bool:
+        return True
+
+    def supports_mlp(self, parts: MlpParts, is_tanh: bool) -> bool:
+        return True
+
+    def supports_attention(self, parts: AttentionParts, rotary_width: int | None) -> bool:
+        return True
+
+    def join(self, parts: Sequence[nn.Linear]) -> PackedMatrix:
+        """The weights of linear layers with one input as one matrix."""
+
+    def output(self, part: nn.Module) -> nn.Module:
+        """The module to use in place of the last product of a block."""
+        return part
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """x: [..., H]."""
+
+    def add_rms_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """x, added: [..., H]. Returns their sum, rounded, and the norm of the sum."""
+
+    def gate(self, products: Sequence[Tensor], is_tanh: bool) -> Tensor:
+        """products: [rows, n] gate and up, or both as one [rows, 2 n]. Returns `silu(gate) * up`, or with GELU's tanh
+        formula: [rows, n].
+        """
+
+    def rotate(self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms) -> None:
+        """Apply the norms of q's and k's heads, if any, then the rotary positions, in place. qkv: [T, columns]; shape:
+        heads of q, heads of k, width of a head.
+        """
+
+    def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
+        """A FusedMlp without adapters as one call; None where there is no such call."""
+        return None
+
+
+class CpuKernels(FusionKernels):
+    """Compiled C (cpu.c), bfloat16."""
+
+    forms = FORMS[:1]
+    joins_gate_and_up = False
+    compiles_layers = True
+
+    def supports_norm(self, norm: Norm) -> bool:
+        return norm.weight.dtype == torch.bfloat16 and norm.weight.shape[0] % 16 == 0
+
+    def supports_mlp(self, parts: MlpParts, is_tanh: bool) -> bool:
+        if len(parts.ups) != 2 or is_tanh or not parts.has_plain_output:
+            return False
+        linears = (*parts.ups, parts.down)
+        return _can_stream(*linears) and all(part.bias is None for part in linears)
+
+    def supports_attention(self, parts: AttentionParts, rotary_width: int | None) -> bool:
+        if len(parts.qkv) != 3 or parts.norms is not None or not parts.has_plain_output:
+            return False
+        is_whole = rotary_width in (None, parts.head_dim)
+        return is_whole and parts.head_dim % 32 == 0 and _can_stream(*parts.qkv, parts.out)
+
+    def join(self, parts: Sequence[nn.Linear]) -> PackedMatrix:
+        return StreamedMatrix(torch.cat([part.weight.detach() for part in parts]), joined_bias(parts))
+
+    def output(self, part: Any) -> nn.Module:
+        return PackedLinear(self.join([part]), target_of(part))
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return cpu.rms_norm(x, norm.weight, norm.epsilon)
+
+    def add_rms_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        sums = x + added
+        return sums, self.rms_norm(sums, norm)
+
+    def gate(self, products: Sequence[Tensor], is_tanh: bool) -> Tensor:
+        return cpu.silu_times(*products)
+
+    def rotate(self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms) -> None:
+        cpu.rotate(qkv, shape[0] + shape[1], *_contiguous(angles))
+
+    def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
+        (gate, up), down = mlp.ups, mlp.down.matrix
+        return cpu.gated_mlp(x, gate.packed, up.packed, gate.out_features, down.packed, down.out_features)
+
+
+class CudaKernels(FusionKernels):
+    """Triton, any number format."""
+
+    def __init__(self) -> None:
+        """Raises ValueError without triton."""
+        try:
+            from lorikeet.shard.model.kernels import triton
+        except ImportError as missing:
+            reason = "fused kernels need triton, which cannot be imported; --disable-custom-kernels runs without them"
+            raise ValueError(f"{reason}: {missing}") from missing
+        self._triton = triton
+
+    def join(self, parts: Sequence[nn.Linear]) -> PackedMatrix:
+        return FusedMatrix(parts)
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self._triton.rms_norm(x, norm.weight, norm.epsilon, *norm.form)
+
+    def add_rms_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        return self._triton.add_rms_norm(x, added, norm.weight, norm.epsilon, *norm.form)
+
+    def gate(self, products: Sequence[Tensor], is_tanh: bool) -> Tensor:
+        return self._triton.gate(products[0], is_tanh)
+
+    def rotate(self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms) -> None:
+        cos, sin = _contiguous(angles)
+        if norms is None:
+            self._triton.rotate(qkv, cos, sin, shape, None, None, 0.0, 0.0, False)
+        else:
+            of_query, of_key = norms
+            self._triton.rotate(qkv, cos, sin, shape, of_query.weight, of_key.weight, of_query.epsilon, *of_query.form)
+
+
+class FusedMatrix(PackedMatrix):
+    """The weights of several linear layers with one input as one plain matrix."""
+
+    def __init__(self, parts: Sequence[nn.Linear]) -> None:
+        """The weight of one layer is kept as it is; those of several are copied."""
+        weights = [part.weight.detach() for part in parts]
+        # [out of all, in]
+        self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        # [out of all]
+        self.bias = joined_bias(parts)
+        super().__init__(self.weight)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, self.weight, bias)
+
+
+class CompiledLayer:
+    """A fused decoder layer as one call of cpu.c, where the attention can be called from compiled code."""
+
+    def __init__(self, layer: Any) -> None:
+        self._attention, self._mlp = layer.attention, layer.mlp
+        self._norms: tuple[Norm, Norm] = layer.input_norm.norm, layer.mlp_norm.norm
+        of_output = [part.adapters for part in (self._attention.out, self._mlp.down)]
+        qkv, *ups = (fused.targets for fused in (self._attention.qkv_adapters, *self._mlp.up_adapters))
+        targets = [*qkv, of_output[0], *(target for targets in ups for target in targets), of_output[1]]
+        self._targets = [target for target in targets if target is not None]
+
+    @cached_property
+    def _layer(self) -> cpu.DecoderLayer:
+        """Made at the first call: the addresses of weights are final then."""
+        attention, norms, (gate, up) = self._attention, self._norms, self._mlp.ups
+        out, down = attention.out.matrix, self._mlp.down.matrix
+        matrices = {"qkv": attention.qkv, "out": out, "gate": gate, "up": up, "down": down}
+        layer = cpu.DecoderLayer(
+            width=out.out_features,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            num_hidden=gate.out_features,
+            input_norm=_address(norms[0].weight),
+            post_norm=_address(norms[1].weight),
+            qkv_bias=_address(attention.qkv.bias),
+            out_bias=_address(out.bias),
+            input_epsilon=norms[0].epsilon,
+            post_epsilon=norms[1].epsilon,
+            **{name: _address(matrix.packed) for name, matrix in matrices.items()},
+        )
+        for index, target in enumerate(self._targets):
+            layer.base_bias[index] = _address(target.base_bias)
+        return layer
+
+    def __call__(self, hidden_states: Tensor, angles: PositionEmbeddings) -> Tensor | None:
+        """hidden_states: [1, T, H]. Returns [1, T, H], None where the parts have to be called one by one."""
+        binding = self._attention.lorikeet_binding
+        native = binding.backend.native(binding.kv) if binding.kv is not None else None
+        adapters = None if native is None else self._adapters()
+        if native is None or adapters is None:
+            return None
+        return cpu.decoder_layer(self._layer, native, adapters, hidden_states.contiguous(), *_contiguous(angles))
+
+    def _adapters(self) -> cpu.AdapterStep | None:
+        """This step's adapters for compiled code; None where it cannot reach them."""
+        rows = self._targets[0].rows if self._targets else NO_ADAPTERS
+        if not len(rows):
+            return cpu.AdapterStep()
+        function = compiled(torch.bfloat16)
+        if function is None:
+            return None
+        for index, target in enumerate(self._targets):
+            self._layer.adapters[index] = ctypes.addressof(target.table)
+        return cpu.AdapterStep(function, rows.address, len(rows))
+
+
+def _contiguous(angles: PositionEmbeddings) -> PositionEmbeddings:
+    cos, sin = angles
+    return cos[0].contiguous(), sin[0].contiguous()
+
+
+def _can_stream(*parts: Any) -> bool:
+    """Whether cpu.c can multiply by the weights of these linear layers."""
+    return all(part.weight.dtype == torch.bfloat16 and part.in_features % 2 == 0 for part in parts)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,47 @@
+// What the C sources share: elements in memory (bfloat16 with -DBF16=1, else float32) and vectors of 16 floats.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+
+#if BF16
+typedef bf16 element;
+static inline float to_float(element x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static inline element from_float(float x) {  // round to nearest even; NaN stays NaN
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (element)((bits >> 16) | 0x40);
+    return (element)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+#else
+typedef float element;
+static inline float to_float(element x) { return x; }
+static inline element from_float(float x) { return x; }
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && (!BF16 || defined(__AVX512BF16__))
+#define WITH_AVX512
+#include <immintrin.h>
+
+static inline __mmask16 first_lanes(int64_t n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
+
+#if BF16
+static inline __m512 widen16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+static inline __m256i narrow16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+static inline __m512 round16(__m512 x) { return widen16(narrow16(x)); }
+static inline __m512 load16(const element *p) { return widen16(_mm256_loadu_si256((const __m256i *)p)); }
+static inline __m512 load_lanes(const element *p, __mmask16 mask) { return widen16(_mm256_maskz_loadu_epi16(mask, p)); }
+static inline void store16(element *p, __m512 x) { _mm256_storeu_si256((__m256i *)p, narrow16(x)); }
+static inline void store_lanes(element *p, __mmask16 mask, __m512 x) { _mm256_mask_storeu_epi16(p, mask, narrow16(x)); }
+#else
+static inline __m512 load16(const element *p) { return _mm512_loadu_ps(p); }
+static inline __m512 load_lanes(const element *p, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, p); }
+static inline void store_lanes(element *p, __mmask16 mask, __m512 x) { _mm512_mask_storeu_ps(p, mask, x); }
+#endif
+#endif
