@@ -104,7 +104,7 @@ def reached(module: str) -> set[Path]:
         if path is None or path in found:
             continue
         found.add(path)
-        names = imports_of(path.read_text(), path.relative_to(REPOSITORY).parent.parts)
+        names = imports_of(ast.parse(path.read_text()), path.relative_to(REPOSITORY).parent.parts)
         waiting += [own_file(name) for name in names if name.split(".")[0] in ("benchmarks", "tests")]
     return {path for path in found if path.name != "__init__.py" and EVIDENCE not in path.parents}
 

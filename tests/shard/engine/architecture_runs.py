@@ -1,5 +1,5 @@
 """One architecture through everything that must not change its text: model alone, engine, chunks, prefix hits, too few
-pages, commit lag. Knows the comparisons of `benchmarks/exactness.py` and which ways there are.
+pages, commit lag.
 """
 
 from collections.abc import Mapping
