@@ -269,7 +269,10 @@ def _are_texts(value: Any) -> bool:
 
 _NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _INTEGERS = ("top_k", "max_new_tokens", "seed", "truncate", "speculative_tokens")
-_TEXTS = ("speculative_method", "speculative_schedule", "speculative_verify", "heads_id")
+_TEXTS = (
+    *("speculative_method", "speculative_schedule", "speculative_verification", "speculative_verify"),
+    "heads_id",
+)
 _SWITCHES = ("do_sample", "ignore_eos_token", "return_full_text")
 _PARAMETERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_NUMBERS, _is_number),

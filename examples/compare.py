@@ -64,8 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
         show("target model", large, given, speculative_tokens=0)
         show("approximation model", small, given)
         speculation = {"speculative_method": "draft", "speculative_schedule": "constant"}
-        show("DeepMind's speculative sampling", large, given, speculative_verify="deepmind", **speculation)
-        show("Google's speculative decoding", large, given, speculative_verify="google", **speculation)
+        show("DeepMind's speculative sampling", large, given, speculative_verification="deepmind", **speculation)
+        show("Google's speculative decoding", large, given, speculative_verification="google", **speculation)
         if given.verbose:
             print(provenance.legend(colours=True))
 

@@ -54,7 +54,7 @@ class DigestReply(_message.Message):
     def __init__(self, sha256: _Optional[str] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "speculate", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype")
+    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -66,7 +66,6 @@ class ShardInfo(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
-    SPECULATE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
     CHUNKED_PREFILL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MODEL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -86,7 +85,6 @@ class ShardInfo(_message.Message):
     num_pages: int
     step_tokens: int
     max_running: int
-    speculate: int
     prefix_caching: bool
     chunked_prefill: bool
     draft_model_id: str
@@ -95,23 +93,21 @@ class ShardInfo(_message.Message):
     quantization: str
     num_ranks: int
     kv_cache_dtype: str
-    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., speculate: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests", "drain")
+    __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests")
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     ABORT_IDS_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     PREFETCHES_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    DRAIN_FIELD_NUMBER: _ClassVar[int]
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     abort_ids: _containers.RepeatedScalarFieldContainer[int]
     pins: _containers.RepeatedCompositeFieldContainer[Pin]
     prefetches: _containers.RepeatedCompositeFieldContainer[AdapterPin]
     unload_digests: _containers.RepeatedScalarFieldContainer[str]
-    drain: bool
-    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., abort_ids: _Optional[_Iterable[int]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[AdapterPin, _Mapping]]] = ..., unload_digests: _Optional[_Iterable[str]] = ..., drain: _Optional[bool] = ...) -> None: ...
+    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., abort_ids: _Optional[_Iterable[int]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[AdapterPin, _Mapping]]] = ..., unload_digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AdapterPin(_message.Message):
     __slots__ = ("source", "id", "revision", "digest")
@@ -134,7 +130,7 @@ class Pin(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "grammar", "group_id", "deadline_ms", "logprobs", "cache_salt", "heads", "isolation_steps")
+    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "deadline_ms", "logprobs", "cache_salt", "heads", "isolation_steps")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_EMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -145,8 +141,6 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_IDS_FIELD_NUMBER: _ClassVar[int]
-    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
-    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -162,14 +156,12 @@ class Submit(_message.Message):
     adapter: AdapterPin
     speculation: Speculation
     prediction_ids: _containers.RepeatedScalarFieldContainer[int]
-    grammar: str
-    group_id: str
     deadline_ms: int
     logprobs: Logprobs
     cache_salt: str
     heads: AdapterPin
     isolation_steps: int
-    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., group_id: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "bias_ids", "bias_values", "watermark")

@@ -62,8 +62,8 @@ class ShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Digest(self, request, context):
-        """What the model's files hold. They are read when the first one asks, which takes a second per gigabyte or so; a shard whose
-        files are no longer those that it has loaded answers FAILED_PRECONDITION.
+        """The digest of the model's files. They are read at the first call, which takes about a second per gigabyte; a shard whose
+        files are no longer those that it has loaded returns FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,4 @@
-"""`python -m lorikeet.router CONFIG.json`: configuration and logs, then `router/server.py`."""
+"""`python -m lorikeet.router CONFIG.json`: reads the configuration, sets up logs, and runs `router/server.py`."""
 
 import sys
 
@@ -7,14 +7,14 @@ from lorikeet.router.config import RouterConfig
 
 
 def main(path: str) -> int:
-    """Run a router as the file at `path` says; the exit code."""
+    """Run a router with the configuration at `path`; returns the exit code."""
     try:
         config = RouterConfig.read(path)
         logs.configure(config.json_output, config.log_level, silenced=["uvicorn.access"])
     except (ValueError, OSError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2
-    # Libraries may warn as they are imported, so logs come first.
+    # Libraries may warn while they are imported, so logs are set up before.
     from lorikeet.router.server import serve
 
     return serve(config)

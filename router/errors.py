@@ -1,19 +1,19 @@
-"""Everything that can go wrong with one request: a tree of exceptions, and one table from each leaf to its answer.
+"""The failures of one request: a tree of exceptions, and a table from each leaf to its HTTP answer.
 
 RouterError
-├── InvalidRequest              the client can mend it
+├── InvalidRequest              the client can correct it
 │   ├── BodyRejected            plain text on LoRAX's routes
 │   │   ├── NotJson, WrongJsonType, WrongMediaType, BodyTooLarge
 │   ├── ValidationError         "Input validation error: …"
 │   │   └── UnsupportedField
 │   │       └── NoHeads
-│   ├── AdapterProblem          the adapter is absent, forbidden, broken, or out of reach
+│   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
 │   │   └── one leaf per status
 │   ├── AdminOnly, AlreadyLoaded, ReloadRefused
-│   └── ChatTemplateError, NoFastTokenizer, ModelNotFound, UnknownRoute, UnknownMethod
-├── Refused                     the server can't take it now
-│   └── Overloaded, QueueTimeout, ShuttingDown, NoShard, Unhealthy, NotServed
-└── Failed                      it began and broke
+│   └── ChatTemplateError, ModelNotFound, UnknownRoute, UnknownMethod
+├── Refused                     the server cannot accept it now
+│   └── Overloaded (QueueTimeout), ShuttingDown, NoShard, Unhealthy, NotServed
+└── Failed                      it started and failed
     └── GenerationFailed, PoisonRequest, IncompleteGeneration, DeadlineExceeded, InternalError
 """
 
@@ -27,19 +27,23 @@ class RouterError(Exception):
     """Base of the tree. `str()` is the text that LoRAX's routes show as `error`."""
 
     template: ClassVar[str] = "{}"
-    """How a leaf words its message."""
+    """Format of the text, given the message."""
     param: str | None = None
-    """The request's field at fault, in OpenAI's shape."""
+    """The request's invalid field, as OpenAI's errors name it."""
+    code: str | None = None
+    """OpenAI's `code`, where it is not that of the class."""
     retry_after: float | None = None
     """Seconds after which another attempt may succeed."""
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str = "", param: str | None = None, code: str | None = None) -> None:
         self.message = message
+        self.param = param or self.param
+        self.code = code
         super().__init__(self.template.format(message))
 
 
 class InvalidRequest(RouterError):
-    """The client can mend it."""
+    """The client can correct it."""
 
 
 class BodyRejected(InvalidRequest):
@@ -52,10 +56,6 @@ class NotJson(BodyRejected):
 
 class WrongJsonType(BodyRejected):
     template = "Failed to deserialize the JSON body into the target type: {}"
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 class WrongMediaType(BodyRejected):
@@ -71,32 +71,23 @@ class ValidationError(InvalidRequest):
 
     template = "Input validation error: {}"
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-
 
 class UnsupportedField(ValidationError):
-    """A field that other servers know and this one does not serve; never ignored in silence."""
+    """A field that other servers support and this one does not; never silently ignored."""
 
     def __init__(self, name: str, reason: str = "is not supported by this server") -> None:
         super().__init__(f"`{name}` {reason}", param=name, code="unsupported_parameter")
 
 
 class NoHeads(UnsupportedField):
-    """Heads are to guess, and there are none."""
+    """`speculative_method` is medusa, and there are no heads."""
 
     def __init__(self) -> None:
-        super().__init__("speculative_method", "medusa needs heads, and this request's adapter brings none")
+        super().__init__("speculative_method", "medusa needs heads: the request's adapter has none")
 
 
 class ChatTemplateError(InvalidRequest):
     template = "Failed applying chat template to inputs: {}"
-
-
-class NoFastTokenizer(InvalidRequest):
-    template = "No fast tokenizer or tokenizer.json for this model"
 
 
 class ModelNotFound(InvalidRequest):
@@ -118,7 +109,7 @@ class UnknownMethod(InvalidRequest):
 
 
 class AdapterProblem(InvalidRequest):
-    """LoRAX's lead text, which its client goes by; the status says whose fault it is."""
+    """Begins as LoRAX's errors do, which its client parses; the status tells client errors from the server's."""
 
     template = "Request failed during generation: Server error: {}"
     param = "model"
@@ -133,23 +124,23 @@ class AdapterUnknown(AdapterProblem):
 
 
 class AdapterUnauthorized(AdapterProblem):
-    """The caller showed no token."""
+    """The caller sent no token."""
 
 
 class AdapterForbidden(AdapterProblem):
-    """The caller's token has no right."""
+    """The caller's token does not grant access."""
 
 
 class AdapterRefused(AdapterProblem):
-    """Broken, hostile, for another base, or of a kind that is not served."""
+    """Broken, malicious, for another base, or of an unsupported kind."""
 
 
 class AdapterUnavailable(AdapterProblem):
-    """Its source can't be asked now."""
+    """Its source cannot be reached."""
 
 
 class AdapterBroke(AdapterProblem):
-    """The loader went wrong."""
+    """The loader failed."""
 
 
 _BY_STATUS: dict[int, type[AdapterProblem]] = {
@@ -162,16 +153,16 @@ _BY_STATUS: dict[int, type[AdapterProblem]] = {
 
 
 def adapter_problem(error: AdapterError) -> AdapterProblem:
-    """What a source or the loader said, as an answer."""
+    """An error of a source or of the loader as an answer."""
     return _BY_STATUS.get(error.status, AdapterBroke)(str(error), error.retry_after)
 
 
 class AdminOnly(InvalidRequest):
-    """An administrator's route, and the caller is none."""
+    """The route needs the admin key."""
 
 
 class AlreadyLoaded(InvalidRequest):
-    """vLLM's word for a name that is taken."""
+    """vLLM's text for a name that is in use."""
 
     template = (
         "The lora adapter '{}' has already been loaded. If you want to load the adapter in place, "
@@ -181,15 +172,15 @@ class AlreadyLoaded(InvalidRequest):
 
 
 class ReloadRefused(InvalidRequest):
-    """The operator's files are not taken, and all is as before."""
+    """The operator's files are rejected, and nothing has changed."""
 
 
 class Refused(RouterError):
-    """The server can't take it now."""
+    """The server cannot accept it now."""
 
 
 class Overloaded(Refused):
-    """More requests inside the server than it was told to hold."""
+    """More requests than `max_concurrent_requests`."""
 
     template = "Model is overloaded"
 
@@ -198,14 +189,8 @@ class Overloaded(Refused):
         self.retry_after = retry_after
 
 
-class QueueTimeout(Refused):
-    """Waited longer for a shard than the operator allows."""
-
-    template = "Model is overloaded"
-
-    def __init__(self, retry_after: float = 1.0) -> None:
-        super().__init__()
-        self.retry_after = retry_after
+class QueueTimeout(Overloaded):
+    """It waited longer for a shard than `max_queue_seconds`."""
 
 
 class ShuttingDown(Refused):
@@ -221,13 +206,13 @@ class Unhealthy(Refused):
 
 
 class NotServed(Refused):
-    """A route that exists by name only."""
+    """A route of LoRAX or OpenAI that this server does not support."""
 
     template = "`{}` is not supported by this server"
 
 
 class Failed(RouterError):
-    """It began and broke."""
+    """It started and failed."""
 
 
 class GenerationFailed(Failed):
@@ -235,7 +220,7 @@ class GenerationFailed(Failed):
 
 
 class PoisonRequest(Failed):
-    template = "Request failed during generation: the shards that computed it ended, the last while it ran alone"
+    template = "Request failed during generation: every shard that ran it crashed, the last one while running it alone"
 
 
 class IncompleteGeneration(Failed):
@@ -252,7 +237,7 @@ class InternalError(Failed):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a leaf becomes: LoRAX's status and `error_type`, its name in metrics, OpenAI's status, `type` and `code`."""
+    """Of one leaf: LoRAX's status and `error_type`, the name in metrics, OpenAI's status, `type` and `code`."""
 
     status: int
     error_type: str
@@ -270,7 +255,6 @@ ANSWERS: dict[type[RouterError], Answer] = {
     ValidationError: Answer(422, "validation", "validation", 400),
     UnsupportedField: Answer(422, "validation", "validation", 422),
     ChatTemplateError: Answer(422, "template_error", "template", 400),
-    NoFastTokenizer: Answer(404, "no fast tokenizer", "bad_request", 404),
     ModelNotFound: Answer(404, "model_not_found", "validation", 404, openai_code="model_not_found"),
     UnknownRoute: Answer(404, "not_found", "bad_request", 404, openai_code="unknown_url"),
     UnknownMethod: Answer(405, "method_not_allowed", "bad_request", 405),
@@ -286,13 +270,12 @@ ANSWERS: dict[type[RouterError], Answer] = {
     AlreadyLoaded: Answer(400, "validation", "validation", 400),
     ReloadRefused: Answer(409, "validation", "validation", 409),
     Overloaded: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
-    QueueTimeout: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
     ShuttingDown: Answer(503, "shutting_down", "shutting_down", 503, "server_error", "shutting_down"),
     NoShard: Answer(503, "unavailable", "unavailable", 503, "server_error", "unavailable"),
     Unhealthy: Answer(503, "healthcheck", "unavailable", 503, "server_error", "unhealthy"),
     NotServed: Answer(501, "not_implemented", "bad_request", 501, "server_error", "not_implemented"),
     GenerationFailed: Answer(424, "generation", "generation", 500, "server_error", "generation_failed"),
-    PoisonRequest: Answer(500, "request_ends_shards", "generation", 500, "server_error", "request_ends_shards"),
+    PoisonRequest: Answer(500, "request_crashes_shard", "generation", 500, "server_error", "request_crashes_shard"),
     IncompleteGeneration: Answer(
         500, "incomplete_generation", "incomplete", 500, "server_error", "incomplete_generation"
     ),
@@ -319,12 +302,12 @@ def openai_body(error: RouterError) -> dict[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`."""
     row = answer(error)
     message = error.message if isinstance(error, ValidationError | AdapterProblem) else str(error)
-    code = getattr(error, "code", None) or row.openai_code
+    code = error.code or row.openai_code
     return {"error": {"message": message, "type": row.openai_type, "param": error.param, "code": code}}
 
 
 def failure_headers(error: RouterError) -> dict[str, str]:
-    """Headers that tell a client when to come back, or to go elsewhere."""
+    """Headers about authentication, retries and closing the connection."""
     headers = {}
     if isinstance(error, AdapterUnauthorized):
         headers["www-authenticate"] = "Bearer"

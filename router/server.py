@@ -1,8 +1,8 @@
-"""The router process: event loop, HTTP server, and its end in named stages (drain, cut, close).
+"""The router process: event loop, HTTP server, signals and shutdown.
 
-The first SIGTERM or SIGINT drains: probes and new requests get 503 while running ones finish. A later one forces,
-unless there is a parent: that kills when it means it, and whoever signals a whole server signals both. SIGUSR1 hands
-over to another router on the same socket: no new connection is taken, those that are there are answered to their end.
+The first SIGTERM or SIGINT drains: probes and new requests get 503 while running ones finish. A later one exits at
+once, unless there is a parent: a signal to the process group reaches both, and the parent kills the router itself.
+SIGUSR1 hands over to another router on the same socket: the open connections are served to their end, no new ones.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from lorikeet.router.text.tokenizer import Tokenizer
 log = structlog.get_logger()
 
 SAME_REQUEST_S = 0.5
-"""A signal so soon after another was sent for the same reason: `timeout` sends two at once."""
+"""Signals that are less than this apart count as one: `timeout` sends two at once."""
 FLUSH_TIMEOUT_S = 5
-"""How long connections may take to send what they have after the last generation ended."""
+"""How long connections may take to flush after the last generation has ended."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -46,26 +46,26 @@ class _Uvicorn(uvicorn.Server):
 
 
 class RouterServer:
-    """Serves until told to end."""
+    """Serves until a signal ends it, or the operator's adapters cannot be served."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._tokenizer = Tokenizer.load(config)
         self._metrics = Metrics(config.max_input_length, config.max_total_tokens)
-        self._ending = asyncio.Event()
-        self._leaving = asyncio.Event()
+        self._draining = asyncio.Event()
+        self._handing_over = asyncio.Event()
         self._signalled_at: float | None = None
         self._server: _Uvicorn | None = None
         self._problem: str | None = None
-        """Why it ends by itself."""
+        """Why it ends without a signal."""
         self._reloads: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Serve; the exit code."""
-        config = self._config
-        dispatcher = Dispatcher(config, self._tokenizer, self._metrics)
-        app = create_app(dispatcher, self._tokenizer, config, self._metrics)
-        self._server = server = _Uvicorn(
+        """Serve; returns the exit code."""
+        dispatcher = Dispatcher(self._config, self._tokenizer, self._metrics)
+        app = create_app(dispatcher, self._tokenizer, self._config, self._metrics)
+        service: Service = app.state.service
+        self._server = _Uvicorn(
             uvicorn.Config(
                 app,
                 http="httptools",
@@ -78,33 +78,9 @@ class RouterServer:
                 lifespan="off",
             )
         )
-        service: Service = app.state.service
         self._handle_signals(service)
         await dispatcher.start()
-        keeping = asyncio.create_task(self._keep(service))
-        if config.replacement_file is not None and await asyncio.to_thread(Path(config.replacement_file).exists):
-            await self._until_ready(service)
-        fd = config.listen_fd
-        listener = _listen(config.hostname, config.port) if fd is None else _inherited(fd)
-        # What exists now lives as long as the process: the collector need not walk it again and again.
-        gc.collect()
-        gc.freeze()
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        watching = asyncio.create_task(self._watch_parent())
-        telling = asyncio.create_task(self._tell_ready(service))
-        log.info("router_listening", hostname=config.hostname, port=listener.getsockname()[1])
-        ending, leaving = asyncio.create_task(self._ending.wait()), asyncio.create_task(self._leaving.wait())
-        await asyncio.wait([serving, ending, leaving, keeping], return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done():
-            await self._finish(server, dispatcher)
-        elif not serving.done():
-            log.info("router_draining", num_active=dispatcher.num_active, timeout_s=config.drain_timeout_s)
-            whole = await dispatcher.drain(config.drain_timeout_s)
-            log.info("router_drained", whole=whole)
-        server.should_exit = True
-        await serving
-        for task in (watching, ending, leaving, keeping, telling):
-            task.cancel()
+        await self._serve(self._server, service)
         await service.receipts.close()
         await service.templates.close()
         await dispatcher.stop()
@@ -112,29 +88,54 @@ class RouterServer:
         self._tokenizer.close()
         return 0 if self._problem is None else 1
 
-    async def _finish(self, server: "_Uvicorn", dispatcher: Dispatcher) -> None:
-        """Wait for the connections that are there; what takes too long is cut."""
-        log.info("router_hands_over", num_active=dispatcher.num_active)
+    async def _serve(self, server: _Uvicorn, service: Service) -> None:
+        """Serve until a signal or a broken adapter, then drain or hand over."""
+        config, dispatcher = self._config, service.dispatcher
+        preloading = asyncio.create_task(self._preload(service))
+        if config.replacement_file is not None and await asyncio.to_thread(Path(config.replacement_file).exists):
+            await self._until_ready(service)
+        listener = _listen(config)
+        # Objects that exist now live as long as the process: exclude them from garbage collection.
+        gc.collect()
+        gc.freeze()
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        background = [preloading, *map(asyncio.create_task, (self._watch_parent(), self._touch_ready_file(service)))]
+        log.info("router_listening", hostname=config.hostname, port=listener.getsockname()[1])
+        signals = [asyncio.create_task(event.wait()) for event in (self._draining, self._handing_over)]
+        await asyncio.wait([serving, preloading, *signals], return_when=asyncio.FIRST_COMPLETED)
+        if self._handing_over.is_set():
+            await self._finish_connections(server, dispatcher)
+        elif not serving.done():
+            log.info("router_draining", num_active=dispatcher.num_active, timeout_s=config.drain_timeout_s)
+            log.info("router_drained", complete=await dispatcher.drain(config.drain_timeout_s))
+        server.should_exit = True
+        await serving
+        for task in (*background, *signals):
+            task.cancel()
+
+    async def _finish_connections(self, server: _Uvicorn, dispatcher: Dispatcher) -> None:
+        """Wait for the open connections, and end them at `drain_timeout_s`."""
+        log.info("router_handover", num_active=dispatcher.num_active)
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
-                while server.server_state.connections:  # noqa: ASYNC110 - uvicorn tells nobody
+                while server.server_state.connections:  # noqa: ASYNC110 - uvicorn has no event for it
                     await asyncio.sleep(0.05)
         except TimeoutError:
             await dispatcher.drain(0.0)
 
     async def _until_ready(self, service: Service) -> None:
-        while not (service.dispatcher.ready and service.settled):  # noqa: ASYNC110 - two things in several places
+        while not (service.dispatcher.ready and service.adapters_checked):  # noqa: ASYNC110 - several conditions
             await asyncio.sleep(0.02)
 
-    async def _tell_ready(self, service: Service) -> None:
-        """Once requests are welcome."""
+    async def _touch_ready_file(self, service: Service) -> None:
+        """Create `ready_file` once requests are accepted."""
         if self._config.ready_file is None:
             return
         await self._until_ready(service)
         await asyncio.to_thread(Path(self._config.ready_file).touch)
 
-    async def _keep(self, service: Service) -> None:
-        """Look after the operator's adapters. Ends where one is broken and that is meant to end everything."""
+    async def _preload(self, service: Service) -> None:
+        """Keep the operator's adapters loaded. Returns where a broken one must end the router."""
         if service.preloader is None:
             await asyncio.Event().wait()
             return
@@ -144,7 +145,7 @@ class RouterServer:
             directory, is_strict = service.selection.directory, self._config.strict_adapters
             problems = [line for line in directory.listed() if line.problem]
             fatal = [line for line in problems if is_strict or line.alias == directory.default]
-            if fatal:  # without the adapter of all who name none, hardly anybody could be answered
+            if fatal:  # without the default adapter hardly any request could be served
                 first = f"{fatal[0].alias[:256]}: {fatal[0].problem[:512]}"
                 self._problem = f"{len(fatal)} adapters cannot be served, first {first}"
                 log.error("router_cannot_serve", reason=self._problem)
@@ -153,13 +154,12 @@ class RouterServer:
         finally:
             running.cancel()
 
-    def _hung_up(self, service: Service) -> None:
-        """SIGHUP: the operator's files are others now."""
+    def _reload_files(self, service: Service) -> None:
+        """SIGHUP: the operator's files have changed."""
         service.usage.reopen()
-        if self._config.catalogue_path is not None or self._config.keys_path is not None:
-            self._reload(service)
+        if self._config.catalogue_path is None and self._config.keys_path is None:
+            return
 
-    def _reload(self, service: Service) -> None:
         async def reload() -> None:
             try:
                 await service.reloading.reload()
@@ -172,9 +172,9 @@ class RouterServer:
     def _handle_signals(self, service: Service) -> None:
         loop, config = asyncio.get_running_loop(), self._config
         if any(path is not None for path in (config.catalogue_path, config.keys_path, config.usage_log)):
-            loop.add_signal_handler(signal.SIGHUP, self._hung_up, service)
+            loop.add_signal_handler(signal.SIGHUP, self._reload_files, service)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self._terminate)
         loop.add_signal_handler(signal.SIGUSR1, self._hand_over, service)
 
     def _hand_over(self, service: Service) -> None:
@@ -182,20 +182,20 @@ class RouterServer:
             for listening in self._server.servers:
                 listening.close()
             service.dispatcher.is_leaving = True
-            self._leaving.set()
+            self._handing_over.set()
 
-    def _signalled(self) -> None:
+    def _terminate(self) -> None:
         now = time.monotonic()
         if self._signalled_at is None:
             self._signalled_at = now
-            self._ending.set()
+            self._draining.set()
         elif self._config.parent_pid is None and now - self._signalled_at >= SAME_REQUEST_S:
             log.warning("router_forced")
             sys.stderr.flush()
             os._exit(1)
 
     async def _watch_parent(self) -> None:
-        """End with the parent, also where the kernel does not see to it."""
+        """Exit with the parent, where the kernel does not provide that."""
         parent = self._config.parent_pid
         while parent is not None:
             if os.getppid() != parent:
@@ -204,40 +204,37 @@ class RouterServer:
             await asyncio.sleep(1.0)
 
 
-def _listen(hostname: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError with one sentence."""
-    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((hostname, port))
-        listener.listen(4096)
-    except OSError as error:
-        raise OSError(f"can't listen on {hostname}:{port}: {error.strerror}") from None
-    listener.setblocking(False)
-    return listener
+def _listen(config: RouterConfig) -> socket.socket:
+    """A listening socket: the inherited one, so that no connection is refused between two routers, or a new one.
 
-
-def _inherited(descriptor: int) -> socket.socket:
-    """A socket that a parent has bound; it stays open there, so that nobody is turned away between two routers."""
-    listener = socket.socket(fileno=descriptor)
+    Raises OSError with one sentence.
+    """
+    if config.listen_fd is not None:
+        listener = socket.socket(fileno=config.listen_fd)
+    else:
+        listener = socket.socket(socket.AF_INET6 if ":" in config.hostname else socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((config.hostname, config.port))
+        except OSError as error:
+            raise OSError(f"can't listen on {config.hostname}:{config.port}: {error.strerror}") from None
     listener.listen(4096)
     listener.setblocking(False)
     return listener
 
 
+async def _run(config: RouterConfig) -> int:
+    return await RouterServer(config).run()
+
+
 def serve(config: RouterConfig) -> int:
-    """Run a router until it is told to end; the exit code. A failure is one line of log that says what is wrong."""
+    """Run a router until a signal ends it; returns the exit code. A failure is logged in one line."""
     if config.parent_pid is not None:
         signal_at_parent_death()
-
-    async def run() -> int:
-        return await RouterServer(config).run()
-
     try:
-        return uvloop.run(run())
+        return uvloop.run(_run(config))
     except (ValueError, OSError) as error:
         log.error("router_cannot_serve", reason=str(error))
     except Exception:
-        log.exception("router_ends")
+        log.exception("router_crashed")
     return 1

@@ -37,8 +37,9 @@ FOLDERS = {
     "router": ("text", "requests", "schemas", "metrics", "usage", "shards", "receipts",
                "adapters", "dispatch", "api/routes", "api", ""),
     "shard": (
-        "system", "scheduler/speculation", "scheduler", "sampling", "batch", "attention", "model/tensor_parallel",
-        "model/kernels", "model/quantization", "model/lora", "model/moe", "model/medusa", "model/adapters",
+        "system", "scheduler/speculation", "scheduler", "sampling", "batch", "attention",
+        "model/kernels", "model/quantization", "model/lora", "model/moe", "model/tensor_parallel", "model/medusa",
+        "model/adapters",
         "model/fusion", "model", "ranks", "grpc", "engine", "adapters", "startup", "",
     ),
     "launcher": ("config/flags", "config", "models", "processes", "cli", ""),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
-from lorikeet.shard.scheduler.request import NO_SPECULATION, Method, Schedule, Speculation
+from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Schedule, Speculation
 
 if TYPE_CHECKING:
     from benchmarks.cuda.pairs import Pair

@@ -35,7 +35,6 @@ SPREAD = 0.02
 
 def measure(setup: Setup) -> Cases:
     """One case per start."""
-
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         folder = Path(name)
         began = time.monotonic()

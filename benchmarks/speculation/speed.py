@@ -25,7 +25,7 @@ from benchmarks.speculation.timed_pair import (
     fixed,
     steps,
 )  # fmt: skip
-from lorikeet.shard.scheduler.request import NO_SPECULATION, Method, Schedule, Speculation
+from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Schedule, Speculation
 
 ROUNDS, SCHEDULE_ROUNDS = Size().rounds, Size().schedule_rounds
 LOADS = (1, 8, 32)

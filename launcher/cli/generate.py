@@ -13,7 +13,7 @@ from lorikeet.launcher.cli.client import Client, ServerError
 _REQUEST = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop", "ignore_eos_token"),
     *("adapter_id", "adapter_source", "heads_id"),
-    *("speculative_tokens", "speculative_method", "speculative_schedule", "speculative_verify"),
+    *("speculative_tokens", "speculative_method", "speculative_schedule", "speculative_verification"),
 )
 """Options that are fields of a request with the same names."""
 
@@ -62,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
     request.add_argument("-g", "--speculative-tokens", "--gamma", type=int, help="draft tokens per step")
     request.add_argument("--speculative-method", help="auto, lookup, medusa, draft or off")
     request.add_argument("--speculative-schedule", help="constant, heuristic or auto")
-    request.add_argument("--speculative-verify", help="coupled or rejection (google, deepmind)")
+    request.add_argument(
+        "--speculative-verification", "--speculative-verify", help="shared-noise or rejection (google, deepmind)"
+    )
     return result
 
 

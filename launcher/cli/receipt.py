@@ -86,7 +86,7 @@ class Receipt:
             **{name: parameters[name] for name in _SAMPLING},
             "ignore_eos_token": parameters["ignore_eos"],
             "temperature": parameters["temperature"] if parameters["do_sample"] else 0.0,
-            "speculative_verify": "coupled",
+            "speculative_verification": "shared-noise",
             "receipt": True,
         }
 

@@ -1,7 +1,4 @@
-"""Which chat template a request is rendered with: the catalogue's, the adapter's own, or the base model's.
-
-Knows where an adapter's template lies among its small files; what a template does is text's matter.
-"""
+"""Chooses the chat template of a request: the catalogue's, the adapter's own, or the base model's."""
 
 import asyncio
 import json
@@ -14,12 +11,12 @@ from lorikeet.adapters.sources.registry import Sources
 from lorikeet.router.errors import adapter_problem
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.text.chat_template import template_of
-from lorikeet.router.text.outside import OutsideTemplates
+from lorikeet.router.text.template_process import TemplateProcess
 from lorikeet.router.text.tokenizer import Tokenizer
 
 FILES = frozenset({"chat_template.jinja", "chat_template.json", "tokenizer_config.json"})
-MOST_REMEMBERED = 1024
-LONGEST = 1 << 20
+MAX_CACHED = 1024
+MAX_LENGTH = 1 << 20
 
 
 class Templates:
@@ -29,8 +26,8 @@ class Templates:
         self._tokenizer = tokenizer
         self._sources = sources
         self._own: OrderedDict[Pin, str | None] = OrderedDict()
-        """Templates that adapters bring; None for those that bring none."""
-        self._outside = OutsideTemplates()
+        """Templates of adapters; None for adapters without one."""
+        self._outside = TemplateProcess()
 
     async def render(self, adapter: Adapter | None, messages: list[dict[str, Any]]) -> str:
         """The prompt for `messages`. Raises ChatTemplateError or a leaf of AdapterProblem."""
@@ -50,12 +47,12 @@ class Templates:
         await self._outside.close()
 
     async def _of(self, adapter: Adapter) -> str | None:
-        """The first that one of the adapter's parts brings."""
+        """The first template among the adapter's parts."""
         for pin in adapter.pins:
             if pin not in self._own:
                 self._own[pin] = await self._read(pin, adapter.token)
             self._own.move_to_end(pin)
-            while len(self._own) > MOST_REMEMBERED:
+            while len(self._own) > MAX_CACHED:
                 self._own.popitem(last=False)
             if (template := self._own.get(pin)) is not None:
                 return template
@@ -68,7 +65,7 @@ class Templates:
 
 
 def _find(files: dict[str, bytes]) -> str | None:
-    """The default template among an adapter's files; one that cannot be read counts as none."""
+    """The default template among an adapter's files; None for one that cannot be read."""
     try:
         if "chat_template.jinja" in files:
             found: str | None = files["chat_template.jinja"].decode()
@@ -77,7 +74,7 @@ def _find(files: dict[str, bytes]) -> str | None:
             found = template_of(config, single)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return found if isinstance(found, str) and len(found) <= LONGEST else None
+    return found if isinstance(found, str) and len(found) <= MAX_LENGTH else None
 
 
 def _object(content: bytes | None) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The adapters that the operator named: by flags, in the catalogue's file, or through an admin route while serving.
+"""The adapters that the operator has listed: by flags, in the catalogue's file, or through an admin route.
 
-Knows aliases and what was found wrong with them; a reload takes the whole new file or leaves everything as it is.
+Holds aliases and their problems. A reload takes the whole new file or changes nothing.
 """
 
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -20,31 +21,31 @@ class Listed:
 
     alias: str
     entry: Entry | None
-    """None for an alias whose words in the file could not be read."""
+    """None for an alias whose entry in the file could not be parsed."""
     problem: str
-    """Why it is not served; empty for one that is."""
+    """Why it is not served; "" for one that is."""
     created: int
 
 
 @dataclass(frozen=True)
 class DefaultHeads:
-    """The default adapter, where it holds heads alone, as it was when it was loaded."""
+    """The default adapter, where it has only heads, as it was when it was loaded."""
 
     entry: Entry
     versions: Mapping[Ref, Heads]
 
     def choose(self, who: str) -> Heads:
-        """The version for `who`. Nobody is asked for it: no text depends on heads, so no request waits for them."""
+        """The version for `who`. It is not resolved again: no text depends on heads, so no request waits for them."""
         return self.versions[self.entry.choose(who).ref]
 
     @property
     def num_heads(self) -> int:
-        """That each version brings at least."""
+        """The smallest number of heads of any version."""
         return min(heads.content.num_heads for heads in self.versions.values() if heads.content is not None)
 
 
 class Directory:
-    """Of one router. The administrator's entries go before the file's, and those before the flags'."""
+    """Of one router. The administrator's entries take precedence over the file's, and those over the flags'."""
 
     def __init__(self, config: RouterConfig, catalogue: Catalogue | None = None) -> None:
         self.default = config.adapter_id
@@ -56,9 +57,10 @@ class Directory:
             self._add_flag(name, preloaded)
         self._added: dict[str, Entry] = {}
         self._file: dict[str, Entry] = {}
+        self._entries = ChainMap(self._added, self._file, self._flags)
         self._unread: dict[str, str] = {}
         self._wrong: dict[str, tuple[Entry, str]] = {}
-        """What was found when an entry's adapter was looked at."""
+        """Problems that the validation of an entry's adapter has found."""
         self._heads: DefaultHeads | None = None
         self._created = int(time.time())
         self.on_change: list[Callable[[], None]] = []
@@ -66,14 +68,10 @@ class Directory:
             self.replace(catalogue)
 
     def find(self, alias: str) -> Entry | None:
-        for entries in (self._added, self._file, self._flags):
-            entry = entries.get(alias)
-            if entry is not None:
-                return entry
-        return None
+        return self._entries.get(alias)
 
     def problem(self, alias: str) -> str:
-        """Why an alias is not served; empty for one that is, or is none."""
+        """Why an alias is not served; "" for one that is, or that is not listed."""
         entry = self.find(alias)
         if entry is None:
             return self._unread.get(alias, "")
@@ -82,21 +80,18 @@ class Directory:
 
     def entries(self) -> Iterator[Entry]:
         """Every alias once."""
-        for alias in {**self._flags, **self._file, **self._added}:
-            entry = self.find(alias)
-            assert entry is not None
-            yield entry
+        yield from self._entries.values()
 
     def listed(self) -> Iterator[Listed]:
-        """Everything, broken entries too."""
+        """All entries, with those that are not served."""
         for entry in self.entries():
             yield Listed(entry.alias, entry, self.problem(entry.alias), self._created)
         for alias, problem in self._unread.items():
             if self.find(alias) is None:
                 yield Listed(alias, None, problem, self._created)
 
-    def note(self, entry: Entry, problem: str) -> None:
-        """What came out when the adapter of an entry was looked at; empty takes it back."""
+    def set_problem(self, entry: Entry, problem: str) -> None:
+        """The result of validating an entry's adapter; "" for none."""
         if self.find(entry.alias) != entry:
             return
         if problem:
@@ -104,58 +99,58 @@ class Directory:
         else:
             self._wrong.pop(entry.alias, None)
 
-    def note_contents(self, entry: Entry, versions: Mapping[Ref, Heads]) -> None:
-        """What the versions of an entry hold that is loaded and stays."""
+    def set_loaded(self, entry: Entry, versions: Mapping[Ref, Heads]) -> None:
+        """The contents of an entry's versions, which are loaded and pinned."""
         if entry.alias == self.default:
-            is_heads_only = all(
-                heads.content is not None and heads.content.is_heads_only for heads in versions.values()
-            )
+            contents = [heads.content for heads in versions.values()]
+            is_heads_only = all(content is not None and content.is_heads_only for content in contents)
             self._heads = DefaultHeads(entry, versions) if is_heads_only else None
 
     @property
     def default_heads(self) -> DefaultHeads | None:
-        """What guesses for every request that brings no heads."""
+        """The heads of every request that has none."""
         heads = self._heads
         return heads if heads is not None and self.find(heads.entry.alias) == heads.entry else None
 
-    def news(self, catalogue: Catalogue) -> Iterator[Entry]:
-        """Entries of a new file that were not in the old one as they are."""
-        for alias, entry in catalogue.entries.items():
-            if self._file.get(alias) != entry:
-                yield entry
+    def changed_entries(self, catalogue: Catalogue) -> list[Entry]:
+        """Entries of a new file that are not in the current one, or differ there."""
+        return [entry for alias, entry in catalogue.entries.items() if self._file.get(alias) != entry]
 
-    def unread_news(self, catalogue: Catalogue) -> Mapping[str, str]:
-        """What can't be read in a new file and could be, or was not there, in the old one."""
+    def new_problems(self, catalogue: Catalogue) -> dict[str, str]:
+        """Aliases of a new file that cannot be parsed, unless they are the same in the current one."""
         return {alias: problem for alias, problem in catalogue.problems.items() if self._unread.get(alias) != problem}
 
     def replace(self, catalogue: Catalogue) -> None:
-        """Take a new file as it is."""
-        self._file = dict(catalogue.entries)
+        """Take a new file."""
+        self._file.clear()
+        self._file.update(catalogue.entries)
         self._unread = dict(catalogue.problems)
         self._wrong = {alias: found for alias, found in self._wrong.items() if self.find(alias) == found[0]}
         self._changed()
 
     def add(self, entry: Entry) -> None:
-        """Until the server ends, or the entry is removed."""
+        """Add an entry until the server ends or the entry is removed."""
         self._added[entry.alias] = entry
         self._changed()
 
     def remove(self, alias: str) -> bool:
-        """Whether it was there. An entry of the file comes back with the next start."""
-        there = [entries.pop(alias, None) for entries in (self._added, self._file, self._flags)]
+        """Remove an entry; whether it was listed. An entry of the file is listed again after a restart."""
+        was_listed = alias in self._entries
+        for entries in self._entries.maps:
+            entries.pop(alias, None)
         self._wrong.pop(alias, None)
         self._changed()
-        return any(entry is not None for entry in there)
+        return was_listed
 
     def _add_flag(self, name: str, source: Source) -> None:
         ref = refs.parse(name, source)
         self._flags[name] = Entry(name, (Version(ref, 1.0),), pin=True)
 
     def _changed(self) -> None:
-        for tell in self.on_change:
-            tell()
+        for callback in self.on_change:
+            callback()
 
 
 def single(alias: str, ref: Ref) -> Entry:
-    """An alias of one adapter, without further words."""
+    """An alias of one adapter, with default settings."""
     return Entry(alias, (Version(ref, 1.0),))

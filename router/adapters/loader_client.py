@@ -1,12 +1,12 @@
-"""The loader's process as the router sees it: a private Unix socket with one JSON object per line each way.
+"""The client of the adapter loader's process: a private Unix socket with one JSON object per line in each direction.
 
-Connects, and connects again when the process was replaced. Moves calls and answers; what is asked, and what becomes
-of an answer, is `loading`'s matter.
+Connects, and reconnects when the process was replaced.
 """
 
 import asyncio
 import contextlib
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -19,41 +19,37 @@ log = structlog.get_logger()
 
 LONGEST_LINE = 4 << 20
 CONNECT_SECONDS = 30.0
-"""A call that found no loader for so long fails."""
+"""A call fails after so long without a connection."""
 _RETRY_SECONDS = 0.1
 
 
 class LoaderLost(LoaderFailed):
-    """The loader's process went away, or never came."""
+    """The loader's process ended, or never started."""
 
     status = 503
     retry_after = 1.0
 
 
+@dataclass(eq=False)
 class Call:
-    """One question under way."""
+    """One call without an answer yet."""
 
-    def __init__(self, number: int, body: dict[str, Any], answer: "asyncio.Future[dict[str, Any]]") -> None:
-        self.number = number
-        self.body = body
-        self.answer = answer
-        self.timer: asyncio.TimerHandle | None = None
+    number: int
+    body: dict[str, Any]
+    answer: "asyncio.Future[dict[str, Any]]"
+    timer: asyncio.TimerHandle | None = None
 
 
 class LoaderClient:
-    """Keeps one connection to the loader for as long as `run` runs."""
+    """Keeps one connection to the loader open while `run` runs."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
-        """Without an answer yet, sent or not."""
+        """Without an answer yet, sent or not, by number."""
         self._held: set[str] = set()
         self._writer: asyncio.StreamWriter | None = None
-
-    @property
-    def connected(self) -> bool:
-        return self._writer is not None
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -65,22 +61,23 @@ class LoaderClient:
                 continue
             log.info("loader_connected")
             self._writer = writer
-            for digest in self._held:  # another one knows nothing of it
-                self.say({"hold": digest})
+            for digest in self._held:  # a new process has no holds
+                self.notify({"hold": digest})
             for call in self._calls.values():
                 self._send(call)
             try:
                 await self._read(reader)
             except (OSError, ValueError, KeyError) as error:
-                log.warning("loader_not_understood", kind=type(error).__name__)
+                log.warning("loader_answer_malformed", kind=type(error).__name__)
             finally:
                 self._writer = None
                 writer.close()
-                self._lose()
+                for call in list(self._calls.values()):
+                    self._fail(call, "the adapter loader ended during the call")
             log.warning("loader_lost")
 
     def ask(self, body: dict[str, Any]) -> Call:
-        """Ask now, or as soon as there is a loader. The answer raises AdapterError."""
+        """Send a call now, or once the loader is connected. The answer raises AdapterError."""
         loop = asyncio.get_running_loop()
         call = Call(next(self._numbers), body, loop.create_future())
         self._calls[call.number] = call
@@ -88,31 +85,31 @@ class LoaderClient:
         if self._writer is not None:
             self._send(call)
         else:
-            call.timer = loop.call_later(CONNECT_SECONDS, self._no_loader, call)
+            call.timer = loop.call_later(CONNECT_SECONDS, self._fail, call, "the adapter loader is not running")
         return call
 
     def cancel(self, call: Call) -> None:
-        """Nobody waits for it any more."""
+        """Its answer is not needed any more."""
         if not call.answer.done():
             call.answer.cancel()
-            self.say({"cancel": call.number})
+            self.notify({"cancel": call.number})
 
     def urgent(self, call: Call) -> None:
         """A request has waited long for it."""
-        self.say({"urgent": call.number})
+        self.notify({"urgent": call.number})
 
     def hold(self, digest: str) -> None:
-        """Have a content stay on disk, whichever loader is there."""
+        """Keep a content on disk, also after the loader is replaced."""
         self._held.add(digest)
-        self.say({"hold": digest})
+        self.notify({"hold": digest})
 
     def release(self, digest: str) -> None:
-        """Let it go when room is needed."""
+        """Allow its eviction."""
         self._held.discard(digest)
-        self.say({"release": digest})
+        self.notify({"release": digest})
 
-    def say(self, body: dict[str, Any]) -> None:
-        """A call whose answer nobody waits for."""
+    def notify(self, body: dict[str, Any]) -> None:
+        """Send a call whose answer is not needed."""
         if self._writer is not None:
             self._write(next(self._numbers), body)
 
@@ -139,32 +136,23 @@ class LoaderClient:
             else:
                 call.answer.set_result(answer)
 
-    def _no_loader(self, call: Call) -> None:
+    @staticmethod
+    def _fail(call: Call, reason: str) -> None:
         if not call.answer.done():
-            call.answer.set_exception(LoaderLost("the adapter loader is not there"))
-
-    def _lose(self) -> None:
-        for call in list(self._calls.values()):
-            if not call.answer.done():
-                call.answer.set_exception(LoaderLost("the adapter loader ended while it was at work"))
+            call.answer.set_exception(LoaderLost(reason))
 
     def _forget(self, call: Call) -> None:
         self._calls.pop(call.number, None)
         if call.timer is not None:
             call.timer.cancel()
         if not call.answer.cancelled():
-            call.answer.exception()  # looked at, so that asyncio does not warn where nobody waits
+            call.answer.exception()  # retrieved, so that asyncio does not warn where nothing awaits it
 
 
 def loaded(answer: dict[str, Any]) -> Loaded:
-    """Read an answer to `fetch` or `merge`. Raises LoaderFailed."""
+    """Parse an answer to `fetch` or `merge`. Raises LoaderFailed."""
     try:
-        return Loaded(
-            str(answer["digest"]),
-            int(answer["num_bytes"]),
-            int(answer["rank"]),
-            str(answer["tier"]),
-            int(answer.get("num_heads", 0)),
-        )
+        digest, tier, num_heads = str(answer["digest"]), str(answer["tier"]), int(answer.get("num_heads", 0))
+        return Loaded(digest, int(answer["num_bytes"]), int(answer["rank"]), tier, num_heads)
     except (KeyError, TypeError, ValueError):
         raise LoaderFailed("the adapter loader's answer could not be read") from None

@@ -1,14 +1,15 @@
-"""Requests that wait for their adapter's content: one call to the loader per content, whoever waits for it.
+"""Loads the contents of adapters: one call to the loader per content, for all requests that wait for it.
 
-Knows the loader and generations; neither queues nor shards. What is known stays known for a minute, then the loader
-is asked again: it keeps the file from eviction for whoever asks, and brings it back where it is gone.
+A known content is used for a minute; then the loader is called again, which protects the file from eviction while it is
+in use, and loads it again where it is gone.
 """
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
@@ -22,44 +23,56 @@ log = structlog.get_logger()
 
 FRESH_SECONDS = 60.0
 URGENT_SECONDS = 2.0
-MOST_KNOWN = 16_384
+MAX_KNOWN = 16_384
+
+
+class LoadingEvents(Protocol):
+    """Receives the results of loads."""
+
+    def on_resolved(self, generation: Generation, content: Loaded) -> None:
+        """The content that a request waited for is loaded."""
+
+    def on_failed(self, generation: Generation, error: AdapterError) -> None:
+        """The content that a request waited for cannot be loaded."""
+
+    def on_loaded(self, adapter: Adapter, content: Loaded, seconds: float) -> None:
+        """The loader has loaded an adapter."""
 
 
 @dataclass
 class _Load:
-    """One content under way and the requests that wait for it, by number."""
+    """One content that is being loaded, and the requests that wait for it."""
 
     adapter: Adapter
-    """With the token of the request it is fetched for."""
+    """With the token of the request that it is loaded for."""
     began_at: float
-    waiting: dict[int, Generation] = field(default_factory=dict)
+    waiting: dict[int, tuple[Generation, Adapter]] = field(default_factory=dict)
+    """By the request's number: each request names the adapter with a token of its own."""
     call: Call | None = None
     timer: asyncio.TimerHandle | None = None
     was_lost: bool = False
 
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
 
 class Loading:
-    """What contents are known, and which are under way. Lives in one event loop."""
+    """The contents that are known, and those that are being loaded. Lives in one event loop."""
 
-    def __init__(
-        self,
-        loader: LoaderClient,
-        on_ready: Callable[[Generation, Loaded], None],
-        on_failed: Callable[[Generation, AdapterError], None],
-        on_loaded: Callable[[Adapter, Loaded, float], None],
-    ) -> None:
+    def __init__(self, loader: LoaderClient, events: LoadingEvents) -> None:
         self._loader = loader
-        self._on_ready = on_ready
-        self._on_failed = on_failed
-        self._on_loaded = on_loaded
+        self._events = events
         self._known: OrderedDict[str, tuple[Loaded, float]] = OrderedDict()
-        """By content, with when the loader said so; least recently used first."""
+        """By content, with the time of the loader's answer; least recently used first."""
         self._loads: dict[str, _Load] = {}
-        self._num_waiting: dict[str, int] = {}
-        """By lane."""
+        self._load_of: dict[int, _Load] = {}
+        """By the number of the waiting request."""
+        self._num_waiting: Counter[str] = Counter()
+        """By flow."""
 
     def known(self, adapter: Adapter) -> Loaded | None:
-        """What the loader said of this content lately."""
+        """The loader's last answer for this content, if it is recent."""
         found = self._known.get(adapter.content)
         if found is None or time.monotonic() - found[1] > FRESH_SECONDS:
             return None
@@ -75,132 +88,115 @@ class Loading:
         return len(self._loads)
 
     def num_waiting(self, flow: str) -> int:
-        return self._num_waiting.get(flow, 0)
+        return self._num_waiting[flow]
 
     def wait(self, adapter: Adapter, generation: Generation) -> None:
-        """`on_ready` or `on_failed` will be called for `generation`, unless it leaves before."""
+        """`on_resolved` or `on_failed` will be called for `generation`, unless it leaves before."""
+        routing = generation.routing
         load = self._loads.get(adapter.content)
+        is_new = load is None
         if load is None:
             load = self._loads[adapter.content] = _Load(adapter, time.monotonic())
-            load.waiting[generation.number] = generation
+        load.waiting[routing.number] = (generation, adapter)
+        self._load_of[routing.number] = load
+        self._num_waiting[routing.flow] += 1
+        if is_new:
             self._ask(load)
-        else:
-            load.waiting[generation.number] = generation
-        generation.awaits = adapter
-        self._num_waiting[generation.flow] = self.num_waiting(generation.flow) + 1
 
     async def content(self, adapter: Adapter) -> Loaded:
-        """The same without a request: an operator's wish. Raises AdapterError."""
+        """The content of an adapter, for an operator. Raises AdapterError."""
         known = self.known(adapter)
         if known is not None:
             return known
         began = time.monotonic()
         content = loaded(await self._loader.ask({**adapter.call, "token": adapter.token}).answer)
         self._remember(adapter, content)
-        self._on_loaded(adapter, content, time.monotonic() - began)
+        self._events.on_loaded(adapter, content, time.monotonic() - began)
         return content
 
     def leave(self, generation: Generation) -> None:
-        """It ended while it waited. The last one that leaves ends the load."""
-        adapter = generation.awaits
-        load = None if adapter is None else self._loads.get(adapter.content)
-        if adapter is None or load is None or load.waiting.pop(generation.number, None) is None:
+        """It ended, possibly while it waited. The last one that leaves cancels the load."""
+        load = self._load_of.get(generation.routing.number)
+        if load is None:
             return
-        self._left(generation.flow)
+        self._remove(load, generation)
         if not load.waiting:
-            del self._loads[adapter.content]
-            self._stop(load)
+            del self._loads[load.adapter.content]
+            load.stop_timer()
+            if load.call is not None:
+                self._loader.cancel(load.call)
 
     def contents(self) -> list[tuple[str, Loaded]]:
         """All that is known, by content."""
         return [(content, each) for content, (each, _) in self._known.items()]
 
     def digests(self, wanted: Iterable[Ref]) -> set[str]:
-        """What is known of the named adapters, of whatever version."""
+        """The known digests of these adapters, of any version."""
         names = tuple(f"{ref.source.value}:{ref.id}@" for ref in wanted)
-        return {each.digest for content, (each, _) in self._known.items() if content.startswith(names)}
+        return {each.digest for content, each in self.contents() if content.startswith(names)}
 
     def forget(self, digest: str) -> None:
-        """The file seems to be gone: ask the loader before the next use."""
-        for content in [content for content, (each, _) in self._known.items() if each.digest == digest]:
-            del self._known[content]
+        """Its file is gone: ask the loader before the next use."""
+        for content, each in self.contents():
+            if each.digest == digest:
+                del self._known[content]
 
     def _ask(self, load: _Load) -> None:
         loop = asyncio.get_running_loop()
         call = load.call = self._loader.ask({**load.adapter.call, "token": load.adapter.token})
-        call.answer.add_done_callback(lambda answer: self._answered(load, call, answer))
+        call.answer.add_done_callback(lambda answer: self._on_answer(load, call, answer))
         waited = time.monotonic() - load.began_at
         load.timer = loop.call_later(max(0.0, URGENT_SECONDS - waited), self._loader.urgent, call)
 
-    def _stop(self, load: _Load) -> None:
-        if load.timer is not None:
-            load.timer.cancel()
-        if load.call is not None:
-            self._loader.cancel(load.call)
-
-    def _answered(self, load: _Load, call: Call, answer: "asyncio.Future[dict[str, object]]") -> None:
+    def _on_answer(self, load: _Load, call: Call, answer: "asyncio.Future[dict[str, object]]") -> None:
         if answer.cancelled() or load.call is not call:
             return
-        if load.timer is not None:
-            load.timer.cancel()
+        load.stop_timer()
         try:
-            self._succeeded(load, loaded(answer.result()))
+            content = loaded(answer.result())
         except AdapterError as error:
-            self._failed(load, error)
-
-    def _succeeded(self, load: _Load, content: Loaded) -> None:
+            self._on_error(load, error)
+            return
         self._remember(load.adapter, content)
-        self._on_loaded(load.adapter, content, time.monotonic() - load.began_at)
+        self._events.on_loaded(load.adapter, content, time.monotonic() - load.began_at)
         del self._loads[load.adapter.content]
         for generation in self._take(load):
-            self._on_ready(generation, content)
+            self._events.on_resolved(generation, content)
 
     def _remember(self, adapter: Adapter, content: Loaded) -> None:
         self._known[adapter.content] = (content, time.monotonic())
         self._known.move_to_end(adapter.content)
-        while len(self._known) > MOST_KNOWN:
+        while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
-    def _failed(self, load: _Load, error: AdapterError) -> None:
+    def _on_error(self, load: _Load, error: AdapterError) -> None:
         if isinstance(error, LoaderLost) and not load.was_lost:
             load.was_lost = True
             self._ask(load)
             return
         log.info("adapter_failed", adapter=load.adapter.name[:256], kind=type(error).__name__, reason=str(error)[:512])
-        spared = self._spared(load, error)
-        for generation in self._take(load, but=spared):
-            self._on_failed(generation, error)
-        if spared:
-            adapter = next(iter(spared.values())).awaits
-            assert adapter is not None
-            load.adapter = adapter
+        refused = load.adapter.token
+        # Where access was denied, requests that came with another token may have it.
+        is_denied = isinstance(error, AdapterNotAllowed | AdapterNotFound)
+        failed = self._take(load, lambda adapter: not is_denied or adapter.token == refused)
+        if load.waiting:
+            load.adapter = next(adapter for _, adapter in load.waiting.values())
             self._ask(load)
         else:
             del self._loads[load.adapter.content]
+        for generation in failed:
+            self._events.on_failed(generation, error)
 
-    def _spared(self, load: _Load, error: AdapterError) -> dict[int, Generation]:
-        """Requests that came with another token than the one that was refused."""
-        if not isinstance(error, AdapterNotAllowed | AdapterNotFound):
-            return {}
-        refused = load.adapter.token
-        return {
-            number: generation
-            for number, generation in load.waiting.items()
-            if generation.awaits is not None and generation.awaits.token != refused
-        }
-
-    def _take(self, load: _Load, but: dict[int, Generation] | None = None) -> list[Generation]:
-        """All that wait, in the order of their arrival, without `but`."""
-        kept = but or {}
-        taken = [generation for number, generation in load.waiting.items() if number not in kept]
-        load.waiting = dict(kept)
+    def _take(self, load: _Load, is_taken: Callable[[Adapter], bool] = lambda adapter: True) -> list[Generation]:
+        """Remove requests that wait, in the order of their arrival."""
+        taken = [generation for generation, adapter in load.waiting.values() if is_taken(adapter)]
         for generation in taken:
-            self._left(generation.flow)
+            self._remove(load, generation)
         return taken
 
-    def _left(self, flow: str) -> None:
-        left = self._num_waiting[flow] - 1
-        if left:
-            self._num_waiting[flow] = left
-        else:
-            del self._num_waiting[flow]
+    def _remove(self, load: _Load, generation: Generation) -> None:
+        routing = generation.routing
+        del load.waiting[routing.number], self._load_of[routing.number]
+        self._num_waiting[routing.flow] -= 1
+        if not self._num_waiting[routing.flow]:
+            del self._num_waiting[routing.flow]

@@ -1,4 +1,4 @@
-"""Reads the operator's files again while serving: the new ones come into force whole, or nothing changes."""
+"""Reloads the operator's files while serving: the new ones are used completely, or nothing changes."""
 
 import asyncio
 from dataclasses import dataclass
@@ -20,50 +20,50 @@ _SHOWN = 20
 
 
 def read_catalogue(config: RouterConfig) -> Catalogue | None:
-    """The operator's list. Raises CatalogueError."""
+    """The operator's catalogue. Raises CatalogueError."""
     if config.catalogue_path is None:
         return None
     return catalogue.read(config.catalogue_path, Source(config.default_adapter_source or config.adapter_source))
 
 
 def read_keys(config: RouterConfig) -> Keys:
-    """The server's own keys. Raises CatalogueError."""
+    """The server's own API keys. Raises CatalogueError."""
     if config.keys_path is None:
         return Keys(admin_sha256=config.admin_key_sha256)
     return keys.read(config.keys_path, config.admin_key_sha256)
 
 
 @dataclass(frozen=True)
-class Changed:
-    """What a reload did."""
+class ReloadResult:
+    """The result of a reload."""
 
     num_entries: int
     num_changed: int
 
 
 class Reloading:
-    """One at a time."""
+    """Runs one reload at a time."""
 
     def __init__(self, config: RouterConfig, selection: Selection, preloader: AdapterPreloader | None) -> None:
         self._config = config
         self._selection = selection
         self._preloader = preloader
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    async def reload(self) -> Changed:
-        """Raises ReloadRefused, which names what is wrong; then all is as before."""
-        async with self._turn:
+    async def reload(self) -> ReloadResult:
+        """Raises ReloadRefused, which names the problems; then nothing has changed."""
+        async with self._lock:
             try:
                 new = await asyncio.to_thread(read_catalogue, self._config)
                 new_keys = await asyncio.to_thread(read_keys, self._config)
             except CatalogueError as error:
                 raise ReloadRefused(str(error)) from None
             directory = self._selection.directory
-            changed = [] if new is None else list(directory.news(new))
+            changed = [] if new is None else directory.changed_entries(new)
             if new is not None:
-                problems = dict(directory.unread_news(new))
+                problems = directory.new_problems(new)
                 if self._preloader is not None:
-                    problems |= await self._preloader.look(changed)
+                    problems |= await self._preloader.validate(changed)
                 if problems:
                     shown = "; ".join(f"{alias}: {problem}" for alias, problem in list(problems.items())[:_SHOWN])
                     raise ReloadRefused(f"{len(problems)} of its adapters cannot be served: {shown}")
@@ -71,4 +71,4 @@ class Reloading:
             self._selection.keys = new_keys
             num_entries = 0 if new is None else len(new.entries)
             log.info("catalogue_reloaded", num_entries=num_entries, num_changed=len(changed))
-            return Changed(num_entries, len(changed))
+            return ReloadResult(num_entries, len(changed))

@@ -1,7 +1,4 @@
-"""From a request's words to its adapter: which one is meant, which version, and whether this caller may use it.
-
-Knows names and rights; what an adapter holds is for the loader to say.
-"""
+"""Resolves the adapter that a request names, its version, and the caller's right to use it; loads no content."""
 
 import asyncio
 
@@ -13,7 +10,7 @@ from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.rights import Rights
 from lorikeet.router.adapters.directory import Directory
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.errors import AdapterProblem, ModelNotFound, UnsupportedField, ValidationError, adapter_problem
+from lorikeet.router.errors import ModelNotFound, UnsupportedField, ValidationError, adapter_problem
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, MergeFields
@@ -22,7 +19,7 @@ _BASE_ONLY = "is not supported by this server, which serves its base model alone
 
 
 class Selection:
-    """Of one router. Without `rights` the base model is served alone."""
+    """Of one router. Without `rights` only the base model is served."""
 
     def __init__(self, config: RouterConfig, rights: Rights | None, directory: Directory, keys: Keys) -> None:
         self._config = config
@@ -31,7 +28,7 @@ class Selection:
         self.keys = keys
 
     async def choose(self, fields: AdapterFields, caller: Caller) -> Adapter | None:
-        """None for the bare base model. Raises ModelNotFound, ValidationError or a leaf of AdapterProblem."""
+        """None for the base model. Raises ModelNotFound, ValidationError or a leaf of AdapterProblem."""
         if fields.merge is None and self.is_base(fields.name):
             return None
         if self.rights is None:
@@ -43,15 +40,16 @@ class Selection:
             if entry is not None:
                 return await self.named(entry, caller, fields.user or caller.request_id)
             return await self._dynamic(fields, caller)
-        except AdapterNotFound as error:
-            if fields.is_model:
-                raise ModelNotFound((fields.name or "")[:256], str(error)) from None
-            raise self._problem(error, fields) from None
         except AdapterError as error:
-            raise self._problem(error, fields) from None
+            if isinstance(error, AdapterNotFound) and fields.is_model:
+                raise ModelNotFound((fields.name or "")[:256], str(error)) from None
+            problem = adapter_problem(error)
+            if fields.field != "adapter_id":
+                problem.param = fields.field
+            raise problem from None
 
     async def choose_heads(self, fields: AdapterFields, caller: Caller) -> Heads | None:
-        """Whose heads guess beside the adapter: the request's own word, else the operator's. Raises as `choose`."""
+        """The heads used in addition to the adapter: the request's, else the operator's. Raises as `choose`."""
         if fields.name:
             adapter = await self.choose(fields, caller)
             return None if adapter is None else Heads(adapter)
@@ -61,47 +59,42 @@ class Selection:
         return heads.choose(fields.user or caller.request_id)
 
     def is_base(self, name: str | None) -> bool:
-        """Whether the bare base model is meant."""
+        """Whether the name stands for the base model."""
         if not name:
             return self.directory.default is None or self.directory.default_heads is not None
         return name == self._config.model_id or name in BASE_NAMES
 
     def entry(self, name: str | None, source: str | None = None) -> Entry | None:
-        """The operator's entry that is meant, if one is. A source that is named must be the entry's own."""
+        """The operator's entry of that name, if any. A source that is given must be the entry's own."""
         entry = self.directory.find(name or self.directory.default or "")
         if entry is None or source is None or all(version.ref.source == source for version in entry.versions):
             return entry
         return None
 
     async def named(self, entry: Entry, caller: Caller, who: str) -> Adapter:
-        """The adapter of an alias, which the operator's own token opens. Raises AdapterError."""
-        self._check_key(entry, caller)
+        """The adapter of an alias, accessed with the operator's token. Raises AdapterError."""
+        if not self.may_see(entry, caller):
+            if caller.key is None:
+                raise AdapterNotAllowed(f"{entry.alias} is for holders of certain API keys", status=401)
+            raise AdapterNotAllowed(f"the API key {caller.key.name} may not use {entry.alias}", status=403)
         return await self.opened(entry, entry.choose(who).ref)
 
     async def opened(self, entry: Entry, ref: Ref) -> Adapter:
-        """One version of an alias, whoever asks. Raises AdapterError."""
-        assert self.rights is not None
-        token = self.operators_token(ref)
+        """One version of an alias, for any caller. Raises AdapterError."""
+        token, alias, template = self.operators_token(ref), entry.alias, entry.chat_template
         share = next((version.share for version in entry.versions if version.ref == ref), 1.0)
-        pin = (await self.rights.resolve(ref, token)).pin
-        return Adapter(
-            entry.alias,
-            (pin,),
-            token=token,
-            alias=entry.alias,
-            weight=entry.weight * share,
-            chat_template=entry.chat_template,
-        )
+        pins = (await self._pin(ref, token),)
+        return Adapter(alias, pins, token=token, alias=alias, weight=entry.weight * share, chat_template=template)
 
     def operators_token(self, ref: Ref) -> str | None:
         return self._config.hub_token if ref.source is Source.HUB else None
 
     def may_see(self, entry: Entry, caller: Caller) -> bool:
-        """Whether an alias is shown to the caller at all."""
+        """Whether the caller may use or list an alias."""
         return entry.keys is None or (caller.key is not None and (caller.key.admin or caller.key.name in entry.keys))
 
     def source(self, given: str | None) -> Source:
-        """The source that a request means. Raises ValidationError by name."""
+        """The source of a request's adapter. Raises ValidationError, which names the field."""
         name = given or self._config.default_adapter_source or self._config.adapter_source
         if name == Source.PBASE:
             sentence = "`adapter_source` pbase is not served: Predibase's service is closed to it"
@@ -110,29 +103,22 @@ class Selection:
             raise ValidationError(f"`adapter_source` must be one of {', '.join(SOURCES)}", "adapter_source")
         return Source(name)
 
-    def _check_key(self, entry: Entry, caller: Caller) -> None:
-        if self.may_see(entry, caller):
-            return
-        if caller.key is None:
-            raise AdapterNotAllowed(f"{entry.alias} is for holders of certain API keys", status=401)
-        raise AdapterNotAllowed(f"the API key {caller.key.name} may not use {entry.alias}", status=403)
-
     async def _dynamic(self, fields: AdapterFields, caller: Caller) -> Adapter:
-        """An adapter that the operator did not name: the caller's own token decides."""
+        """An adapter that the operator has not listed: the caller's own token decides."""
         ref = self._parsed(fields.name or "", self.source(fields.source), fields.is_model, fields.field)
-        unread = self.directory.problem(ref.id)
-        if unread and fields.source is None:
-            raise NotServed(f"{ref.id} is not served: {unread}")
+        problem = self.directory.problem(ref.id)
+        if problem and fields.source is None:
+            raise NotServed(f"{ref.id} is not served: {problem}")
         token = self._token(fields, caller)
         return Adapter(str(ref), (await self._pin(ref, token),), token=token)
 
     def _token(self, fields: AdapterFields, caller: Caller) -> str | None:
-        """What is shown to a source: never one of the server's own keys."""
+        """The token for a source: never one of the server's own API keys."""
         given = None if self.keys.find(fields.token) is not None else fields.token
         return given or caller.token or (self._config.hub_token if self._config.use_hub_token_for_all else None)
 
     async def _merged(self, fields: AdapterFields, merge: MergeFields, caller: Caller) -> Adapter:
-        """All parts must be open to the caller; aliases may be among them."""
+        """The caller must have access to all parts; aliases may be among them."""
         if any(not name or self.is_base(name) for name in merge.ids):
             raise ValidationError("Base model adapter cannot be merged.", "merged_adapters")
         token = self._token(fields, caller)
@@ -157,16 +143,10 @@ class Selection:
         assert self.rights is not None
         return (await self.rights.resolve(ref, token)).pin
 
-    def _base_only(self, fields: AdapterFields) -> Exception:
+    @staticmethod
+    def _base_only(fields: AdapterFields) -> Exception:
         if fields.is_model:
             return ModelNotFound((fields.name or "")[:256])
         if fields.merge is not None:
             return UnsupportedField("merged_adapters")
         return UnsupportedField(fields.field, _BASE_ONLY)
-
-    @staticmethod
-    def _problem(error: AdapterError, fields: AdapterFields) -> AdapterProblem:
-        problem = adapter_problem(error)
-        if fields.field != "adapter_id":
-            problem.param = fields.field
-        return problem

@@ -1,1 +1,1 @@
-"""The HTTP application: routes, middleware, request headers and server-sent events."""
+"""The HTTP application: middleware, request headers, routes, answers and server-sent events."""

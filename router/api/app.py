@@ -1,4 +1,4 @@
-"""The application: one line per route, one place where failures become answers. Knows every route, no rule."""
+"""The HTTP application: the table of routes, CORS, and the handlers that turn failures into answers."""
 
 import functools
 
@@ -13,10 +13,8 @@ from lorikeet.router.api.middleware import Handle, RequestMiddleware, failure_re
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
-from lorikeet.router.api.routes.information import InformationRoutes
-from lorikeet.router.api.routes.native import NativeRoutes
-from lorikeet.router.api.routes.predict import PredictRoute
-from lorikeet.router.api.routes.probes import ProbeRoutes
+from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoutes
+from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
 from lorikeet.router.api.service import Service, make_service
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
@@ -28,7 +26,7 @@ _CORS_HEADERS = ("content-type", "authorization", "x-request-id")
 
 
 def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> FastAPI:
-    """All routes over one dispatcher. The dispatcher is started and stopped by the caller."""
+    """All routes for one dispatcher, which the caller starts and stops."""
     service = make_service(dispatcher, tokenizer, config, metrics)
     app = FastAPI(title="Lorikeet", docs_url="/docs", redoc_url=None)
     app.state.service = service
@@ -61,31 +59,30 @@ def _generating(service: Service) -> dict[str, Handle]:
         "/generate": native.generate,
         "/generate_stream": native.generate_stream,
         "/predict": PredictRoute(service, native).predict,
-        "/v1/completions": CompletionsRoute(service).completions,
-        "/v1/chat/completions": ChatRoute(service).chat,
+        "/v1/completions": CompletionsRoute(service).handle,
+        "/v1/chat/completions": ChatRoute(service).handle,
     }
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    """All others."""
+    """All other routes."""
     probes, information = ProbeRoutes(service), InformationRoutes(service)
 
-    def get(path: str, handle: Handle) -> None:
-        app.router.add_route(path, handle, methods=["GET"])
-
-    get("/", probes.health)
-    get("/health", probes.health)
-    get("/ping", probes.health)
-    get("/ready", probes.ready)
-    get("/startup", probes.startup)
-    get("/info", information.info)
-    get("/metrics", information.metrics)
-    get("/api-doc/openapi.json", _show_document)
-    get("/v1/models", information.models)
-    get("/v1/models/{model_id:path}", information.model)
     admin = AdminRoutes(service)
-    get("/admin/adapters", admin.listing)
-    for path, handle in {
+    read = {
+        "/": probes.health,
+        "/health": probes.health,
+        "/ping": probes.health,
+        "/ready": probes.ready,
+        "/startup": probes.startup,
+        "/info": information.info,
+        "/metrics": information.metrics,
+        "/api-doc/openapi.json": _show_document,
+        "/v1/models": information.models,
+        "/v1/models/{model_id:path}": information.model,
+        "/admin/adapters": admin.listing,
+    }
+    write = {
         "/admin/adapters/load": admin.load,
         "/admin/adapters/pin": admin.pin,
         "/admin/adapters/unpin": admin.unpin,
@@ -94,15 +91,16 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/admin/catalogue/reload": admin.reload,
         "/v1/load_lora_adapter": admin.load_lora_adapter,
         "/v1/unload_lora_adapter": admin.unload_lora_adapter,
-    }.items():
-        app.router.add_route(path, handle, methods=["POST"])
-    app.router.add_route("/tokenize", information.tokenize, methods=["POST"])
-    for later in ("/embed", "/classify", "/classify_batch", "/v1/embeddings"):
-        app.router.add_route(later, information.not_served, methods=["POST"])
+        "/tokenize": information.tokenize,
+        **dict.fromkeys(("/embed", "/classify", "/classify_batch", "/v1/embeddings"), information.not_served),
+    }
+    for method, routes in (("GET", read), ("POST", write)):
+        for path, handle in routes.items():
+            app.router.add_route(path, handle, methods=[method])
 
 
 async def _show_document(request: Request) -> Response:
-    """Where LoRAX has it; FastAPI's own place is `/openapi.json`."""
+    """The document at LoRAX's path; FastAPI serves it at `/openapi.json`."""
     return JSONResponse(request.app.openapi())
 
 
@@ -121,5 +119,5 @@ async def _answer_unknown(request: Request, error: Exception) -> Response:
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
-    """The exception itself goes on to the entrance, which says where it came from."""
+    """The exception itself reaches the middleware, which logs where it was raised."""
     return await _answer_failure(request, InternalError())

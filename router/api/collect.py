@@ -1,13 +1,16 @@
-"""Waits for whole generations, alone or as a group that shares a prompt. Knows no HTTP."""
+"""Collects whole generations, or interleaves the chunks of several, and sums up what speculation gave them."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.api.service import cancel_all
 from lorikeet.router.errors import IncompleteGeneration
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import Chunk, FinishReason, Token
+from lorikeet.router.requests.types import SOURCE_NAMES, Chunk, FinishReason, Token
 
 Alternatives = list[tuple[int, str, float]]
 
@@ -26,7 +29,7 @@ class Completed:
 
     @property
     def num_skipped(self) -> int:
-        """Tokens that cost no step of their own."""
+        """Tokens after the first of their step."""
         return sum(token.skipped for token in self.tokens)
 
     @property
@@ -36,8 +39,8 @@ class Completed:
 
 
 async def collect(generation: Generation) -> Completed:
-    """Everything that `generation` gives. Raises what it raises."""
-    whole = Completed(seed=generation.seed)
+    """Read `generation` to its end. Raises what it raises."""
+    whole = Completed(seed=generation.request.seed)
     texts: list[str] = []
     while True:
         chunk = await generation.next()
@@ -79,7 +82,7 @@ async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int,
             if chunk.finish_reason is not None:
                 return
     arrivals: asyncio.Queue[tuple[int, Chunk | BaseException]] = asyncio.Queue()
-    tasks = [asyncio.ensure_future(_send_loop(index, each, arrivals)) for index, each in enumerate(generations)]
+    tasks = [asyncio.ensure_future(_forward(index, each, arrivals)) for index, each in enumerate(generations)]
     num_running = len(tasks)
     try:
         while num_running:
@@ -93,9 +96,10 @@ async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int,
             task.cancel()
 
 
-async def _send_loop(
+async def _forward(
     index: int, generation: Generation, arrivals: "asyncio.Queue[tuple[int, Chunk | BaseException]]"
 ) -> None:
+    """Put each chunk, and a failure, into `arrivals`."""
     try:
         while True:
             chunk = await generation.next()
@@ -107,3 +111,30 @@ async def _send_loop(
         raise
     except Exception as error:
         arrivals.put_nowait((index, error))
+
+
+def speculation_report(generations: Sequence[Generation]) -> dict[str, Any] | None:
+    """`details.speculation` of the sequences of one request together; None where none of them could speculate.
+
+    `steps` is the number of forwards that gave tokens, so `generated_tokens / steps` is the tokens per forward.
+    """
+    measured = [(each, each.speculation_stats) for each in generations if each.speculation_stats is not None]
+    if not measured:
+        return None
+    speculation = generations[0].request.speculation
+    stats = [stats for _, stats in measured]
+    sources: Counter[int] = sum((each.sources for each in stats), Counter())
+    return {
+        "method": speculation.method,
+        "verification": speculation.verify,
+        "verify": speculation.verify,  # deprecated name
+        "steps": sum(generation.num_generated - generation.num_skipped for generation, _ in measured),
+        "drafted": sum(each.num_drafted for each in stats),
+        "accepted": sum(each.num_accepted for each in stats),
+        "resampled": sources[pb.SOURCE_RESAMPLE],
+        "bonus": sources[pb.SOURCE_BONUS],
+        "draft_seconds": round(sum(each.draft_seconds for each in stats), 6),
+        "verify_seconds": round(sum(each.verify_seconds for each in stats), 6),
+        "accept_seconds": round(sum(each.accept_seconds for each in stats), 6),
+        "sources": {SOURCE_NAMES[source]: sources[source] for source in sorted(sources)},
+    }

@@ -1,6 +1,6 @@
-"""Notices that a client went away: the work inside `async with ClientWatch(receive)` ends by ClientGone.
+"""Detects that a client disconnected: the work inside `async with ClientWatch(receive)` ends with ClientGone.
 
-Knows ASGI's `receive` alone. The body must have been read whole before.
+It reads ASGI's `receive`, so the whole body must have been read before.
 """
 
 import asyncio

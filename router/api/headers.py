@@ -1,6 +1,6 @@
-"""Headers of answers: LoRAX's timings and counts, the request's id, and the names of ignored fields.
+"""Response headers: LoRAX's timings and counts, the request's id, the adapter, and the names of ignored fields.
 
-Every value that a client chose is made safe here.
+Values that a client chose are sanitized here.
 """
 
 import re
@@ -18,12 +18,12 @@ _MAX_NAME = 64
 
 
 def safe(value: str) -> str:
-    """`value` as a header may carry it."""
+    """`value` with `?` for every character that a header must not hold."""
     return _UNSAFE.sub("?", value)
 
 
 def request_id(given: str | None) -> str:
-    """The client's own id without what could break a header or a log line, or a new one."""
+    """The client's id without characters that could break a header or a log line; a new id where nothing is left."""
     cleaned = _NOT_IN_ID.sub("", given or "")[:128]
     return cleaned or secrets.token_hex(16)
 
@@ -36,12 +36,18 @@ def ignored_fields(names: list[str]) -> dict[str, str]:
     return {"x-ignored-fields": ", ".join(shown)}
 
 
-def adapter_headers(generation: Generation | None) -> dict[str, str]:
-    """Which adapter answered, by its name, its source and its content; nothing for the base model."""
+def _common_headers(service: Service, characters: int, generation: Generation | None) -> dict[str, str]:
+    """LoRAX's `gpu+optimized` where there is a GPU, the model, and the adapter, if any."""
+    info = service.dispatcher.info
+    headers = {
+        "x-compute-type": "cpu+optimized" if info is not None and info.device.startswith("cpu") else "gpu+optimized",
+        "x-compute-characters": str(characters),
+        "x-model-id": safe(service.config.model_id),
+    }
     adapter = None if generation is None else generation.request.adapter
     if generation is None or adapter is None:
-        return {}
-    return {
+        return headers
+    return headers | {
         "x-adapter-id": safe(adapter.name),
         "x-adapter-source": adapter.source,
         "x-adapter-revision": safe(adapter.revision),
@@ -49,15 +55,9 @@ def adapter_headers(generation: Generation | None) -> dict[str, str]:
     }
 
 
-def compute_type(service: Service) -> str:
-    """LoRAX's `gpu+optimized` where there is a GPU."""
-    info = service.dispatcher.info
-    return "cpu+optimized" if info is not None and info.device.startswith("cpu") else "gpu+optimized"
-
-
 @dataclass(frozen=True)
 class Counts:
-    """What the headers count."""
+    """Counts shown in headers."""
 
     characters: int
     prompt_tokens: int
@@ -66,29 +66,22 @@ class Counts:
 
 
 def stream_headers(service: Service, characters: int, generation: Generation | None) -> dict[str, str]:
-    """Of a stream, known before its first token; without a generation it tells of a failure."""
-    return {
-        "x-compute-type": compute_type(service),
-        "x-compute-characters": str(characters),
-        "x-accel-buffering": "no",
-        "x-model-id": safe(service.config.model_id),
-        **adapter_headers(generation),
-    }
+    """Of a stream, known before its first token; `generation` is None for a request that failed."""
+    return {"x-accel-buffering": "no", **_common_headers(service, characters, generation)}
 
 
 def answer_headers(service: Service, timing: Timing, generation: Generation, counts: Counts) -> dict[str, str]:
-    """Of an answer that is complete."""
+    """Of a complete answer."""
     done_at = now()
     queued_at = timing.validated_at
-    sent_at = generation.sent_at or queued_at
+    sent_at = generation.routing.sent_at or queued_at
     first_token_at = generation.first_token_at or done_at
     inference = done_at - sent_at
     first = first_token_at - sent_at
     total = _milliseconds(done_at - timing.arrived_at)
     return {
-        "x-compute-type": compute_type(service),
+        **_common_headers(service, counts.characters, generation),
         "x-compute-time": total,
-        "x-compute-characters": str(counts.characters),
         "x-total-time": total,
         "x-prompt-tokens": str(counts.prompt_tokens),
         "x-generated-tokens": str(counts.generated_tokens),
@@ -100,8 +93,6 @@ def answer_headers(service: Service, timing: Timing, generation: Generation, cou
         "x-time-per-token": _milliseconds(inference / max(counts.generated_tokens, 1)),
         "x-time-to-first-token": _milliseconds(first),
         "x-time-per-output-token": _milliseconds((inference - first) / max(counts.generated_tokens - 1, 1)),
-        "x-model-id": safe(service.config.model_id),
-        **adapter_headers(generation),
     }
 
 

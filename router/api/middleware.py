@@ -1,7 +1,7 @@
-"""What every request passes first: its id, the closed door while draining, its log line and count, a net for bugs.
+"""The outermost ASGI middleware: request ids, rejection while draining, log lines, metrics, usage, unexpected errors.
 
-Pure ASGI and outermost. The routes to the model are called from here without the framework's layers in between: each
-layer costs a stream a call and a resumption per token.
+It calls the generation routes directly, without the framework's layers: each layer costs a stream one call and one
+resumption per token.
 """
 
 import traceback
@@ -33,7 +33,7 @@ from lorikeet.router.usage.record import Ending
 _OPEN_WHILE_DRAINING = frozenset(("/health", "/ping", "/ready", "/startup", "/metrics", "/info"))
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status in logs of a request whose client did not wait for it."""
+"""The logged status of a request whose client disconnected before the answer."""
 
 Handle = Callable[[Request], Awaitable[Response]]
 
@@ -41,7 +41,7 @@ _log = structlog.get_logger(__name__)
 
 
 class RequestMiddleware:
-    """Around the whole application; `generating` are the POST routes to the model, counted and called directly."""
+    """Wraps the application; `generating` are the POST routes to the model, which it counts and calls directly."""
 
     def __init__(self, app: ASGIApp, generating: Mapping[str, Handle], service: Service, metrics: Metrics) -> None:
         self._app = app
@@ -61,32 +61,40 @@ class RequestMiddleware:
         handle = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
         if handle is not None:
             self._metrics.request_arrived()
-        # Answers to another origin's pages need headers that the framework's layers add.
+        # CORS headers are added by the framework's layers.
         direct = None if "origin" in headers else handle
         with structlog.contextvars.bound_contextvars(request_id=identity):
             try:
-                if self._service.dispatcher.draining and not _stays_open(scope):
-                    raise ShuttingDown()
-                if direct is None:
-                    await self._app(scope, receive, call.send)
-                else:
-                    response = await direct(Request(scope, receive))
-                    await response(scope, receive, call.send)
-            except RouterError as error:
-                await call.fail(error, receive)
-            except (ClientGone, ClientDisconnect):
-                call.status = CLIENT_CLOSED_REQUEST
-            except Exception as error:
-                # Neither the exception's text nor its locals: both may hold a prompt.
-                frames = traceback.extract_tb(error.__traceback__)
-                where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-                _log.error("request broke", kind=type(error).__name__, where=where)
-                await call.fail(InternalError(), receive)
+                await self._answer(scope, receive, call, direct)
             finally:
-                call.log()
+                ending = call.finish()
                 if handle is not None:
-                    call.count(self._metrics)
-                    self._usage.ended(Request(scope), call.ending())
+                    if ending.error is None:
+                        self._metrics.request_succeeded(ending.ended_at - ending.began_at)
+                    else:
+                        self._metrics.request_failed(ending.error)
+                    self._usage.ended(Request(scope), ending)
+
+    async def _answer(self, scope: Scope, receive: Receive, call: "_RequestScope", direct: Handle | None) -> None:
+        """Answer by calling `direct`, or the framework where it is None; failures become answers."""
+        try:
+            if self._service.dispatcher.draining and not _stays_open(scope):
+                raise ShuttingDown()
+            if direct is None:
+                await self._app(scope, receive, call.send)
+            else:
+                response = await direct(Request(scope, receive))
+                await response(scope, receive, call.send)
+        except RouterError as error:
+            await call.fail(error, receive)
+        except (ClientGone, ClientDisconnect):
+            call.status = CLIENT_CLOSED_REQUEST
+        except Exception as error:
+            # The exception's text and locals may hold a prompt, so neither is logged.
+            frames = traceback.extract_tb(error.__traceback__)
+            where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+            _log.error("unhandled_exception", kind=type(error).__name__, where=where)
+            await call.fail(InternalError(), receive)
 
 
 def _stays_open(scope: Scope) -> bool:
@@ -94,13 +102,13 @@ def _stays_open(scope: Scope) -> bool:
 
 
 class _RequestScope:
-    """One request on its way out: adds the id, remembers the status."""
+    """One request: adds its id to the response and records the status."""
 
     def __init__(self, scope: Scope, send: Send, identity: str, *, closes: bool) -> None:
         self._scope = scope
         self._send = send
         self._headers = [(b"x-request-id", identity.encode())]
-        if closes:  # the next request goes to another router
+        if closes:  # so that the next request goes to another router
             self._headers.append((b"connection", b"close"))
         self._began_at = now()
         self.status = 0
@@ -117,33 +125,20 @@ class _RequestScope:
         if not self.status:
             await failure_response(error, self._scope["path"])(self._scope, receive, self.send)
 
-    def log(self) -> None:
-        seconds = round(now() - self._began_at, 6)
-        say = _log.debug if self._scope["method"] == "GET" else _log.info
-        path = self._scope["path"][:128]
-        told = self._scope["state"].get("told", {})
-        say("request", method=self._scope["method"], path=path, status=self.status, seconds=seconds, **told)
-
-    def count(self, metrics: Metrics) -> None:
-        if self._error is None:
-            metrics.request_succeeded(now() - self._began_at)
-        else:
-            metrics.request_failed(self._error)
-
-    def ending(self) -> Ending:
-        return Ending(self._scope["path"], self.status, self._error, self._began_at, now())
-
-    @property
-    def _error(self) -> str | None:
-        """What it failed by."""
-        failure = self._scope["state"].get("failure")
-        if self.status == CLIENT_CLOSED_REQUEST:
-            return "dropped"
-        return None if failure is None else answer(failure).counted_as
+    def finish(self) -> Ending:
+        """Log the request; returns how it ended, with the error as metrics count it."""
+        method, path, state = self._scope["method"], self._scope["path"], self._scope["state"]
+        failure = state.get("failure")
+        error = "dropped" if self.status == CLIENT_CLOSED_REQUEST else failure and answer(failure).counted_as
+        ending = Ending(path, self.status, error, self._began_at, now())
+        seconds, fields = round(ending.ended_at - ending.began_at, 6), state.get("log_fields", {})
+        write = _log.debug if method == "GET" else _log.info
+        write("request", method=method, path=path[:128], status=self.status, seconds=seconds, **fields)
+        return ending
 
 
 def failure_response(error: RouterError, path: str) -> Response:
-    """`error` in the shape of the route's family; a body that could not be read is plain text on LoRAX's routes."""
+    """`error` in the shape of the route's API; LoRAX's routes answer an unreadable body with plain text."""
     row = answer(error)
     headers = failure_headers(error)
     if path.startswith("/v1/"):

@@ -6,12 +6,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from lorikeet.router.schemas import openapi_models as published
+from lorikeet.router.schemas import openapi_models as models
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One route as the document shows it."""
+    """One route of the document."""
 
     method: str
     path: str
@@ -23,82 +23,48 @@ class Operation:
     """Data of each server-sent event, where the route can stream."""
 
 
+_COMPAT = (models.CompatGenerateRequest, models.GenerateResponse, True, models.StreamResponse)
 OPERATIONS = (
-    Operation(
-        "post",
-        "/",
-        "Generate, streaming when `stream` is true",
-        published.CompatGenerateRequest,
-        published.GenerateResponse,
-        is_list=True,
-        streams=published.StreamResponse,
-    ),
-    Operation(
-        "post",
-        "/invocations",
-        "The same, for SageMaker",
-        published.CompatGenerateRequest,
-        published.GenerateResponse,
-        is_list=True,
-        streams=published.StreamResponse,
-    ),
-    Operation("post", "/generate", "Generate", published.GenerateRequest, published.GenerateResponse),
-    Operation(
-        "post",
-        "/generate_stream",
-        "Generate, one event per token",
-        published.GenerateRequest,
-        streams=published.StreamResponse,
-    ),
-    Operation(
-        "post",
-        "/predict",
-        "Generate, in the shape of LLMSpeculativeSampling's server",
-        published.PredictRequest,
-        published.PredictResponse,
-    ),
-    Operation("post", "/tokenize", "Tokenize", published.TokenizeRequest, published.TokenizeToken, is_list=True),
-    Operation(
-        "post", "/v1/completions", "OpenAI's completions", published.CompletionRequest, published.CompletionResponse
-    ),
-    Operation(
-        "post",
-        "/v1/chat/completions",
-        "OpenAI's chat completions",
-        published.ChatCompletionRequest,
-        published.ChatCompletionResponse,
-    ),
-    Operation("get", "/v1/models", "Served models", response=published.ModelList),
-    Operation("get", "/v1/models/{model_id}", "One served model", response=published.Model),
-    Operation("get", "/admin/adapters", "Named and loaded adapters", response=published.AdapterList),
-    Operation("post", "/admin/adapters/load", "Bring an adapter near", published.AdapterName),
-    Operation("post", "/admin/adapters/pin", "Load an adapter and have it stay", published.AdapterName),
-    Operation("post", "/admin/adapters/unpin", "Let an adapter go when room is needed", published.AdapterName),
-    Operation("post", "/admin/adapters/unload", "Free an adapter's memory", published.AdapterUnload),
-    Operation("post", "/admin/adapters/refresh", "Ask sources again", published.AdapterRefresh),
-    Operation("post", "/admin/catalogue/reload", "Read the operator's files again", response=published.Reloaded),
-    Operation("post", "/v1/load_lora_adapter", "vLLM's: name an adapter", published.LoadLora),
-    Operation("post", "/v1/unload_lora_adapter", "vLLM's: forget a name", published.UnloadLora),
-    Operation("get", "/", "Whether shards answer"),
-    Operation("get", "/health", "Whether shards answer"),
-    Operation("get", "/ping", "Whether shards answer, for SageMaker"),
-    Operation("get", "/ready", "Whether new requests are welcome"),
-    Operation("get", "/startup", "Generates one token, all the way through"),
+    Operation("post", "/", "Generate, streaming when `stream` is true", *_COMPAT),
+    Operation("post", "/invocations", "The same, for SageMaker", *_COMPAT),
+    Operation("post", "/generate", "Generate", models.GenerateRequest, models.GenerateResponse),
+    Operation("post", "/generate_stream", "Generate, one event per token", models.GenerateRequest,
+              streams=models.StreamResponse),
+    Operation("post", "/predict", "Generate, in the format of LLMSpeculativeSampling's server",
+              models.PredictRequest, models.PredictResponse),
+    Operation("post", "/tokenize", "Tokenize", models.TokenizeRequest, models.TokenizeToken, is_list=True),
+    Operation("post", "/v1/completions", "OpenAI's completions", models.CompletionRequest, models.CompletionResponse),
+    Operation("post", "/v1/chat/completions", "OpenAI's chat completions",
+              models.ChatCompletionRequest, models.ChatCompletionResponse),
+    Operation("get", "/v1/models", "The base model and the operator's adapters", response=models.ModelList),
+    Operation("get", "/v1/models/{model_id}", "One of them", response=models.Model),
+    Operation("get", "/admin/adapters", "Named adapters and loaded contents", response=models.AdapterList),
+    Operation("post", "/admin/adapters/load", "Load an adapter before it is requested", models.AdapterName),
+    Operation("post", "/admin/adapters/pin", "Load an adapter and keep it loaded", models.AdapterName),
+    Operation("post", "/admin/adapters/unpin", "Allow the eviction of an adapter", models.AdapterName),
+    Operation("post", "/admin/adapters/unload", "Free an adapter's memory", models.AdapterUnload),
+    Operation("post", "/admin/adapters/refresh", "Query the sources again", models.AdapterRefresh),
+    Operation("post", "/admin/catalogue/reload", "Reload the operator's files", response=models.Reloaded),
+    Operation("post", "/v1/load_lora_adapter", "Name an adapter, as in vLLM", models.LoadLora),
+    Operation("post", "/v1/unload_lora_adapter", "Remove a name, as in vLLM", models.UnloadLora),
+    Operation("get", "/", "Liveness: whether shards answer"),
+    Operation("get", "/health", "Liveness: whether shards answer"),
+    Operation("get", "/ping", "Liveness, for SageMaker"),
+    Operation("get", "/ready", "Readiness: whether new requests are accepted"),
+    Operation("get", "/startup", "Startup: generates one token end to end"),
     Operation("get", "/info", "Limits and effective configuration"),
-    Operation("get", "/metrics", "Prometheus text, or JSON by the Accept header"),
-)
+    Operation("get", "/metrics", "Metrics: Prometheus text, or JSON by the Accept header"),
+)  # fmt: skip
 _REF = "#/components/schemas/{model}"
 
 
 def document() -> dict[str, Any]:
     """The whole document."""
-    used: set[type[BaseModel]] = {published.ErrorResponse, published.OpenAIErrorResponse}
+    used: set[type[BaseModel]] = {models.ErrorResponse, models.OpenAIErrorResponse}
     for operation in OPERATIONS:
         used |= {model for model in (operation.request, operation.response, operation.streams) if model is not None}
-    inputs: list[tuple[type[BaseModel], Any]] = [
-        (model, "validation") for model in sorted(used, key=lambda model: model.__name__)
-    ]
-    _, schemas = models_json_schema(inputs, ref_template=_REF)
+    ordered = sorted(used, key=lambda model: model.__name__)
+    _, schemas = models_json_schema([(model, "validation") for model in ordered], ref_template=_REF)
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
@@ -114,29 +80,30 @@ def _operation(operation: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if operation.response is not None:
         schema = _ref(operation.response)
-        content["application/json"] = {"schema": {"type": "array", "items": schema} if operation.is_list else schema}
+        content |= _json({"type": "array", "items": schema} if operation.is_list else schema)
     if operation.streams is not None:
         content["text/event-stream"] = {"schema": _ref(operation.streams)}
-    answer: dict[str, Any] = {"description": "Success"}
-    if content:
-        answer["content"] = content
-    failure = published.OpenAIErrorResponse if operation.path.startswith("/v1/") else published.ErrorResponse
+    failure = models.OpenAIErrorResponse if operation.path.startswith("/v1/") else models.ErrorResponse
     shown: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": f"{operation.method}{operation.path.translate(_ID)}",
         "responses": {
-            "200": answer,
-            "default": {"description": "Failure", "content": {"application/json": {"schema": _ref(failure)}}},
+            "200": {"description": "Success", **({"content": content} if content else {})},
+            "default": {"description": "Failure", "content": _json(_ref(failure))},
         },
     }
     if operation.request is not None:
-        shown["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(operation.request)}}}
+        shown["requestBody"] = {"required": True, "content": _json(_ref(operation.request))}
     if "{model_id}" in operation.path:
         shown["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return shown
 
 
 _ID = str.maketrans({"/": "_", "{": None, "}": None})
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
 
 
 def _ref(model: type[BaseModel]) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""What every route is handed: the parts of the router, and the short ways through them that routes share."""
+"""The router's components as routes use them, and steps that routes share: defaults of aliases, checks, submission."""
 
 import secrets
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 
@@ -24,14 +25,15 @@ from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import FinishReason, GenerationRequest, Speculation
 from lorikeet.router.schemas.adapters import AdapterFields
-from lorikeet.router.schemas.speculation import Offer, SpeculationFields, make_offer, resolve_speculation
+from lorikeet.router.schemas.body import read_json
+from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
 from lorikeet.router.text.tokenizer import Tokenizer
-from lorikeet.router.usage.reporter import Usage
+from lorikeet.router.usage.writer import Usage
 
 
 @dataclass
 class Timing:
-    """When a request passed the stations before the queue."""
+    """When a request arrived and was validated."""
 
     arrived_at: float
     validated_at: float = 0.0
@@ -39,7 +41,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Service:
-    """The parts, made once per process."""
+    """The components, created once per process."""
 
     dispatcher: Dispatcher
     tokenizer: Tokenizer
@@ -67,14 +69,44 @@ class Service:
 
     @property
     def offer(self) -> Offer:
-        """How far ahead the server can guess."""
+        """What speculation the server supports."""
         info = self.dispatcher.info
         return make_offer(self.config, "" if info is None else info.draft_model_id)
 
     @property
-    def settled(self) -> bool:
-        """Whether the operator's adapters were looked at."""
+    def adapters_checked(self) -> bool:
+        """Whether the operator's adapters were checked."""
         return self.preloader is None or self.preloader.settled.is_set()
+
+    def native_defaults(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A body of LoRAX's routes with its alias's parameters; invalid bodies are left to the reader."""
+        given = body.get("parameters")
+        parameters = {} if given is None else given
+        if not isinstance(parameters, dict) or parameters.get("merged_adapters") is not None:
+            return body
+        defaults = self._defaults(parameters.get("adapter_id"), parameters)
+        return {**body, "parameters": fill_defaults(parameters, defaults)} if defaults else body
+
+    def openai_defaults(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A body of OpenAI's routes with its alias's parameters, which have LoRAX's names."""
+        defaults = self._defaults(body.get("model"), body)
+        for name in ("do_sample", "return_full_text", "truncate"):  # not in OpenAI's routes
+            defaults.pop(name, None)
+        max_tokens = defaults.pop("max_new_tokens", None)
+        if max_tokens is not None and body.get("max_completion_tokens") is None:
+            defaults["max_tokens"] = max_tokens
+        return fill_defaults(body, defaults) if defaults else body
+
+    def _defaults(self, name: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        source = fields.get("adapter_source")
+        if not isinstance(name, str | None) or not isinstance(source, str | None) or self.selection.is_base(name):
+            return {}
+        entry = self.selection.entry(name, source)
+        return {} if entry is None else dict(entry.parameters)
+
+    async def body(self, request: Request) -> dict[str, Any]:
+        """The request's JSON object. Raises a leaf of BodyRejected."""
+        return await read_json(request, self.config.max_body_bytes)
 
     def caller(self, request: Request) -> Caller:
         """Who sent `request`."""
@@ -85,33 +117,33 @@ class Service:
         return await self.selection.choose(fields, caller)
 
     async def heads(self, caller: Caller, fields: AdapterFields, speculation: Speculation) -> Heads | None:
-        """Whose heads guess beside the request's adapter, where heads may guess at all. Raises RouterError."""
+        """The Medusa heads used with the request's adapter; None where it uses none. Raises RouterError."""
         if not fields.name and not speculation.num_heads:
             return None
         heads = await self.selection.choose_heads(fields, caller)
         return heads if speculation.num_heads else None
 
     def speculation(self, wanted: SpeculationFields, *, is_seeded: bool) -> Speculation:
-        """How far ahead is guessed for a request. Raises ValidationError."""
+        """The speculation settings of a request. Raises ValidationError."""
         return resolve_speculation(wanted, self.offer, is_seeded=is_seeded)
 
     def check_room(self) -> None:
-        """Before anything is tokenized for a request that would be refused anyway. Raises a leaf of Refused."""
+        """Reject a request before it is tokenized. Raises a leaf of Refused."""
         self.dispatcher.check_room(self.tokenizer.num_pending)
 
     def check_ids(self, ids: list[int], field: str) -> None:
-        """Whether all of a prompt's ids are in the vocabulary. Raises ValidationError."""
+        """Raises ValidationError where one of a prompt's ids is not in the vocabulary."""
         info = self.dispatcher.info
         if info is not None and max(ids) >= info.vocab_size:
             raise ValidationError(f"`{field}` has a token id that is not below {info.vocab_size}", field)
 
     def validated(self, timing: Timing) -> None:
-        """The request is checked and tokenized."""
+        """Record that the request is checked and tokenized."""
         timing.validated_at = now()
         self.metrics.request_validated(timing.validated_at - timing.arrived_at)
 
     def submit(self, request: Request, wanted: list[GenerationRequest], arrived_at: float) -> list[Generation]:
-        """Queue all that is wanted for `request` or nothing. Raises a leaf of Refused."""
+        """Queue all sequences of `request`, or none. Raises a leaf of Refused."""
         limit = self.config.request_timeout_s
         deadline = None if limit is None else arrived_at + limit
         generations: list[Generation] = []
@@ -128,21 +160,21 @@ class Service:
         return generations
 
     async def submit_named(self, request: Request, wanted: GenerationRequest, arrived_at: float) -> Generation:
-        """Queue what is wanted, and wait until it is known what its adapter holds. Raises RouterError."""
+        """Queue one sequence and wait until its adapter is loaded. Raises RouterError."""
         [generation] = self.submit(request, [wanted], arrived_at)
         await named([generation])
         return generation
 
 
 def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> Service:
-    """All parts over one dispatcher. Raises OSError or ValueError where an operator's file or URL cannot be used."""
+    """The components for one dispatcher. Raises OSError or ValueError where a configured file or URL cannot be used."""
     sources = None if config.loader_address is None else Sources(config.sources)
     rights = None if sources is None else Rights(sources, config.auth_cache_ttl_s, config.auth_stale_s)
     directory = Directory(config, read_catalogue(config))
     selection = Selection(config, rights, directory, read_keys(config))
     preloader = None if dispatcher.admission is None else AdapterPreloader(selection, dispatcher.admission)
     receipts = Receipts(config, tokenizer.digest, dispatcher.links)
-    dispatcher.when_finished = receipts.finished
+    dispatcher.on_complete = receipts.finished
     return Service(
         dispatcher,
         tokenizer,
@@ -158,7 +190,7 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
 
 
 async def named(generations: list[Generation]) -> None:
-    """Wait until it is known what their adapter holds. When that fails all are ended."""
+    """Wait until the adapter of all is loaded. When that fails all are cancelled."""
     try:
         for generation in generations:
             await generation.named()
@@ -168,7 +200,7 @@ async def named(generations: list[Generation]) -> None:
 
 
 def cancel_all(generations: list[Generation]) -> None:
-    """End what still runs; a finished generation does not mind."""
+    """Cancel what still runs; finished generations are left as they are."""
     for generation in generations:
         generation.cancel()
 
@@ -178,15 +210,11 @@ def now() -> float:
     return time.monotonic()
 
 
-def told(request: GenerationRequest, num_generated: int, finish: FinishReason) -> dict[str, int | str]:
-    """What the log says of a request that was answered: numbers only."""
-    return {
-        "prompt_tokens": len(request.prompt_ids),
-        "generated_tokens": num_generated,
-        "finish_reason": finish.value,
-    }
+def log_fields(request: GenerationRequest, num_generated: int, finish: FinishReason) -> dict[str, int | str]:
+    """Of the log line of a request that was answered: numbers only."""
+    return {"prompt_tokens": len(request.prompt_ids), "generated_tokens": num_generated, "finish_reason": finish.value}
 
 
 def random_seed() -> int:
-    """For a request that named none. 53 bits survive every JSON reader."""
+    """For a request without one. 53 bits survive every JSON reader."""
     return secrets.randbits(53)

@@ -1,7 +1,4 @@
-"""Server-sent events as a small ASGI response: one `send` per yielded bytes, comments while nothing happens.
-
-Knows the framing (`data: {json}` and a blank line), not what the events mean.
-"""
+"""Server-sent events as a small ASGI response: one `send` per item, and comments that keep the connection alive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -25,10 +22,10 @@ def event(value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `events` yields as it comes; the generator is closed when the client goes away.
+    """Sends what `events` yields; the generator is closed when the client disconnects.
 
-    `on_close` runs however the stream ends, also when `events` was never started. Starlette's own StreamingResponse
-    would start a task group per response and a wrapper per chunk.
+    `on_close` runs however the stream ends, also when `events` was never started. Starlette's StreamingResponse would
+    start a task group per response and a wrapper per chunk.
     """
 
     media_type = "text/event-stream"
@@ -41,7 +38,7 @@ class EventStream(Response):
         keep_alive_s: float = KEEP_ALIVE_SECONDS,
     ) -> None:
         super().__init__(headers=headers)
-        # The length of a stream is not known when it starts.
+        # The length of a stream is unknown when it starts.
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self._events = events
@@ -64,27 +61,27 @@ class EventStream(Response):
 
 
 class _KeepAlive:
-    """Sends a comment after so many silent seconds. One timer per stream, never one per event."""
+    """Sends a comment after `seconds` without an event. One timer per stream, not one per event."""
 
     def __init__(self, send: Send, seconds: float) -> None:
         self._send = send
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
-        self._timer = self._loop.call_later(seconds, self._look)
+        self._timer = self._loop.call_later(seconds, self._check)
         self._comment: asyncio.Task[None] | None = None
 
     def touch(self) -> None:
         self._last = self._loop.time()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         silent = self._loop.time() - self._last
         if silent >= self._seconds:
-            self._comment = self._loop.create_task(self._say())
+            self._comment = self._loop.create_task(self._send_comment())
             silent = 0.0
-        self._timer = self._loop.call_later(self._seconds - silent, self._look)
+        self._timer = self._loop.call_later(self._seconds - silent, self._check)
 
-    async def _say(self) -> None:
+    async def _send_comment(self) -> None:
         self._last = self._loop.time()
         await self._send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
 

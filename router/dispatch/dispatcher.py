@@ -1,12 +1,13 @@
-"""From a route's request to a shard and back: admission, the fair queue, batches within the shard's credit.
+"""From a route's request to a shard and back: admission, the fair queue, batches within the shards' credit.
 
-The router owns a request until its last byte is sent; after dispatch it never reorders. All of it runs in the event
-loop's thread, so nothing here locks.
+The router owns a request until its last byte is sent; after dispatch it never reorders. All of it runs in the thread of
+the event loop, so nothing here locks.
 """
 
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable
 
@@ -16,19 +17,16 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.admission import Admission
 from lorikeet.router.adapters.loader_client import LoaderClient
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.dispatch.delivery import BASE_KEY, Delivery
+from lorikeet.router.dispatch.delivery import Delivery
 from lorikeet.router.dispatch.fair_queue import FairQueue, QueueFull
 from lorikeet.router.dispatch.recovery import Recovery
 from lorikeet.router.dispatch.send_loop import SendLoop
-from lorikeet.router.errors import DeadlineExceeded, NoShard, Overloaded, RouterError, ShuttingDown
+from lorikeet.router.errors import DeadlineExceeded, NoShard, Overloaded, QueueTimeout, RouterError, ShuttingDown
 from lorikeet.router.metrics.router import Metrics
-from lorikeet.router.requests.deadlines import Deadlines
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.shards.codec import submit_message
-from lorikeet.router.shards.compatibility import incompatible
 from lorikeet.router.shards.connection import ShardLink
-from lorikeet.router.shards.credentials import ShardAccess
 from lorikeet.router.shards.discovery import Members
 from lorikeet.router.shards.placement import Choice, Placement
 from lorikeet.router.text.tokenizer import Tokenizer
@@ -37,7 +35,7 @@ log = structlog.get_logger()
 
 
 class Dispatcher:
-    """All generations of one router process and the shards they go to."""
+    """All generations of one router process and the shards they go to. Implements RouterEvents."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, metrics: Metrics | None = None) -> None:
         if not config.shard_addresses:
@@ -45,37 +43,34 @@ class Dispatcher:
         self.metrics = metrics or Metrics(config.max_input_length, config.max_total_tokens)
         self.draining = False
         self.is_leaving = False
-        """Whether another router takes new connections: what comes on old ones is still served."""
-        self.when_finished: Callable[[Generation], None] = lambda generation: None
-        """Told of each text that is complete."""
+        """Whether another router accepts new connections: requests on existing ones are still served."""
+        self.on_complete: Callable[[Generation], None] = lambda generation: None
+        """Called with each generation whose text is complete."""
         self._config = config
         self._tokenizer = tokenizer
-        self._access = ShardAccess.of(config)
-        self._members = Members(config.shard_addresses, self._make_link, self._members_changed)
+        self._members = Members(config, self)
         self.links = self._members.links
         self._placement = Placement(self.links)
         self._chosen: Choice | None = None
-        """By `_fits`, for the request that is about to leave."""
+        """By `_fits`, for the next request."""
         self._open: set[ShardLink] = set()
-        """Shards that may be sent requests in this turn."""
+        """Shards that may be sent requests now."""
         self._queue = FairQueue(max_waiting=config.max_concurrent_requests)
         self._numbers = itertools.count(1)
         self._queued: dict[int, Generation] = {}
-        self._recovery = Recovery(config.recovery_timeout_s, self._put_back, self._give_up)
-        self._delivery = Delivery(self.metrics, self._queue.charge, self._recovery, self._note_active)
-        self._deadlines = Deadlines(config, self._fail, self._retry_after)
-        self._send_loop = SendLoop(self.links, self._queue.__len__, self._send)
+        """By number: in the queue, or waiting for adapters."""
+        self._recovery = Recovery(config.recovery_timeout_s, self)
+        self._delivery = Delivery(self.metrics, self._queue, self._recovery, self)
+        self._send_loop = SendLoop(self.links, self._queue, self)
         self._empty = asyncio.Event()
         self._empty.set()
         self._queue_seconds = 0.0
-        """Moving mean of the time that requests waited lately."""
+        """Moving average of the queue time of recent requests."""
         self._loader = None if config.loader_address is None else LoaderClient(config.loader_address)
-        self.admission = None
-        """Of requests with adapters; None where the base model is served alone."""
+        self.admission: Admission | None = None
+        """Of requests with adapters; None where only the base model is served."""
         if self._loader is not None:
-            self.admission = Admission(
-                self._loader, self.links, self._placement, self._enqueue, self._fail, self.metrics.adapters
-            )
+            self.admission = Admission(self._loader, self.links, self._placement, self.metrics.adapters, self)
         self._tasks: list[asyncio.Task[None]] = []
 
     # Life
@@ -87,7 +82,7 @@ class Dispatcher:
             self._tasks.append(asyncio.create_task(self._loader.run(), name="loader"))
 
     async def stop(self) -> None:
-        """End every request and the stream."""
+        """End every request and every stream."""
         self._fail_all(ShuttingDown)
         self.draining = True
         await self._members.stop()
@@ -97,10 +92,10 @@ class Dispatcher:
                 await task
 
     async def drain(self, timeout: float) -> bool:
-        """Take no new request and wait for the running ones; the rest get an error. True when nothing was cut."""
+        """Reject new requests and wait for the running ones. False where some had to be failed after `timeout`."""
         self.draining = True
         if not self.ready:
-            self._give_up()
+            self.on_recovery_timeout()
         try:
             async with asyncio.timeout(timeout):
                 await self._empty.wait()
@@ -115,38 +110,19 @@ class Dispatcher:
         return any(link.ready for link in self.links)
 
     @property
-    def recovers(self) -> bool:
-        """Whether requests wait for a shard that should be back soon."""
-        return self._recovery.is_under_way and not self.draining
-
-    @property
     def healthy(self) -> bool:
-        """Whether requests are answered, if not at once."""
-        return self.ready or self.recovers
+        """Whether requests are answered, possibly after a recovery."""
+        return self.ready or (self._recovery.is_active and not self.draining)
 
     @property
     def info(self) -> pb.ShardInfo | None:
-        """What the first shard that was ever there said about itself."""
+        """Of the first shard that has ever been connected."""
         return next((link.info for link in self.links if link.info is not None), None)
-
-    @property
-    def queue_length(self) -> int:
-        return len(self._queue)
 
     @property
     def num_active(self) -> int:
         """Requests inside the router, queued or running."""
         return len(self._queued) + sum(len(link.running) for link in self.links)
-
-    def _make_link(self, index: int, address: str, name: str) -> ShardLink:
-        marks, timeout_s = self._config.stuck_files, self._config.step_timeout_s
-        return ShardLink(
-            index, address, self, timeout_s, marks[index] if index < len(marks) else "", self._access, name
-        )
-
-    def _members_changed(self) -> None:
-        self._placement.changed()
-        self._send_loop.soon()
 
     # Requests
 
@@ -157,20 +133,20 @@ class Dispatcher:
         self.check_room()
         if deadline is not None and deadline <= time.monotonic():
             raise DeadlineExceeded
-        generation = Generation(next(self._numbers), request, self._tokenizer, self._release, self.when_finished)
+        generation = Generation(next(self._numbers), request, self._tokenizer, self)
         if generation.is_admitted:
-            generation.contents.check()
-            self._enqueue(generation, BASE_KEY)
+            generation.adapters.check()
+            self.on_admit(generation)
         else:
-            self._admit(generation)
-        self._queued[generation.number] = generation
+            self._await_adapters(generation)
+        self._queued[generation.routing.number] = generation
         self._empty.clear()
-        self._note_active()
-        self._deadlines.set(generation, deadline)
+        self.on_end()
+        self._set_deadlines(generation, deadline)
         return generation
 
     def check_room(self, num_coming: int = 0) -> None:
-        """Whether another request can be taken beside `num_coming` that are being read. Raises a leaf of Refused."""
+        """Whether another request is accepted in addition to `num_coming` being read. Raises a leaf of Refused."""
         if self.draining:
             raise ShuttingDown
         if not self.healthy:
@@ -178,48 +154,71 @@ class Dispatcher:
         if self.num_active + num_coming >= self._config.max_concurrent_requests:
             raise Overloaded(self._retry_after())
 
-    def _enqueue(self, generation: Generation, key: str, weight: float = 1.0) -> None:
-        """From here on it may be sent."""
+    def on_admit(self, generation: Generation) -> None:
         for link in self.links:
-            link.pacing.arrived(time.monotonic(), is_first=not len(self._queue))
+            link.send_timing.on_arrival(time.monotonic(), is_first=not len(self._queue))
+        request, routing = generation.request, generation.routing
+        weight = 1.0 if request.adapter is None else request.adapter.weight
         try:
-            self._queue.push(key, generation.number, len(generation.request.prompt_ids), weight)
+            self._queue.push(routing.flow, routing.number, len(request.prompt_ids), weight)
         except QueueFull:
             raise Overloaded(self._retry_after()) from None
-        self._send_loop.soon()
+        self._send_loop.schedule()
 
-    def _admit(self, generation: Generation) -> None:
-        """Raises ValidationError, or Overloaded where too many wait for that adapter."""
+    def _await_adapters(self, generation: Generation) -> None:
+        """Raises ValidationError, or Overloaded where too many requests wait for that adapter."""
         assert self.admission is not None
-        flow = generation.flow
+        flow = generation.routing.flow
         num_waiting = self.admission.loading.num_waiting(flow) + self._queue.num_waiting(flow)
         if generation.request.adapter is not None and num_waiting >= self._config.most_queued_per_adapter:
             raise Overloaded(self._retry_after())
         self.admission.admit(generation)
 
-    def _fail(self, generation: Generation, error: RouterError) -> None:
-        self._release(generation)
+    def _set_deadlines(self, generation: Generation, deadline: float | None) -> None:
+        """Fail it at its own time limit, at the server's, and at that of the queue."""
+        now, config = time.monotonic(), self._config
+        if config.request_timeout_s is not None:
+            deadline = min(deadline or math.inf, now + config.request_timeout_s)
+        if deadline is not None:
+            generation.routing.deadline = deadline
+            self._fail_after(generation, deadline - now, DeadlineExceeded)
+        if config.max_queue_seconds is not None:
+            self._fail_after(generation, config.max_queue_seconds, lambda: QueueTimeout(self._retry_after()), True)
+
+    def _fail_after(
+        self, generation: Generation, seconds: float, error: Callable[[], RouterError], only_queued: bool = False
+    ) -> None:
+        def expire() -> None:
+            if not only_queued or (generation.routing.is_queued and not generation.routing.num_retries):
+                self.on_failure(generation, error())
+
+        generation.timers.append(asyncio.get_running_loop().call_later(max(0.0, seconds), expire))
+
+    def on_failure(self, generation: Generation, error: RouterError) -> None:
+        self.on_cancel(generation)
         generation.fail(error)
 
-    def _release(self, generation: Generation) -> None:
-        """Forget a request that is not over: out of the queue, or an Abort to the shard."""
-        if self._queued.pop(generation.number, None) is not None:
-            if not self._queue.remove(generation.number) and self.admission is not None:
-                self.admission.leave(generation)
-        elif generation.link is not None and generation.link.abort(generation, time.monotonic()):
-            self.metrics.aborts.add()
-        self._note_active()
+    def on_cancel(self, generation: Generation) -> None:
+        """Remove a request that is not over: from the queue, or by an abort from its shard."""
+        number, address = generation.routing.number, generation.routing.shard_address
+        if self._queued.pop(number, None) is not None:
+            if not self._queue.remove(number) and self.admission is not None:
+                self.admission.loading.leave(generation)
+        elif (link := next((link for link in self.links if link.address == address), None)) is not None:
+            self.metrics.aborts.add(link.abort(generation, time.monotonic()))
+        self.on_end()
 
     def _retry_after(self) -> float:
-        """Seconds until a place should be free, from how long requests waited lately."""
+        """Seconds after which there should be room, estimated from recent queue times."""
         return min(60.0, max(1.0, self._queue_seconds))
 
     def _fail_all(self, error: Callable[[], RouterError]) -> None:
         running = [generation for link in self.links for generation in link.running.values()]
         for generation in [*self._queued.values(), *running]:
-            self._fail(generation, error())
+            self.on_failure(generation, error())
 
-    def _note_active(self) -> None:
+    def on_end(self) -> None:
+        """The number of requests has changed."""
         gauges = self.metrics.gauges
         gauges["lorax_queue_length"] = len(self._queued)
         gauges["lorikeet_active_requests"] = self.num_active
@@ -229,8 +228,8 @@ class Dispatcher:
 
     # Sending
 
-    def _send(self, now: float, open_links: set[ShardLink]) -> None:
-        """One batch for each of the shards, as large as its credit allows."""
+    def on_send_time(self, now: float, open_links: set[ShardLink]) -> None:
+        """Send one batch to each of the shards, as large as its credit allows."""
         self._open = open_links
         batches: dict[ShardLink, list[pb.Submit]] = {}
         while (number := self._queue.pop(self._fits)) is not None:
@@ -238,18 +237,18 @@ class Dispatcher:
             link, reason = self._chosen
             generation = self._queued.pop(number)
             batches.setdefault(link, []).append(self._dispatch(generation, link, now))
-            self._placement.sent(generation, link)
-            self.metrics.placements.add(1, reason)
+            self._placement.record_sent(generation, link)
+            self.metrics.routing_decisions.add(1, reason)
         for link, batch in batches.items():
-            link.pacing.sent()
+            link.send_timing.on_send()
             link.client.submit(batch)
             self.metrics.batch_left(len(batch))
         if batches:
-            self._note_active()
+            self.on_end()
             self._note_credit()
 
     def _fits(self, number: int) -> bool:
-        """Whether there is a shard for the request now. One whose turn has yet to come is waited for."""
+        """Whether there is a shard for the request now. It waits for one that may not be sent requests yet."""
         choice = self._placement.choose(self._queued[number])
         if choice is None or choice[0] not in self._open:
             return False
@@ -257,73 +256,74 @@ class Dispatcher:
         return True
 
     def _dispatch(self, generation: Generation, link: ShardLink, now: float) -> pb.Submit:
-        request = generation.request
-        link.take(generation, now)
-        waited = now - generation.queued_at
+        request, routing = generation.request, generation.routing
+        link.add(generation, now)
+        waited = now - routing.queued_at
         self._queue_seconds += 0.1 * (waited - self._queue_seconds)
-        if not generation.num_moves:
-            generation.waited_s = waited
+        if not routing.num_retries:
+            routing.waited_s = waited
             self.metrics.request_sent(waited, len(request.prompt_ids))
         if request.adapter is not None and self.admission is not None:
-            self.admission.sent(request.adapter, generation, link)
-        deadline_ms = 0 if generation.deadline is None else max(1, round(1000 * (generation.deadline - now)))
+            self.admission.record_sent(request.adapter, generation, link)
+        deadline_ms = 0 if routing.deadline is None else max(1, round(1000 * (routing.deadline - now)))
         return submit_message(generation, self._tokenizer.eos_ids, deadline_ms)
 
-    # What shards say (LinkOwner)
+    # Shards
 
-    def link_incompatible(self, info: pb.ShardInfo) -> str:
-        return incompatible(info, next((link.info for link in self.links if link.client.connected), None))
+    def incompatibility(self, info: pb.ShardInfo) -> str:
+        return self._members.incompatibility(info)
 
-    def link_serving(self) -> None:
-        """A shard that ends takes nothing new; where it is the only one for now, requests wait."""
+    def on_membership_change(self) -> None:
+        self._placement.on_membership_change()
+        self._send_loop.schedule()
+
+    def on_serving_change(self) -> None:
+        """A shard that shuts down accepts nothing new; without another one, requests wait."""
         if not self.ready:
             self._recovery.on_all_down()
 
-    def link_up(self, link: ShardLink) -> None:
+    def on_connect(self, link: ShardLink) -> None:
         assert link.info is not None
         if self.admission is not None:
-            self.admission.link_up(link)
+            self.admission.on_connect(link)
         self.metrics.set_info(link.info, link.index)
         log.info("shard_connected", address=link.address, model=link.info.model_id, num_pages=link.info.num_pages)
 
-    def link_down(self, link: ShardLink, lost: list[Generation], reason: str) -> None:
+    def on_disconnect(self, link: ShardLink, lost: list[Generation], reason: str) -> None:
         if self.admission is not None:
-            self.admission.link_down(link)
+            self.admission.on_disconnect(link)
         self.metrics.shard_gone(link.index)
-        self._recovery.lost(link, lost)
+        self._recovery.on_disconnect(link, lost)
         if not self.ready:
             if self.draining:
-                self._give_up()
+                self.on_recovery_timeout()
             else:
                 self._recovery.on_all_down()
-        self._note_active()
+        self.on_end()
         self._note_credit()
         if reason:
             self.metrics.shard_reconnects.add()
             log.warning("shard_lost", address=link.address, reason=reason, num_requests=len(lost))
 
-    def _put_back(self, generation: Generation) -> None:
-        """It goes on as prompt and output so far, before others of its queue."""
-        self.metrics.requests_moved.add()
-        self._queued[generation.number] = generation
-        self._queue.put_back(generation.flow or BASE_KEY, generation.number, generation.num_known)
-        self._send_loop.soon()
+    def on_retry(self, generation: Generation) -> None:
+        """Its prompt and output so far go ahead of the other requests of its flow."""
+        routing = generation.routing
+        self.metrics.requests_retried.add()
+        self._queued[routing.number] = generation
+        self._queue.requeue(routing.flow, routing.number, generation.num_known)
+        self._send_loop.schedule()
 
-    def _give_up(self) -> None:
-        """No shard has come back."""
+    def on_recovery_timeout(self) -> None:
         for generation in list(self._queued.values()):
-            self._fail(generation, NoShard())
+            self.on_failure(generation, NoShard())
 
-    def link_output(self, link: ShardLink, output: pb.StepOutput) -> int:
-        """Give every request its tokens, then use the room that this step made.
-
-        Returns the number of requests whose readers wait for `flush` to be told.
-        """
+    def on_output(self, link: ShardLink, output: pb.StepOutput) -> int:
+        """Deliver the tokens, then use the room that this step has freed."""
         now = time.monotonic()
-        num_tokens = self._delivery.take(link, output, now)
+        num_tokens = self._delivery.deliver(link, output, now)
         if output.adapters and self.admission is not None:
-            self.admission.moved(link, output.adapters)
-        has_stepped = link.stepped(output, now)
+            self.admission.update(link, output.adapters)
+        has_stepped = link.update(output, now)
         if output.HasField("credit"):
             self._note_credit()
             if link.ready:
@@ -331,12 +331,11 @@ class Dispatcher:
         self.metrics.record_output(output, num_tokens, link.index)
         if len(self._queue):
             if has_stepped:
-                self._send(now, {link})
-            self._send_loop.soon()
-        return self._delivery.num_untold
+                self.on_send_time(now, {link})
+            self._send_loop.schedule()
+        return self._delivery.num_updated
 
-    def flush(self) -> None:
-        """Nothing more is at hand: let readers see what their requests got."""
+    def on_quiet(self) -> None:
         self._delivery.wake_readers()
 
     def _note_credit(self) -> None:

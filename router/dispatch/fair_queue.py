@@ -1,8 +1,8 @@
-"""Who goes next: one bounded queue per key, deficit round robin between them, charged in tokens.
+"""The fair queue: one bounded flow per key, deficit round robin between the flows, charged in tokens.
 
-A pure state machine: no clock, no sockets, no asyncio. A key (an adapter) is charged for the prompt when one of its
-requests leaves, and for the tokens that its requests emit later; the sum divided by the key's weight is what stays
-equal between keys that always have something waiting.
+A pure state machine: no clock, no sockets, no asyncio. A flow (an adapter) is charged for the prompt when one of its
+requests leaves the queue, and later for its output tokens; the sum divided by the flow's weight stays equal between
+flows that always have a request waiting.
 """
 
 import math
@@ -11,25 +11,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 QUANTUM = 64
-"""Tokens per round and unit of weight: about a short request, so that keys of short ones take turns within a second."""
+"""Tokens per round and unit of weight: about a short request, so that flows of short ones alternate within a second."""
 _MANY_FLOWS = 1024
 
 
 class QueueFull(Exception):
-    """The key's queue holds as many requests as it may."""
+    """The flow has reached its limit of waiting requests."""
 
 
 @dataclass(slots=True)
 class _Flow:
-    """One key: its waiting requests in order, and what it may still spend (negative: what it owes)."""
+    """The waiting requests of one key in order, and the tokens that it may spend (negative: its debt)."""
 
     key: str
     weight: float = 1.0
     waiting: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """Request id → tokens charged when it leaves."""
+    """Request id → tokens charged when it leaves the queue."""
     deficit: float = 0.0
     idle_since: float = 0.0
-    """The number of rounds when it last ran empty; an idle key pays its debt as rounds go by."""
+    """The number of rounds when it became empty; an idle flow pays its debt as rounds pass."""
 
 
 class FairQueue:
@@ -40,13 +40,13 @@ class FairQueue:
         self._quantum = quantum
         self._flows: dict[str, _Flow] = {}
         self._turns: deque[_Flow] = deque()
-        """Lanes with waiting requests, the one whose turn it is first."""
+        """Flows with waiting requests, the current one first."""
         self._key_of: dict[int, str] = {}
         self._rounds = 0.0
         self._forget_at = _MANY_FLOWS
-        """So many lanes are looked through for those that may be forgotten."""
+        """The number of flows at which idle ones are dropped."""
         self._fresh = True
-        """Whether the first lane has yet to get its quantum for this turn."""
+        """Whether the first flow has not received its quantum for this turn."""
 
     def __len__(self) -> int:
         return len(self._key_of)
@@ -58,7 +58,7 @@ class FairQueue:
     def push(self, key: str, request_id: int, tokens: int, weight: float = 1.0) -> None:
         """Queue a request that is charged `tokens` when it leaves. Raises QueueFull.
 
-        `weight` is how much of the tokens `key` gets, relative to others; the newest word on it holds.
+        `weight` is the flow's share of the tokens relative to others; the last value applies.
         """
         if not weight > 0:
             raise ValueError(f"a weight must be positive, got {weight}")
@@ -70,10 +70,10 @@ class FairQueue:
         flow.waiting[request_id] = tokens
         self._key_of[request_id] = key
 
-    def put_back(self, key: str, request_id: int, tokens: int) -> None:
-        """Let a request that had left be the first of its key again, however many wait; its charge is returned.
+    def requeue(self, key: str, request_id: int, tokens: int) -> None:
+        """Requeue a request that had left as the first of its flow, without a limit; its charge is refunded.
 
-        `tokens` are charged when it leaves once more. Of several the last to be put back goes first.
+        `tokens` are charged when it leaves again. Of several requests, the one requeued last goes first.
         """
         flow = self._flow(key)
         self._activate(flow)
@@ -83,7 +83,7 @@ class FairQueue:
         self._key_of[request_id] = key
 
     def pop(self, fits: Callable[[int], bool]) -> int | None:
-        """Take the next request, unless it does not fit: nobody overtakes it then, or large ones would starve."""
+        """Take the next request if it fits. No other one overtakes it otherwise, or large ones would starve."""
         flow = self._next_flow()
         if flow is None:
             return None
@@ -97,7 +97,7 @@ class FairQueue:
         return request_id
 
     def remove(self, request_id: int) -> bool:
-        """Forget a waiting request; False when it is not here."""
+        """Remove a waiting request; False when it is not queued."""
         key = self._key_of.pop(request_id, None)
         if key is None:
             return False
@@ -108,7 +108,7 @@ class FairQueue:
         return True
 
     def charge(self, key: str, tokens: int) -> None:
-        """Charge tokens that a request of `key` emitted after it left."""
+        """Charge output tokens of a request of `key` that has left the queue."""
         self._flow(key).deficit -= tokens
 
     def _flow(self, key: str) -> _Flow:
@@ -121,14 +121,13 @@ class FairQueue:
         return flow
 
     def _activate(self, flow: _Flow) -> None:
-        """A lane that was empty gets its turn."""
+        """An empty flow joins the round."""
         if not flow.waiting:
-            paid = (self._rounds - flow.idle_since) * self._quantum * flow.weight
-            flow.deficit = min(0.0, flow.deficit + paid)
+            flow.deficit = min(0.0, flow.deficit + self._paid(flow))
             self._turns.append(flow)
 
     def _deactivate(self, flow: _Flow) -> None:
-        """An empty lane keeps its debt but saves up nothing."""
+        """An empty flow leaves the round; it keeps its debt but no credit."""
         if self._turns and self._turns[0] is flow:
             self._turns.popleft()
             self._fresh = True
@@ -138,7 +137,7 @@ class FairQueue:
         flow.idle_since = self._rounds
 
     def _next_flow(self) -> _Flow | None:
-        """Give quanta in turn until the lane at the front can pay for its oldest request."""
+        """Give quanta in turn until the first flow can pay for its oldest request."""
         visits = 0
         while self._turns:
             flow = self._turns[0]
@@ -158,7 +157,7 @@ class FairQueue:
         return None
 
     def _skip_rounds(self) -> None:
-        """All lanes are short: give everyone the rounds after which the first of them can pay, bar the last one."""
+        """No flow can pay: give each one the quanta of all rounds but the last until the first of them can."""
         short = [
             math.ceil((next(iter(flow.waiting.values())) - flow.deficit) / (self._quantum * flow.weight))
             for flow in self._turns
@@ -169,8 +168,11 @@ class FairQueue:
         self._rounds += rounds
 
     def forget_idle(self) -> None:
-        """Drop keys that wait for nothing and owe nothing any more."""
-        for flow in [flow for flow in self._flows.values() if not flow.waiting]:
-            paid = (self._rounds - flow.idle_since) * self._quantum * flow.weight
-            if flow.deficit + paid >= 0:
+        """Drop flows without waiting requests and without debt."""
+        for flow in list(self._flows.values()):
+            if not flow.waiting and flow.deficit + self._paid(flow) >= 0:
                 del self._flows[flow.key]
+
+    def _paid(self, flow: _Flow) -> float:
+        """The debt that an idle flow has paid since it became empty."""
+        return (self._rounds - flow.idle_since) * self._quantum * flow.weight

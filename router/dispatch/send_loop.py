@@ -1,63 +1,53 @@
-"""When batches leave: once the requests of a turn of the loop are all in, and when a shard's pacing says so.
-
-Knows links' pacing and the loop's clock; what is sent is the dispatcher's.
-"""
+"""Decides when batches are sent: at the end of an iteration of the event loop, and when a shard's timing allows it."""
 
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from lorikeet.router.shards.connection import ShardLink
+from lorikeet.router.dispatch.fair_queue import FairQueue
+from lorikeet.router.shards.connection import RouterEvents, ShardLink
 
 
 class SendLoop:
-    """Of one dispatcher, whose `send` sends a batch to each of the shards given, as of a moment.
+    """Of one dispatcher. Times are of time.monotonic()."""
 
-    `num_waiting` is the number of requests that could be sent. Moments are of time.monotonic().
-    """
-
-    def __init__(
-        self,
-        links: Sequence[ShardLink],
-        num_waiting: Callable[[], int],
-        send: Callable[[float, set[ShardLink]], None],
-    ) -> None:
+    def __init__(self, links: Sequence[ShardLink], queue: FairQueue, events: RouterEvents) -> None:
         self._links = links
-        self._num_waiting = num_waiting
-        self._send = send
-        self._is_soon = False
+        self._queue = queue
+        self._events = events
+        self._is_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
-        """Of the loop's time: when the timer calls. uvloop's do not always know."""
+        """When the timer fires, in the loop's time: uvloop's timers do not always report it."""
 
-    def soon(self) -> None:
-        """Send what may be sent, at the end of this turn of the loop."""
-        if not self._is_soon:
-            self._is_soon = True
-            asyncio.get_running_loop().call_soon(self._now)
+    def schedule(self) -> None:
+        """Send what may be sent at the end of this iteration of the loop."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._send)
 
-    def _now(self) -> None:
-        self._is_soon = False
-        if not self._num_waiting():
+    def _send(self) -> None:
+        self._is_scheduled = False
+        if not len(self._queue):
             return
         now = time.monotonic()
-        times = {link: link.pacing.send_at(now, shard_idle=link.is_idle) for link in self._links}
-        self._send(now, {link for link, at in times.items() if at <= now})
+        times = {link: link.send_timing.send_at(now, shard_idle=link.is_idle) for link in self._links}
+        self._events.on_send_time(now, {link for link, at in times.items() if at <= now})
         later = min((at for at in times.values() if now < at), default=math.inf)
-        if later < math.inf and self._num_waiting():
-            self._at(later)
+        if later < math.inf and len(self._queue):
+            self._send_at(later)
 
-    def _at(self, moment: float) -> None:
-        """At a moment, which may be before one that was asked for earlier."""
+    def _send_at(self, moment: float) -> None:
+        """Set the timer, or bring it forward."""
         loop = asyncio.get_running_loop()
         when = loop.time() + moment - time.monotonic()
         if self._timer is not None:
             if self._due <= when:
                 return
             self._timer.cancel()
-        self._timer, self._due = loop.call_at(when, self._on_time), when
+        self._timer, self._due = loop.call_at(when, self._on_timer), when
 
-    def _on_time(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        self._now()
+        self._send()

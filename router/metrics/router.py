@@ -1,45 +1,59 @@
-"""What operators see: LoRAX's metric names with its labels, and ours beside them as `lorikeet_*`.
+"""The router's metrics: LoRAX's names with its labels, and our own as `lorikeet_*`.
 
-Observing is a bisection and two additions, because some of it happens for every token; the Prometheus form and
-LoRAX's JSON form are made when asked for.
+Observing is a bisection and two additions, because some of it happens for every token; the Prometheus form and LoRAX's
+JSON form are made on request.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.metrics.adapters import AdapterMetrics
-from lorikeet.router.metrics.histogram import Counter, Histogram
+from lorikeet.router.metrics.histogram import Counter, Histogram, families, histogram_family
 from lorikeet.router.metrics.speculation import BASE, SpeculationMetrics
 from lorikeet.router.requests.adapter_ref import Adapter
+from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.speculation_stats import num_emitted
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATIONS = [0.00015 * 1.5**power for power in range(35)]
-_STEPS = [
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-]
+_LATENCIES = [0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03,
+              0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5]  # fmt: skip
+_BATCH_SIZES = [2**power for power in range(11)]
+_GAUGES = {
+    "lorax_queue_length": "Requests in the router's queue",
+    "lorax_batch_current_size": "Requests running in the shard",
+    "lorax_batch_current_max_tokens": "KV tokens that running requests hold",
+    "lorikeet_running_requests": "Requests running in the shard",
+    "lorikeet_shard_waiting_requests": "Requests waiting in the shard",
+    "lorikeet_active_requests": "Requests inside the router, queued or running",
+    "lorikeet_kv_pages": "KV pages in total",
+    "lorikeet_kv_pages_used": "KV pages owned by requests",
+    "lorikeet_kv_pages_cached": "KV pages kept for prefixes only",
+    "lorikeet_credit_requests": "Requests that the shard could still accept",
+    "lorikeet_credit_kv_tokens": "KV tokens that the shard could still accept",
+    "lorikeet_shard_ready": "1 while a shard accepts requests",
+}
+_DEPRECATED = {
+    "lorikeet_requests_retried_total": "lorikeet_requests_moved_total",
+    "lorikeet_routing_decisions_total": "lorikeet_placements_total",
+    "lorikeet_dispatch_batch_size": "lorikeet_batch_sent",
+    "lorikeet_device_idle_seconds_total": "lorikeet_step_gap_seconds_total",
+}
+"""Former names, exported in addition for one release."""
+_DEPRECATED_REASONS = {
+    "only_shard": "only",
+    "adapter_resident": "adapter",
+    "prefix_cached": "prefix",
+    "adapter_affinity": "home",
+    "overflow": "spread",
+    "least_loaded": "credit",
+}
+"""Former values of the label `reason`."""
 
 
 def _linear(top: int) -> list[float]:
@@ -47,53 +61,66 @@ def _linear(top: int) -> list[float]:
 
 
 class Metrics:
-    """Everything one router counts. Routes report requests; the dispatcher reports generations and shards."""
+    """All metrics of one router. Routes report requests; the dispatcher reports generations and shards."""
 
     def __init__(self, max_input_length: int = 4095, max_total_tokens: int = 4096) -> None:
+        def duration(name: str) -> Histogram:
+            return Histogram(_DURATIONS, f"lorax_{name}", name.replace("_", " "))
+
+        def length(name: str, top: int) -> Histogram:
+            return Histogram(_linear(top), f"lorax_{name}", name.replace("_", " "))
+
+        def own(bounds: Sequence[float], name: str, text: str) -> Histogram:
+            return Histogram(bounds, f"lorikeet_{name}", text)
+
+        def counter(name: str, text: str, label: str = "") -> Counter:
+            return Counter(f"lorikeet_{name}_total", text, label)
+
         # LoRAX's names.
-        self.request_count = Counter()
-        self.request_success = Counter()
-        self.request_failure = Counter()
-        self.request_duration = Histogram(_DURATIONS)
-        self.request_validation_duration = Histogram(_DURATIONS)
-        self.request_queue_duration = Histogram(_DURATIONS)
-        self.request_inference_duration = Histogram(_DURATIONS)
-        self.request_mean_time_per_token_duration = Histogram(_DURATIONS)
-        self.request_input_length = Histogram(_linear(max_input_length))
-        self.request_generated_tokens = Histogram(_linear(max_total_tokens))
-        self.request_max_new_tokens = Histogram(_linear(max_total_tokens))
-        self.request_skipped_tokens = Histogram([])
-        self.batch_next_size = Histogram(range(1, 1025))
-        self.batch_count = Counter()
-        self.batch_success = Counter()
+        self.request_count = Counter("lorax_request_count", "Requests that arrived")
+        self.request_success = Counter("lorax_request_success", "Requests answered in full")
+        self.request_failure = Counter("lorax_request_failure", "Requests that failed, by reason", "err")
+        self.request_duration = duration("request_duration")
+        self.request_validation_duration = duration("request_validation_duration")
+        self.request_queue_duration = duration("request_queue_duration")
+        self.request_inference_duration = duration("request_inference_duration")
+        self.request_mean_time_per_token_duration = duration("request_mean_time_per_token_duration")
+        self.request_input_length = length("request_input_length", max_input_length)
+        self.request_generated_tokens = length("request_generated_tokens", max_total_tokens)
+        self.request_max_new_tokens = length("request_max_new_tokens", max_total_tokens)
+        text = "Tokens beyond the first of their step, per request"
+        self.request_skipped_tokens = Histogram([], "lorax_request_skipped_tokens", text)
+        self.batch_next_size = Histogram(range(1, 1025), "lorax_batch_next_size", "Requests per message to a shard")
+        self.batch_count = Counter("lorax_batch_inference_count", "Steps", "method")
+        self.batch_success = Counter("lorax_batch_inference_success", "Steps that succeeded", "method")
         self.batch_duration = {"prefill": Histogram(_DURATIONS), "decode": Histogram(_DURATIONS)}
         # Ours.
-        self.time_to_first_token = Histogram(_DURATIONS)
-        self.inter_token_latency = Histogram(_STEPS)
-        self.queue_seconds = Histogram(_DURATIONS)
-        self.batch_sent = Histogram([2**power for power in range(11)])
-        self.prompt_tokens = Counter()
-        self.generated_tokens = Counter()
-        self.cached_prompt_tokens = Counter()
-        self.prefix_hits = Counter()
-        self.preemptions = Counter()
-        self.step_gap_seconds = Counter()
-        self.drafted_tokens = Counter()
-        self.accepted_tokens = Counter()
-        self.aborts = Counter()
-        self.shard_messages = Counter()
-        self.shard_reconnects = Counter()
-        self.requests_moved = Counter()
-        self.placements = Counter()
-        self.usage_dropped = Counter()
+        self.time_to_first_token = own(_DURATIONS, "time_to_first_token", "Seconds from arrival to the first token")
+        self.inter_token_latency = own(_LATENCIES, "inter_token_latency", "Seconds between tokens of one request")
+        self.queue_seconds = own(_DURATIONS, "queue_seconds", "Seconds in the router's queue")
+        self.batch_size = own(_BATCH_SIZES, "dispatch_batch_size", "Requests per message to a shard")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens sent to shards")
+        self.generated_tokens = counter("generated_tokens", "Tokens received from shards")
+        self.cached_prompt_tokens = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache")
+        self.prefix_hits = counter("prefix_hits", "Requests with a part of their prompt in the prefix cache")
+        self.preemptions = counter("preemptions", "Requests preempted because KV pages ran out")
+        self.device_idle_seconds = counter("device_idle_seconds", "Seconds that devices were idle between steps")
+        self.drafted_tokens = counter("drafted_tokens", "Draft tokens verified")
+        self.accepted_tokens = counter("accepted_tokens", "Draft tokens accepted")
+        self.aborts = counter("aborts", "Requests ended by the router: cancelled, or complete at a stop string")
+        self.shard_messages = counter("shard_messages", "Messages received from shards")
+        self.shard_reconnects = counter("shard_reconnects", "Streams lost")
+        self.requests_retried = counter("requests_retried", "Requests whose shard was lost or rejected them, retried")
+        self.routing_decisions = counter("routing_decisions", "Requests sent, by the reason for their shard", "reason")
+        self.usage_dropped = counter("usage_dropped", "Usage records that could not be written or posted", "to")
         self.adapters = AdapterMetrics()
         self.speculation = SpeculationMetrics()
         self.gauges: dict[str, float] = {}
-        """Gauges by full name; the dispatcher sets them as shards speak."""
+        """By full name."""
         self._page_size = 0
         self._num_pages: dict[int, int] = {}
         self._loads: dict[int, pb.Load] = {}
-        """What each shard said last."""
+        """The last Load of each shard."""
 
     # What routes report
 
@@ -115,7 +142,7 @@ class Metrics:
     # What the dispatcher reports
 
     def set_info(self, info: pb.ShardInfo, index: int = 0) -> None:
-        """What shard `index` says of itself."""
+        """Shard `index` is connected."""
         self._page_size = info.page_size
         self._num_pages[index] = info.num_pages
         self.gauges["lorikeet_kv_pages"] = sum(self._num_pages.values())
@@ -130,7 +157,7 @@ class Metrics:
         before = self._loads.get(index)
         self._loads[index] = load
         if before is not None and load.gap_us > before.gap_us:
-            self.step_gap_seconds.add((load.gap_us - before.gap_us) / 1e6)
+            self.device_idle_seconds.add((load.gap_us - before.gap_us) / 1e6)
         if load.num_preempted:
             self.preemptions.add(load.num_preempted)
         if load.step_tokens:
@@ -147,7 +174,7 @@ class Metrics:
         self.prompt_tokens.add(num_prompt)
 
     def batch_left(self, num_requests: int) -> None:
-        self.batch_sent.observe(num_requests)
+        self.batch_size.observe(num_requests)
         self.batch_next_size.observe(num_requests)
 
     def first_token(self, seconds: float, num_cached: int) -> None:
@@ -158,24 +185,28 @@ class Metrics:
             self.cached_prompt_tokens.add(num_cached)
 
     def speculation_stats(self, output: pb.RequestOutput, num_kept: int, adapter: Adapter | None, digest: str) -> None:
-        """A message tells of drafts; the first `num_kept` of its tokens are in the request's text."""
+        """An output with draft tokens; its first `num_kept` tokens are in the text."""
         self.drafted_tokens.add(sum(output.num_drafted))
         self.accepted_tokens.add(num_emitted(output, num_kept))
         label = BASE if adapter is None else self.adapters.label(adapter, digest)
         self.speculation.observe(output, num_kept, label)
 
-    def generation_ended(
-        self, seconds: float, num_generated: int, num_skipped: int, num_prompt: int, max_new_tokens: int
-    ) -> None:
-        """`seconds` since the request was sent."""
+    def generation_ended(self, generation: Generation, seconds: float) -> None:
+        """A request with output is over, `seconds` after it was sent."""
         self.request_inference_duration.observe(seconds)
-        self.request_mean_time_per_token_duration.observe(seconds / num_generated)
-        self.request_generated_tokens.observe(num_generated)
-        self.request_skipped_tokens.observe(num_skipped)
-        self.request_input_length.observe(num_prompt)
-        self.request_max_new_tokens.observe(max_new_tokens)
+        self.request_mean_time_per_token_duration.observe(seconds / generation.num_generated)
+        self.request_generated_tokens.observe(generation.num_generated)
+        self.request_skipped_tokens.observe(generation.num_skipped)
+        self.request_input_length.observe(len(generation.request.prompt_ids))
+        self.request_max_new_tokens.observe(generation.request.max_new_tokens)
 
-    # What operators ask
+    def shard_gone(self, index: int) -> None:
+        """Nothing runs there any more."""
+        self._loads.pop(index, None)
+        self._num_pages.pop(index, None)
+        self.gauges["lorikeet_kv_pages"] = sum(self._num_pages.values())
+
+    # Output
 
     def prometheus(self) -> bytes:
         """The text format; prometheus_client's own writer would add `_total` to LoRAX's counter names."""
@@ -183,8 +214,7 @@ class Metrics:
         for family in self.collect():
             lines.append(f"# HELP {family.name} {family.documentation}\n# TYPE {family.name} {family.type}\n")
             for sample in family.samples:
-                labels = _labels(sample.labels)
-                lines.append(f"{sample.name}{labels} {floatToGoString(sample.value)}\n")
+                lines.append(f"{sample.name}{_labels(sample.labels)} {floatToGoString(sample.value)}\n")
         return "".join(lines).encode()
 
     def lorax_json(self) -> bytes:
@@ -198,31 +228,27 @@ class Metrics:
             result[family.name] = {"type": family.type, "data": data}
         return orjson.dumps(result)
 
-    def shard_gone(self, index: int) -> None:
-        """Nothing runs there any more."""
-        self._loads.pop(index, None)
-        self._num_pages.pop(index, None)
-        self.gauges["lorikeet_kv_pages"] = sum(self._num_pages.values())
-
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Body and content type by the request's Accept header: JSON when asked for, else Prometheus text."""
+        """Body and content type by the request's Accept header: JSON when requested, else Prometheus text."""
         if "application/json" in accept:
             return self.lorax_json(), "application/json"
         return self.prometheus(), PROMETHEUS_TYPE
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus families of everything counted so far."""
-        yield from self._requests()
-        yield from self._batches()
-        yield from self._own()
+        """Prometheus families of all metrics."""
+        for family in families(self):
+            yield family
+            if family.name in _DEPRECATED:
+                yield _deprecated(family)
+        yield histogram_family("lorax_batch_inference_duration", "Seconds per step", "method", self.batch_duration)
         yield from self.adapters.collect()
         yield from self.speculation.collect()
-        self._note_loads()
+        self._sum_loads()
         for name, value in self.gauges.items():
             yield GaugeMetricFamily(name, _GAUGES.get(name, name), value=value)
 
-    def _note_loads(self) -> None:
-        """Gauges are of all shards together."""
+    def _sum_loads(self) -> None:
+        """Set the gauges that cover all shards."""
         if not self._loads:
             return
         loads, gauges = self._loads.values(), self.gauges
@@ -234,96 +260,16 @@ class Metrics:
         gauges["lorikeet_kv_pages_used"] = used
         gauges["lorikeet_kv_pages_cached"] = sum(load.cached_pages for load in loads)
 
-    def _requests(self) -> Iterator[Metric]:
-        yield _counter("lorax_request_count", "Requests that arrived", self.request_count)
-        yield _counter("lorax_request_success", "Requests answered in full", self.request_success)
-        yield _counter("lorax_request_failure", "Requests that failed, by reason", self.request_failure, "err")
-        for name in (
-            "request_duration",
-            "request_validation_duration",
-            "request_queue_duration",
-            "request_inference_duration",
-            "request_mean_time_per_token_duration",
-            "request_input_length",
-            "request_generated_tokens",
-            "request_max_new_tokens",
-        ):
-            yield _histogram(f"lorax_{name}", name.replace("_", " "), getattr(self, name))
-        skipped = self.request_skipped_tokens
-        yield SummaryMetricFamily(
-            "lorax_request_skipped_tokens",
-            "Tokens beyond the first of their step, per request",
-            count_value=skipped.count,
-            sum_value=skipped.sum,
-        )
 
-    def _batches(self) -> Iterator[Metric]:
-        yield _counter("lorax_batch_inference_count", "Steps", self.batch_count, "method")
-        yield _counter("lorax_batch_inference_success", "Steps that succeeded", self.batch_success, "method")
-        durations = HistogramMetricFamily("lorax_batch_inference_duration", "Seconds per step", labels=["method"])
-        for method, histogram in self.batch_duration.items():
-            durations.add_metric([method], buckets=histogram.buckets(), sum_value=histogram.sum)
-        yield durations
-        yield _histogram("lorax_batch_next_size", "Requests per message to a shard", self.batch_next_size)
-
-    def _own(self) -> Iterator[Metric]:
-        for name, text in _HISTOGRAMS.items():
-            yield _histogram(f"lorikeet_{name}", text, getattr(self, name))
-        for name, text in _COUNTERS.items():
-            yield _counter(f"lorikeet_{name}_total", text, getattr(self, name))
-        text = "Requests sent to a shard, by why that one was chosen"
-        yield _counter("lorikeet_placements_total", text, self.placements, "reason")
-        text = "Ended requests that could not be told to the operator's file or URL"
-        yield _counter("lorikeet_usage_dropped_total", text, self.usage_dropped, "to")
-
-
-_HISTOGRAMS = {
-    "time_to_first_token": "Seconds from a request's arrival in the queue to its first token",
-    "inter_token_latency": "Seconds between tokens of one request",
-    "queue_seconds": "Seconds in the router's queue",
-    "batch_sent": "Requests per message to a shard",
-}
-_COUNTERS = {
-    "prompt_tokens": "Prompt tokens sent to shards",
-    "generated_tokens": "Tokens received from shards",
-    "cached_prompt_tokens": "Prompt tokens found in the prefix cache",
-    "prefix_hits": "Requests that found a part of their prompt in the prefix cache",
-    "preemptions": "Requests that gave up their pages to older ones",
-    "step_gap_seconds": "Seconds that devices waited for the host between steps",
-    "drafted_tokens": "Draft tokens verified",
-    "accepted_tokens": "Draft tokens accepted",
-    "aborts": "Requests ended by the router: cancelled, or complete at a stop string",
-    "shard_messages": "Messages received from shards",
-    "shard_reconnects": "Streams lost",
-    "requests_moved": "Requests that went on elsewhere after their shard was lost or refused them",
-}
-_GAUGES = {
-    "lorax_queue_length": "Requests in the router's queue",
-    "lorax_batch_current_size": "Requests running in the shard",
-    "lorax_batch_current_max_tokens": "KV tokens that running requests hold",
-    "lorikeet_running_requests": "Requests running in the shard",
-    "lorikeet_shard_waiting_requests": "Requests waiting in the shard",
-    "lorikeet_active_requests": "Requests inside the router, queued or running",
-    "lorikeet_kv_pages": "KV pages in all",
-    "lorikeet_kv_pages_used": "KV pages owned by requests",
-    "lorikeet_kv_pages_cached": "KV pages kept for prefixes only",
-    "lorikeet_credit_requests": "Requests that the shard could still take",
-    "lorikeet_credit_kv_tokens": "KV tokens that the shard could still take",
-    "lorikeet_shard_ready": "1 while the shard serves",
-}
-
-
-def _counter(name: str, text: str, counter: Counter, label: str = "") -> Metric:
-    family = Metric(name, text, "counter")
-    family.name = name  # Metric takes a final _total away
-    values: Iterable[tuple[str, float]] = counter.values.items() if label else [("", counter.values.get("", 0))]
-    for value, number in values:
-        family.add_sample(name, {label: value} if label else {}, number)
-    return family
-
-
-def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
-    return HistogramMetricFamily(name, text, buckets=histogram.buckets(), sum_value=histogram.sum)
+def _deprecated(family: Metric) -> Metric:
+    """The same numbers under the former name."""
+    old = _DEPRECATED[family.name]
+    copy = Metric(old, f"Deprecated, removed in the next release: use {family.name}", family.type)
+    copy.name = old
+    for sample in family.samples:
+        labels = {name: _DEPRECATED_REASONS.get(value, value) for name, value in sample.labels.items()}
+        copy.add_sample(old + sample.name.removeprefix(family.name), labels, sample.value)
+    return copy
 
 
 def _labels(labels: dict[str, str]) -> str:

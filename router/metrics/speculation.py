@@ -1,61 +1,63 @@
-"""What operators see of guessing ahead: guesses, steps and seconds by what guessed and for which adapter.
+"""Metrics of speculative decoding: draft tokens, steps and seconds by method and adapter.
 
-Bounded: the methods are three, and adapters go by the labels of `adapter_metrics`.
+Bounded: there are three methods, and adapters have the labels of the adapter metrics.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client.core import Metric
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.metrics.histogram import counter_family
 from lorikeet.router.requests.speculation_stats import num_emitted
-from lorikeet.router.requests.types import ACCEPTED, Source
+from lorikeet.router.requests.types import DRAFT_SOURCES, SOURCE_NAMES
 
-METHODS = ("lookup", "medusa", "draft")
+METHODS: dict[int, str] = {source: SOURCE_NAMES[source] for source in DRAFT_SOURCES}
 """In the order in which the wire counts drafts."""
 PHASES = ("draft", "verify", "accept")
 BASE = "__base_model__"
 """The label of requests without an adapter."""
-_SOURCES = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT)
-_OWN = frozenset({Source.RESAMPLE, Source.BONUS})
+_VERIFIED = frozenset({pb.SOURCE_RESAMPLE, pb.SOURCE_BONUS, *DRAFT_SOURCES})
+"""Sources of tokens of a step that verified draft tokens."""
 _FAMILIES = {
-    "drafted_tokens": "Tokens guessed and verified, by what guessed them",
-    "accepted_tokens": "Of them, those in texts",
-    "steps": "Steps that verified guesses",
+    "drafted_tokens": "Draft tokens verified, by method",
+    "accepted_tokens": "Draft tokens accepted into texts, by method",
+    "steps": "Steps that verified draft tokens",
 }
 
 
 class SpeculationMetrics:
-    """Of one router. Observing is a few additions per message that tells of guesses."""
+    """Of one router. Observing is a few additions per message with draft tokens."""
 
     def __init__(self) -> None:
         self.values: dict[str, dict[tuple[str, str], float]] = {name: {} for name in (*_FAMILIES, *PHASES)}
         """By family or phase, then by method and adapter."""
         self.accepted_at: dict[tuple[str, str, int], int] = {}
-        """By method, adapter and place in the step, from 0: of heads, which one guessed it."""
+        """By method, adapter and position in the step, from 0: of Medusa heads, the index of the head."""
 
     def observe(self, output: pb.RequestOutput, num_kept: int, adapter: str) -> None:
-        """A message that tells of drafts, of whose tokens the first `num_kept` are in the text.
+        """An output with draft tokens, whose first `num_kept` tokens are in the text.
 
-        Its steps and seconds are those of the one method that guessed. Where messages of several steps tell of several
-        methods, they are shared out by the guesses of each.
+        Its steps and seconds belong to the one method that was used. If an output of several steps has several methods,
+        they are divided in proportion to the draft tokens of each.
         """
         num_drafted = sum(output.num_drafted)
         kept = output.sources[:num_kept]
         num_accepted, num_steps = num_emitted(output, num_kept), num_verified(output)
         seconds = (output.draft_seconds, output.verify_seconds, output.accept_seconds)
-        for method, source, drafted in zip(METHODS, _SOURCES, output.num_drafted, strict=False):
+        for (source, method), drafted in zip(METHODS.items(), output.num_drafted, strict=False):
             if not drafted:
                 continue
-            key, is_isolated = (method, adapter), drafted == num_drafted
+            key, is_only = (method, adapter), drafted == num_drafted
             share = drafted / num_drafted
             self._add("drafted_tokens", key, drafted)
-            self._add("accepted_tokens", key, num_accepted if is_isolated else kept.count(source))
+            self._add("accepted_tokens", key, num_accepted if is_only else kept.count(source))
             self._add("steps", key, num_steps * share)
             for phase, spent in zip(PHASES, seconds, strict=True):
                 self._add(phase, key, spent * share)
-        for guess, place in accepted_places(kept, output.step_ends):
-            at = (METHODS[_SOURCES.index(guess)], adapter, place)
+        for method, position in accepted_positions(kept, output.step_ends):
+            at = (method, adapter, position)
             self.accepted_at[at] = self.accepted_at.get(at, 0) + 1
 
     def _add(self, family: str, key: tuple[str, str], amount: float) -> None:
@@ -63,49 +65,38 @@ class SpeculationMetrics:
         values[key] = values.get(key, 0.0) + amount
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus families; nothing at all until something was guessed."""
+        """Prometheus families; none until a draft token was verified."""
         if not self.values["drafted_tokens"]:
             return
+        prefix = "lorikeet_speculation_"
         for name, text in _FAMILIES.items():
-            family = _family(f"lorikeet_speculation_{name}_total", text)
-            for (method, adapter), number in self.values[name].items():
-                family.add_sample(family.name, {"method": method, "adapter": adapter}, number)
-            yield family
-        family = _family("lorikeet_speculation_accepted_tokens_per_position_total", "Accepted, by place in the step")
-        for (method, adapter, place), number in self.accepted_at.items():
-            family.add_sample(family.name, {"method": method, "adapter": adapter, "position": str(place)}, number)
-        yield family
-        family = _family("lorikeet_speculation_seconds_total", "Seconds of steps that verified guesses, by phase")
-        for phase in PHASES:
-            for (method, adapter), number in self.values[phase].items():
-                family.add_sample(family.name, {"method": method, "adapter": adapter, "phase": phase}, number)
-        yield family
+            yield counter_family(f"{prefix}{name}_total", text, _samples(self.values[name]))
+        text, samples = "Draft tokens accepted, by position in the step", _samples(self.accepted_at, "position")
+        yield counter_family(f"{prefix}accepted_tokens_per_position_total", text, samples)
+        seconds = {(*key, phase): value for phase in PHASES for key, value in self.values[phase].items()}
+        text = "Seconds of steps that verified draft tokens, by phase"
+        yield counter_family(f"{prefix}seconds_total", text, _samples(seconds, "phase"))
 
 
-def accepted_places(sources: Iterable[int], ends: bytes) -> Iterator[tuple[Source, int]]:
-    """Each accepted guess of a message: its Source, and how many guesses of its step are before it."""
-    place = 0
+def _samples(values: Mapping[Any, float], *more: str) -> list[tuple[dict[str, str], float]]:
+    """Of numbers by method, adapter and `more` labels."""
+    names = ("method", "adapter", *more)
+    return [(dict(zip(names, map(str, key), strict=True)), value) for key, value in values.items()]
+
+
+def accepted_positions(sources: Iterable[int], ends: bytes) -> Iterator[tuple[str, int]]:
+    """Each accepted draft token of an output: its method, and its position in the step."""
+    position = 0
     for source, is_last in zip(sources, ends, strict=False):
-        if source in ACCEPTED:
-            yield Source(source), place
-        place = 0 if is_last else place + 1
+        if source in METHODS:
+            yield METHODS[source], position
+        position = 0 if is_last else position + 1
 
 
 def num_verified(output: pb.RequestOutput) -> int:
-    """How many of a message's steps verified guesses: all that end with a guess, or behind one.
+    """How many of an output's steps verified draft tokens: those that end with one, or with the token after one.
 
-    At least one, where the message tells of guesses: a step may also end with the first token of all.
+    At least one for an output with draft tokens: a step may also end with the first output token.
     """
-    ends = output.step_ends
-    found = sum(
-        bool(ends[index]) and (source in _OWN or source in ACCEPTED)
-        for index, source in enumerate(output.sources[: len(ends)])
-    )
-    return max(1, found)
-
-
-def _family(name: str, text: str) -> Metric:
-    """A counter whose name keeps its `_total`."""
-    family = Metric(name, text, "counter")
-    family.name = name
-    return family
+    steps = zip(output.sources, output.step_ends, strict=False)
+    return max(1, sum(bool(is_last) and source in _VERIFIED for source, is_last in steps))

@@ -1,7 +1,6 @@
-"""What a receipt says: everything that decides the tokens of one finished text, and what its tokens were.
+"""The content of a receipt: everything that determines the tokens of one finished text, and those tokens.
 
-Knows generations, not where receipts go. A receipt for the client holds prompt and output as token ids; one for the
-operator's file holds hashes in their place.
+A receipt for the client holds prompt and output as token ids; one for the operator's file holds their hashes.
 """
 
 import time
@@ -17,12 +16,12 @@ from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import GenerationRequest, Speculation
 
 FORMAT = 1
-"""Of receipts; another one where a field comes to mean something else."""
+"""Version of the format; it changes when the meaning of a field does."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What of a server decides tokens, or helps to find out why they differ."""
+    """Properties of the server that determine tokens, or help to find out why they differ."""
 
     model_id: str
     tokenizer_digest: str
@@ -32,27 +31,28 @@ class Served:
 
 
 def check_receipt(wanted: bool, speculation: Speculation, num_texts: int) -> None:
-    """Whether the request may have the receipt that it wants. Raises UnsupportedField."""
+    """Raises UnsupportedField where a request that asks for a receipt cannot have one."""
     if not wanted:
         return
     if num_texts != 1:
-        raise UnsupportedField("receipt", f"is of one text, and this request asks for {num_texts}")
+        raise UnsupportedField("receipt", f"covers one text: this request asks for {num_texts}")
     if speculation.verify == "rejection":
         raise UnsupportedField(
             "receipt",
-            "needs a text that guesses cannot change, and the rule `rejection` keeps its law only: "
-            "give `speculative_verify` coupled or a `seed`",
+            "needs a reproducible text, and `rejection` preserves only its distribution: "
+            "set `speculative_verification` to shared-noise, or a `seed`",
         )
 
 
 def may_have_receipt(request: GenerationRequest) -> bool:
-    """Whether the text follows from what a receipt says, and is anybody's."""
+    """Whether a receipt determines the text, and the text is a client's."""
     return request.speculation.verify != "rejection" and not request.is_probe
 
 
 def make_receipt(generation: Generation, served: Served) -> dict[str, Any]:
-    """Of a finished text, without its tokens; the digest of the base's files is added where it is known."""
+    """Of a finished text, without its tokens; the caller adds the digest of the base's files."""
     request, finish, info = generation.request, generation.finish_reason, served.info
+    heads = generation.adapters.heads_pin
     assert finish is not None
     return {
         "receipt": FORMAT,
@@ -69,7 +69,8 @@ def make_receipt(generation: Generation, served: Served) -> dict[str, Any]:
         "device": info.device.partition(":")[0],
         "max_total_tokens": served.max_total_tokens,
         "adapter": None if request.adapter is None else _adapter(request.adapter, generation.digest),
-        "speculation": _speculation(generation),
+        # Informational: speculation does not change the text.
+        "speculation": {"method": request.speculation.method, "heads_digest": None if heads is None else heads[1]},
         "parameters": _parameters(request, info),
         "prompt": {"num_tokens": len(request.prompt_ids), "sha256": digest.of_tokens(request.prompt_ids)},
         "output": {
@@ -81,40 +82,35 @@ def make_receipt(generation: Generation, served: Served) -> dict[str, Any]:
 
 
 def add_tokens(receipt: dict[str, Any], generation: Generation) -> dict[str, Any]:
-    """With the ids of prompt and output, for who sent and got them."""
+    """With the token ids of prompt and output, for the client."""
     prompt = {**receipt["prompt"], "token_ids": generation.request.prompt_ids}
     return {**receipt, "prompt": prompt, "output": {**receipt["output"], "token_ids": generation.emitted_ids}}
 
 
 def _adapter(adapter: Adapter, digest: str) -> dict[str, Any]:
-    """As a request names it, and what it was. An alias is looked up by its name alone."""
+    """As a request names it, and its digest. An alias needs no source."""
     sources = {pin.source.value for pin in adapter.pins}
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "id": adapter.name,
         "source": sources.pop() if len(sources) == 1 and not adapter.alias else None,
         "digest": digest,
     }
     merging = adapter.merging
     if merging is not None:
-        told["merged"] = {
+        fields["merged"] = {
             "ids": adapter.name.split(","),
             "weights": merging.weights,
             "merge_strategy": merging.strategy,
             "density": merging.density,
             "majority_sign_method": merging.majority_sign_method,
         }
-    return told
-
-
-def _speculation(generation: Generation) -> dict[str, Any]:
-    """What guessed, which changes nothing."""
-    heads = generation.contents.heads_pin
-    return {"method": generation.request.speculation.method, "heads_digest": None if heads is None else heads[1]}
+    return fields
 
 
 def _parameters(request: GenerationRequest, info: pb.ShardInfo) -> dict[str, Any]:
     sampling = request.sampling
-    told: dict[str, Any] = {
+    watermark = {"gamma": info.watermark_gamma, "delta": info.watermark_delta}
+    return {
         "seed": request.seed,
         "max_new_tokens": request.max_new_tokens,
         "stop": request.stop_strings,
@@ -129,8 +125,5 @@ def _parameters(request: GenerationRequest, info: pb.ShardInfo) -> dict[str, Any
         "frequency_penalty": sampling.frequency_penalty,
         "presence_penalty": sampling.presence_penalty,
         "logit_bias": sampling.logit_bias,
-        "watermark": None,
+        "watermark": watermark if sampling.watermark else None,
     }
-    if sampling.watermark:
-        told["watermark"] = {"gamma": info.watermark_gamma, "delta": info.watermark_delta}
-    return told

@@ -1,1 +1,1 @@
-"""The state of one request in the router, from admission to its last token."""
+"""The state of one request in the router, from its submission to its last token."""

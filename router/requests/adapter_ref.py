@@ -1,11 +1,8 @@
-"""The adapter of one request: resolved and authorised, whose content (the digest) may have yet to be read.
-
-Knows how the loader is asked for it; neither sockets nor queues.
-"""
+"""The adapter of one request: its name is resolved and authorised, its content (the digest) may not be loaded yet."""
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +11,7 @@ from lorikeet.adapters.refs import Pin
 
 @dataclass(frozen=True)
 class Merging:
-    """How several adapters become one, in the words of PEFT's `add_weighted_adapter`."""
+    """How several adapters are merged; the parameters of PEFT's `add_weighted_adapter`."""
 
     weights: tuple[float, ...]
     strategy: str
@@ -24,24 +21,24 @@ class Merging:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a request runs with beside the base model."""
+    """An adapter, or several to merge, that a request uses."""
 
     name: str
-    """As the caller wrote it: an alias, an id, or several with commas between."""
+    """As given by the caller: an alias, an id, or several separated by commas."""
     pins: tuple[Pin, ...]
     merging: Merging | None = None
     token: str | None = field(default=None, repr=False, compare=False)
-    """The source's token with which it was authorised."""
+    """The token that authorised access at the source."""
     alias: str = ""
     """Empty for an adapter that the catalogue does not list."""
     weight: float = 1.0
-    """Its share of the queue."""
+    """Of its flow in the fair queue."""
     chat_template: str | None = field(default=None, repr=False, compare=False)
-    """The operator's, which goes before the adapter's own."""
+    """The operator's, which takes precedence over the adapter's own."""
 
     @cached_property
     def content(self) -> str:
-        """The same for requests whose adapters have the same content."""
+        """A key that is equal for adapters of equal content."""
         if self.merging is None:
             (pin,) = self.pins
             return f"{pin.source.value}:{pin.id}@{pin.revision}"
@@ -49,27 +46,19 @@ class Adapter:
 
     @cached_property
     def flow(self) -> str:
-        """The queue it waits in."""
+        """Its flow in the fair queue."""
         return f"{self.alias}|{self.content}"
 
     @property
     def call(self) -> dict[str, Any]:
-        """What the loader is asked for."""
+        """The call to the loader."""
         if self.merging is None:
             return {"fetch": self.pins[0].as_dict()}
-        return {
-            "merge": {
-                "pins": [pin.as_dict() for pin in self.pins],
-                "weights": list(self.merging.weights),
-                "strategy": self.merging.strategy,
-                "density": self.merging.density,
-                "majority_sign_method": self.merging.majority_sign_method,
-            }
-        }
+        return {"merge": {"pins": [pin.as_dict() for pin in self.pins], **asdict(self.merging)}}
 
     @property
     def source(self) -> str:
-        """Of the first one, as LoRAX has it."""
+        """Of the first one, as LoRAX reports it."""
         return self.pins[0].source.value
 
     @property
@@ -79,27 +68,27 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the loader said of an adapter whose file lies in the store now."""
+    """An adapter whose file is in the loader's store."""
 
     digest: str
     num_bytes: int
     rank: int
     tier: str
-    """Where it came from: `source` or `disk`."""
+    """Where it was loaded from: `source` or `disk`."""
     num_heads: int = 0
-    """Medusa heads in it."""
+    """Number of Medusa heads."""
 
     @property
     def is_heads_only(self) -> bool:
-        """Whether it changes nothing of what the base model says."""
+        """Whether it leaves the base model's output unchanged."""
         return self.num_heads > 0 and self.rank == 0
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Medusa heads that guess beside a request's adapter."""
+    """Medusa heads that propose draft tokens for a request in addition to its adapter."""
 
     adapter: Adapter
-    """That brings them; nothing else of it is used."""
+    """That contains them; only its heads are used."""
     content: Loaded | None = None
-    """Of heads that the operator has for everybody, who keeps them loaded: they step back for the adapter's own."""
+    """Of the operator's default heads, which stay loaded; the adapter's own heads take precedence over these."""

@@ -1,4 +1,4 @@
-"""Who asks: the bearer's token, or the API key that it is, and what makes a request its own. Knows no adapter."""
+"""The caller of a request: the bearer token, or the API key that it matches, and the salt of its cached prefixes."""
 
 from dataclasses import dataclass, field
 
@@ -13,18 +13,18 @@ class Caller:
 
     request_id: str
     key: Key | None = None
-    """The server's own key that it showed."""
+    """The server's own API key that it sent."""
     token: str | None = field(default=None, repr=False)
-    """What it showed instead: a source's token, perhaps."""
+    """Any other bearer token, for example of a source."""
 
     @property
     def cache_salt(self) -> str:
-        """Prefixes are shared under equal salts only."""
+        """Requests share cached prefixes only under equal salts."""
         return f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""
 
 
 def caller(request: Request, keys: Keys) -> Caller:
-    """Who sent `request`, by the keys that hold when this is first asked."""
+    """The caller of `request`, by the keys in force at the first call."""
     found: Caller | None = getattr(request.state, "caller", None)
     if found is None:
         token = bearer(request)

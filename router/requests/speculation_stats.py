@@ -1,31 +1,31 @@
-"""What guessing ahead gave one request, added up as its shard tells of steps. Knows the wire's counts and no HTTP."""
+"""Statistics of speculative decoding for one request, accumulated from the outputs of its shards."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.requests.types import ACCEPTED
+from lorikeet.router.requests.types import DRAFT_SOURCES
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Of one request that could speculate, wherever its steps ran."""
+    """Of one request that may speculate, over all shards that it ran on."""
 
     num_drafted: int = 0
-    """Tokens that were guessed and verified …"""
+    """Draft tokens that were verified …"""
     num_accepted: int = 0
-    """… and those of them that are in its text."""
+    """… and those of them that are in the text."""
     sources: Counter[int] = field(default_factory=Counter)
-    """Tokens of its text by their Source."""
+    """Tokens of the text by their source."""
     draft_seconds: float = 0.0
-    """Proposing, in the steps that verified its drafts …"""
+    """Of the steps that verified drafts of the request: proposing …"""
     verify_seconds: float = 0.0
-    """… the target's forward …"""
+    """… the target's forward pass …"""
     accept_seconds: float = 0.0
     """… and sampling with acceptance."""
 
     def take(self, output: pb.RequestOutput, num_kept: int) -> None:
-        """What a message says, of whose tokens the first `num_kept` are in the text."""
+        """Add an output whose first `num_kept` tokens are in the text."""
         self.sources.update(output.sources[:num_kept])
         if not output.num_drafted:
             return
@@ -37,8 +37,9 @@ class SpeculationStats:
 
 
 def num_emitted(output: pb.RequestOutput, num_kept: int) -> int:
-    """Accepted drafts among the first `num_kept` tokens of a message.
+    """Accepted draft tokens among the first `num_kept` tokens of an output.
 
-    Taken from the shard's count, since an accepted draft that is the first token of all is told as `prefill`.
+    Derived from the shard's count, because an accepted draft token that is the first output token has the source
+    `prefill`.
     """
-    return output.num_accepted - sum(source in ACCEPTED for source in output.sources[num_kept:])
+    return output.num_accepted - sum(source in DRAFT_SOURCES for source in output.sources[num_kept:])

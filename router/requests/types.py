@@ -1,11 +1,9 @@
-"""The seam between the HTTP routes and the engine room: what a route asks for and what it gets back, token by token.
-
-Knows tokens and text, not HTTP and not the wire.
-"""
+"""What an HTTP route asks the dispatcher for, and what it gets back, token by token. Independent of HTTP."""
 
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
 
 
@@ -19,7 +17,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; field for field the wire's Sampling message."""
+    """How tokens are sampled; the fields of the wire's Sampling message."""
 
     do_sample: bool = False
     temperature: float = 1.0
@@ -36,45 +34,33 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Speculation:
-    """How far ahead is guessed; the words of the wire."""
+    """How speculative decoding is done; the values of the wire's Speculation message."""
 
     method: str = "off"
     num_tokens: int = 0
-    """Drafts of a step at most, of lookup and of a draft model."""
+    """At most so many draft tokens per step from prompt lookup or a draft model."""
     num_heads: int = 0
-    """Guesses of heads in a step at most."""
+    """At most so many draft tokens per step from Medusa heads."""
     schedule: str = ""
-    verify: str = "coupled"
+    verify: str = "shared-noise"
     needs_heads: bool = False
-    """Whether the request asked for heads by name, and is refused without."""
+    """Whether the request asked for heads explicitly, and fails without them."""
     prediction_ids: tuple[int, ...] = ()
-    """A text that the output may repeat."""
+    """The predicted output, from which draft tokens are copied."""
 
     def is_possible(self, has_heads: bool) -> bool:
-        """Whether anything can be guessed for a request whose adapter brings heads, or does not."""
+        """Whether any draft token can be proposed, with or without Medusa heads."""
         return self.num_tokens > 0 or (self.num_heads > 0 and has_heads)
 
 
 NO_SPECULATION = Speculation()
 ALL_HEADS = 255
-"""As many guesses of heads as there are heads."""
+"""`num_heads` that uses every head."""
 
-
-class Source(IntEnum):
-    """Where a token came from; the values of the wire, the names as they are shown."""
-
-    PREFILL = 0
-    TARGET = 1
-    LOOKUP = 2
-    MEDUSA = 3
-    DRAFT = 4
-    RESAMPLE = 5
-    BONUS = 6
-
-
-SOURCE_NAMES = tuple(source.name.lower() for source in Source)
-ACCEPTED = frozenset({Source.LOOKUP, Source.MEDUSA, Source.DRAFT})
-"""Of tokens that were guessed."""
+SOURCE_NAMES = tuple(pb.Source.Name(value).removeprefix("SOURCE_").lower() for value in sorted(pb.Source.values()))
+"""Names of a token's source, indexed by the value of the wire's enumeration."""
+DRAFT_SOURCES = (pb.SOURCE_LOOKUP, pb.SOURCE_MEDUSA, pb.SOURCE_DRAFT)
+"""Of accepted draft tokens, in the order in which the wire counts drafts."""
 
 
 @dataclass(frozen=True)
@@ -85,32 +71,31 @@ class GenerationRequest:
     max_new_tokens: int
     seed: int
     text: str = field(default="", repr=False)
-    """The prompt before it was tokenized; empty where it came as token ids and nobody is told of texts."""
+    """The prompt before tokenization; empty for one that came as token ids."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_strings: tuple[str, ...] = ()
     include_stop: bool = True
     """Whether the stop string stays in the text (LoRAX) or is cut off (OpenAI)."""
     ignore_eos: bool = False
     logprobs: bool = True
-    """Whether anyone reads the log probability of each token; without, `Token.logprob` is 0."""
+    """Whether log probabilities of output tokens are computed; otherwise `Token.logprob` is 0."""
     num_alternatives: int = 0
-    """So many most likely tokens beside each emitted one."""
+    """Number of most likely tokens that are returned with each output token."""
     prefill_logprobs: bool = False
     num_prefill_alternatives: int = 0
     raw_logprobs: bool = False
-    """Log probabilities of the model's own logits (OpenAI) instead of the law drawn from (LoRAX)."""
-    group_id: str = ""
+    """Log probabilities of the model's own logits (OpenAI) instead of the distribution sampled from (LoRAX)."""
     request_id: str = ""
     cache_salt: str = ""
     adapter: Adapter | None = None
-    """None for the bare base model."""
+    """None for the base model."""
     heads: Heads | None = None
-    """None for the adapter's own, if it brings any."""
+    """None for the heads of the adapter itself, if it has any."""
     speculation: Speculation = NO_SPECULATION
     receipt: bool = False
-    """Whether the answer tells what the text follows from."""
+    """Whether the answer includes a receipt."""
     is_probe: bool = False
-    """Whether its token is nobody's text: of a probe, or of a prompt that is only scored."""
+    """Whether its output is discarded: of a health probe, or of a prompt that is only scored."""
 
 
 @dataclass(slots=True)
@@ -125,19 +110,19 @@ class Token:
     skipped: bool
     """Emitted by the same step as the token before it."""
     source: int
-    """A Source."""
+    """An index into SOURCE_NAMES."""
     alternatives: list[tuple[int, str, float]] | None = None
 
 
 @dataclass(slots=True)
 class Chunk:
-    """What one message from the shard added to one generation."""
+    """What was added to a generation since the previous chunk."""
 
     tokens: list[Token]
     text: str
-    """Visible text that may be shown now (held back while it could be the start of a stop string)."""
+    """Text that can be shown (held back while it could be the beginning of a stop string)."""
     finish_reason: FinishReason | None = None
     num_cached: int = 0
     prefill: list[tuple[int, str, float | None]] | None = None
-    """Prompt tokens with log probabilities, in the first chunk, when asked for."""
+    """Prompt tokens with log probabilities, in the first chunk, where requested."""
     prefill_alternatives: list[list[tuple[int, str, float]]] | None = None

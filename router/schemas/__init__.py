@@ -1,1 +1,1 @@
-"""What clients may write: readers with the rules and texts of each route, and models that publish the schema."""
+"""Request bodies: readers with the rules and error texts of each route, and the models that publish the schema."""

@@ -1,4 +1,4 @@
-"""What a request says of adapters: names, source, token, and several that become one. Knows no source."""
+"""Adapter fields of a request: name, source, token, and merged adapters."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +10,10 @@ from lorikeet.router.schemas.fields import Fields
 STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties", "cat")
 SIGN_METHODS = ("total", "frequency")
 _PRUNING = ("ties", "dare_linear", "dare_ties")
-MOST_MERGED = 32
-
+MAX_MERGED = 32
 
 BASE_NAMES = ("__base_model__",)
-"""What stands for the bare base where an adapter is named, beside the base's own id."""
+"""Adapter names that stand for the base model, in addition to its id."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class MergeFields:
 
 @dataclass(frozen=True)
 class AdapterFields:
-    """One request's words on its adapter. Names are as written; empty and None ask for the default."""
+    """The adapter of one request, as written; an empty name and None mean the default."""
 
     name: str | None = None
     source: str | None = None
@@ -36,13 +35,13 @@ class AdapterFields:
     is_model: bool = False
     """Whether `name` was OpenAI's `model`."""
     field: str = "adapter_id"
-    """The request's word for `name`."""
+    """The request's field of `name`."""
     user: str | None = None
-    """OpenAI's `user`: who always gets the same version of a roll-out."""
+    """OpenAI's `user`, which always gets the same version of a roll-out."""
 
 
 def read_merge(value: dict[str, Any] | None, adapter_id: str | None) -> MergeFields | None:
-    """LoRAX's rules and texts where it has them. Raises WrongJsonType or ValidationError."""
+    """`merged_adapters`, with LoRAX's rules and texts. Raises WrongJsonType or ValidationError."""
     if value is None:
         return None
     fields = Fields(value, "parameters.merged_adapters.")
@@ -56,8 +55,8 @@ def read_merge(value: dict[str, Any] | None, adapter_id: str | None) -> MergeFie
         raise ValidationError("at least one adapter ID must be provided when setting `adapters`", "merged_adapters")
     if len(ids) != len(weights):
         raise ValidationError("number of adapter IDs must match number of adapter weights", "merged_adapters")
-    if len(ids) > MOST_MERGED:
-        raise ValidationError(f"`adapters` supports up to {MOST_MERGED} adapters. Given: {len(ids)}", "merged_adapters")
+    if len(ids) > MAX_MERGED:
+        raise ValidationError(f"`adapters` supports up to {MAX_MERGED} adapters. Given: {len(ids)}", "merged_adapters")
     if strategy not in STRATEGIES:
         raise ValidationError(f"`merge_strategy` must be one of {', '.join(STRATEGIES)}", "merge_strategy")
     if sign_method not in SIGN_METHODS:

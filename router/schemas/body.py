@@ -1,4 +1,4 @@
-"""From the bytes of a request to a JSON object: media type, size limit, UTF-8 and syntax. Knows no field."""
+"""Reads the body of a request as a JSON object: media type, size limit, UTF-8 and syntax."""
 
 import re
 import time
@@ -23,7 +23,7 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        # The exception object holds the whole document: only its sentence travels on.
+        # The exception object holds the whole document, so only its text is kept.
         raise NotJson(str(error)) from None
     if not isinstance(value, dict):
         raise WrongJsonType(f"invalid type: {kind_of(value)}, expected a JSON object")
@@ -31,7 +31,7 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """Collect the body, never holding more than `max_bytes`."""
+    """Collect the body without holding more than `max_bytes`."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         await _discard(request)
@@ -56,10 +56,10 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 async def _discard(request: Request) -> None:
-    """Read on for a while: a connection closed on unread bytes would reset before the client sees the answer."""
+    """Read the rest for a while: closing on unread bytes resets the connection before the client reads the answer."""
     size = 0
-    give_up = time.monotonic() + _DISCARD_SECONDS
-    while size < _DISCARD_BYTES and time.monotonic() < give_up:
+    deadline = time.monotonic() + _DISCARD_SECONDS
+    while size < _DISCARD_BYTES and time.monotonic() < deadline:
         message = await request.receive()
         size += len(message.get("body", b""))
         if message["type"] == "http.disconnect" or not message.get("more_body", False):

@@ -1,6 +1,6 @@
-"""Typed reading of one JSON object: each method takes a field out, checks its type, and the rest is what was ignored.
+"""Typed access to a JSON object: each method reads a field and checks its type; fields that are never read are ignored.
 
-An explicit null reads as the field's absence. Wrong types are worded as LoRAX's deserializer words them.
+An explicit null counts as absence. Type errors have the text of LoRAX's deserializer.
 """
 
 import math
@@ -12,7 +12,7 @@ from lorikeet.router.schemas.body import kind_of
 
 
 class Fields:
-    """One JSON object and where it stands in the body."""
+    """One JSON object and its path in the body."""
 
     def __init__(self, values: dict[str, Any], path: str = "") -> None:
         self._values = values
@@ -21,12 +21,12 @@ class Fields:
         self._children: list[Fields] = []
 
     def take(self, name: str) -> Any:
-        """The value as it is, or None."""
+        """The value of any type, or None."""
         self._left.pop(name, None)
         return self._values.get(name)
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self._values.get(name) is not None
 
     def text(self, name: str) -> str | None:
@@ -44,7 +44,7 @@ class Fields:
         return value
 
     def text_or_ids(self, name: str) -> str | list[int]:
-        """A text that must be there, or token ids in its place."""
+        """A required string, or token ids instead."""
         value = self._values.get(name)
         if isinstance(value, list) and are_token_ids(value):
             return list(self.take(name))
@@ -90,7 +90,7 @@ class Fields:
         return value
 
     def text_or_texts(self, name: str) -> list[str]:
-        """A string stands for a list of one."""
+        """A list of strings; a single string is a list of one."""
         value = self._values.get(name)
         if isinstance(value, str):
             self.take(name)
@@ -106,7 +106,7 @@ class Fields:
         return [self._float32(f"{name}[{index}]", item) for index, item in enumerate(value)]
 
     def mapping(self, name: str) -> dict[str, Any] | None:
-        """An object taken as a whole."""
+        """An object as it is."""
         value = self.take(name)
         if value is None or isinstance(value, dict):
             return value
@@ -119,7 +119,7 @@ class Fields:
         return child
 
     def ignored(self) -> list[str]:
-        """Names of the fields that nobody took, here and in the children."""
+        """Names of the fields that were never read, in child objects too."""
         names = [self._path + name for name in self._left]
         for child in self._children:
             names += child.ignored()
@@ -149,13 +149,8 @@ class Fields:
 
 
 def are_token_ids(items: list[Any]) -> bool:
-    """Whether a list is one of token ids; the vocabulary is not known here."""
+    """Whether all items could be token ids, of any vocabulary."""
     return bool(items) and all(type(item) is int and 0 <= item < 2**31 for item in items)
 
 
-_RANGES = {
-    "i32": (-(2**31), 2**31 - 1),
-    "u32": (0, 2**32 - 1),
-    "u64": (0, 2**64 - 1),
-    "usize": (0, 2**64 - 1),
-}
+_RANGES = {"i32": (-(2**31), 2**31 - 1), "u32": (0, 2**32 - 1), "u64": (0, 2**64 - 1), "usize": (0, 2**64 - 1)}

@@ -1,9 +1,12 @@
-"""What LoRAX's generation routes accept: `inputs`, `parameters`, and the rules on them in LoRAX's order and words.
+"""Reader of the bodies of LoRAX's generation routes, with LoRAX's rules in its order and words.
 
-Knows no tokens: rules on lengths are in `check_lengths`, asked once the prompt is tokenized.
+Rules on lengths need the tokenized prompt: they are in `check_lengths`.
 """
 
-from dataclasses import dataclass, field
+# ruff: noqa: RUF009 - `_read_by` is `dataclasses.field`
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lorikeet.router.config import RouterConfig
@@ -13,63 +16,62 @@ from lorikeet.router.schemas.adapters import AdapterFields, read_merge
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.speculation import SpeculationFields, read_speculation
 
-LATER_FIELDS = (
-    "response_format",
-    "speculation",
-    "prediction",
-    "tools",
-    "tool_choice",
-)
-"""Fields of `parameters` that would change the text and are not served: refused by name."""
+LATER_FIELDS = ("response_format", "speculation", "prediction", "tools", "tool_choice")
+"""Unsupported fields of `parameters` that would change the text: rejected with an error that names the field."""
+
+
+def _read_by(method: Callable[..., Any], *arguments: str, show: bool = True) -> Any:
+    """A field of `NativeParameters`, read by a method of `Fields`."""
+    return field(repr=show, metadata={"read": lambda fields, name: method(fields, name, *arguments)})
 
 
 @dataclass(frozen=True)
 class NativeParameters:
-    """`parameters`, typed but not yet checked."""
+    """`parameters`, typed but not yet checked. The order of the fields decides which error is reported first."""
 
-    adapter_id: str | None
-    heads_id: str | None
-    adapter_source: str | None
-    api_token: str | None = field(repr=False)
-    merged_adapters: dict[str, Any] | None
-    best_of: int | None
-    temperature: float | None
-    repetition_penalty: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    top_p: float | None
-    min_p: float | None
-    typical_p: float | None
-    top_k: int | None
-    return_k_alternatives: int | None
-    max_new_tokens: int | None
-    stop: tuple[str, ...]
-    seed: int | None
-    truncate: int | None
-    do_sample: bool
-    ignore_eos_token: bool
-    return_full_text: bool
-    watermark: bool
-    details: bool
-    receipt: bool
-    decoder_input_details: bool
-    speculation: SpeculationFields
-    unserved: str | None
+    adapter_id: str | None = _read_by(Fields.text)
+    heads_id: str | None = _read_by(Fields.text)
+    adapter_source: str | None = _read_by(Fields.text)
+    api_token: str | None = _read_by(Fields.text, show=False)
+    merged_adapters: dict[str, Any] | None = _read_by(Fields.mapping)
+    best_of: int | None = _read_by(Fields.integer, "usize")
+    temperature: float | None = _read_by(Fields.number)
+    repetition_penalty: float | None = _read_by(Fields.number)
+    frequency_penalty: float | None = _read_by(Fields.number)
+    presence_penalty: float | None = _read_by(Fields.number)
+    top_p: float | None = _read_by(Fields.number)
+    min_p: float | None = _read_by(Fields.number)
+    typical_p: float | None = _read_by(Fields.number)
+    top_k: int | None = _read_by(Fields.integer, "i32")
+    return_k_alternatives: int | None = _read_by(Fields.integer, "i32")
+    max_new_tokens: int | None = _read_by(Fields.integer, "u32")
+    stop: list[str] = _read_by(Fields.texts)
+    seed: int | None = _read_by(Fields.integer, "u64")
+    truncate: int | None = _read_by(Fields.integer, "usize")
+    do_sample: bool = _read_by(Fields.flag)
+    ignore_eos_token: bool = _read_by(Fields.flag)
+    return_full_text: bool = _read_by(Fields.flag)
+    watermark: bool = _read_by(Fields.flag)
+    details: bool = _read_by(Fields.flag)
+    receipt: bool = _read_by(Fields.flag)
+    decoder_input_details: bool = _read_by(Fields.flag)
+    speculation: SpeculationFields = _read_by(lambda fields, _: read_speculation(fields))
+    unserved: str | None = _read_by(lambda fields, _: _first_unserved(fields))
     """The first field of `LATER_FIELDS` that is set."""
 
     @property
     def heads(self) -> AdapterFields:
-        """What is said of the heads beside the adapter, under the adapter's rules."""
+        """Of `heads_id`; source and token are the adapter's."""
         return AdapterFields(self.heads_id, self.adapter_source, self.api_token, field="heads_id")
 
     @property
     def wants_sampling(self) -> bool:
-        """Whether any sampling field is there, whatever its value: what `best_of` asks for."""
-        fields = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
-        return self.do_sample or any(field is not None for field in fields)
+        """Whether any sampling field is set, whatever its value, as `best_of` requires."""
+        given = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
+        return self.do_sample or any(value is not None for value in given)
 
     def sampling(self) -> Sampling:
-        """A temperature of 0 or 1 alone does not sample, and 0 never does."""
+        """A temperature of 1 alone does not sample, and one of 0 never does."""
         warps = (
             self.temperature not in (None, 0.0, 1.0)
             or self.top_k is not None
@@ -91,6 +93,9 @@ class NativeParameters:
         )
 
 
+_PARAMETERS = fields(NativeParameters)
+
+
 @dataclass(frozen=True)
 class NativeRequest:
     """The body of `/generate`, `/generate_stream`, `/` and `/invocations`."""
@@ -99,52 +104,20 @@ class NativeRequest:
     parameters: NativeParameters
     stream: bool
     ignored: list[str]
-    """Names of fields that nothing here knows."""
+    """Names of unknown fields."""
     input_ids: list[int] | None = None
-    """The prompt as token ids, where it was given so; `inputs` is empty then."""
+    """The prompt, where it was given as token ids; `inputs` is empty then."""
 
 
 def read_native(body: dict[str, Any], *, with_stream: bool) -> NativeRequest:
     """Type the body. Raises WrongJsonType. `stream` is a field of `/` and `/invocations` only."""
-    fields = Fields(body)
-    given = fields.text_or_ids("inputs")
+    values = Fields(body)
+    given = values.text_or_ids("inputs")
     inputs, input_ids = ("", given) if isinstance(given, list) else (given, None)
-    parameters = _read_parameters(fields.child("parameters"))
-    stream = fields.flag("stream") if with_stream else False
-    return NativeRequest(inputs, parameters, stream, fields.ignored(), input_ids)
-
-
-def _read_parameters(fields: Fields) -> NativeParameters:
-    return NativeParameters(
-        adapter_id=fields.text("adapter_id"),
-        heads_id=fields.text("heads_id"),
-        adapter_source=fields.text("adapter_source"),
-        api_token=fields.text("api_token"),
-        merged_adapters=fields.mapping("merged_adapters"),
-        best_of=fields.integer("best_of", "usize"),
-        temperature=fields.number("temperature"),
-        repetition_penalty=fields.number("repetition_penalty"),
-        frequency_penalty=fields.number("frequency_penalty"),
-        presence_penalty=fields.number("presence_penalty"),
-        top_p=fields.number("top_p"),
-        min_p=fields.number("min_p"),
-        typical_p=fields.number("typical_p"),
-        top_k=fields.integer("top_k", "i32"),
-        return_k_alternatives=fields.integer("return_k_alternatives", "i32"),
-        max_new_tokens=fields.integer("max_new_tokens", "u32"),
-        stop=tuple(fields.texts("stop")),
-        seed=fields.integer("seed", "u64"),
-        truncate=fields.integer("truncate", "usize"),
-        do_sample=fields.flag("do_sample"),
-        ignore_eos_token=fields.flag("ignore_eos_token"),
-        return_full_text=fields.flag("return_full_text"),
-        watermark=fields.flag("watermark"),
-        details=fields.flag("details"),
-        receipt=fields.flag("receipt"),
-        decoder_input_details=fields.flag("decoder_input_details"),
-        speculation=read_speculation(fields),
-        unserved=_first_unserved(fields),
-    )
+    child = values.child("parameters")
+    parameters = NativeParameters(**{each.name: each.metadata["read"](child, each.name) for each in _PARAMETERS})
+    stream = values.flag("stream") if with_stream else False
+    return NativeRequest(inputs, parameters, stream, values.ignored(), input_ids)
 
 
 def _first_unserved(fields: Fields) -> str | None:
@@ -159,7 +132,7 @@ def _first_unserved(fields: Fields) -> str | None:
 
 
 def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool) -> AdapterFields:
-    """Raise ValidationError for the first broken rule; what is said of adapters."""
+    """The request's adapter fields. Raises ValidationError for the first broken rule."""
     parameters = request.parameters
     if streaming:
         if parameters.best_of not in (None, 1):
@@ -192,24 +165,23 @@ def _check_best_of(parameters: NativeParameters, config: RouterConfig) -> None:
 
 
 def _check_sampling(parameters: NativeParameters) -> None:
-    if parameters.temperature is not None and parameters.temperature < 0.0:
-        raise ValidationError("`temperature` must be non-negative", "temperature")
-    if parameters.repetition_penalty is not None and parameters.repetition_penalty <= 0.0:
-        raise ValidationError("`repetition_penalty` must be strictly positive", "repetition_penalty")
-    for name in ("frequency_penalty", "presence_penalty"):
-        penalty = getattr(parameters, name)
-        if penalty is not None and not -2.0 <= penalty <= 2.0:
-            raise ValidationError(f"`{name}` must be >= -2.0 and <= 2.0", name)
-    if parameters.top_p is not None and not 0.0 < parameters.top_p <= 1.0:
-        raise ValidationError("`top_p` must be > 0.0 and < 1.0", "top_p")
-    if parameters.min_p is not None and not 0.0 <= parameters.min_p <= 1.0:
-        raise ValidationError("`min_p` must be >= 0.0 and <= 1.0", "min_p")
-    if parameters.typical_p is not None and not 0.0 < parameters.typical_p < 1.0:
-        raise ValidationError("`typical_p` must be > 0.0 and < 1.0", "typical_p")
-    for name in ("top_k", "return_k_alternatives"):
-        count = getattr(parameters, name)
-        if count is not None and count <= 0:
-            raise ValidationError(f"`{name}` must be strictly positive", name)
+    for name, is_valid, rule in _SAMPLING_RULES:
+        value = getattr(parameters, name)
+        if value is not None and not is_valid(value):
+            raise ValidationError(f"`{name}` must be {rule}", name)
+
+
+_SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda value: value >= 0.0, "non-negative"),
+    ("repetition_penalty", lambda value: value > 0.0, "strictly positive"),
+    ("frequency_penalty", lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0"),
+    ("presence_penalty", lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0"),
+    ("top_p", lambda value: 0.0 < value <= 1.0, "> 0.0 and < 1.0"),
+    ("min_p", lambda value: 0.0 <= value <= 1.0, ">= 0.0 and <= 1.0"),
+    ("typical_p", lambda value: 0.0 < value < 1.0, "> 0.0 and < 1.0"),
+    ("top_k", lambda value: value > 0, "strictly positive"),
+    ("return_k_alternatives", lambda value: value > 0, "strictly positive"),
+)
 
 
 def _check_counts(request: NativeRequest, config: RouterConfig) -> None:
@@ -234,7 +206,7 @@ def _check_counts(request: NativeRequest, config: RouterConfig) -> None:
 
 
 def check_lengths(num_inputs: int, max_new_tokens: int | None, config: RouterConfig) -> int:
-    """The number of tokens to generate at most; raises ValidationError when prompt and output don't fit."""
+    """The maximum number of tokens to generate. Raises ValidationError when prompt and output don't fit."""
     allowed = max(config.max_total_tokens - num_inputs, 0) if max_new_tokens is None else max_new_tokens
     if num_inputs + allowed > config.max_total_tokens:
         raise ValidationError(

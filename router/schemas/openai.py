@@ -1,6 +1,6 @@
-"""What OpenAI's two generation routes accept, with OpenAI's rules; LoRAX's extra fields keep their meaning.
+"""Readers of the bodies of OpenAI's generation routes, with OpenAI's rules; LoRAX's extra fields keep their meaning.
 
-Knows no tokens and no shard: ranges of token ids are checked where the vocabulary is known.
+Ranges of token ids are not checked here but in `Service.check_ids`, which knows the vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -11,12 +11,7 @@ from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.requests.types import Sampling
 from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.fields import Fields, are_token_ids
-from lorikeet.router.schemas.speculation import (
-    SpeculationFields,
-    check_speculation,
-    read_prediction,
-    read_speculation,
-)
+from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -37,7 +32,7 @@ LATER_FIELDS = (
     "merged_adapters",
     "speculation",
 )
-"""Fields that would change the text and are not served: refused by name when set to something."""
+"""Unsupported fields that would change the text: rejected with an error that names the field, unless harmless."""
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
@@ -49,7 +44,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "adapter_id": ("",),
 }
-"""Values that ask for nothing."""
+"""Values that change nothing."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class CommonFields:
 
     adapter: AdapterFields
     heads: AdapterFields
-    """Beside the adapter, under its rules."""
+    """Of `heads_id`; source and token are the adapter's."""
     sampling: Sampling
     num_choices: int
     max_tokens: int | None
@@ -72,26 +67,32 @@ class CommonFields:
 
 
 @dataclass(frozen=True)
-class CompletionRequest:
-    """The body of `/v1/completions`."""
+class OpenAIRequest:
+    """What the bodies of both routes have in common."""
 
     common: CommonFields
-    prompts: list[str | list[int]]
-    echo: bool
-    best_of: int
     num_logprobs: int | None
     """Alternatives per token; None for no logprobs at all, 0 for those of the tokens alone."""
+    best_of: int
+    """Sequences per prompt."""
     ignored: list[str]
+    echo: bool = False
+    only_prompt: bool = False
+    """Whether the prompt is scored and nothing is generated."""
 
 
-@dataclass(frozen=True)
-class ChatRequest:
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest(OpenAIRequest):
+    """The body of `/v1/completions`."""
+
+    prompts: list[str | list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest(OpenAIRequest):
     """The body of `/v1/chat/completions`."""
 
-    common: CommonFields
     messages: list[dict[str, Any]]
-    num_logprobs: int | None
-    ignored: list[str]
 
 
 def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionRequest:
@@ -101,9 +102,7 @@ def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionReq
     prompts = _prompts(fields.take("prompt"))
     echo = fields.flag("echo")
     max_tokens = fields.integer("max_tokens", "u32")
-    num_logprobs = fields.integer("logprobs", "u32")
-    if num_logprobs is not None and num_logprobs > MAX_TOP_LOGPROBS:
-        raise ValidationError(f"`logprobs` must be <= {MAX_TOP_LOGPROBS}. Given: {num_logprobs}", "logprobs")
+    num_logprobs = _num_logprobs(fields, "logprobs")
     common = _common(fields, config, model, 16 if max_tokens is None else max_tokens)
     if max_tokens == 0 and not echo:
         raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
@@ -111,7 +110,7 @@ def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionReq
         raise UnsupportedField("receipt", "is of a text, and `max_tokens` is 0")
     best_of = _best_of(fields, common, config)
     _check_num_sequences(len(prompts) * best_of, config)
-    return CompletionRequest(common, prompts, echo, best_of, num_logprobs, fields.ignored())
+    return CompletionRequest(common, num_logprobs, best_of, fields.ignored(), echo, max_tokens == 0, prompts=prompts)
 
 
 def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
@@ -127,18 +126,24 @@ def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
     if limit == 0:
         raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
     wants_logprobs = fields.flag("logprobs")
-    top = fields.integer("top_logprobs", "u32")
+    top = _num_logprobs(fields, "top_logprobs")
     if top is not None and not wants_logprobs:
         raise ValidationError("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
-    if top is not None and top > MAX_TOP_LOGPROBS:
-        raise ValidationError(f"`top_logprobs` must be <= {MAX_TOP_LOGPROBS}. Given: {top}", "top_logprobs")
     common = _common(fields, config, model, limit)
     _check_num_sequences(common.num_choices, config)
-    return ChatRequest(common, messages, (top or 0) if wants_logprobs else None, fields.ignored())
+    num_logprobs = (top or 0) if wants_logprobs else None
+    return ChatRequest(common, num_logprobs, common.num_choices, fields.ignored(), messages=messages)
+
+
+def _num_logprobs(fields: Fields, name: str) -> int | None:
+    count = fields.integer(name, "u32")
+    if count is not None and count > MAX_TOP_LOGPROBS:
+        raise ValidationError(f"`{name}` must be <= {MAX_TOP_LOGPROBS}. Given: {count}", name)
+    return count
 
 
 def check_lengths(num_prompt: int, max_tokens: int | None, config: RouterConfig) -> int:
-    """The number of tokens to generate at most; raises ValidationError when prompt and output don't fit."""
+    """The maximum number of tokens to generate. Raises ValidationError when prompt and output don't fit."""
     allowed = config.max_total_tokens - num_prompt if max_tokens is None else max_tokens
     if num_prompt > config.max_input_length or allowed < 1:
         raise ValidationError(
@@ -157,7 +162,7 @@ def check_lengths(num_prompt: int, max_tokens: int | None, config: RouterConfig)
 
 
 def _model(fields: Fields) -> str:
-    """The base model, an adapter or an alias. LoRAX's empty name means what it means on LoRAX's routes."""
+    """The base model, an adapter or an alias; empty for the default adapter, as on LoRAX's routes."""
     model = fields.text("model")
     if model is None:
         raise ValidationError("you must provide a model parameter", "model")
@@ -183,9 +188,8 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         )
     if "" in stop:
         raise ValidationError("`stop` must not contain an empty string", "stop")
-    prediction = read_prediction(fields)
-    guessing = replace(read_speculation(fields), prediction=prediction)
-    check_speculation(guessing, config.speculative_tokens_max)
+    speculation = replace(read_speculation(fields), prediction=read_prediction(fields))
+    check_speculation(speculation, config.speculative_tokens_max)
     stream = fields.flag("stream")
     if fields.has("stream_options") and not stream:
         raise ValidationError("`stream_options` needs `stream` to be true", "stream_options")
@@ -201,18 +205,17 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         include_usage=fields.child("stream_options").flag("include_usage"),
         ignore_eos=fields.flag("ignore_eos_token"),
         receipt=fields.flag("receipt"),
-        speculation=guessing,
+        speculation=speculation,
     )
 
 
 def _sampling(fields: Fields) -> Sampling:
-    """Samples at temperature 1 unless told otherwise; 0 is greedy."""
+    """Samples at temperature 1 by default; 0 is greedy."""
     temperature = _within(fields, "temperature", 0.0, 2.0, 1.0)
     top_p = _within(fields, "top_p", 0.0, 1.0, 1.0)
-    typical_p = fields.number("typical_p")
+    typical_p, repetition_penalty = fields.number("typical_p"), fields.number("repetition_penalty")
     if typical_p is not None and not 0.0 < typical_p <= 1.0:
         raise ValidationError("`typical_p` must be > 0.0 and <= 1.0", "typical_p")
-    repetition_penalty = fields.number("repetition_penalty")
     if repetition_penalty is not None and repetition_penalty <= 0.0:
         raise ValidationError("`repetition_penalty` must be strictly positive", "repetition_penalty")
     top_k = fields.integer("top_k", "i32")
@@ -221,7 +224,7 @@ def _sampling(fields: Fields) -> Sampling:
     return Sampling(
         do_sample=temperature > 0.0,
         temperature=temperature or 1.0,
-        # A nucleus of nothing still holds the likeliest token.
+        # The empty nucleus keeps the likeliest token.
         top_k=1 if top_p == 0.0 else max(top_k or 0, 0),
         top_p=top_p or 1.0,
         min_p=_within(fields, "min_p", 0.0, 1.0, 0.0),
@@ -235,11 +238,9 @@ def _sampling(fields: Fields) -> Sampling:
 
 def _within(fields: Fields, name: str, low: float, high: float, default: float) -> float:
     value = fields.number(name)
-    if value is None:
-        return default
-    if not low <= value <= high:
+    if value is not None and not low <= value <= high:
         raise ValidationError(f"`{name}` must be >= {low} and <= {high}", name)
-    return value
+    return default if value is None else value
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
@@ -259,7 +260,7 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
 
 
 def _seed(fields: Fields) -> int | None:
-    """OpenAI's seeds may be negative: they are taken modulo 2^64."""
+    """Modulo 2^64, since OpenAI's seeds may be negative."""
     value = fields.take("seed")
     if value is None:
         return None
@@ -315,7 +316,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
         if item.get(name) is not None:
             raise UnsupportedField(f"{where}.{name}")
-    # The newer word for the same place in the conversation; no template knows it.
+    # OpenAI's newer name of the role; chat templates have only the older one.
     role = "system" if item["role"] == "developer" else item["role"]
     message = {"role": role, "content": _content(item.get("content"), f"{where}.content")}
     if isinstance(item.get("name"), str):
@@ -324,7 +325,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
 
 
 def _content(content: Any, where: str) -> str:
-    """Text as templates expect it; text parts are joined."""
+    """The text of a message, with its parts joined, as templates expect it."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,20 +1,51 @@
-"""The schema that clients read: pydantic models of requests and answers, for `/openapi.json` alone.
+"""Pydantic models of requests and answers, for the document at `/openapi.json` only.
 
-Requests are not parsed with these: the readers beside this file word errors as LoRAX and OpenAI do. A test holds the
-two together.
+Requests are not parsed with these: the readers in this folder word errors as LoRAX and OpenAI do. A test compares both.
 """
 
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-from lorikeet.router.schemas.openapi_receipt import Receipt
-
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
+AdapterSource = Literal["hub", "local", "s3"]
+
+
+class ReceiptTokens(BaseModel):
+    num_tokens: int
+    sha256: str = Field(description="Of the ids as little-endian 32-bit integers")
+    token_ids: list[int] | None = Field(None, description="In answers; not in the operator's file")
+
+
+class ReceiptOutput(ReceiptTokens):
+    finish_reason: FinishReason
+
+
+class Receipt(BaseModel):
+    """What is needed to reproduce a text; see docs/receipts.md."""
+
+    receipt: Literal[1] = Field(description="Version of the format")
+    created: int
+    request_id: str
+    version: str
+    model_id: str
+    base_digest: str = Field(description="Of the files of configuration and weights")
+    tokenizer_digest: str
+    dtype: str
+    quantization: str | None = Field(description="Quantization of the base, as in `--quantize`")
+    num_ranks: int = Field(description="Tensor-parallel ranks, each of which rounds its own sums")
+    kv_cache_dtype: str | None = Field(description="Null for the dtype of the model")
+    device: str
+    max_total_tokens: int
+    adapter: dict[str, Any] | None = Field(description="Named as in requests, with the digest of its content")
+    speculation: dict[str, Any]
+    parameters: dict[str, Any] = Field(description="Seed, length, stop strings and all sampling parameters")
+    prompt: ReceiptTokens
+    output: ReceiptOutput
 
 
 class MergedAdapters(BaseModel):
-    """Several adapters as one, in the words of PEFT's `add_weighted_adapter`."""
+    """Several adapters merged into one, with the parameters of PEFT's `add_weighted_adapter`."""
 
     ids: list[str] = Field(min_length=1, max_length=32)
     weights: list[float]
@@ -23,33 +54,36 @@ class MergedAdapters(BaseModel):
     majority_sign_method: Literal["total", "frequency"] | None = "total"
 
 
+_ASKED_RECEIPT = Field(False, description="Adds what is needed to reproduce the text, for `lorikeet-replay`")
+
+
 class _Speculative(BaseModel):
     """Of every generating route."""
 
-    speculative_tokens: int | None = Field(None, ge=0, description="Tokens guessed per step at most; 0 guesses nothing")
+    speculative_tokens: int | None = Field(None, ge=0, description="Maximum draft tokens per step; 0 for none")
     speculative_method: Literal["auto", "lookup", "ngram", "medusa", "draft", "off"] | None = Field(
-        None, description="What guesses; the text is the same with all of them"
+        None, description="What proposes draft tokens; the text does not depend on it"
     )
     speculative_schedule: Literal["constant", "heuristic", "auto"] | None = Field(
-        None, description="How many tokens are guessed: always the bound, by the last step's success, or what pays best"
+        None, description="Draft length: always the maximum, by the last step's acceptance, or the fastest"
     )
-    speculative_verify: Literal["coupled", "rejection", "google", "deepmind"] | None = Field(
+    speculative_verification: Literal["shared-noise", "rejection", "google", "deepmind"] | None = Field(
         None,
-        description="How a draft model's guesses are verified; with a `seed` always coupled, which keeps the text too",
+        description="Verification of a draft model's tokens: shared-noise keeps the text, rejection its distribution; "
+        "requests with a `seed` always use shared-noise",
     )
-    heads_id: str | None = Field(
-        None, description="An adapter whose Medusa heads guess beside the request's own adapter; named as that is"
-    )
+    speculative_verify: str | None = Field(None, deprecated=True, description="Use `speculative_verification`")
+    heads_id: str | None = Field(None, description="An adapter whose Medusa heads are used; named like `adapter_id`")
 
 
 class _Parameters(_Speculative):
     adapter_id: str | None = Field(
         None, description="An alias, or `id` or `id@revision` within the source; empty: the default adapter, if any"
     )
-    adapter_source: Literal["hub", "local", "s3"] | None = Field(None, description="Default: the server's")
+    adapter_source: AdapterSource | None = Field(None, description="Default: the server's")
     api_token: str | None = Field(None, description="The source's token; default: that of the Authorization header")
     merged_adapters: MergedAdapters | None = None
-    best_of: int | None = Field(None, description="Generates so many texts and returns the likeliest; needs sampling")
+    best_of: int | None = Field(None, description="Number of texts, of which the likeliest is returned; needs sampling")
     temperature: float | None = Field(None, description="0 is greedy; 0 or 1 alone do not sample")
     repetition_penalty: float | None = Field(None, gt=0)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -59,45 +93,39 @@ class _Parameters(_Speculative):
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, lt=1)
     do_sample: bool | None = False
-    seed: int | None = Field(None, ge=0, description="The same seed gives the same text, alone or in any company")
-    max_new_tokens: int | None = Field(None, gt=0, description="Default: all that is left of max_total_tokens")
+    seed: int | None = Field(None, ge=0, description="The same seed gives the same text, alone or in any batch")
+    max_new_tokens: int | None = Field(None, gt=0, description="Default: what the prompt leaves of max_total_tokens")
     ignore_eos_token: bool | None = False
-    stop: list[str] | None = Field(None, description="Ends the text, and stays in it")
-    truncate: int | None = Field(None, gt=0, description="Keeps only so many tokens of the end of the prompt")
-    return_full_text: bool | None = Field(False, description="Puts the prompt before the text")
+    stop: list[str] | None = Field(None, description="Ends the text, which includes it")
+    truncate: int | None = Field(None, gt=0, description="Keeps only this number of tokens, from the end of the prompt")
+    return_full_text: bool | None = Field(False, description="Prepends the prompt to the text")
     watermark: bool | None = False
-    return_k_alternatives: int | None = Field(None, gt=0, description="So many likeliest tokens beside each token")
+    return_k_alternatives: int | None = Field(None, gt=0, description="Likeliest tokens returned with each token")
 
 
 class GenerateParameters(_Parameters):
     details: bool | None = False
-    receipt: bool | None = Field(False, description="Tells what the text follows from, for `lorikeet-replay`")
+    receipt: bool | None = _ASKED_RECEIPT
     decoder_input_details: bool | None = Field(False, description="Log probabilities of the prompt; not when streaming")
 
 
 class PredictRequest(_Parameters):
-    """By default 40 tokens, `top_k` 10, `top_p` 0.9, four guesses a step, and the prompt before the text."""
+    """By default 40 tokens, `top_k` 10, `top_p` 0.9, four draft tokens per step, and the prompt before the text."""
 
     prompt: str = Field(min_length=1)
 
 
 class PredictResponse(RootModel[str]):
-    """The text alone."""
+    """The text only."""
 
 
 class GenerateRequest(BaseModel):
-    inputs: str | list[int] = Field(min_length=1, description="A text, or token ids")
+    inputs: str | list[int] = Field(min_length=1, description="A text or token ids")
     parameters: GenerateParameters | None = None
 
 
 class CompatGenerateRequest(GenerateRequest):
     stream: bool | None = False
-
-
-class AlternativeToken(BaseModel):
-    id: int
-    text: str
-    logprob: float | None
 
 
 class PrefillToken(BaseModel):
@@ -106,77 +134,73 @@ class PrefillToken(BaseModel):
     logprob: float | None
 
 
-class Token(BaseModel):
-    id: int
-    text: str
-    logprob: float | None
+class AlternativeToken(PrefillToken):
+    pass
+
+
+class Token(PrefillToken):
     special: bool
     alternative_tokens: list[AlternativeToken] | None = None
     skipped: bool = Field(description="Emitted by the same step as the token before it")
     source: Literal["prefill", "target", "lookup", "medusa", "draft", "resample", "bonus"] = Field(
-        description="prefill: the first; target: of a step without guesses; lookup, medusa, draft: a guess that was "
-        "accepted; resample: the target's own where a guess was not; bonus: its own behind guesses that all were"
+        description="prefill: the first; target: of a step without draft tokens; lookup, medusa, draft: an accepted "
+        "draft token; resample: the target's token where one was rejected; bonus: its token after all were accepted"
     )
 
 
 class SpeculationReport(BaseModel):
-    """What guessing ahead gave: `drafted` guesses were verified, `accepted` of them emitted."""
+    """Counts of speculative decoding: `drafted` tokens were verified, `accepted` of them emitted."""
 
     method: Literal["auto", "lookup", "medusa", "draft"]
-    verify: Literal["coupled", "rejection"]
+    verification: Literal["shared-noise", "rejection"]
+    verify: Literal["shared-noise", "rejection"] = Field(deprecated=True, description="The same as `verification`")
     steps: int
     drafted: int
     accepted: int
     resampled: int
     bonus: int
-    draft_seconds: float = Field(description="Proposing, in the steps that verified guesses for this request")
+    draft_seconds: float = Field(description="Proposing, in the steps that verified draft tokens of this request")
     verify_seconds: float = Field(description="The forward of the model in them")
     accept_seconds: float = Field(description="Sampling and accepting in them")
-    sources: dict[str, int] = Field(description="Tokens by their `source`; they add up to `generated_tokens`")
+    sources: dict[str, int] = Field(description="Tokens by their `source`, which sum to `generated_tokens`")
 
 
-class BestOfSequence(BaseModel):
-    generated_text: str
+class _Sequence(BaseModel):
     finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
+
+
+class BestOfSequence(_Sequence):
+    generated_text: str
     prefill: list[PrefillToken]
     tokens: list[Token]
 
 
-class Details(BaseModel):
-    finish_reason: FinishReason
+class StreamDetails(_Sequence):
     prompt_tokens: int
-    generated_tokens: int
+    speculation: SpeculationReport | None = Field(None, description="Where speculation was possible")
+    receipt: Receipt | None = Field(None, description="Where asked for")
+
+
+class Details(StreamDetails):
     skipped_tokens: int
-    seed: int | None
     prefill: list[PrefillToken]
     tokens: list[Token]
     best_of_sequences: list[BestOfSequence] | None = None
-    speculation: SpeculationReport | None = Field(None, description="Where guesses were possible")
-    receipt: Receipt | None = Field(None, description="Where asked for")
 
 
 class GenerateResponse(BaseModel):
     generated_text: str
     details: Details | None = None
-    receipt: Receipt | None = Field(None, description="Where it was asked for and there are no details")
-
-
-class StreamDetails(BaseModel):
-    finish_reason: FinishReason
-    prompt_tokens: int
-    generated_tokens: int
-    seed: int | None
-    speculation: SpeculationReport | None = Field(None, description="Where guesses were possible")
-    receipt: Receipt | None = Field(None, description="Where asked for")
+    receipt: Receipt | None = Field(None, description="Where asked for without details")
 
 
 class StreamResponse(BaseModel):
     token: Token
     generated_text: str | None
     details: StreamDetails | None
-    receipt: Receipt | None = Field(None, description="In the last event, where asked for and there are no details")
+    receipt: Receipt | None = Field(None, description="In the last event, where asked for without details")
 
 
 class ErrorResponse(BaseModel):
@@ -225,15 +249,17 @@ class _OpenAIRequest(_Speculative):
     n: int | None = Field(1, ge=1, le=128)
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = Field(None, description="Ends the text, and is cut off")
+    stop: str | list[str] | None = Field(None, description="Ends the text, which excludes it")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     ignore_eos_token: bool | None = False
-    receipt: bool | None = Field(False, description="Tells what the text follows from, for `lorikeet-replay`")
-    adapter_source: Literal["hub", "local", "s3"] | None = None
+    receipt: bool | None = _ASKED_RECEIPT
+    adapter_source: AdapterSource | None = None
     api_token: str | None = None
-    prediction: dict[str, Any] | None = Field(None, description='{"type": "content", "content": text to be repeated}')
+    prediction: dict[str, Any] | None = Field(
+        None, description='{"type": "content", "content": a text that the output may repeat}'
+    )
 
 
 class CompletionRequest(_OpenAIRequest):
@@ -272,7 +298,7 @@ class Usage(BaseModel):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: dict[str, int]
-    completion_tokens_details: CompletionDetails | None = Field(None, description="Where guesses were possible")
+    completion_tokens_details: CompletionDetails | None = Field(None, description="Where speculation was possible")
 
 
 class CompletionChoice(BaseModel):
@@ -282,15 +308,18 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
 
 
-class CompletionResponse(BaseModel):
+class _OpenAIResponse(BaseModel):
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: Usage
     system_fingerprint: str
     receipt: Receipt | None = Field(None, description="Where asked for; of a stream in the last event")
+
+
+class CompletionResponse(_OpenAIResponse):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
 
 
 class ChatChoice(BaseModel):
@@ -300,15 +329,9 @@ class ChatChoice(BaseModel):
     logprobs: dict[str, Any] | None
 
 
-class ChatCompletionResponse(BaseModel):
-    id: str
+class ChatCompletionResponse(_OpenAIResponse):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str
-    receipt: Receipt | None = Field(None, description="Where asked for; of a stream in the last event")
 
 
 class Model(BaseModel):
@@ -320,21 +343,21 @@ class Model(BaseModel):
     root: str | None = Field(None, description="Of an adapter: its id at its source")
     parent: str | None = Field(None, description="Of an adapter: the base model")
     adapter_source: str | None = None
-    problem: str | None = Field(None, description="Why an adapter that is listed is not served")
+    problem: str | None = Field(None, description="Why a listed adapter is not served")
 
 
 class AdapterName(BaseModel):
     adapter_id: str
-    adapter_source: Literal["hub", "local", "s3"] | None = None
+    adapter_source: AdapterSource | None = None
 
 
 class AdapterUnload(AdapterName):
-    disk: bool | None = Field(False, description="Its file in the store goes too")
+    disk: bool | None = Field(False, description="Also deletes its file in the store")
 
 
 class AdapterRefresh(BaseModel):
-    adapter_id: str | None = Field(None, description="Without it: all")
-    adapter_source: Literal["hub", "local", "s3"] | None = None
+    adapter_id: str | None = Field(None, description="Default: all")
+    adapter_source: AdapterSource | None = None
 
 
 class LoadLora(BaseModel):

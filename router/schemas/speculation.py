@@ -1,26 +1,29 @@
-"""What a request says about guessing ahead, on every generation route, and what comes of it on this server.
+"""Fields of speculative decoding, on every generation route: reading, rules, and the server's defaults.
 
-Knows the words and their bounds. What is guessed never changes the law of a text, so nothing here is about sampling.
+Speculation never changes the distribution of a text, so nothing here is about sampling.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.errors import UnsupportedField, ValidationError
+from lorikeet.router.errors import UnsupportedField, ValidationError, WrongJsonType
 from lorikeet.router.requests.types import ALL_HEADS, NO_SPECULATION, Speculation
 from lorikeet.router.schemas.adapters import BASE_NAMES
 from lorikeet.router.schemas.fields import Fields
 
 METHODS = {"auto": "auto", "lookup": "lookup", "ngram": "lookup", "medusa": "medusa", "draft": "draft", "off": "off"}
 SCHEDULES = ("constant", "heuristic", "auto")
-RULES = {"coupled": "coupled", "rejection": "rejection", "google": "rejection", "deepmind": "rejection"}
+VERIFICATIONS = {"shared-noise": "shared-noise", **dict.fromkeys(("rejection", "google", "deepmind"), "rejection")}
 """Google's and DeepMind's papers have the same rule (Leviathan et al. 2023; Chen et al. 2023)."""
+DEPRECATED_VALUES = {"coupled": "shared-noise"}
+DEPRECATED_FIELDS = {"speculative_verify": "speculative_verification"}
 DEFAULT_TOKENS = 3
-"""Where a method is named, but neither request nor server say how many."""
+"""Draft tokens where a request names a method, and neither it nor the server a number."""
 PREDICTED_TOKENS = 8
-"""The same where the request brings a text that its output may repeat."""
+"""The same for a request with a `prediction`."""
 DRAFT_MODEL_TOKENS = 4
-"""The server's own word where it has a draft model and was not told."""
+"""The server's default where it has a draft model."""
 
 
 @dataclass(frozen=True)
@@ -30,28 +33,28 @@ class SpeculationFields:
     num_tokens: int | None = None
     method: str | None = None
     schedule: str | None = None
-    verify: str | None = None
+    verification: str | None = None
     names_heads: bool = False
     """Whether there is a `heads_id`."""
     prediction: str | None = None
-    """OpenAI's: a text that the output may repeat."""
+    """OpenAI's field: a text that the output may repeat."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What the server can do, and what it does for requests that don't say."""
+    """What the server supports, and its defaults."""
 
     num_tokens: int
-    """0 where nobody said."""
-    most: int
+    """0 for none."""
+    max_tokens: int
     method: str
     schedule: str
-    verify: str
+    verification: str
     has_draft_model: bool
 
 
 def make_offer(config: RouterConfig, shards_draft_model: str) -> Offer:
-    """`shards_draft_model` is what a shard says of its own, "" for none."""
+    """`shards_draft_model` is the draft model that a shard reports, "" for none."""
     has_draft_model = bool(config.draft_model_id or shards_draft_model)
     num_tokens = config.speculative_tokens
     if num_tokens is None:
@@ -61,26 +64,30 @@ def make_offer(config: RouterConfig, shards_draft_model: str) -> Offer:
         config.speculative_tokens_max,
         METHODS[config.speculative_method],
         config.speculative_schedule,
-        {"shared-noise": "coupled"}.get(config.speculative_verification, config.speculative_verification),
+        VERIFICATIONS[config.speculative_verification],
         has_draft_model,
     )
 
 
 def read_speculation(fields: Fields) -> SpeculationFields:
     """Raises WrongJsonType."""
+    verification, deprecated = fields.text("speculative_verification"), fields.text("speculative_verify")
+    if verification is not None and deprecated is not None:
+        raise WrongJsonType("duplicate field `speculative_verification`", "speculative_verification")
+    verification = verification if deprecated is None else deprecated
     return SpeculationFields(
         fields.integer("speculative_tokens", "u32"),
         fields.text("speculative_method"),
         fields.text("speculative_schedule"),
-        fields.text("speculative_verify"),
+        DEPRECATED_VALUES.get(verification or "", verification),
         fields.take("heads_id") not in (None, "", *BASE_NAMES),
     )
 
 
 def read_prediction(fields: Fields) -> str | None:
-    """OpenAI's `prediction`: a text, or parts of one. Raises WrongJsonType or ValidationError."""
+    """The text of OpenAI's `prediction`. Raises WrongJsonType or ValidationError."""
     if not fields.has("prediction"):
-        fields.take("prediction")  # null, which asks for nothing
+        fields.take("prediction")  # null is absence
         return None
     given = fields.child("prediction")
     if given.text("type") != "content":
@@ -96,66 +103,76 @@ def read_prediction(fields: Fields) -> str | None:
     return "".join(texts)
 
 
-def rules_heads_out(method: object, num_tokens: object) -> bool:
-    """Whether a request that says this has no guesses of heads, whatever heads there are."""
+def excludes_heads(method: object, num_tokens: object) -> bool:
+    """Whether a request with these fields never uses Medusa heads."""
     return num_tokens == 0 or (method in METHODS and METHODS[str(method)] not in ("auto", "medusa"))
 
 
-def check_speculation(wanted: SpeculationFields, most: int) -> None:
-    """Whether the words are known and the number is in bounds. Raises ValidationError."""
-    known: dict[str, tuple[str | None, tuple[str, ...]]] = {
-        "speculative_method": (wanted.method, tuple(METHODS)),
-        "speculative_schedule": (wanted.schedule, SCHEDULES),
-        "speculative_verify": (wanted.verify, tuple(RULES)),
-    }
-    for name, (word, words) in known.items():
-        if word is not None and word not in words:
-            raise ValidationError(f"`{name}` must be one of {', '.join(words)}. Given: {word[:80]}", name)
-    if wanted.num_tokens is not None and wanted.num_tokens > most:
-        raise ValidationError(
-            f"`speculative_tokens` must be <= {most}. Given: {wanted.num_tokens}", "speculative_tokens"
-        )
+def fill_defaults(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`fields` of a body with the defaults of those that are absent or null.
+
+    `heads_id` is no default of a request whose method or draft length excludes heads.
+    """
+    given = {DEPRECATED_FIELDS.get(name, name) for name, value in fields.items() if value is not None}
+    if excludes_heads(fields.get("speculative_method"), fields.get("speculative_tokens")):
+        given.add("heads_id")
+    missing = {name: value for name, value in defaults.items() if DEPRECATED_FIELDS.get(name, name) not in given}
+    return {**fields, **missing}
+
+
+def check_speculation(wanted: SpeculationFields, max_tokens: int) -> None:
+    """Raises ValidationError for an unknown value, or a number above `max_tokens`."""
+    for name, value, values in (
+        ("speculative_method", wanted.method, METHODS),
+        ("speculative_schedule", wanted.schedule, SCHEDULES),
+        ("speculative_verification", wanted.verification, VERIFICATIONS),
+    ):
+        if value is not None and value not in values:
+            raise ValidationError(f"`{name}` must be one of {', '.join(values)}. Given: {value[:80]}", name)
+    if wanted.num_tokens is not None and wanted.num_tokens > max_tokens:
+        given = f"Given: {wanted.num_tokens}"
+        raise ValidationError(f"`speculative_tokens` must be <= {max_tokens}. {given}", "speculative_tokens")
 
 
 def resolve_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: bool) -> Speculation:
-    """With the server's defaults, for a request whose user gave a seed or did not. Raises ValidationError.
+    """The request's settings with the server's defaults. Raises ValidationError.
 
-    A user's seed promises a text; the rejection rule keeps a law only, so such a request is verified by coupling.
+    `is_seeded` is whether the client gave a seed, which promises a reproducible text. The rejection rule preserves the
+    distribution only, so such a request is verified with shared noise.
     """
-    check_speculation(wanted, offer.most)
+    check_speculation(wanted, offer.max_tokens)
     method = METHODS[wanted.method] if wanted.method else offer.method
     if wanted.prediction is not None and wanted.method and method not in ("auto", "lookup"):
         raise ValidationError(
-            f"a `prediction` is looked up in: `speculative_method` {wanted.method} would ignore it", "prediction"
+            f"`prediction` needs `speculative_method` lookup or auto: {wanted.method} would ignore it", "prediction"
         )
-    if wanted.names_heads and rules_heads_out(wanted.method, wanted.num_tokens):
-        raise ValidationError(
-            "`heads_id` names heads, and the method or number of guesses leaves none to them", "heads_id"
-        )
+    if wanted.names_heads and excludes_heads(wanted.method, wanted.num_tokens):
+        raise ValidationError("`heads_id` needs `speculative_method` medusa or auto and draft tokens", "heads_id")
     if method == "off" and not wanted.method and (wanted.num_tokens or wanted.names_heads or wanted.prediction):
-        method = "auto"  # the operator's word is for those who ask for nothing
+        method = "auto"  # the server's default holds for requests without these fields
+    verification = VERIFICATIONS[wanted.verification] if wanted.verification else offer.verification
     if not offer.has_draft_model and wanted.method == "draft":
-        raise UnsupportedField("speculative_method", "draft needs a draft model, and this server has none")
-    if not offer.has_draft_model and RULES.get(wanted.verify or "") == "rejection":
-        raise UnsupportedField("speculative_verify", f"{wanted.verify} needs a draft model, and this server has none")
+        raise UnsupportedField("speculative_method", "draft requires --draft-model-id")
+    if not offer.has_draft_model and wanted.verification and verification == "rejection":
+        raise UnsupportedField("speculative_verification", f"{wanted.verification} requires --draft-model-id")
     if method == "off" or wanted.num_tokens == 0:
         return NO_SPECULATION
-    verify = RULES[wanted.verify] if wanted.verify else offer.verify
-    is_rejection = verify == "rejection" and offer.has_draft_model and method in ("auto", "draft") and not is_seeded
+    uses_draft_model = offer.has_draft_model and method in ("auto", "draft")
+    is_rejection = verification == "rejection" and uses_draft_model and not is_seeded
     num_heads = ALL_HEADS if wanted.num_tokens is None else wanted.num_tokens
     return Speculation(
         method,
         _num_tokens(wanted, offer) if method != "medusa" else 0,
         num_heads if method in ("auto", "medusa") else 0,
         wanted.schedule or offer.schedule,
-        "rejection" if is_rejection else "coupled",
+        "rejection" if is_rejection else "shared-noise",
         needs_heads=wanted.method == "medusa",
     )
 
 
 def _num_tokens(wanted: SpeculationFields, offer: Offer) -> int:
-    """What bounds lookup and draft model in a step."""
+    """Draft tokens per step at most, of lookup and of the draft model."""
     if wanted.num_tokens is not None:
         return wanted.num_tokens
-    unasked = PREDICTED_TOKENS if wanted.prediction else DEFAULT_TOKENS if wanted.method else 0
-    return offer.num_tokens or min(unasked, offer.most)
+    default = PREDICTED_TOKENS if wanted.prediction else DEFAULT_TOKENS if wanted.method else 0
+    return offer.num_tokens or min(default, offer.max_tokens)

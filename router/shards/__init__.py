@@ -1,1 +1,1 @@
-"""Shards as the router sees them: discovery, connections, credit and placement."""
+"""The shards of one router: membership, connections, credit, choice of a shard, and the wire messages."""

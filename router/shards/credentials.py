@@ -1,4 +1,4 @@
-"""How a shard is called: over a Unix socket as it is, over TCP with a secret, or TLS, or both."""
+"""Credentials of calls to shards: none over a Unix socket; over TCP a shared secret, TLS, or both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Metadata = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class ShardAccess:
-    """What is shown to every shard of one router."""
+    """For every shard of one router."""
 
     secret: str = ""
     credentials: grpc.ChannelCredentials | None = None
@@ -25,22 +25,19 @@ class ShardAccess:
         secret = "" if config.shard_secret_path is None else Path(config.shard_secret_path).read_text().strip()
         if config.shard_tls_ca_path is None:
             return cls(secret)
-        own = [
-            None if path is None else Path(path).read_bytes()
-            for path in (config.shard_tls_key_path, config.shard_tls_cert_path)
-        ]
-        authority = Path(config.shard_tls_ca_path).read_bytes()
-        return cls(secret, grpc.ssl_channel_credentials(authority, *own))
+        paths = (config.shard_tls_ca_path, config.shard_tls_key_path, config.shard_tls_cert_path)
+        files = [None if path is None else Path(path).read_bytes() for path in paths]
+        return cls(secret, grpc.ssl_channel_credentials(*files))
 
     def channel(self, address: str, name: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-        """To a shard whose certificate is of `name`, where it has one."""
+        """To a shard whose certificate is for `name`; "" for the address's own name."""
         if self.credentials is None or address.startswith("unix:"):
             return grpc.aio.insecure_channel(address, options=options)
         named = [*options, ("grpc.ssl_target_name_override", name)] if name else options
         return grpc.aio.secure_channel(address, self.credentials, options=named)
 
     def metadata(self, address: str) -> Metadata:
-        """Of each call."""
+        """Sent with each call."""
         return () if address.startswith("unix:") or not self.secret else (("authorization", f"Bearer {self.secret}"),)
 
 

@@ -1,79 +1,86 @@
-"""The shards of one router: those with an address, and those that a name or a file stands for just now.
+"""The shards of one router: fixed addresses, and those that a DNS name or a file currently lists.
 
-`dns:host:port` is every address that the name has, `file:/path` a JSON list of addresses. Both are looked at again and
-again, so shards join and leave while others serve. Nothing here decides who is a member.
+`dns:host:port` stands for every address of the name, `file:/path` for a JSON list of addresses. Both are polled, so
+shards join and leave while others serve.
 """
 
 import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import structlog
 
-from lorikeet.router.shards.connection import ShardLink
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.version import version, versions_compatible
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.shards.connection import RouterEvents, ShardLink
+from lorikeet.router.shards.credentials import ShardAccess
 
 log = structlog.get_logger()
 
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 DNS, FILE = "dns:", "file:"
+EQUAL_FIELDS = ("model_id", "dtype", "quantization", "kv_cache_dtype", "num_ranks", "vocab_size", "max_total_tokens")
+"""Fields of ShardInfo that must be equal for all shards, because any shard may continue a request of another."""
 
 
 def is_fixed(source: str) -> bool:
-    """Whether a source is an address, rather than something that stands for addresses."""
+    """Whether a source is an address itself."""
     return not source.startswith((DNS, FILE))
 
 
 class Members:
-    """Keeps a link, and the task that keeps its stream, for every address."""
+    """Keeps a link, and the task that runs its stream, for every address."""
 
-    def __init__(
-        self, sources: Iterable[str], make: Callable[[int, str, str], ShardLink], changed: Callable[[], None]
-    ) -> None:
-        """`make` gets a number, an address and the name that it stands for; `changed` is called after each change."""
-        self._sources = tuple(sources)
-        self._make = make
-        self._changed = changed
+    def __init__(self, config: RouterConfig, events: RouterEvents) -> None:
+        """Raises OSError where a file of the credentials cannot be read."""
+        self._config = config
+        self._events = events
+        self._access = ShardAccess.of(config)
         self._num_made = 0
         self.links: list[ShardLink] = []
-        """Changed in place: others may hold it."""
-        self._unfound: set[str] = set()
-        """Sources that stood for nothing when they were last looked at."""
+        """Changed in place, because others hold it."""
+        self._empty_sources: set[str] = set()
+        """Sources that listed no address at the last poll."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._looking: asyncio.Task[None] | None = None
-        for source in filter(is_fixed, self._sources):
+        self._polling: asyncio.Task[None] | None = None
+        for source in filter(is_fixed, config.shard_addresses):
             self._join(source, "")
 
     def start(self) -> None:
-        """Begin to connect and to look; returns at once."""
+        """Begin to connect and to poll; returns at once."""
         for link in self.links:
             self._run(link)
-        if not all(map(is_fixed, self._sources)):
-            self._looking = asyncio.create_task(self._look_again_and_again(), name="members")
+        if not all(map(is_fixed, self._config.shard_addresses)):
+            self._polling = asyncio.create_task(self._poll_forever(), name="members")
 
     async def stop(self) -> None:
         """End every stream."""
-        tasks = [*self._tasks.values(), *filter(None, [self._looking])]
+        tasks = [*self._tasks.values(), *filter(None, [self._polling])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look_again_and_again(self) -> None:
-        while True:
-            await self.look()
-            await asyncio.sleep(LOOK_SECONDS)
+    def incompatibility(self, info: pb.ShardInfo) -> str:
+        """Why a shard cannot be used, in a sentence; "" if it can."""
+        return incompatibility(info, next((link.info for link in self.links if link.client.connected), None))
 
-    async def look(self) -> None:
-        """Bring the links up to date. One that still serves stays, whatever is said of its address."""
+    async def _poll_forever(self) -> None:
+        while True:
+            await self._poll()
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _poll(self) -> None:
+        """Update the links. One that still serves stays, even when its address is no longer listed."""
         found: dict[str, str] = {}
-        for source in self._sources:
+        for source in self._config.shard_addresses:
             if is_fixed(source):
                 found[source] = ""
             else:
                 addresses = await addresses_of(source)
-                self._note(source, bool(addresses))
+                self._log_change(source, is_empty=not addresses)
                 found |= addresses
         known = {link.address: link for link in self.links}
         joined = [address for address in found if address not in known]
@@ -83,16 +90,15 @@ class Members:
         for link in left:
             await self._leave(link)
         if joined or left:
-            self._changed()
+            self._events.on_membership_change()
 
-    def _note(self, source: str, is_found: bool) -> None:
-        """Say when a source begins to stand for nothing, and when that is over."""
-        if is_found == (source in self._unfound):
-            (self._unfound.discard if is_found else self._unfound.add)(source)
-            log.warning("shards_not_found" if not is_found else "shards_found_again", source=source)
+    def _log_change(self, source: str, is_empty: bool) -> None:
+        if is_empty != (source in self._empty_sources):
+            self._empty_sources ^= {source}
+            log.warning("shards_not_found" if is_empty else "shards_found_again", source=source)
 
     def _join(self, address: str, name: str) -> ShardLink:
-        link = self._make(self._num_made, address, name)
+        link = ShardLink(self._num_made, address, name, self._access, self._config, self._events)
         self._num_made += 1
         self.links.append(link)
         return link
@@ -110,7 +116,7 @@ class Members:
 
 
 async def addresses_of(source: str) -> dict[str, str]:
-    """What a source stands for now: the name behind each address. None where it cannot be looked up."""
+    """The addresses that a source lists, each with the name behind it; none where it cannot be looked up."""
     if source.startswith(FILE):
         try:
             listed = json.loads(await asyncio.to_thread(Path(source.removeprefix(FILE)).read_text))
@@ -121,7 +127,18 @@ async def addresses_of(source: str) -> dict[str, str]:
     name = name.removeprefix("[").removesuffix("]")
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the second for what can be no name
+    except (OSError, UnicodeError):  # UnicodeError: not a valid host name
         return {}
     hosts = sorted({str(info[4][0]) for info in infos})
     return {f"[{host}]:{port}" if ":" in host else f"{host}:{port}": name for host in hosts}
+
+
+def incompatibility(info: pb.ShardInfo, known: pb.ShardInfo | None) -> str:
+    """Why a shard cannot be used, in a sentence; "" if it can. `known`: of a connected shard, if there is one."""
+    if not versions_compatible(info.version, version()):
+        return f"the shard's version {info.version} and this router's, {version()}, don't fit together"
+    for name in EQUAL_FIELDS if known is not None else ():
+        theirs, ours = getattr(info, name), getattr(known, name)
+        if theirs != ours:
+            return f"its {name} is {theirs or 'none'}, that of the others {ours or 'none'}"
+    return ""

@@ -1,6 +1,6 @@
-"""Which shard a request goes to: where its adapter is, else where the beginning of its prompt is, else where room is.
+"""Chooses the shard of a request: the one with its adapter, else with the beginning of its prompt, else with most room.
 
-A pure choice over links. An adapter that no shard holds belongs to one by a hash, so that routers and restarts agree.
+A pure choice over links. An adapter that no shard has loaded is assigned by a hash, so that routers and restarts agree.
 """
 
 import hashlib
@@ -9,30 +9,28 @@ from enum import StrEnum
 from functools import lru_cache
 
 from lorikeet.router.requests.generation import Generation
+from lorikeet.router.shards.affinity import keys_of
 from lorikeet.router.shards.connection import ShardLink
-from lorikeet.router.shards.prefix_affinity import keys_of
 
-SPILL = 0.5
-"""Beside a busy shard another takes requests on if it runs less than this share of what runs there …"""
-HOT = 4
-"""… once so many of the same adapter, or of the base, run where they belong."""
+OVERFLOW_LOAD = 0.5
+"""Another shard takes over requests if it runs less than this fraction of the preferred shard's requests …"""
+OVERFLOW_REQUESTS = 4
+"""… once that one runs so many of the same adapter, or of the base model."""
 
 
 class Reason(StrEnum):
-    """Why a request went where it went."""
+    """Why a shard was chosen."""
 
-    ONLY = "only"
-    """There is one shard."""
-    ADAPTER = "adapter"
-    """Its adapter is in a slot there."""
-    PREFIX = "prefix"
-    """The beginning of its prompt should be cached there."""
-    HOME = "home"
-    """No shard holds its adapter, which belongs there."""
-    SPREAD = "spread"
-    """Where it belongs there is much more to do, or no room."""
-    CREDIT = "credit"
-    """Most room is there."""
+    ONLY_SHARD = "only_shard"
+    ADAPTER_RESIDENT = "adapter_resident"
+    """The request's adapter is in a slot there."""
+    PREFIX_CACHED = "prefix_cached"
+    """The beginning of the prompt should be in the cache there."""
+    ADAPTER_AFFINITY = "adapter_affinity"
+    """No shard has loaded the adapter, which the hash assigns to this one."""
+    OVERFLOW = "overflow"
+    """The preferred shard has much more load, or no room."""
+    LEAST_LOADED = "least_loaded"
 
 
 Choice = tuple[ShardLink, Reason]
@@ -46,16 +44,14 @@ class Placement:
         self._rank = lru_cache(maxsize=65_536)(self._ranked)
 
     def owner(self, digest: str) -> ShardLink | None:
-        """Where an adapter belongs, whether that shard serves now or not."""
+        """The shard that the hash assigns an adapter to, whether it serves now or not."""
         return next(iter(self._rank(digest)), None)
 
     def home(self, digest: str) -> ShardLink | None:
-        """Where an adapter belongs: the first of its shards that serves, or would. None where there is no shard."""
-        order = self._rank(digest)
-        return next((link for link in order if link.ready), next(iter(order), None))
+        """The first of an adapter's shards that is ready, else its owner. None where there is no shard."""
+        return next((link for link in self._rank(digest) if link.ready), self.owner(digest))
 
-    def changed(self) -> None:
-        """Shards have joined or left."""
+    def on_membership_change(self) -> None:
         self._rank.cache_clear()
 
     def choose(self, generation: Generation) -> Choice | None:
@@ -63,52 +59,53 @@ class Placement:
         num_tokens = generation.num_known
         if len(self._links) == 1:
             (link,) = self._links
-            return (link, Reason.ONLY) if link.has_room(num_tokens) else None
+            return (link, Reason.ONLY_SHARD) if link.has_room(num_tokens) else None
         open_links = [link for link in self._links if link.has_room(num_tokens)]
         if not open_links:
             return None
-        wanted, reason = self._wanted(generation)
-        if not wanted:
-            return max(open_links, key=_room), Reason.CREDIT
-        busiest = max(len(link.running) for link in wanted)
-        idler = [link for link in open_links if link not in wanted and len(link.running) < SPILL * busiest]
-        with_room = [link for link in wanted if link in open_links]
-        digest = generation.contents.home
-        if with_room and not (idler and min(link.num_of[digest] for link in wanted) >= HOT):
+        preferred, reason = self._preferred(generation)
+        if not preferred:
+            return max(open_links, key=_room), Reason.LEAST_LOADED
+        busiest = max(len(link.running) for link in preferred)
+        idler = [link for link in open_links if link not in preferred and len(link.running) < OVERFLOW_LOAD * busiest]
+        with_room = [link for link in preferred if link in open_links]
+        key = generation.adapters.affinity_key
+        if with_room and not (idler and min(link.num_by_affinity[key] for link in preferred) >= OVERFLOW_REQUESTS):
             return max(with_room, key=_room), reason
-        others = open_links if reason is Reason.PREFIX else idler  # a prefix is not worth a wait
-        return (max(others, key=_room), Reason.SPREAD) if others else None
+        others = open_links if reason is Reason.PREFIX_CACHED else idler  # a cached prefix is not worth waiting for
+        return (max(others, key=_room), Reason.OVERFLOW) if others else None
 
-    def sent(self, generation: Generation, link: ShardLink) -> None:
-        """It left for that shard."""
+    def record_sent(self, generation: Generation, link: ShardLink) -> None:
+        """It was sent to that shard."""
         if len(self._links) > 1:
-            link.prefixes.sent(self._keys(generation))
+            link.prefixes.add(self._keys(generation))
 
-    def _wanted(self, generation: Generation) -> tuple[list[ShardLink], Reason]:
-        """Where it would be at home, and why; nowhere in particular where nothing of it is anywhere."""
+    def _preferred(self, generation: Generation) -> tuple[list[ShardLink], Reason]:
+        """The shards that have something of the request, and what; none where no shard has."""
         ready = [link for link in self._links if link.ready]
-        digest = generation.contents.home
-        reason = Reason.PREFIX
-        if digest:
-            holders = [link for link in ready if link.residency.is_resident(digest)]
+        key = generation.adapters.affinity_key
+        reason = Reason.PREFIX_CACHED
+        if key:
+            holders = [link for link in ready if link.residency.is_resident(key)]
             if not holders:
-                return [link for link in (self.home(digest),) if link is not None], Reason.HOME
+                return [link for link in (self.home(key),) if link is not None], Reason.ADAPTER_AFFINITY
             if len(holders) == 1:
-                return holders, Reason.ADAPTER
-            ready, reason = holders, Reason.ADAPTER
+                return holders, Reason.ADAPTER_RESIDENT
+            ready, reason = holders, Reason.ADAPTER_RESIDENT
         keys = self._keys(generation)
         shared = {link: link.prefixes.num_shared(keys) for link in ready} if keys else {}
         most = max(shared.values(), default=0)
         if most:
-            return [link for link in ready if shared[link] == most], Reason.PREFIX
-        return (ready, reason) if digest else ([], reason)
+            return [link for link in ready if shared[link] == most], Reason.PREFIX_CACHED
+        return (ready, reason) if key else ([], reason)
 
     @staticmethod
     def _keys(generation: Generation) -> tuple[int, ...]:
-        if generation.prefix_keys is None:
-            request, contents = generation.request, generation.contents
-            generation.prefix_keys = keys_of(request.prompt_ids, contents.digest, request.cache_salt)
-        return generation.prefix_keys
+        routing = generation.routing
+        if routing.prefix_keys is None:
+            request = generation.request
+            routing.prefix_keys = keys_of(request.prompt_ids, generation.adapters.digest, request.cache_salt)
+        return routing.prefix_keys
 
     def _ranked(self, digest: str) -> tuple[ShardLink, ...]:
         def weight(link: ShardLink) -> bytes:

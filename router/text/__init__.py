@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizing, chat templates, incremental detokenization, stop strings. Knows no HTTP."""
+"""Text and token ids: tokenizing, chat templates, incremental detokenization, stop strings."""

@@ -1,6 +1,6 @@
-"""A model's chat template: where it is found in a model folder, and how messages become a prompt.
+"""Chat templates: finds the one of a model folder, and renders messages as a prompt.
 
-The sandbox is Jinja's immutable one, with the functions and filters that model authors expect.
+It uses Jinja's immutable sandbox, with the functions and filters that model authors expect.
 """
 
 import json
@@ -18,7 +18,7 @@ from lorikeet.router.errors import ChatTemplateError
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant says, for training; in serving it is its content."""
+    """`{% generation %}` marks the assistant's text for training; here it is replaced by its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -40,7 +40,7 @@ def _strftime_now(layout: str) -> str:
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens that it may name."""
+    """One compiled template and the special tokens that it may use."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -53,7 +53,7 @@ class ChatTemplate:
         self._error = ""
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:  # the server still serves everything but chat
+        except jinja2.TemplateError as error:  # all other routes are still served
             self._error = f"{error} (line {getattr(error, 'lineno', '?')} of the model's chat template)"
 
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
@@ -69,7 +69,7 @@ class ChatTemplate:
 
 
 def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """The source of the default chat template: its own file first, then the tokenizer's configuration."""
+    """The source of the default chat template: the file of the template first, then the tokenizer's configuration."""
     own_file, single = folder / "chat_template.jinja", folder / "chat_template.json"
     if own_file.is_file():
         return own_file.read_text()
@@ -77,7 +77,7 @@ def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
 
 
 def template_of(tokenizer_config: dict[str, Any], single: dict[str, Any]) -> str | None:
-    """The default template in the tokenizer's configuration, or in chat_template.json beside it."""
+    """The default template of the tokenizer's configuration, or of chat_template.json."""
     found: Any = tokenizer_config.get("chat_template")
     if found is None:
         found = single.get("chat_template")

@@ -1,8 +1,8 @@
-"""From token ids to text, one token at a time and without broken characters.
+"""Incremental detokenization: from token ids to text, one token at a time and without broken characters.
 
-Two forms behind one interface: bytes put together where tokens are bytes (byte-level and SentencePiece vocabularies),
-and re-decoding of a short window for every other decoder. Knows no stop strings. Special tokens end an incomplete
-character: their text is their name, and the caller decides whether to show it.
+Two implementations of one interface: concatenated bytes where tokens are bytes (byte-level and SentencePiece
+vocabularies), and decoding a short window again for all other decoders. Special tokens end an incomplete character:
+their text is their name, and the caller decides whether to show it.
 """
 
 import codecs
@@ -16,10 +16,10 @@ class Detokenizer(Protocol):
     """The text of one growing sequence of tokens."""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; empty while a character is incomplete."""
+        """The text that this token completes; empty while a character is incomplete."""
 
     def flush(self) -> str:
-        """What is left of an incomplete character, as U+FFFD."""
+        """The rest of an incomplete character, as U+FFFD."""
 
 
 class BytewiseDetokenizer:
@@ -52,16 +52,16 @@ class BytewiseDetokenizer:
 
 
 class WindowedDetokenizer:
-    """Decodes the last few tokens again with each new one and takes what was added.
+    """Decodes the last tokens again with each new one, and returns what was added.
 
-    The window starts within the prompt, so that a decoder which treats the first token of a text differently (word
-    pieces, stripped spaces) does not do so in the middle.
+    The window starts within the prompt, since decoders may treat the first token of a text differently (word pieces,
+    stripped spaces).
     """
 
     __slots__ = ("_backend", "_ids", "_shown", "_special_ids", "_vocabulary")
 
     context = 6
-    """Tokens before the new one that a decoder may look at."""
+    """Preceding tokens on which the text of a token may depend."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
@@ -95,7 +95,7 @@ class WindowedDetokenizer:
 
 
 def detokenizer(vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> Detokenizer:
-    """The right form for this vocabulary, for text that continues `prompt_ids`."""
+    """The implementation for this vocabulary, for text that continues `prompt_ids`."""
     if vocabulary.is_bytewise:
         return BytewiseDetokenizer(vocabulary)
     return WindowedDetokenizer(vocabulary, prompt_ids)

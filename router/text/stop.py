@@ -1,13 +1,13 @@
-"""Stop strings in a growing text: finds the one that is complete first, and holds back what could become one.
+"""Stop strings in a growing text: finds the first complete one, and withholds text that may become one.
 
-Knows text only; how it is cut into tokens and chunks makes no difference to what is found.
+The result does not depend on how the text is divided into tokens and chunks.
 """
 
 from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one text. `include` keeps the stop string in the text, else it is cut off."""
+    """Searches one text. `include` keeps the stop string in the text, else it is cut off."""
 
     __slots__ = ("_held", "_include", "_stops", "matched", "num_beyond")
 
@@ -21,7 +21,7 @@ class StopMatcher:
         """Characters of the last text that came after the stop string."""
 
     def push(self, text: str) -> str:
-        """Take more text; return what may be shown now. Once `matched`, the text is complete."""
+        """Add text; returns what may be shown now. Once `matched`, the text is complete."""
         previous = len(self._held)
         data = self._held + text
         found = self._first(data)
@@ -30,14 +30,14 @@ class StopMatcher:
             self.matched = data[start:end]
             self.num_beyond = len(data) - end
             self._held = ""
-            # What was held back was not shown yet, unless the stop stays in the text anyway.
+            # Withheld text was not shown yet, except with `include`, which withholds nothing.
             return data[previous if self._include else 0 : end if self._include else start]
         keep = self._open_length(data)
         self._held = data[len(data) - keep :]
         return text if self._include else data[: len(data) - keep]
 
     def flush(self) -> str:
-        """The text that was held back, when nothing more comes."""
+        """The withheld text, at the end of the generation."""
         held, self._held = self._held, ""
         return "" if self._include else held
 

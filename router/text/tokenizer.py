@@ -1,6 +1,6 @@
-"""The model's tokenizer and chat template as the server uses them: awaitable, in threads of their own.
+"""The model's tokenizer and chat template, run in a thread pool.
 
-Reads the model's folder directly: importing a modelling library to tokenize would cost a router its quick start.
+It reads the files of the model directly: importing transformers to tokenize would slow down the start of a router.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from tokenizers.processors import TemplateProcessing
 from lorikeet.proto.digest import of_files
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.chat_template import ChatTemplate, find_template
+from lorikeet.router.text.chat_template import ChatTemplate, find_template, template_of
 from lorikeet.router.text.detokenizer import Detokenizer, detokenizer
 from lorikeet.router.text.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
 FILES = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
-"""What decides a prompt's ids and which of them end a text, beside the model's own configuration."""
-_MOST_TEMPLATES = 256
+"""What determines the token ids of a prompt and the end-of-text ids, in addition to the model's configuration."""
+_MAX_TEMPLATES = 256
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -38,9 +38,7 @@ def _content(token: str | dict[str, Any] | None) -> str | None:
 
 
 class Tokenizer:
-    """Text to ids, ids to text, messages to a prompt."""
-
-    is_fast = True
+    """Encodes text, decodes ids, and renders messages as a prompt."""
 
     def __init__(
         self,
@@ -55,24 +53,24 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self.template_source = template_source
-        """The model's own chat template."""
+        """The model's chat template."""
         self.named_tokens = named_tokens or {}
-        """Special tokens by the names that templates know."""
+        """Special tokens by their names in templates."""
         self._templates: dict[str, ChatTemplate] = {}
-        """Compiled, by source: the model's own and those that the operator wrote."""
+        """Compiled templates by source: the model's and those of the operator."""
         self.digest = digest
         """Of the files that it was read from."""
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize")
         self.vocabulary = Vocabulary(backend, special_ids)
         self.special_ids = self.vocabulary.special_ids
         self.num_pending = 0
-        """Texts of requests for the model that are being worked on, or wait for a thread."""
+        """Texts of generation requests that are being processed or wait for a thread."""
         self.eos_ids = eos_ids
-        """Tokens that end a text, of the generation configuration and the tokenizer."""
+        """End-of-text tokens of the generation configuration and the tokenizer."""
 
     @classmethod
     def load(cls, config: RouterConfig) -> Self:
-        """Read the tokenizer of the model folder. Raises ValueError that says what is missing."""
+        """Read the tokenizer of the model folder. Raises ValueError where a file is missing."""
         folder = Path(config.model_path)
         settings = _read_json(folder / "tokenizer_config.json")
         backend = _load_backend(folder, settings)
@@ -80,12 +78,9 @@ class Tokenizer:
         named_tokens = {name: text for name in _NAMED_TOKENS if (text := _content(named.get(name))) is not None}
         ids = {name: backend.token_to_id(text) for name, text in named_tokens.items()}
         _apply_bos_and_eos(backend, settings, named_tokens)
-        template_settings = settings
-        if config.tokenizer_config_path is not None:
-            template_settings = json.loads(Path(config.tokenizer_config_path).read_text())
         source = find_template(folder, settings)
-        if template_settings is not settings:
-            source = find_template(Path("/nonexistent"), template_settings) or source
+        if config.tokenizer_config_path is not None:
+            source = template_of(json.loads(Path(config.tokenizer_config_path).read_text()), {}) or source
         return cls(
             backend,
             eos_ids=_eos_ids(folder, ids.get("eos_token")),
@@ -96,15 +91,11 @@ class Tokenizer:
             digest=of_files(folder, [name for name in FILES if (folder / name).is_file()]),
         )
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self.template_source is not None
-
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`."""
 
         def work() -> list[int]:
-            # The batch forms let other threads run meanwhile; `encode` does not. The fast one skips offsets.
+            # The batch functions release the GIL; `encode` does not. The fast one skips offsets.
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
         return await self._for_request(work)
@@ -120,7 +111,7 @@ class Tokenizer:
         return await self._in_pool(work)
 
     async def render_chat(self, messages: list[dict[str, Any]], *, source: str | None = None) -> str:
-        """The prompt for `messages`, with the model's own template or the operator's at `source`.
+        """The prompt for `messages`, with the model's template or the operator's at `source`.
 
         Raises ChatTemplateError, also when there is no template.
         """
@@ -132,13 +123,13 @@ class Tokenizer:
     def _compiled(self, source: str) -> ChatTemplate:
         template = self._templates.get(source)
         if template is None:
-            if len(self._templates) >= _MOST_TEMPLATES:
+            if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
             template = self._templates[source] = ChatTemplate(source, self.named_tokens)
         return template
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself."""
+        """The text of a single token."""
         return self.vocabulary.text(token_id)
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
@@ -175,7 +166,7 @@ def _load_backend(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokenize
 
 
 def _apply_bos_and_eos(backend: tokenizers.Tokenizer, settings: dict[str, Any], named: dict[str, str]) -> None:
-    """Let `add_bos_token` and `add_eos_token`, where written down, have the last word over the post-processor."""
+    """Apply `add_bos_token` and `add_eos_token`, where set, which override the post-processor."""
     if "add_bos_token" not in settings and "add_eos_token" not in settings:
         return
     plain = backend.encode("a", add_special_tokens=False).tokens

@@ -1,7 +1,7 @@
-"""What each token id says: its raw name, the bytes it stands for, its text where those bytes are whole characters.
+"""The tokens of a vocabulary: raw names, bytes, and texts where the bytes are complete characters.
 
-Reads the tokenizer's decoder once to learn which of three kinds it is; everything per token is a dictionary lookup
-afterwards. Knows single tokens only, not sequences.
+The tokenizer's decoder is inspected once to find out which of three kinds it is; afterwards each token is a dictionary
+lookup.
 """
 
 import json
@@ -15,7 +15,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_table() -> dict[str, int]:
-    """The printable stand-in of each byte in a byte-level vocabulary (GPT-2's table), inverted."""
+    """From the printable character of a byte-level vocabulary to its byte (GPT-2's table, inverted)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(0x100) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(rest)}
@@ -43,9 +43,9 @@ def _replacing(replacements: list[tuple[str, str]], byte_fallback: bool) -> Call
 
 
 def _piece_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
-    """From a token's raw name to its bytes, or None when the decoder treats tokens differently by their neighbours.
+    """From a token's raw name to its bytes, or None where these depend on the neighbouring tokens.
 
-    What a decoder strips from the very start of a text is no concern here: generated text continues a prompt.
+    What a decoder strips from the start of a text is irrelevant, since generated text continues a prompt.
     """
     if decoder is None:
         return None
@@ -83,7 +83,7 @@ class Vocabulary:
 
     @property
     def is_bytewise(self) -> bool:
-        """Whether the bytes of a text are those of its tokens, one after the other."""
+        """Whether the bytes of a text are the concatenated bytes of its tokens."""
         return self._piece is not None
 
     def raw(self, token_id: int) -> str:
@@ -91,7 +91,7 @@ class Vocabulary:
         return self._added.get(token_id) or self.backend.id_to_token(token_id) or ""
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes that the token stands for; only where `is_bytewise`."""
+        """The bytes of the token; only where `is_bytewise`."""
         name = self.raw(token_id)
         if token_id in self.special_ids:
             return name.encode()
@@ -99,13 +99,13 @@ class Vocabulary:
         return self._piece(name)
 
     def text(self, token_id: int) -> str:
-        """The token by itself, incomplete characters as U+FFFD."""
+        """The text of a single token, with incomplete characters as U+FFFD."""
         if self._piece is not None:
             return self.piece(token_id).decode(errors="replace")
         return self.backend.decode([token_id], skip_special_tokens=False)
 
     def _agrees(self) -> bool:
-        """Whether pieces put together give what the tokenizer itself decodes, tried on tokens from all over."""
+        """Whether concatenated pieces equal what the tokenizer decodes, for a sample of the vocabulary."""
         sample = [index for index in range(0, self.size, max(1, self.size // 256)) if index not in self.special_ids]
         pieces = [(index, self.piece(index)) for index in sample]
         whole = [(index, piece) for index, piece in pieces if piece.decode(errors="ignore").encode() == piece]
@@ -114,7 +114,7 @@ class Vocabulary:
 
 
 class _Texts(dict[int, str | None]):
-    """Text of each token whose bytes are whole characters, None for the others; filled as tokens are met."""
+    """Text of each token whose bytes are complete characters, None for the others; filled on demand."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

@@ -1,1 +1,1 @@
-"""What operators are told of every request that has ended. Nothing here makes a request wait."""
+"""Usage and audit logs: a record of every ended request for the operator's file or URL, without delaying requests."""

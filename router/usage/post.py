@@ -1,4 +1,4 @@
-"""Records as LoRAX's usage events, one POST each. Knows HTTP as a client; its credentials are in no message."""
+"""Posts usage records as LoRAX's events. No message holds the credentials of the URL."""
 
 import base64
 import http.client
@@ -9,19 +9,18 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 import orjson
 
-from lorikeet.router.usage.record import Record
-from lorikeet.router.usage.writer import Unwritten
+from lorikeet.router.usage.record import Record, Unwritten
 
 TIMEOUT_S = 5.0
 RETRY_DELAYS_S = (0.1, 0.4, 1.6)
-"""Before each of the three attempts that follow the first."""
+"""Before each attempt after the first."""
 
 
 class UsagePost:
-    """Keeps one connection. Follows no redirects."""
+    """One connection, kept open; redirects are not followed."""
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError that does not hold the URL."""
+        """Raises ValueError, whose text does not hold the URL."""
         parts = _parts(url)
         self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._headers = {"content-type": "application/json", **_authorization(parts)}
@@ -30,43 +29,42 @@ class UsagePost:
     def write(self, record: Record) -> None:
         """Raises Unwritten after the last attempt."""
         body = orjson.dumps(event(record))
-        for delay in RETRY_DELAYS_S:
+        for delay in (*RETRY_DELAYS_S, None):
             try:
-                return self._send(body)
-            except _Again:
+                self._send(body)
+                return
+            except _Retryable:
+                if delay is None:
+                    raise
                 time.sleep(delay)
-        try:
-            self._send(body)
-        except _Again as error:
-            raise Unwritten(str(error)) from None
 
     def _send(self, body: bytes) -> None:
-        """Raises _Again where another attempt may succeed, else Unwritten."""
+        """Raises Unwritten, as _Retryable where another attempt may succeed."""
         try:
             self._connection.request("POST", self._target, body, self._headers)
             response = self._connection.getresponse()
             response.read()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
-            raise _Again(f"REQUEST_LOGGER_URL: {_reason(error)}") from None
+            raise _Retryable(f"REQUEST_LOGGER_URL: {_reason(error)}") from None
         if response.status >= 500 or response.status == 429:
-            raise _Again(f"REQUEST_LOGGER_URL answers {response.status}")
+            raise _Retryable(f"REQUEST_LOGGER_URL answered {response.status}")
         if response.status >= 300:
-            raise Unwritten(f"REQUEST_LOGGER_URL answers {response.status}")
+            raise Unwritten(f"REQUEST_LOGGER_URL answered {response.status}")
 
     def reopen(self) -> None:
-        """It is no file."""
+        """There is nothing to reopen."""
 
     def close(self) -> None:
         self._connection.close()
 
 
-class _Again(Exception):
-    """A failure that may pass."""
+class _Retryable(Unwritten):
+    """A failure that may be temporary."""
 
 
 def event(record: Record) -> dict[str, Any]:
-    """LoRAX's keys. Its `api_token` is always null: a caller's token is nobody else's business."""
+    """LoRAX's keys. `api_token` is always null, so that no caller's token leaves the server."""
     return {
         "tokens": record.prompt_tokens + record.generated_tokens,
         "adapter_id": record.adapter or "",
@@ -78,7 +76,7 @@ def event(record: Record) -> dict[str, Any]:
 
 
 def shown_url(url: str) -> str:
-    """Without user, password, query and fragment: any of them may be a secret."""
+    """`url` without user, password, query and fragment, any of which may be a secret."""
     parts = _parts(url)
     host = parts.hostname or ""
     host = f"[{host}]" if ":" in host else host
@@ -90,10 +88,10 @@ def _parts(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         is_one = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
-    except ValueError:  # it quotes the part that it finds wrong, which may be a part of a password
+    except ValueError:  # its text quotes the invalid part, which may be that of a password
         is_one = False
     if not is_one:
-        raise ValueError("REQUEST_LOGGER_URL is no http:// or https:// URL")
+        raise ValueError("REQUEST_LOGGER_URL must be an http:// or https:// URL")
     return parts
 
 
@@ -113,5 +111,5 @@ def _connection(parts: SplitResult) -> http.client.HTTPConnection:
 
 
 def _reason(error: Exception) -> str:
-    """Never its text, which may quote what the other side sent."""
+    """Not the error's text, which may quote what the other side sent."""
     return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__

@@ -1,6 +1,6 @@
-"""What is told of one request that has ended: names, counts and seconds, texts only where the operator asked for them.
+"""The usage record of one ended request: names, counts and seconds, and texts only with `--log-texts`.
 
-Knows generations and callers; neither files nor sockets. There is no field that a token could be in.
+No field can hold a credential.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,11 @@ from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import GenerationRequest
 
 Texts = str | list[str] | None
-"""One text as it is, several as a list, None where texts are not told or there are none."""
+"""One text as it is, several as a list, None where texts are not logged or there are none."""
+
+
+class Unwritten(Exception):
+    """Why a record was lost, as a text that may be logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +30,29 @@ class Record:
     route: str
     status: int
     key: str | None
-    """Name of the server's own API key, empty for the administrator's."""
+    """Name of the server's API key, empty for the admin key."""
     model: str
     adapter: str | None
-    """Its name as the caller wrote it, once it was found."""
+    """Its name as the caller wrote it, once it was resolved."""
     adapter_digest: str | None
     sequences: int
-    """Texts that were begun."""
+    """Texts that were started."""
     prompt_tokens: int
-    """Each prompt once, however many sequences it has."""
+    """Each prompt counts once, however many sequences it has."""
     cached_tokens: int
     generated_tokens: int
-    """Of all sequences, also of those that `best_of` did not choose."""
+    """Of all sequences, including those that `best_of` did not choose."""
     drafted_tokens: int
     accepted_tokens: int
     queue_seconds: float | None
     """None for a request that was never sent to a shard."""
     first_token_seconds: float | None
-    """From its arrival; None where there was no token."""
+    """Time to first token, from the request's arrival; None where there was no token."""
     total_seconds: float
     finish_reasons: list[str | None]
     """By sequence; null for one that did not finish."""
     error: str | None
-    """What it failed by, in the words of the metric `lorax_request_failure`."""
+    """The reason of a failure, as in the label of `lorax_request_failure`."""
     input: Texts
     output: Texts
 
@@ -66,7 +70,7 @@ class Ending:
 
 
 def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str) -> Record:
-    """Of one request. `state` is the request's: what routes noted in it."""
+    """Of one request. `state` is the request's, to which routes add `wanted` and `generations`."""
     wanted: list[GenerationRequest] = state.get("wanted", [])
     generations: list[Generation] = state.get("generations", [])
     adapter = wanted[0].adapter if wanted else None
@@ -87,10 +91,10 @@ def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str)
         generated_tokens=sum(each.num_generated for each in generations),
         drafted_tokens=sum(each.num_drafted for each in speculation_stats),
         accepted_tokens=sum(each.num_accepted for each in speculation_stats),
-        queue_seconds=_rounded(generations[0].waited_s) if generations else None,
+        queue_seconds=_rounded(generations[0].routing.waited_s) if generations else None,
         first_token_seconds=_rounded(min(first_tokens) - ending.began_at) if first_tokens else None,
         total_seconds=round(ending.ended_at - ending.began_at, 6),
-        finish_reasons=[None if each.finish is None else each.finish.value for each in generations],
+        finish_reasons=[None if each.finish_reason is None else each.finish_reason.value for each in generations],
         error=ending.error,
         input=_texts([request.text for request, _ in _by_prompt(generations)], generations),
         output=_texts(["".join(each.read_texts or ()) for each in generations], generations),
@@ -98,7 +102,7 @@ def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str)
 
 
 def _by_prompt(generations: list[Generation]) -> Iterator[tuple[GenerationRequest, Generation]]:
-    """The first sequence of each prompt: the others share its ids."""
+    """The first sequence of each prompt; the others share its list of ids."""
     seen: set[int] = set()
     for generation in generations:
         if id(generation.request.prompt_ids) not in seen:

@@ -1,13 +1,13 @@
 """The tokens of one step as the model sees them: one flat row of T tokens, cut into segments, one per request.
 
-`StepInputs` is one object for the life of the model: every layer of ours and the attention function hold it, and it is
-refilled before each forward. Knows nothing of requests, sampling or scheduling.
+`StepInputs` is one object for the life of the model: our layers and the attention function hold it, and it is refilled
+before each forward.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from lorikeet.shard.batch.transfer import sendable, to_device
 
 @dataclass(frozen=True)
 class Segment:
-    """One request's share of a step: tokens at positions `start` … `start + num_tokens - 1`."""
+    """One request's part of a step: tokens at positions `start` … `start + num_tokens - 1`."""
 
     start: int
     num_tokens: int
@@ -37,14 +37,14 @@ class Segment:
 
 
 class HeadsRow(NamedTuple):
-    """What heads are to guess from one of the rows whose logits are wanted."""
+    """Draft tokens that Medusa heads propose from one of the rows whose logits are wanted."""
 
     row: int
     """Index into `logits_rows`."""
     slot: int
-    """Of the adapter that brings the heads."""
+    """Of the adapter with the heads."""
     num_drafts: int
-    """Heads 1 … num_drafts guess, head j the token j places after the one that the row itself gives."""
+    """Heads 1 … num_drafts propose one token each, head j the one j positions after the row's own."""
 
 
 class AdapterRows:
@@ -83,7 +83,7 @@ def rows_of(slots: Sequence[int]) -> AdapterRows:
 
 
 class StepInputs:
-    """What a forward pass reads besides weights and KV."""
+    """What a forward pass reads apart from weights and KV."""
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
@@ -104,25 +104,25 @@ class StepInputs:
         # [S] indices into T whose logits are wanted
         self.logits_rows = torch.empty(0, dtype=torch.long, device=device)
         self.heads: list[HeadsRow] = []
-        """Rows of heads' guesses follow the S rows whose logits are wanted, in this order: E in all."""
+        """Rows of heads' draft tokens follow the S rows whose logits are wanted, in this order: E in all."""
         self.adapter_rows = NO_ADAPTERS
         """Of the T tokens."""
         self.head_adapter_rows = NO_ADAPTERS
-        """Of the S rows whose logits are wanted and the E rows of guesses, which speak through the same output head."""
+        """Of the S rows whose logits are wanted and the E rows of draft tokens, which use the same output head."""
         self.num_wanted = self.num_drafts = 0
         """S and E."""
         self.bounds: Bounds | None = None
-        """What the step is padded to; None where it is as it comes."""
+        """What the step is padded to; None without padding."""
         self._host_rows: Sequence[int] | None = None
         self.head_groups: HeadGroups | None = None
-        """The guesses that are wanted, on the device, where kernels read them there."""
+        """The wanted draft tokens of heads on the device, where kernels read them there."""
         self._groups: tuple[RowGroups, RowGroups] | None = None
         self._padding: Padding | None = None
         self._frame = Frame(0, device)
 
     def reserve_groups(self, max_rows: int, max_slots: int, max_drafts: int = 0) -> None:
-        """From now on tell the device too which rows belong to which adapter, and which guesses to which head: of up to
-        so many rows of the step, and so many rows of guesses beside them at the output head.
+        """From now on describe to the device too which rows belong to which adapter, and which draft tokens to which
+        head, in steps of up to `max_rows` rows, and `max_drafts` draft tokens with them at the output head.
         """
         head_rows = RowGroups(max_rows + max_drafts, max_slots, self.device)
         self._groups = RowGroups(max_rows, max_slots, self.device), head_rows
@@ -142,7 +142,7 @@ class StepInputs:
         heads: Sequence[HeadsRow] = (),
     ) -> None:
         """Describe the next step. input_ids: [T] on the device; logits_rows: [S] indices into T on the device, which
-        `host_rows` repeats for the host; heads: guesses that are wanted too.
+        `host_rows` repeats for the host; heads: draft tokens that are wanted too.
         """
         self.num_wanted, self.num_drafts = logits_rows.shape[0], sum(each.num_drafts for each in heads)
         self.segments, self.heads, self._host_rows = list(segments), list(heads), host_rows
@@ -152,19 +152,19 @@ class StepInputs:
             self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters)
             if self.bounds is not None:
                 self.segments += self._spare(self.bounds.num_rows - num_rows, self._padding.spare_page)
-        places = self._lay_out()
+        positions = self._lay_out()
         if self.bounds is None:
             self.input_ids, self.logits_rows = input_ids, logits_rows
-            self.position_ids, self.kv_slots = to_device(torch.from_numpy(places), self.device)
+            self.position_ids, self.kv_slots = to_device(torch.from_numpy(positions), self.device)
         else:
-            self._frame.fill(self.bounds.num_rows, input_ids, logits_rows, places)
+            self._frame.fill(self.bounds.num_rows, input_ids, logits_rows, positions)
             self.input_ids, self.logits_rows, self.position_ids, self.kv_slots = self._frame.views(self.bounds.num_rows)
         self._fill_adapters()
         if self.head_groups is not None:
             self.head_groups.fill(as_array(self.heads), None if self.bounds is None else self.bounds.num_drafts)
 
     def _lay_out(self) -> npt.NDArray[np.int64]:
-        """What the host knows of the segments. Returns [2, T] each token's position, and where its K and V go."""
+        """Set the host's arrays of the segments. Returns [2, T] each token's position, and where its K and V go."""
         segments, num_segments = self.segments, len(self.segments)
         self.starts = np.fromiter((segment.start for segment in segments), np.int32, num_segments)
         self.counts = np.fromiter((segment.num_tokens for segment in segments), np.int32, num_segments)
@@ -181,23 +181,23 @@ class StepInputs:
         return np.stack([positions, slots])
 
     def _spare(self, num_rows: int, page_id: int) -> list[Segment]:
-        """Rows that belong to nobody, in a page that belongs to nobody."""
+        """Rows of no request, in a page of no request."""
         counts = [min(self.page_size, num_rows - first) for first in range(0, num_rows, self.page_size)]
         return [Segment(0, count, (page_id,)) for count in counts]
 
     @property
     def host_rows(self) -> Sequence[int]:
-        """[S] `logits_rows` on the host; waits for the device where nobody said."""
+        """[S] `logits_rows` on the host; waits for the device where they were not given."""
         return self.logits_rows.tolist() if self._host_rows is None else self._host_rows
 
     @property
     def num_draft_rows(self) -> int:
-        """Rows of guesses that a forward pass gives: E, or more of a padded step."""
+        """Rows of heads' draft tokens that a forward pass gives: E, or more of a padded step."""
         return self.num_drafts if self.bounds is None else self.bounds.num_drafts
 
     @property
     def num_logits(self) -> int:
-        """Rows of a forward pass that somebody wants: S + E."""
+        """Wanted rows of a forward pass: S + E."""
         return self.num_wanted + self.num_drafts
 
     def _fill_adapters(self) -> None:
@@ -212,8 +212,7 @@ class StepInputs:
         head_slots = np.full(self.logits_rows.shape[0], -1, np.int32)
         head_slots[: len(wanted)] = wanted
         drafted = [heads.row for heads in self.heads for _ in range(heads.num_drafts)]
-        draft_slots = head_slots[np.asarray(drafted, np.int64)]
-        head_slots = np.concatenate([head_slots, draft_slots])
+        head_slots = np.concatenate([head_slots, head_slots[np.asarray(drafted, np.int64)]])
         self.head_adapter_rows = rows_of(head_slots.tolist())
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups
@@ -222,8 +221,8 @@ class StepInputs:
 
 
 class Frame:
-    """What the device reads of a padded step besides pages and adapters, at the same addresses for the same number of
-    rows.
+    """What the device reads of a padded step apart from pages and adapters, at the same addresses for the same number
+    of rows.
     """
 
     def __init__(self, most_rows: int, device: torch.device) -> None:
@@ -232,19 +231,33 @@ class Frame:
         # [most_rows] indices into T
         self._logits_rows = torch.zeros(most_rows, dtype=torch.long, device=device)
         # [2 * most_rows] of T rows first the positions, then where their K and V go
-        self._places = torch.zeros(2 * most_rows, dtype=torch.long, device=device)
+        self._positions = torch.zeros(2 * most_rows, dtype=torch.long, device=device)
 
     def fill(
-        self, num_rows: int, input_ids: torch.Tensor, logits_rows: torch.Tensor, places: npt.NDArray[np.int64]
+        self, num_rows: int, input_ids: torch.Tensor, logits_rows: torch.Tensor, positions: npt.NDArray[np.int64]
     ) -> None:
-        """input_ids: [≤ num_rows], logits_rows: [≤ num_rows] on the device; places: [2, num_rows]."""
+        """input_ids: [≤ num_rows], logits_rows: [≤ num_rows] on the device; positions: [2, num_rows]."""
         self._input_ids[: input_ids.shape[0]].copy_(input_ids)
         self._logits_rows[: logits_rows.shape[0]].copy_(logits_rows)
         self._logits_rows[logits_rows.shape[0] : num_rows].zero_()
-        host = sendable(torch.from_numpy(places.ravel()), self._places.device)
-        self._places[: 2 * num_rows].copy_(host, non_blocking=True)
+        host = sendable(torch.from_numpy(positions.ravel()), self._positions.device)
+        self._positions[: 2 * num_rows].copy_(host, non_blocking=True)
 
     def views(self, num_rows: int) -> tuple[torch.Tensor, ...]:
         """[num_rows] each: token ids, rows whose logits are wanted, positions, and where K and V go."""
-        positions, kv_slots = self._places[: 2 * num_rows].split(num_rows)
+        positions, kv_slots = self._positions[: 2 * num_rows].split(num_rows)
         return self._input_ids[:num_rows], self._logits_rows[:num_rows], positions, kv_slots
+
+
+class Network(Protocol):
+    """What the step loop needs of a model: fill `inputs`, call `forward`."""
+
+    inputs: StepInputs
+
+    def forward(self) -> torch.Tensor:
+        """Logits of `inputs.logits_rows`: [S, V] float32."""
+        ...
+
+
+class RankDesync(RuntimeError):
+    """A step failed on one of several ranks: they are no longer in step and can compute nothing together any more."""

@@ -1,5 +1,5 @@
-"""What a step is padded to, so that a graph that was captured once computes it: few numbers of rows, and the most there
-can be of everything else. Imports no torch.
+"""What a step is padded to, so that a captured graph computes it: a few numbers of rows, and the maximum of everything
+else. Imports no torch.
 """
 
 from bisect import bisect_left
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 FEW = (1, 2, 4)
 """Numbers of rows below the first multiple of …"""
 NARROW, NARROW_UP_TO, WIDE = 8, 64, 16
-"""… these: of NARROW up to so many rows, of WIDE beyond."""
+"""… these: of NARROW up to NARROW_UP_TO rows, of WIDE above."""
 DRAFTS_PER_ROW, MAX_DRAFTS = 4, 128
-"""Rows of heads' guesses behind each row of a padded step with heads, and the rows of the largest such step; steps that
-want more run as they come."""
+"""Rows of heads' draft tokens for each row of a padded step with heads, and the rows of the largest such step; larger
+steps run without padding."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a padded step is computed as: two steps with equal bounds are the same launches at the same addresses."""
+    """The sizes of a padded step: two steps with equal bounds are the same launches at the same addresses."""
 
     num_rows: int
     """T, and S: every row's logits are computed."""
     max_kv_len: int
-    """Tokens that a request sees at most."""
+    """Most tokens that a request sees."""
     num_drafts: int = 0
-    """E: rows of heads' guesses."""
+    """E: rows of heads' draft tokens."""
     has_adapters: bool = False
-    """Whether rows may belong to adapters; with guesses they always may."""
+    """Whether rows may belong to adapters; with draft tokens of heads they always may."""
 
     @property
     def num_logits(self) -> int:
@@ -35,11 +35,11 @@ class Bounds:
 
 
 class Padding:
-    """The bounds that there are."""
+    """All bounds of a model."""
 
     def __init__(self, most_rows: int, max_kv_len: int, spare_page: int, has_adapters: bool = False) -> None:
-        """No step of more than `most_rows` tokens is padded. spare_page: where the KV of padding goes. has_adapters:
-        whether there are any, LoRA or heads.
+        """Steps of more than `most_rows` tokens are not padded. spare_page: where the KV of padding goes. has_adapters:
+        whether the shard serves any, LoRA or heads.
         """
         self.row_counts = row_counts(most_rows)
         self.max_kv_len = max_kv_len
@@ -51,7 +51,7 @@ class Padding:
         return self.row_counts[-1]
 
     def fit(self, num_rows: int, num_logits: int, num_drafts: int, has_adapters: bool) -> Bounds | None:
-        """Of a step with so many rows, rows whose logits are wanted and rows of guesses; None where it is too large."""
+        """The least bounds of a step, by its rows, wanted logits and draft tokens of heads; None if it is too large."""
         if num_rows > self.most_rows or num_logits > self.most_rows:
             return None
         found = self.row_counts[bisect_left(self.row_counts, max(num_rows, num_logits))]
@@ -62,7 +62,7 @@ class Padding:
         return self._bounds(found, bool(num_drafts), has_adapters or bool(num_drafts))
 
     def all(self) -> list[Bounds]:
-        """Every one, the largest first: what a smaller graph needs then fits into what a larger one has left."""
+        """All, the largest first: a smaller graph then fits into the memory that a larger one has left."""
         families = [(False, False)]
         if self._has_adapters:
             families += [(False, True), (True, True)]
@@ -79,6 +79,6 @@ class Padding:
 
 
 def row_counts(most: int) -> Sequence[int]:
-    """The numbers of rows that steps are padded to, rising, `most` the last."""
+    """The numbers of rows that steps are padded to, ascending, up to `most`."""
     steps = [*FEW, *range(NARROW, NARROW_UP_TO, NARROW), *range(NARROW_UP_TO, most, WIDE)]
     return [count for count in steps if count < most] + [most]

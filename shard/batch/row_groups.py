@@ -1,7 +1,7 @@
-"""Rows of a step grouped by adapter, in device memory at a fixed address: what kernels for devices read.
+"""Rows of a step grouped by adapter, in device memory at a fixed address, as device kernels read them.
 
-A task is up to TASK_ROWS rows of one slot, wherever they lie in the step. Filled from the host without waiting for the
-device; behind the tasks that there are lie empty ones, so that a captured graph may launch more than there are.
+A task is up to TASK_ROWS rows of one slot, anywhere in the step. Filled from the host without waiting for the device;
+empty tasks follow the used ones, so that a captured graph may launch more tasks than are used.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from lorikeet.shard.batch.transfer import sendable
 
 TASK_ROWS = 16
-"""Rows of one task at most: one tile of a matrix unit. MOST_ROWS of targets.c."""
+"""Most rows of one task: one tile of a matrix unit. MOST_ROWS of targets.c."""
 ALIGNMENT = 4
 """Numbers of four bytes."""
 
@@ -20,15 +20,15 @@ class RowGroups:
     """The tasks of one step at a time."""
 
     def __init__(self, max_rows: int, max_slots: int, device: torch.device) -> None:
-        """No step has more rows, nor rows of more slots."""
+        """`max_rows`, `max_slots`: most rows of a step, and most slots that they belong to."""
         self.max_rows, self.max_slots = max_rows, max_slots
         num_values = 3 * self.most_tasks(max_rows) + 2 * max_rows + 1 + 3 * ALIGNMENT
         self._memory = torch.zeros(num_values, dtype=torch.int32, device=device)
-        # [num_launched, 3] slot, first index into row_ids, number of rows: those there are and some empty ones
+        # [num_launched, 3] slot, first index into row_ids, number of rows: the used tasks and some empty ones
         self.tasks = self._memory[:0].view(-1, 3)
-        # [rows + 1] the slot of each row of the step; -1 for none, and behind the rows that there are
+        # [rows + 1] the slot of each row of the step; -1 for none, and after the used rows
         self.row_slots = self._memory[:0]
-        # [rows] rows of the step, those of one slot side by side
+        # [rows] rows of the step, those of one slot adjacent
         self.row_ids = self._memory[:0]
 
     @property
@@ -37,12 +37,12 @@ class RowGroups:
         return self.tasks.shape[0]
 
     def most_tasks(self, num_rows: int) -> int:
-        """Tasks that a step of so many rows has at most."""
+        """Most tasks of a step with `num_rows` rows."""
         return most_tasks(num_rows, self.max_slots, TASK_ROWS)
 
     def fill(self, slots: npt.NDArray[np.int32], num_padded: int | None = None) -> None:
         """slots: [rows] the slot of each row of the step, -1 for none. num_padded: rows that the step is padded to;
-        what is launched, and where it lies, depends on that number alone.
+        what is launched, and its addresses, depend on that number alone.
         """
         tasks, row_ids = group(slots)
         if num_padded is None:
@@ -52,23 +52,23 @@ class RowGroups:
             num_launched, num_rows = self.most_tasks(num_padded), num_padded
         num_launched = min(num_launched, self.most_tasks(self.max_rows))
         if len(tasks) > num_launched or len(slots) > num_rows or num_rows > self.max_rows:
-            raise RuntimeError(f"{len(slots)} rows in {len(tasks)} tasks of adapters: more than was reserved")
+            raise RuntimeError(f"{len(slots)} rows in {len(tasks)} tasks of adapters: more than were reserved")
         row_slots = np.full(num_rows + 1, -1, np.int32)
         row_slots[: len(slots)] = slots
-        told = (tasks.ravel(), 3 * num_launched), (row_slots, num_rows + 1), (row_ids, num_rows)
-        tasks_of, self.row_slots, self.row_ids = send(self._memory, *told)
-        self.tasks = tasks_of.view(-1, 3)
+        parts = (tasks.ravel(), 3 * num_launched), (row_slots, num_rows + 1), (row_ids, num_rows)
+        sent, self.row_slots, self.row_ids = send(self._memory, *parts)
+        self.tasks = sent.view(-1, 3)
 
 
 def most_tasks(num_rows: int, num_keys: int, task_rows: int) -> int:
-    """Tasks that rows of at most so many different keys may be, `task_rows` rows to a task."""
+    """Most tasks that rows of `num_keys` different keys need, `task_rows` rows to a task."""
     return min(num_rows, min(num_rows, num_keys) + num_rows // task_rows)
 
 
 def send(memory: torch.Tensor, *parts: tuple[npt.NDArray[np.int32], int]) -> list[torch.Tensor]:
     """Copy `parts` to the start of `memory` in one go, without waiting for its device: each part's values, then zeros
-    up to its length. Returns where each part lies. All begin at multiples of sixteen bytes: kernels that read them are
-    compiled for that once.
+    up to its length. Returns a view of each part. All begin at multiples of sixteen bytes, which kernels that read them
+    are compiled for.
     """
     ends = np.cumsum([-(-length // ALIGNMENT) * ALIGNMENT for _, length in parts]).tolist()
     host = np.zeros(ends[-1], np.int32)

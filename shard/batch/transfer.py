@@ -1,4 +1,4 @@
-"""Between host and device without waiting: nothing here makes the host wait for a step that is still running."""
+"""Copies between host and device that do not make the host wait for a step that is still running."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,17 +9,17 @@ _ALIGNED = 16
 
 
 def sendable(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor where the device copies from by itself; with other memory the host waits for all before."""
+    """A host tensor in pinned memory, from which a copy is asynchronous; from other memory the host waits."""
     return host.pin_memory() if device.type == "cuda" else host
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on its way to the device, in order with what is launched next."""
+    """Start to copy a host tensor to the device, in order with the next launches."""
     return sendable(host, device).to(device, non_blocking=True)
 
 
 class HostCopy:
-    """Tensors on their way to the host as one copy, begun when made; on CUDA no step launched later is waited for."""
+    """An asynchronous copy of tensors to the host, started here; on CUDA it waits for no step launched later."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -37,7 +37,7 @@ class HostCopy:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[bytes] uint8: all of them one behind the other, each from a multiple of 16 on."""
+    """[bytes] uint8: all of them in order, each from a multiple of 16 on."""
     parts: list[torch.Tensor] = []
     for tensor in tensors:
         flat = tensor.contiguous().view(-1).view(torch.uint8)

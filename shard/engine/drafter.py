@@ -1,5 +1,5 @@
-"""The draft model's part of a step: it takes in what it lacks of each request, then draws drafts, one forward pass per
-depth for all requests together. Its KV lies in pages of the same numbers as the target's.
+"""The draft model's part of a step: it takes in the tokens it lacks of each request, then draws drafts, one forward
+pass per depth for all requests together. Its KV is in pages with the same numbers as the target's.
 
 Chen et al. 2023, Leviathan et al. 2023; HF transformers calls it the assistant.
 """
@@ -8,18 +8,32 @@ from collections.abc import Sequence
 
 import torch
 
-from lorikeet.shard.batch.inputs import Segment, StepInputs
-from lorikeet.shard.batch.network import Network
+from lorikeet.shard.batch.inputs import Network, Segment, StepInputs
 from lorikeet.shard.batch.transfer import to_device
-from lorikeet.shard.engine.stopwatch import Phase, Stopwatch
+from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
-from lorikeet.shard.scheduler.request import Source
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Speculation
 
 
-class Drafter:
-    """A draft model beside the target."""
+class NoDrafter:
+    """The drafter of an engine without a draft model."""
+
+    warm_up = NO_SPECULATION
+    """What a request asks for to run the draft model."""
+
+    def draft(self, scheduled: Sequence[ScheduledRequest], timer: PhaseTimer, idle: IdleTime) -> DraftDraws | None:
+        """Compute what is planned for the draft model, and fill in the drafts that it draws. Returns how they were
+        drawn, None without any. Marks the end of the first pass, and stops `idle` before it.
+        """
+        return None
+
+
+class Drafter(NoDrafter):
+    """A draft model next to the target."""
+
+    warm_up = Speculation(Method.DRAFT, 2)
 
     def __init__(self, network: Network, sampler: Sampler, vocab_size: int, own_vocab_size: int) -> None:
         """Rows of the target's output head and of the draft model's: one vocabulary, perhaps padded to two sizes."""
@@ -27,77 +41,66 @@ class Drafter:
         self._sampler = sampler
         self._vocab_size, self._own_vocab_size = vocab_size, own_vocab_size
 
-    def draft(self, shares: Sequence[ScheduledRequest], watch: Stopwatch | None) -> DraftDraws | None:
-        """Compute what the shares plan for the draft model, and put its drafts into those that it guesses for. Returns
-        how they were drawn; None without drafts. Marks the end of the first pass.
-        """
-        shares = [share for share in shares if share.draft_end > share.draft_start]
-        if not shares:
+    def draft(self, scheduled: Sequence[ScheduledRequest], timer: PhaseTimer, idle: IdleTime) -> DraftDraws | None:
+        scheduled = [item for item in scheduled if item.draft_end > item.draft_start]
+        if not scheduled:
             return None
-        # Those with the most drafts first, so that each depth is the beginning of the one before.
-        shares.sort(key=_width, reverse=True)
-        drawing = [share for share in shares if _width(share)]
-        logits = self._take_in(shares, len(drawing))
+        idle.stop()
+        # Those with the most drafts first, so that the requests of each depth are the first of the depth before.
+        scheduled.sort(key=lambda item: item.num_drawn, reverse=True)
+        drawing = [item for item in scheduled if item.num_drawn]
+        logits = self._take_in(scheduled, len(drawing))
         if not drawing:
             return None
         draws = self._sampler.begin_drafts()
         token_ids = self._draw(draws, logits, drawing, depth=0)
-        if watch is not None:
-            watch.mark(Phase.FIRST_DRAFT)
-        for depth in range(1, _width(drawing[0])):
-            members = [share for share in drawing if _width(share) > depth]
-            logits = self._go_on(members, depth, token_ids[: len(members)])
+        timer.mark(Phase.FIRST_DRAFT)
+        for depth in range(1, drawing[0].num_drawn):
+            members = [item for item in drawing if item.num_drawn > depth]
+            logits = self._extend(members, depth, token_ids[: len(members)])
             token_ids = self._draw(draws, logits, members, depth)
-        draws.forget()
+        draws.restore()
         found = draws.to_host()
-        for share in drawing:
-            share.draft_ids = found[share.request.row]
+        for item in drawing:
+            item.draft_ids = found[item.request.row]
         return draws
 
-    def _take_in(self, shares: Sequence[ScheduledRequest], num_drawing: int) -> torch.Tensor:
-        """The first pass. Returns [num_drawing, V]: logits after the last token of the first so many shares."""
+    def _take_in(self, scheduled: Sequence[ScheduledRequest], num_drawing: int) -> torch.Tensor:
+        """The first pass. Returns [num_drawing, V]: logits after the last token of the first `num_drawing` requests."""
         input_ids: list[int] = []
         rows: list[int] = []
-        for share in shares:
-            input_ids += share.request.token_ids[share.draft_start : share.draft_end]
+        for item in scheduled:
+            input_ids += item.request.token_ids[item.draft_start : item.draft_end]
             rows.append(len(input_ids) - 1)
-        segments = [_segment(share, share.draft_start, share.draft_end) for share in shares]
+        segments = [_segment(item, item.draft_start, item.draft_end) for item in scheduled]
         inputs = self._network.inputs
         return self._forward(segments, _tensor(input_ids, inputs), _tensor(rows[:num_drawing], inputs))
 
     def _draw(
-        self, draws: DraftDraws, logits: torch.Tensor, shares: Sequence[ScheduledRequest], depth: int
+        self, draws: DraftDraws, logits: torch.Tensor, scheduled: Sequence[ScheduledRequest], depth: int
     ) -> torch.Tensor:
-        """logits: [n, V]. Returns [n]: the next draft of each share."""
-        rows, places = [share.request.row for share in shares], [share.end + depth for share in shares]
-        return draws.draw(self._fit(logits), rows, places)
+        """logits: [n, V]. Returns [n]: the next draft token of each request."""
+        missing = self._vocab_size - logits.shape[1]
+        if missing > 0:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        rows, positions = [item.request.row for item in scheduled], [item.end + depth for item in scheduled]
+        return draws.draw(logits[:, : self._vocab_size], rows, positions)
 
-    def _go_on(self, shares: Sequence[ScheduledRequest], depth: int, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids: [n] drafts of the depth before. Returns [n, V]."""
-        segments = [_segment(share, share.draft_end + depth - 1, share.draft_end + depth) for share in shares]
-        return self._forward(segments, token_ids, torch.arange(len(shares), device=token_ids.device))
+    def _extend(self, scheduled: Sequence[ScheduledRequest], depth: int, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids: [n] draft tokens of the depth before. Returns [n, V]."""
+        segments = [_segment(item, item.draft_end + depth - 1, item.draft_end + depth) for item in scheduled]
+        return self._forward(segments, token_ids, torch.arange(len(scheduled), device=token_ids.device))
 
     def _forward(self, segments: list[Segment], input_ids: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
         """input_ids: [T]; logits_rows: [S]. Returns [S, V]."""
         if self._own_vocab_size < self._vocab_size:
-            input_ids = input_ids.clamp(max=self._own_vocab_size - 1)  # where a target says what is no token at all
+            input_ids = input_ids.clamp(max=self._own_vocab_size - 1)  # ids in the padding of the target's head
         self._network.inputs.fill(segments, input_ids, logits_rows)
         return self._network.forward()
 
-    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits: [n, the draft model's V]. Returns [n, the target's V]."""
-        missing = self._vocab_size - logits.shape[1]
-        if missing <= 0:
-            return logits[:, : self._vocab_size]
-        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
-
-def _width(share: ScheduledRequest) -> int:
-    return len(share.draft_ids) if share.source is Source.DRAFT else 0
-
-
-def _segment(share: ScheduledRequest, start: int, end: int) -> Segment:
-    return Segment(start, end - start, share.request.page_ids)
+def _segment(item: ScheduledRequest, start: int, end: int) -> Segment:
+    return Segment(start, end - start, item.request.page_ids)
 
 
 def _tensor(values: Sequence[int], inputs: StepInputs) -> torch.Tensor:

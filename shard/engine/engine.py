@@ -1,6 +1,6 @@
-"""The step loop: schedule → forward → sample → commit, as long as there is something to compute; else it sleeps.
+"""The step loop: schedule → forward → sample → commit while there is something to compute; else it sleeps.
 
-One thread owns everything here. It hears of the world through the inbox and tells it through the outbox.
+One thread owns everything here. Commands arrive through the inbox; outputs leave through the outbox.
 """
 
 import time
@@ -10,137 +10,118 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from lorikeet.shard.batch.network import Network, RankDesync
+from lorikeet.shard.batch.inputs import Network, RankDesync
 from lorikeet.shard.batch.transfer import HostCopy, to_device
-from lorikeet.shard.engine.drafter import Drafter
-from lorikeet.shard.engine.durations import Durations
-from lorikeet.shard.engine.gaps import Gaps
+from lorikeet.shard.engine.drafter import NoDrafter
 from lorikeet.shard.engine.intake import Intake
-from lorikeet.shard.engine.step import (
-    Layout,
-    Step,
-    agreed,
-    error_output,
-    fill_inputs,
-    score_output,
-    scored_span,
-    token_output,
-)
-from lorikeet.shard.engine.stopwatch import Phase, Stopwatch
+from lorikeet.shard.engine.step import HostResults, Part, Step, error_output, fill_inputs
+from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import AdapterEvent, Outbox, Output, Status
-from lorikeet.shard.sampling import Sampled, Sampler
+from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
-from lorikeet.shard.sampling.highest import arg_max
+from lorikeet.shard.sampling.filters import arg_max
+from lorikeet.shard.sampling.report import prompt_logprobs
 from lorikeet.shard.scheduler.adapter_slots import Residency
-from lorikeet.shard.scheduler.request import FinishReason, Method, Request, Rule, Speculation
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.scheduler.request import FinishReason, Request
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.scheduler import Scheduler
+from lorikeet.shard.scheduler.speculation.costs import StepCosts
+from lorikeet.shard.scheduler.speculation.types import Verification
 
 log = structlog.get_logger()
 
 BAD_LOGITS = "the model gave no finite logits for this request"
 WARM_UP_KEY = (0, 0)
 PARKED_WAIT_S = 0.05
-"""How long the loop sleeps at once while all requests wait for adapters; deadlines are looked at as often."""
-STEP_TIME_CHANGE_S, NEWS = 0.004, 0.2
-"""A step is worth a word to the routers if it should differ from the last by so much, in seconds and as a part."""
+"""Longest sleep of the loop while all requests wait for adapters; deadlines are checked as often."""
 COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
-LASTING = ("illegal", "misaligned", "unspecified launch failure", "assert", "hardware stack")
-"""What a launch of Triton's says where a kernel before it has broken the device; other errors are its own."""
+STEP_TIME_CHANGE_S, STEP_TIME_CHANGE = 0.004, 0.2
+"""An expected step time is sent to the routers if it differs from the last one by this, in seconds and as a part."""
 ACK_TIMEOUT_S = 0.1
-"""So long the step of a suspect, and the one after it, wait for the routers to be told of them, at most."""
+"""The step of an isolated request, and the one after it, wait this long at most until the routers know of them."""
+STICKY_ERRORS = ("illegal", "misaligned", "unspecified launch failure", "assert", "hardware stack")
+"""Words of a failed Triton launch where an earlier kernel has broken the device; other errors are its own."""
 
 
 @dataclass(frozen=True)
-class Pacing:
+class LoopConfig:
     """How the loop runs."""
 
     commit_lag: int = 0
-    """Steps that may be launched before the oldest is committed, beyond the one at hand."""
+    """Steps that may be launched before the oldest is committed, apart from the newest."""
     max_waiting: int = 64
     """Bounds the credit beyond the running requests."""
 
 
 class Engine:
-    """One model, its scheduler, and the loop that moves both."""
+    """One model, its scheduler, and the loop that runs both."""
 
     def __init__(
         self,
         network: Network,
         sampler: Sampler,
         scheduler: Scheduler,
-        update: tuple[Inbox, Outbox],
-        pacing: Pacing,
-        drafter: Drafter | None = None,
+        channels: tuple[Inbox, Outbox],
+        config: LoopConfig,
+        drafter: NoDrafter | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.running_step = (0, 0.0)
-        """Number and start of the step at hand, (0, …) between steps. Read by other threads."""
+        """Number and start of the current step, (0, …) between steps. Read by other threads."""
         self.has_served = False
         """Whether a request was completed. Read by other threads."""
         self._network = network
         self._sampler = sampler
-        self._drafter = drafter
-        self._inbox, self._outbox = update
-        self._pacing = pacing
-        self._intake = Intake(self._inbox, scheduler, scheduler.limits.max_running + pacing.max_waiting)
+        self._drafter = drafter or NoDrafter()
+        self._inbox, self._outbox = channels
+        self._config = config
+        self._intake = Intake(self._inbox, scheduler, scheduler.limits.max_running + config.max_waiting)
         self._launched: deque[Step] = deque()
-        self._rows: set[int] = set()  # rows that the sampler knows
+        self._rows: set[int] = set()  # rows that the sampler has
         self._outputs: list[Output] = []
         self._num_steps = 0
         self._last = (0, 0)  # milliseconds and tokens of the newest step
-        self._durations = Durations()
-        self._gaps = Gaps(network.inputs.device)
-        self._expected = 0.0  # seconds, as told
+        self._step_costs = StepCosts()
+        self._idle = IdleTime(network.inputs.device)
+        self._expected = 0.0  # seconds, as last sent
         self._committed_at = 0.0
         self._num_preempted_sent = 0
-        self._told: set[tuple[int, int]] = set()
-        """Requests that the routers believe to be computed."""
+        self._announced: set[tuple[int, int]] = set()
+        """Requests of the step that was announced to the routers last."""
         self._was_isolated = False
-        """Whether that is a suspect."""
+        """Whether that step was an isolated request's own."""
         self._is_clean = True
         self._is_cut = False
         self._adapter_events: dict[str, AdapterEvent] = {}
 
     def run(self) -> None:
-        """Step until stop(). Raises when something is wrong with the shard itself."""
+        """Step until stop(). Raises when the shard itself is broken."""
         while not (self._is_cut or (self._intake.is_ending and self.scheduler.is_idle)):
             self.step()
             if self.scheduler.is_idle:
                 self._when_idle()
             elif not self.scheduler.running and not self._launched:
-                self._gaps.rest()
-                self._inbox.wait(COPY_WAIT_S if self._is_copying else PARKED_WAIT_S)
+                self._idle.reset()
+                self._inbox.wait(COPY_WAIT_S if self.scheduler.adapters.is_copying else PARKED_WAIT_S)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """schedule → forward → sample → commit → outputs."""
-        adapters = self.scheduler.adapters
-        if adapters is not None:
-            adapters.now = time.monotonic()
-            adapters.settle()
-        self._outputs = self._intake.apply()
-        self._adapter_events |= self._intake.refused_adapters
-        self._intake.refused_adapters.clear()
-        self._process_adapter_events()
-        for request in self.scheduler.expire(time.monotonic()):
-            self._outputs.append(Output(request.key, finish_reason=FinishReason.DEADLINE))
-        shares = self.scheduler.schedule()
-        if shares:
-            self._begin(shares)
-            self._announce_step_time(sum(share.num_tokens for share in shares))
-            self._launch(shares)
-        may_lag = shares and not self._launched[-1].error and not self.scheduler.is_isolated
-        num_open = self._pacing.commit_lag if may_lag else 0
-        while len(self._launched) > num_open:
+        """schedule → forward → sample → commit."""
+        self._receive()
+        scheduled = self.scheduler.schedule()
+        if scheduled:
+            self._announce(scheduled)
+            self._launch(scheduled)
+        may_lag = scheduled and not self._launched[-1].error and not self.scheduler.is_isolated
+        while len(self._launched) > (self._config.commit_lag if may_lag else 0):
             self._commit(self._launched.popleft())
-        self._process_adapter_events()  # what left its slot in this step: there may be no next one for long
+        self._process_adapter_events()  # of adapters that left their slots in this step: the next may be far off
         self._publish()
 
     def stop(self) -> None:
-        """Take nothing new and end when the running requests have; called again, end after this step. Any thread."""
+        """Take no new requests and end when the running ones have; called again, end after this step. Any thread."""
         self._is_cut = self._intake.is_ending
         self._intake.is_ending = True
         self._inbox.wake()
@@ -151,10 +132,10 @@ class Engine:
         self._inbox.wake()
 
     def warm_up(self) -> None:
-        """Run a request of few tokens from end to end, so that what cannot work fails before anyone is served."""
+        """Run a short request from end to end, so that a configuration that cannot work fails at start."""
         request = Request(WARM_UP_KEY, token_ids=[0] * 2, num_prompt=2, max_new_tokens=2)
-        if self._drafter is not None:
-            request.max_new_tokens, request.speculation = 4, Speculation(Method.DRAFT, 2)
+        request.speculation = self._drafter.warm_up
+        request.max_new_tokens += request.speculation.num_tokens
         self.scheduler.add(request)
         while not self.scheduler.is_idle:
             self.step()
@@ -163,96 +144,61 @@ class Engine:
         self.scheduler.check()
         self.has_served = False
 
-    def _begin(self, shares: list[ScheduledRequest]) -> None:
-        """Tell the routers whom the step computes before it does: it may be the last thing that this process does."""
-        keys = {share.request.key for share in shares}
-        is_isolated, was_isolated = self.scheduler.is_isolated, self._was_isolated
-        if keys <= self._told and not (is_isolated or was_isolated):
-            return
-        self._told, self._was_isolated = keys, is_isolated
-        if is_isolated:  # nothing else of a suspect's step is at hand when it begins
-            while self._launched:
-                self._commit(self._launched.popleft())
-        # Nor may a suspect be blamed for the step after its own: both begin once the word is out.
-        self._outbox.announce_step(keys, ACK_TIMEOUT_S if is_isolated or was_isolated else 0.0)
+    def _receive(self) -> None:
+        """Apply the routers' commands, and end the requests whose deadline has passed."""
+        self.scheduler.adapters.now = time.monotonic()
+        self.scheduler.adapters.poll_copies()
+        self._outputs = self._intake.apply()
+        self._process_adapter_events()
+        for request in self.scheduler.expire(time.monotonic()):
+            self._outputs.append(Output(request.key, finish_reason=FinishReason.DEADLINE))
 
-    def _announce_step_time(self, num_tokens: int) -> None:
-        """Tell the routers where the step that begins will be much longer or shorter than the last: by its end they
-        time what they send.
+    def _announce(self, scheduled: list[ScheduledRequest]) -> None:
+        """Announce the step's requests before launching it, so that the router can identify a request that crashes the
+        shard; and its expected time where that differs from the last step's, because routers time what they send by it.
         """
-        expected, told = self._durations.expected(num_tokens), self._expected
-        if abs(expected - told) > max(STEP_TIME_CHANGE_S, NEWS * told):
+        keys = {item.request.key for item in scheduled}
+        is_isolated, must_wait = self.scheduler.is_isolated, self.scheduler.is_isolated or self._was_isolated
+        if must_wait or not keys <= self._announced:
+            self._announced, self._was_isolated = keys, is_isolated
+            if is_isolated:  # no other step may run while an isolated request's does
+                while self._launched:
+                    self._commit(self._launched.popleft())
+            # Nor may the step after it be taken for its own: both start once the routers know of them.
+            self._outbox.announce_step(keys, ACK_TIMEOUT_S if must_wait else 0.0)
+        load = load_of(scheduled)
+        expected = self._step_costs.estimate(load.num_tokens, load.num_attended)
+        if abs(expected - self._expected) > max(STEP_TIME_CHANGE_S, STEP_TIME_CHANGE * self._expected):
             self._expected = expected
             self._outbox.publish([], self._status(), self._intake.acknowledged)
             self._num_preempted_sent = self.scheduler.num_preempted
 
-    def _launch(self, shares: list[ScheduledRequest]) -> None:
+    def _launch(self, scheduled: list[ScheduledRequest]) -> None:
         """forward → sample. A failure is that of the step's requests, unless the device itself is broken."""
         self._num_steps += 1
-        step = Step(self._num_steps, shares, time.monotonic())
+        step = Step(self._num_steps, scheduled, load_of(scheduled), time.monotonic())
         self.running_step = (step.number, step.started)
         self._launched.append(step)
         self._is_clean = False
         try:
             self._refresh_rows()
-            self._compute(step)
+            logits, draws = self._forward(step)
+            self._sample(step, logits, draws)
         except Exception as error:
             if is_device_broken(error):
                 raise
-            if is_out_of_memory(error) and self.scheduler.oom_backoff.failed(step.num_tokens, len(shares)):
-                log.warning(
-                    "step out of memory", step=step.number, num_tokens=step.num_tokens, num_requests=len(shares)
-                )
+            sizes = {"step": step.number, "num_tokens": step.load.num_tokens, "num_requests": len(scheduled)}
+            if is_out_of_memory(error) and self.scheduler.oom_backoff.on_oom(step.load.num_tokens, len(scheduled)):
+                log.warning("step_out_of_memory", **sizes)
                 if self._network.inputs.device.type == "cuda":
-                    torch.cuda.empty_cache()  # what is free lies in pieces of the wrong sizes
-                step.error, step.is_to_be_repeated = "the device has no memory for the step", True
-                return
-            log.exception("step failed", step=step.number, num_requests=len(shares))
-            step.error = f"the step failed: {type(error).__name__}"
-
-    def _compute(self, step: Step) -> None:
-        watch = None
-        if any(share.draft_ids for share in step.shares):
-            watch = step.watch = Stopwatch(self._network.inputs.device)
-        draws = None
-        if self._drafter is not None:
-            self._gaps.begin()
-            draws = self._drafter.draft(step.shares, watch)
-        if watch is not None:
-            watch.mark(Phase.DRAFT)
-        layout = Layout()
-        for share in step.shares:
-            layout.add(share)
-        fill_inputs(self._network.inputs, layout, step.shares, self._sampler)
-        self._gaps.begin()
-        # [S + M + E, V]
-        logits = self._network.forward()
-        if watch is not None:
-            watch.mark(Phase.VERIFY)
-        num_sampled = len(layout.sample_indices)
-        num_scored = len(layout.score_indices)
-        if num_sampled:
-            step.sampled = self._sample(logits[:num_sampled], [share for share in step.shares if share.samples], draws)
-        if watch is not None:
-            watch.mark(Phase.ACCEPT)
-        if layout.heads:
-            step.head_ids = HostCopy(arg_max(logits[num_sampled + num_scored :]))
-        if layout.target_ids:
-            target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
-            step.scores = self._sampler.prompt_logprobs(
-                logits[num_sampled:][:num_scored], target_ids, layout.num_score_alternatives
-            )
-        self._gaps.end()
-
-    def _sample(self, logits: torch.Tensor, shares: list[ScheduledRequest], draws: DraftDraws | None) -> Sampled:
-        """logits: [S, V], one row per sampled token of each share."""
-        rows, positions = [share.request.row for share in shares], [share.end for share in shares]
-        if any(share.draft_ids for share in shares):
-            return self._sampler.verify(logits, rows, positions, [share.draft_ids for share in shares], draws)
-        return self._sampler.sample(logits, rows, positions)
+                    torch.cuda.empty_cache()  # the free memory is fragmented
+                step.error, step.is_retried = "the device has no memory for the step", True
+            else:
+                log.exception("step_failed", **sizes)
+                step.error = f"the step failed: {type(error).__name__}"
 
     def _refresh_rows(self) -> None:
-        """Bring the device state of rows up to date with the scheduler."""
+        """Update the device state of rows for the requests that left and came."""
         freed, admitted = self.scheduler.freed_rows, self.scheduler.admitted
         while freed:
             row = freed.pop()
@@ -261,61 +207,87 @@ class Engine:
                 self._sampler.remove(row)
         while admitted:
             request = admitted.pop()
-            rejects = request.speculation.verify is Rule.REJECTION
+            rejects = request.speculation.verify is Verification.REJECTION
             known = (request.token_ids, request.num_prompt)
             self._sampler.add(request.row, request.sampling, request.logprobs, *known, rejects)
             self._rows.add(request.row)
 
+    def _forward(self, step: Step) -> tuple[torch.Tensor, DraftDraws | None]:
+        """Returns [S + M + E, V] logits: of sampled tokens, scored prompt tokens and heads' drafts."""
+        if any(item.draft_ids for item in step.scheduled):
+            step.timer = PhaseTimer(self._network.inputs.device)
+        draws = self._drafter.draft(step.scheduled, step.timer, self._idle)
+        step.timer.mark(Phase.DRAFT)
+        for item in step.scheduled:
+            step.layout.add(item)
+        fill_inputs(self._network.inputs, step.layout, self._sampler)
+        self._idle.stop()
+        logits = self._network.forward()
+        step.timer.mark(Phase.VERIFY)
+        return logits, draws
+
+    def _sample(self, step: Step, logits: torch.Tensor, draws: DraftDraws | None) -> None:
+        """logits: [S + M + E, V]."""
+        layout, scheduled = step.layout, [item for item in step.scheduled if item.samples]
+        num_sampled, num_scored = len(layout.sample_indices), len(layout.score_indices)
+        if scheduled:
+            rows, positions = [item.request.row for item in scheduled], [item.end for item in scheduled]
+            drafts = [item.draft_ids for item in scheduled]
+            if any(drafts):
+                step.sampled = self._sampler.verify(logits[:num_sampled], rows, positions, drafts, draws)
+            else:
+                step.sampled = self._sampler.sample(logits[:num_sampled], rows, positions)
+        step.timer.mark(Phase.ACCEPT)
+        if layout.heads:
+            step.head_ids = HostCopy(arg_max(logits[num_sampled + num_scored :]))
+        if layout.target_ids:
+            target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
+            scored = logits[num_sampled : num_sampled + num_scored]
+            step.scores = prompt_logprobs(scored, target_ids, layout.num_score_alternatives)
+        self._idle.start()
+
     def _commit(self, step: Step) -> None:
-        """Take in what a step gave, and say it."""
+        """Record the results of a step, and make outputs of them."""
         if step.error:
-            for share in step.shares:
-                if step.is_to_be_repeated:
-                    self.scheduler.requeue(share)
+            for item in step.scheduled:
+                if step.is_retried:
+                    self.scheduler.requeue(item)
                 else:
-                    self._fail(share, step.error, retryable=True)
+                    self._fail(item, step.error, retryable=True)
             return
-        self.scheduler.oom_backoff.passed()
-        sampled = step.sampled.to_host() if step.sampled else None
-        scores = step.scores.to_host() if step.scores else None
-        seconds = step.seconds()
-        head_ids: list[int] = step.head_ids.wait()[0].tolist() if step.head_ids else []
-        row = first_score = first_head = 0
-        for share in step.shares:
-            span = scored_span(share)
-            token_ids: list[int] = []
-            if share.samples and sampled is not None:
-                token_ids = agreed(share, sampled, row)
-                if not token_ids:
-                    self._fail(share, BAD_LOGITS, retryable=False)
-                    row += share.num_sampled
-                    first_head += share.num_sampled * share.num_heads
-                    first_score += len(span)
-                    continue
-            num_taken = self.scheduler.commit(share, token_ids)
-            if num_taken >= 0 and span and scores is not None:
-                self._outputs.append(score_output(share, span, scores, first_score))
-            first_score += len(span)
-            if num_taken > 0 and sampled is not None:
-                self._outputs.append(token_output(share, sampled, row, num_taken, seconds))
-                self.has_served = self.has_served or share.request.finish_reason is not FinishReason.NONE
-                if share.num_heads:
-                    at = first_head + (num_taken - 1) * share.num_heads
-                    share.request.head_ids = head_ids[at : at + share.num_heads]
-            row += share.num_sampled
-            first_head += share.num_sampled * share.num_heads
+        self.scheduler.oom_backoff.on_success()
+        results, seconds = step.to_host(), step.timer.seconds()
+        draft_seconds = seconds[Phase.FIRST_DRAFT], seconds[Phase.DRAFT]
+        for part in step.layout.parts:
+            self._commit_part(part, results, (sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]))
         now = time.monotonic()
-        self._last = (round((now - step.started) * 1000), step.num_tokens)
+        self._last = (round((now - step.started) * 1000), step.load.num_tokens)
         elapsed = now - max(step.started, self._committed_at)
-        self._durations.observe(step.num_tokens, elapsed)
-        proposer = self.scheduler.proposer
-        if proposer is not None and proposer.draft_length.is_used:
-            proposer.draft_length.observe(step.shares, elapsed, step.draft_seconds())
+        self._step_costs.observe(step.load.num_tokens, step.load.num_attended, elapsed)
+        draft_length = self.scheduler.proposer.draft_length
+        if draft_length.is_used:
+            draft_length.observe(step.scheduled, elapsed, draft_seconds)
         self._committed_at = now
 
-    def _fail(self, share: ScheduledRequest, error: str, retryable: bool) -> None:
-        if self.scheduler.discard(share):
-            output = error_output(share.request, error, retryable)
+    def _commit_part(self, part: Part, results: HostResults, seconds: tuple[float, float, float]) -> None:
+        item = part.item
+        token_ids = part.accepted_ids(results.sampled)
+        if item.samples and not token_ids:
+            self._fail(item, BAD_LOGITS, retryable=False)
+            return
+        num_taken = self.scheduler.commit(item, token_ids)
+        if num_taken >= 0 and part.scored:
+            self._outputs.append(part.score_output(results.scores))
+        if num_taken > 0:
+            self._outputs.append(part.token_output(results.sampled, num_taken, seconds))
+            self.has_served = self.has_served or item.request.finish_reason is not FinishReason.NONE
+            if part.heads:
+                first = part.heads.start + (num_taken - 1) * item.num_heads
+                item.request.head_ids = results.head_ids[first : first + item.num_heads]
+
+    def _fail(self, item: ScheduledRequest, error: str, retryable: bool) -> None:
+        if self.scheduler.discard(item):
+            output = error_output(item.request, error, retryable)
             output.in_step = True
             self._outputs.append(output)
 
@@ -327,11 +299,8 @@ class Engine:
         self._num_preempted_sent = self.scheduler.num_preempted
 
     def _process_adapter_events(self) -> None:
-        """Draw the consequences of what happened to adapters: failed ones end the requests that wait for them."""
-        adapters = self.scheduler.adapters
-        if adapters is None:
-            return
-        changes = adapters.take_changes()
+        """Apply what happened to adapters: a failed one ends the requests that wait for it."""
+        changes = self.scheduler.adapters.take_changes()
         for digest in changes.unloaded:
             self.scheduler.cache.forget(digest)
         for digest, (residency, reason) in changes.states.items():
@@ -346,15 +315,13 @@ class Engine:
     def _status(self) -> Status:
         scheduler, cache = self.scheduler, self.scheduler.cache
         num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
-        num_parked = scheduler.num_parked
         max_running = scheduler.limits.max_running
-        num_ahead = min(self._pacing.max_waiting, max(1, max_running // 8))  # so that a request that ends is replaced
+        num_ahead = min(self._config.max_waiting, max(1, max_running // 8))  # so that a request that ends is replaced
+        num_free = max_running + num_ahead - num_running - num_waiting + scheduler.num_parked
         num_free_pages = cache.num_available - num_running  # each running request may need one more soon
         return Status(
             step=self._num_steps,
-            credit_requests=0
-            if self._intake.is_ending
-            else max(0, max_running + num_ahead - num_running - num_waiting + num_parked),
+            credit_requests=0 if self._intake.is_ending else max(0, num_free),
             credit_tokens=max(0, num_free_pages * cache.page_size - scheduler.num_waiting_tokens),
             num_running=num_running,
             num_waiting=num_waiting,
@@ -364,32 +331,28 @@ class Engine:
             step_ms=self._last[0],
             step_tokens=self._last[1],
             expected_ms=round(1000 * self._expected),
-            gap_us=round(1e6 * self._gaps.seconds()),
+            gap_us=round(1e6 * self._idle.seconds()),
         )
 
     def _when_idle(self) -> None:
-        """Prove that nothing leaked, once, then sleep until something comes."""
-        self._gaps.rest()
+        """Prove that nothing leaked, once, then sleep until a command arrives."""
+        self._idle.reset()
         if not self._is_clean:
             self.scheduler.check()
             self._is_clean = True
         if not (self._is_cut or self._intake.is_ending):
-            self._inbox.wait(COPY_WAIT_S if self._is_copying else None)
-
-    @property
-    def _is_copying(self) -> bool:
-        return self.scheduler.adapters is not None and self.scheduler.adapters.is_copying
+            self._inbox.wait(COPY_WAIT_S if self.scheduler.adapters.is_copying else None)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a smaller step may do what this one could not."""
+    """Whether a smaller step may succeed where this one failed."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def is_device_broken(error: Exception) -> bool:
-    """Whether nothing computed on the device, or on all ranks together, after this error can be trusted."""
+    """Whether no result of the device, or of all ranks together, can be trusted after this error."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     if isinstance(error, torch.AcceleratorError | RankDesync) or "CUDA error" in str(error):
         return True
-    return "Triton Error" in str(error) and any(word in str(error) for word in LASTING)
+    return "Triton Error" in str(error) and any(word in str(error) for word in STICKY_ERRORS)

@@ -1,14 +1,12 @@
-"""Where the routers' commands meet the scheduler: streams, duplicates, refusals, aborts. Runs in the loop's thread."""
+"""Applies the routers' commands to the scheduler: streams, duplicates, rejections, aborts. Runs in the step loop."""
 
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands, Inbox, Refusal, StreamEnded, StreamOpened
-from lorikeet.shard.grpc.outbox import AdapterEvent, Output
-from lorikeet.shard.scheduler.adapter_slots import Residency
+from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
 
-NO_ADAPTERS = "this shard serves no adapters"
 MOST_PARKED = 1024
-"""Requests that wait for their adapter; they take no credit."""
+"""Most requests that wait for their adapter; they take no credit."""
 
 
 class Intake:
@@ -16,22 +14,19 @@ class Intake:
 
     def __init__(self, inbox: Inbox, scheduler: Scheduler, max_open: int) -> None:
         self.is_ending = False
-        """Nothing new is taken: the shard ends when its requests have."""
-        self.acknowledged: dict[int, int] = {}  # by stream: submits taken into account
-        self.refused_adapters: dict[str, AdapterEvent] = {}  # asked for in vain since last reported
+        """Whether new requests are rejected, because the shard ends when its requests have."""
+        self.acknowledged: dict[int, int] = {}  # by stream: submits that the credit accounts for
         self._inbox = inbox
         self._scheduler = scheduler
         self._max_open = max_open
-        self._draining: set[int] = set()
 
     def apply(self) -> list[Output]:
-        """Take in all that came since the last call. Returns what is to be said about it."""
+        """Apply all commands since the last call. Returns the outputs that they cause."""
         outputs: list[Output] = []
         for item in self._inbox.drain():
             if isinstance(item, StreamOpened):
                 self.acknowledged[item.epoch] = 0
-                if self._scheduler.adapters is not None:
-                    self._scheduler.adapters.tell_all()
+                self._scheduler.adapters.report_all()
             elif isinstance(item, StreamEnded):
                 self._end(item.epoch)
             elif isinstance(item, AdapterRead):
@@ -47,7 +42,8 @@ class Intake:
         for submit in commands.submits:
             refusal = self._refuse(submit, num_open)
             if refusal is not None:
-                outputs.append(refused(refusal))
+                error, retryable = refusal.reason, refusal.retryable
+                outputs.append(Output(refusal.key, finish_reason=FinishReason.ERROR, error=error, retryable=retryable))
             elif isinstance(submit, Request):
                 self._scheduler.add(submit)
                 num_open += 1
@@ -57,15 +53,9 @@ class Intake:
                 self._scheduler.finish(request, FinishReason.ABORTED)
                 outputs.append(Output(request.key, finish_reason=FinishReason.ABORTED))
         self._move_adapters(commands)
-        if commands.drain:
-            self._draining.add(epoch)
 
     def _move_adapters(self, commands: Commands) -> None:
         adapters = self._scheduler.adapters
-        if adapters is None:
-            wanted = [*commands.prefetches, *(digest for digest, _ in commands.pins)]
-            self.refused_adapters |= dict.fromkeys(wanted, (Residency.FAILED, NO_ADAPTERS))
-            return
         for digest in commands.prefetches:
             adapters.prefetch(digest)
         for digest, pinned in commands.pins:
@@ -74,37 +64,27 @@ class Intake:
             adapters.unload(digest)
 
     def _take_adapter(self, item: AdapterRead) -> None:
-        adapters = self._scheduler.adapters
-        if adapters is None:
-            return
         if item.content is None:
-            adapters.failed(item.digest, item.reason)
+            self._scheduler.adapters.failed(item.digest, item.reason)
         else:
-            adapters.loaded(item.digest, item.content)
+            self._scheduler.adapters.loaded(item.digest, item.content)
 
     def _refuse(self, submit: Request | Refusal, num_open: int) -> Refusal | None:
         running = self._scheduler.requests.get(submit.key)
-        if running is not None:  # the two could not be told apart on the wire, so neither goes on
+        if running is not None:  # the wire cannot tell the two apart, so both end
             self._scheduler.finish(running, FinishReason.ERROR)
             return Refusal(submit.key, f"request id {submit.key[1]} was used twice")
         if isinstance(submit, Refusal):
             return submit
-        if self.is_ending or submit.key[0] in self._draining:
+        if self.is_ending:
             return Refusal(submit.key, "the shard takes no more requests", retryable=True)
         if num_open - self._scheduler.num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
             return Refusal(submit.key, "more requests than credit", retryable=True)
-        adapters = self._scheduler.adapters
-        reject_reason = "" if adapters is None else adapters.reject_reason(submit.digests)
+        reject_reason = self._scheduler.adapters.reject_reason(submit.digests)
         return Refusal(submit.key, reject_reason) if reject_reason else None
 
     def _end(self, epoch: int) -> None:
-        """A router is gone: nobody waits for its requests any more."""
+        """A router is gone: abort its requests."""
         self.acknowledged.pop(epoch, None)
-        self._draining.discard(epoch)
         for request in [request for key, request in self._scheduler.requests.items() if key[0] == epoch]:
             self._scheduler.finish(request, FinishReason.ABORTED)
-
-
-def refused(refusal: Refusal) -> Output:
-    """How a refusal is told."""
-    return Output(refusal.key, finish_reason=FinishReason.ERROR, error=refusal.reason, retryable=refusal.retryable)

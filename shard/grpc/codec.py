@@ -13,7 +13,14 @@ from typing import Any
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.inbox import Commands, Refusal
 from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StreamUpdate
-from lorikeet.shard.scheduler.request import LogprobParams, Method, Request, Rule, SamplingParams, Schedule, Speculation
+from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
+from lorikeet.shard.scheduler.speculation.types import (
+    DEPRECATED_SHARED_NOISE,
+    Method,
+    Schedule,
+    Speculation,
+    Verification,
+)
 
 MAX_MESSAGE_BYTES = 3 << 20
 """Estimated size at which a message is split; the wire's limit is 4 MiB."""
@@ -22,7 +29,7 @@ BYTES_PER_ITEM = 10
 MAX_ALTERNATIVES = 256
 MAX_DRAFTS = 64
 SCHEDULES = set(map(str, Schedule))
-RULES = set(map(str, Rule))
+VERIFICATIONS = {*map(str, Verification), DEPRECATED_SHARED_NOISE}
 HEX_DIGITS = frozenset("0123456789abcdef")
 
 
@@ -61,7 +68,6 @@ def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
         prefetches=[adapter.digest for adapter in command.prefetches if is_digest(adapter.digest)],
         pins=[(pin.digest, pin.pinned) for pin in command.pins if is_digest(pin.digest)],
         unloads=[digest for digest in command.unload_digests if is_digest(digest)],
-        drain=command.drain,
     )
 
 
@@ -101,7 +107,7 @@ def read_speculation(submit: pb.Submit) -> Speculation:
         wanted.num_tokens,
         wanted.num_heads,
         Schedule(wanted.schedule or Schedule.CONSTANT),
-        Rule(wanted.verify or Rule.COUPLED),
+        Verification(wanted.verify or Verification.SHARED_NOISE),
         tuple(submit.prediction_ids),
     )
 
@@ -125,8 +131,6 @@ def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
         return fault
     if fault := find_speculation_fault(submit, bounds):
         return fault
-    if submit.grammar:
-        return "grammars are not supported yet"
     logprobs = submit.logprobs
     if max(logprobs.alternatives, logprobs.prefill_alternatives) > min(MAX_ALTERNATIVES, bounds.vocab_size):
         return f"at most {min(MAX_ALTERNATIVES, bounds.vocab_size)} alternatives can be returned"
@@ -139,7 +143,7 @@ def find_speculation_fault(submit: pb.Submit, bounds: Bounds) -> str:
     known = (
         ("method", wanted.method, methods_of(bounds)),
         ("schedule", wanted.schedule, SCHEDULES),
-        ("verification", wanted.verify, RULES),
+        ("verification", wanted.verify, VERIFICATIONS),
     )
     for name, value, values in known:
         if value and value not in values:

@@ -44,7 +44,6 @@ class Commands:
     """(digest, whether it is pinned)."""
     unloads: list[str] = field(default_factory=list)
     """Digests of adapters that are no longer needed."""
-    drain: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from operator import add
 
 from lorikeet.shard.scheduler.adapter_slots import Residency
-from lorikeet.shard.scheduler.request import FinishReason, Source
+from lorikeet.shard.scheduler.request import FinishReason
+from lorikeet.shard.scheduler.speculation.types import Source
 
 AdapterEvent = tuple[Residency, str]
 """Where an adapter is, and why it could not be loaded."""

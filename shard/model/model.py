@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from lorikeet.shard.attention import AttentionBackend
-from lorikeet.shard.batch.inputs import Segment, StepInputs
-from lorikeet.shard.batch.network import RankDesync
+from lorikeet.shard.batch.inputs import RankDesync, Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.attention_binding import AttentionBinding

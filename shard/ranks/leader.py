@@ -13,8 +13,7 @@ import structlog
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.batch.network import RankDesync
+from lorikeet.shard.batch.inputs import RankDesync, StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.tensor_parallel.group import RANK_EXIT, Group, prefer_loopback

@@ -1,4 +1,4 @@
-"""From logits to tokens: every request by its own parameters, one batch at a time. Knows no pages, wire or text."""
+"""From logits to tokens: each request by its own parameters, one batch at a time."""
 
 from lorikeet.shard.sampling.report import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled
 from lorikeet.shard.sampling.sampler import Sampler

@@ -1,7 +1,4 @@
-"""The positions of a step at which drafts are verified: several of each row, and how far each row gets.
-
-Knows rows, drafts and sampled tokens; touches no logits.
-"""
+"""The positions of a step at which drafts are verified: several per row, and how far each row gets."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -12,7 +9,7 @@ from lorikeet.shard.sampling.plan import Row
 
 
 class Block:
-    """R rows with S positions in all: row r has one more than drafts, next to each other."""
+    """R rows with S positions in all: each row has adjacent positions, one more than drafts."""
 
     def __init__(self, rows: Sequence[Row], positions: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
         self.rows = rows
@@ -34,16 +31,16 @@ class Block:
         ]
 
     def dependency_levels(self) -> Iterator[list[tuple[int, Row]]]:
-        """Positions that can be sampled together, each before its row: one wave per depth where laws look back, since
-        they have to know the draft before; all others are in the first wave.
+        """Positions that can be sampled together, each with its row: one level per depth where distributions depend on
+        the draft before; all others are in the first level.
         """
-        dependency_levels: list[list[tuple[int, Row]]] = [[]]
+        levels: list[list[tuple[int, Row]]] = [[]]
         for row, ids, first in zip(self.rows, self.drafts, self.firsts, strict=True):
             for depth in range(1 + len(ids)):
-                wave = depth if row.depends_on_history else 0
-                dependency_levels.extend([] for _ in range(wave + 1 - len(dependency_levels)))
-                dependency_levels[wave].append((first + depth, row))
-        yield from dependency_levels
+                level = depth if row.depends_on_history else 0
+                levels.extend([] for _ in range(level + 1 - len(levels)))
+                levels[level].append((first + depth, row))
+        yield from levels
 
     def last_emitted(
         self, token_ids: torch.Tensor, bad: torch.Tensor, tensor: Callable[[Sequence[int]], torch.Tensor]
@@ -53,7 +50,7 @@ class Block:
         last = firsts.clone()
         is_open = torch.ones_like(last, dtype=torch.bool)
         for depth in range(max(map(len, self.drafts))):
-            # [R] the draft behind this depth; -1, which no token equals, where there is none
+            # [R] the draft after this depth; -1, which no token equals, where there is none
             drafted = tensor([ids[depth] if depth < len(ids) else -1 for ids in self.drafts])
             here = (firsts + depth).clamp(max=len(token_ids) - 1)
             ahead = (here + 1).clamp(max=len(token_ids) - 1)

@@ -1,92 +1,76 @@
-"""The draws of a draft model in one step: one token of some rows at a time, as the target's would be drawn there.
+"""The drafts of a draft model in one step: one token of some rows at a time, sampled as the target would there.
 
-A row's own transforms hold, each draft counted as if emitted. Its noise is the target's, so that a draft is mostly the
-target's token where the two laws are alike; or, where the rejection rule decides, its own, and the laws are kept.
-Nothing is read from the device before `to_host`.
+Each request's transforms apply, with each draft counted as if emitted. The noise is the target's, so that a draft is
+mostly the target's token where the two distributions are alike; under the rejection rule it is separate noise, and the
+distributions are kept. Reads nothing from the device before `to_host`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from lorikeet.shard.batch.transfer import HostCopy
 from lorikeet.shard.sampling.block import Block
-from lorikeet.shard.sampling.highest import arg_max
-from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys
-from lorikeet.shard.sampling.penalties import TokenCounts
-from lorikeet.shard.sampling.plan import Chunk, Planner, Row
+from lorikeet.shard.sampling.filters import arg_max
+from lorikeet.shard.sampling.noise import Purpose
+from lorikeet.shard.sampling.plan import Chunk
 from lorikeet.shard.sampling.rejection import DraftDistributions
+from lorikeet.shard.sampling.state import RowState
 from lorikeet.shard.scheduler.request import LogprobParams
 
 MOST_PLANS = 64
-DistributionOf = Callable[[Chunk, torch.Tensor], torch.Tensor]
-"""From a chunk and its logits, which it may change, to the scores that tokens are chosen by."""
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """How one batch of rows is drawn; rows in neither list of chunks are the arg max."""
+    """How one batch of rows is sampled; rows in neither list of chunks are the arg max."""
 
-    coupled: list[Chunk]
+    shared_noise: list[Chunk]
     rejecting: list[Chunk]
-    # [n] rows of the batch whose laws look back, [n] their device rows
-    looking: tuple[torch.Tensor, torch.Tensor] | None
+    # [n] rows of the batch whose distributions depend on history, [n] their device rows
+    depending_on_history: tuple[torch.Tensor, torch.Tensor] | None
     # [n] rows of the batch with penalties, [n] their rows of the token counts
     counted: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class DraftDraws:
-    """All drafts that a draft model draws in one step."""
+    """All drafts that a draft model samples in one step."""
 
-    def __init__(
-        self,
-        rows: Mapping[int, Row],
-        planner: Planner,
-        counts: TokenCounts,
-        last_tokens: torch.Tensor,
-        words: torch.Tensor,
-        distribution_of: DistributionOf,
-        plans: dict[tuple[int, ...], DraftPlan],
-    ) -> None:
+    def __init__(self, state: RowState, plans: dict[tuple[int, ...], DraftPlan]) -> None:
         """`plans` outlive the step; they hold until a row changes."""
-        self._rows = rows
-        self._planner = planner
-        self._counts = counts
-        self._last_tokens = last_tokens
-        self._words = words
-        self._distribution_of = distribution_of
+        self._state = state
         self._plans = plans
         self._drawn: list[tuple[list[int], torch.Tensor]] = []  # by depth: rows, and [n] their tokens
         self._assumed: list[tuple[torch.Tensor, torch.Tensor]] = []  # [n] rows of the counts, [n] tokens
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # [n] device rows, [n] their newest tokens
         self._distributions: list[torch.Tensor] = []  # [n, V] each
-        self._distribution_at: dict[tuple[int, int], int] = {}  # by row and depth: row of all laws together
+        self._distribution_at: dict[tuple[int, int], int] = {}  # by row and depth: row of all distributions
 
     def draw(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """logits: [n, V] float32, one per entry of `rows`, whose next token is at `positions`. Returns [n] tokens."""
-        depth, plan = len(self._drawn), self._plan_for(rows)
+        state, depth, plan = self._state, len(self._drawn), self._plan_for(tuple(rows))
         token_ids = arg_max(logits)
-        if plan.coupled or plan.rejecting:
-            places = self._planner.tensor(positions)
-            for chunk in plan.coupled:
-                self._choose(
-                    chunk, self._distribution_of(chunk, logits[chunk.batch_rows]), places, Purpose.DRAW, token_ids
-                )
-            for chunk in plan.rejecting:
-                scores = self._distribution_of(chunk, logits[chunk.batch_rows])
-                self._choose(chunk, scores, places, Purpose.DRAFT, token_ids)
-                self._keep(chunk, scores, rows, depth)
+        at = state.planner.tensor(positions) if plan.shared_noise or plan.rejecting else None
+        for chunk in plan.shared_noise:
+            scores = state.distribution(chunk, logits[chunk.batch_rows])
+            token_ids.index_copy_(0, chunk.batch_rows, state.choose(chunk, scores, at))
+        for chunk in plan.rejecting:
+            scores = state.distribution(chunk, logits[chunk.batch_rows])
+            token_ids.index_copy_(0, chunk.batch_rows, state.choose(chunk, scores, at, Purpose.DRAFT))
+            first = sum(map(len, self._distributions))
+            self._distributions.append(torch.softmax(scores, dim=-1))
+            self._distribution_at |= {(rows[index], depth): first + n for n, index in enumerate(chunk.members)}
         self._drawn.append((list(rows), token_ids))
         self._assume_accepted(plan, token_ids)
         return token_ids
 
-    def forget(self) -> None:
-        """Take the rows' state back to what it was before any draft."""
+    def restore(self) -> None:
+        """Restore the rows' state from before the first draft."""
         for slots, token_ids in self._assumed:
-            self._counts.add(slots, token_ids, -torch.ones_like(token_ids, dtype=torch.int32))
+            self._state.counts.add(slots, token_ids, -torch.ones_like(token_ids, dtype=torch.int32))
         for rows, token_ids in reversed(self._before):
-            self._last_tokens.index_copy_(0, rows, token_ids)
+            self._state.last_tokens.index_copy_(0, rows, token_ids)
         self._assumed, self._before = [], []
 
     def to_host(self) -> dict[int, list[int]]:
@@ -101,7 +85,7 @@ class DraftDraws:
         return found
 
     def distributions(self, block: Block) -> DraftDistributions | None:
-        """What the rejection rule needs at the positions of a block; None where it holds for no row."""
+        """Input of the rejection rule at the positions of a block; None where it is used for no row."""
         if not self._distributions:
             return None
         at, drafted = [0] * block.num_tokens, [0] * block.num_tokens
@@ -110,55 +94,36 @@ class DraftDraws:
                 at[first + depth] = self._distribution_at.get((row.row, depth), -1) + 1
                 drafted[first + depth] = token_id
         table = torch.cat([torch.zeros_like(self._distributions[0][:1]), *self._distributions])
-        of = {row for row, _ in self._distribution_at}
-        return DraftDistributions(of, table, self._planner.tensor(at), self._planner.tensor(drafted))
+        of, tensor = {row for row, _ in self._distribution_at}, self._state.planner.tensor
+        return DraftDistributions(of, table, tensor(at), tensor(drafted))
 
-    def _choose(
-        self, chunk: Chunk, scores: torch.Tensor, places: torch.Tensor, purpose: Purpose, token_ids: torch.Tensor
-    ) -> None:
-        """scores: [S', V]; places: [n]; token_ids: [n], changed in place."""
-        if chunk.drawn:
-            keys = row_keys(chunk.seeds, places.index_select(0, chunk.batch_rows), purpose)
-            scores = scores - log_exponentials(self._words, keys)
-        token_ids.index_copy_(0, chunk.batch_rows, arg_max(scores))
-
-    def _keep(self, chunk: Chunk, scores: torch.Tensor, rows: Sequence[int], depth: int) -> None:
-        """scores: [S', V]. Keep the laws that a chunk's drafts were drawn from."""
-        first = sum(len(distributions) for distributions in self._distributions)
-        self._distributions.append(torch.softmax(scores, dim=-1))
-        for at, index in enumerate(chunk.members):
-            self._distribution_at[rows[index], depth] = first + at
-
-    def _plan_for(self, rows: Sequence[int]) -> DraftPlan:
-        """How to draw for these rows: made once for as long as they are the same."""
-        key = tuple(rows)
-        plan = self._plans.get(key)
-        if plan is None:
+    def _plan_for(self, rows: tuple[int, ...]) -> DraftPlan:
+        """How to sample for these rows: made once for as long as they are the same."""
+        if rows not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._make_plan(rows)
-        return plan
+            self._plans[rows] = self._make_plan(rows)
+        return self._plans[rows]
 
     def _make_plan(self, rows: Sequence[int]) -> DraftPlan:
-        members = [(at, replace(self._rows[row], logprobs=LogprobParams())) for at, row in enumerate(rows)]
-        looking = [(at, row) for at, row in members if row.depends_on_history]
-        counted = [(at, row.slot) for at, row in looking if row.slot >= 0]
-        tensor, plan_some = self._planner.tensor, self._planner.plan_some
+        planner = self._state.planner
+        members = [(at, replace(self._state.rows[row], logprobs=LogprobParams())) for at, row in enumerate(rows)]
+        depending = [(at, row) for at, row in members if row.depends_on_history]
         return DraftPlan(
-            coupled=plan_some([member for member in members if not member[1].rejects]).chunks,
-            rejecting=plan_some([member for member in members if member[1].rejects]).chunks,
-            looking=(tensor([at for at, _ in looking]), tensor([row.row for _, row in looking])) if looking else None,
-            counted=(tensor([at for at, _ in counted]), tensor([slot for _, slot in counted])) if counted else None,
+            shared_noise=planner.plan_some([member for member in members if not member[1].rejects]).chunks,
+            rejecting=planner.plan_some([member for member in members if member[1].rejects]).chunks,
+            depending_on_history=planner.pair([(at, row.row) for at, row in depending]),
+            counted=planner.pair([(at, row.slot) for at, row in depending if row.slot >= 0]),
         )
 
     def _assume_accepted(self, plan: DraftPlan, token_ids: torch.Tensor) -> None:
-        """token_ids: [n]. Go on as if these had been emitted, where laws look back."""
-        if plan.looking is not None:
-            at, rows = plan.looking
-            self._before.append((rows, self._last_tokens.index_select(0, rows)))
-            self._last_tokens.index_copy_(0, rows, token_ids.index_select(0, at))
+        """token_ids: [n]. Continue as if these had been emitted, where distributions depend on history."""
+        if plan.depending_on_history is not None:
+            at, rows = plan.depending_on_history
+            self._before.append((rows, self._state.last_tokens.index_select(0, rows)))
+            self._state.last_tokens.index_copy_(0, rows, token_ids.index_select(0, at))
         if plan.counted is not None:
             at, slots = plan.counted
             drafted = token_ids.index_select(0, at)
-            self._counts.append(slots, drafted)
+            self._state.counts.append(slots, drafted)
             self._assumed.append((slots, drafted))

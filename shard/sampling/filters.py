@@ -1,16 +1,36 @@
-"""Filters: which tokens of a law may be drawn. Each is a threshold per row, so equal scores stay or go together.
+"""Filters: which tokens of a distribution may be sampled. Each is a threshold per row, so equal scores are kept or
+excluded together.
 
-Works on scores whose excluded tokens are already -inf; each filter sees the law that the one before it left. Knows
-nothing of requests. No sum here depends on how many rows there are, so a row gets the same bits in any batch.
+Works on scores whose excluded tokens are already -inf; each filter sees the distribution that the one before it left.
+No sum here depends on how many rows there are, so a row gets the same bits in any batch.
 """
 
+import numpy as np
 import torch
 
-from lorikeet.shard.sampling.highest import descending
-
 FIRST_CHECK = 128
-"""How many of the foremost tokens are ordered first on CPU; mostly enough, and far cheaper than ordering them all."""
+"""Highest tokens that are ordered first on CPU; mostly enough, and far cheaper than ordering all."""
 _EXCLUDED = float("-inf")
+_BLOCK = 256
+
+
+def arg_max(scores: torch.Tensor) -> torch.Tensor:
+    """scores: [S, V]. Returns [S] the first highest token of each row; a NaN counts as highest.
+
+    On CPU by the highest block of 256 first: the maximum alone runs on vector units, and an arg max does not.
+    """
+    vocab_size = scores.shape[1]
+    if not scores.is_cpu or vocab_size < 2 * _BLOCK:
+        return scores.argmax(dim=-1)
+    num_blocks = vocab_size // _BLOCK
+    whole = num_blocks * _BLOCK
+    peaks = scores[:, :whole].unflatten(1, (num_blocks, _BLOCK)).amax(-1)
+    if whole < vocab_size:
+        peaks = torch.cat([peaks, scores[:, whole:].amax(-1, keepdim=True)], dim=1)
+    # [S, 1]; the last block reaches back over its neighbour, where everything is lower
+    starts = (peaks.argmax(dim=-1, keepdim=True) * _BLOCK).clamp_(max=vocab_size - _BLOCK)
+    block = scores.gather(1, starts + torch.arange(_BLOCK))
+    return starts[:, 0] + block.argmax(dim=-1)
 
 
 def top_k(scores: torch.Tensor, k: torch.Tensor, k_max: int) -> torch.Tensor:
@@ -26,14 +46,11 @@ def top_p(scores: torch.Tensor, mass: torch.Tensor, first_check: int = FIRST_CHE
     `first_check` changes how long it takes and nothing else.
     """
     log_distribution = torch.log_softmax(scores, dim=-1)
-    foremost = (
-        log_distribution.topk(first_check).values
-        if _may_check(log_distribution, first_check)
-        else descending(log_distribution)
-    )
+    is_checked = _may_check(log_distribution, first_check)
+    foremost = log_distribution.topk(first_check).values if is_checked else _descending(log_distribution)
     reached = foremost.exp().cumsum(-1)
     if not _suffices(reached, mass, scores.shape[1]):
-        foremost = descending(log_distribution)
+        foremost = _descending(log_distribution)
         reached = foremost.exp().cumsum(-1)
     return _without(scores, log_distribution < _where_reached(foremost, reached, mass))
 
@@ -81,3 +98,10 @@ def _where_reached(foremost: torch.Tensor, reached: torch.Tensor, mass: torch.Te
 def _without(scores: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:
     """scores: [S, V]; excluded: [S, V] bool."""
     return torch.where(excluded, _EXCLUDED, scores)
+
+
+def _descending(scores: torch.Tensor) -> torch.Tensor:
+    """scores: [S, V]. Returns [S, V] the scores of each row from the highest on; numpy orders them on vector units."""
+    if not scores.is_cpu:
+        return scores.sort(dim=-1, descending=True).values
+    return torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)

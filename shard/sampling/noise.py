@@ -1,7 +1,6 @@
-"""The noise that tokens are drawn with: a hash of (seed, position, token id, purpose) and nothing else.
+"""The noise of sampling: a hash of (seed, position, token id, purpose) and nothing else.
 
-So a request draws the same token alone, in any batch, under any filter, after a preemption and on another shard.
-Knows integers and floats; nothing of requests, laws or filters.
+So a request samples the same token alone, in any batch, under any filter, after a preemption and on another shard.
 
 The hash works on wrapping 64-bit integers. Each token id has a fixed, well-mixed word and each (seed, position,
 purpose) a well-mixed odd key; their product, folded and multiplied once more, is the noise of that token there.
@@ -20,16 +19,16 @@ _HIGHEST = 1.0 - 2.0**-24
 
 
 class Purpose(IntEnum):
-    """What noise is for; equal seeds and positions give unrelated noise under different purposes."""
+    """The use of noise; equal seeds and positions give unrelated noise for different purposes."""
 
     DRAW = 1
     GREEN_LIST = 2
     DRAFT = 3
-    """Draws of a draft model under the rejection rule …"""
+    """Samples of a draft model under the rejection rule …"""
     ACCEPT = 4
-    """… whether they stand …"""
+    """… whether they are accepted …"""
     RESIDUAL = 5
-    """… and the target's own draws there."""
+    """… and the target's own samples there."""
 
 
 def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""What is added to or taken from scores before a law is made: logit bias, watermark, penalties; and the counts behind.
-
-Knows tensors and rows of counts; nothing of requests or of how tokens are drawn.
-"""
+"""Logit processors: logit bias, watermark and penalties, and the token counts that penalties need."""
 
 from dataclasses import dataclass
 
@@ -86,7 +83,7 @@ class TokenCounts:
         self.add(slots, token_ids, torch.ones_like(token_ids, dtype=torch.int32))
 
     def add(self, slots: torch.Tensor, token_ids: torch.Tensor, changes: torch.Tensor) -> None:
-        """slots, token_ids: [n]; changes: [n] int32, so many more output tokens, or fewer."""
+        """slots, token_ids: [n]; changes: [n] int32, added to the numbers of output tokens."""
         self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, changes)
 
     def _grow(self) -> None:
@@ -98,7 +95,7 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Watermark:
-    """A share `gamma` of the vocabulary, chosen by the token before, is green and gains `delta`."""
+    """A part `gamma` of the vocabulary, chosen by the token before, is green and gains `delta`."""
 
     # [V] int64 by token id
     words: torch.Tensor

@@ -1,12 +1,11 @@
-"""The rows of one batch, cut into chunks of like rows, with their parameters as tensors on the device.
+"""The rows of one batch, cut into chunks of similar rows, with their parameters as tensors on the device.
 
-Made once and used again for as long as the batch has the same rows: building a step then costs nothing. Knows rows and
-their parameters; touches no logits.
+A plan is made once and used for as long as the batch has the same rows: building a step then costs nothing.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite, log
 
 import torch
 
@@ -16,15 +15,15 @@ from lorikeet.shard.sampling.penalties import Bias, Penalties
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 23}
-"""Scores worked on at once: what stays in a CPU core's cache; what bounds scratch memory on CUDA."""
+"""Scores processed at once: on CPU they stay in a core's cache, on CUDA they bound scratch memory."""
 
 _COLDEST = 1e-6
-"""Below this nothing but the highest score can be drawn, and dividing by much less would overflow."""
+"""At lower temperatures only the highest score can be sampled, and dividing by much less would overflow."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the sampler keeps of one request."""
+    """One request of the sampler."""
 
     row: int
     params: SamplingParams
@@ -32,32 +31,32 @@ class Row:
     slot: int
     """Row of the token counts, -1 without penalties."""
     by_rejection: bool = False
-    """Whether a draft model's drafts are verified by the rejection rule, where tokens are drawn at all."""
+    """Whether a draft model's drafts are verified by the rejection rule, where tokens are sampled at all."""
 
     @property
-    def draws(self) -> bool:
-        """Whether its tokens are drawn; else they are the arg max."""
+    def do_sample(self) -> bool:
+        """Whether its tokens are sampled; else they are the arg max."""
         return self.params.do_sample
 
     @property
     def rejects(self) -> bool:
         """Whether a draft model's drafts are verified by the rejection rule."""
-        return self.by_rejection and self.draws
+        return self.by_rejection and self.do_sample
 
     @property
-    def shaped(self) -> bool:
-        """Whether anything is added to its scores."""
+    def has_logit_processors(self) -> bool:
+        """Whether anything is added to its logits."""
         return self.slot >= 0 or bool(self.params.logit_bias) or self.params.watermark
 
     @property
     def depends_on_history(self) -> bool:
-        """Whether its law depends on earlier tokens by more than the logits."""
+        """Whether its distribution depends on earlier tokens by more than the logits."""
         return self.slot >= 0 or self.params.watermark
 
     @property
     def plain(self) -> bool:
-        """Whether its arg max is all there is to it."""
-        return not (self.draws or self.shaped or self.logprobs.wanted)
+        """Whether only the arg max of its logits is wanted."""
+        return not (self.do_sample or self.has_logit_processors or self.logprobs.wanted)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Log probabilities of one law for n rows of a chunk."""
+    """Log probabilities of one distribution for n rows of a chunk."""
 
     # [n] rows of the chunk
     rows: torch.Tensor
@@ -86,18 +85,16 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a batch that are worked on together: all drawn, or all arg max."""
+    """Some rows of a batch that are processed together: all sampled, or all arg max."""
 
     # [S'] rows of the batch
     batch_rows: torch.Tensor
     members: list[int]
     """The same for the host."""
-    drawn: bool
+    do_sample: bool
     bias: Bias | None
-    # [n] rows of the chunk with a watermark
-    marked: torch.Tensor | None
-    # [n] device rows of these
-    marked_rows: torch.Tensor | None
+    # [n] rows of the chunk with a watermark, [n] their device rows
+    watermarked: tuple[torch.Tensor, torch.Tensor] | None
     penalties: Penalties | None
     # [S'] int64
     seeds: torch.Tensor
@@ -112,8 +109,8 @@ class Chunk:
 
     @property
     def modifies_scores(self) -> bool:
-        """Whether the law drawn from differs from the model's own."""
-        return self.drawn or bool(self.bias or self.penalties) or self.marked is not None
+        """Whether the distribution differs from that of the model's logits."""
+        return self.do_sample or bool(self.bias or self.penalties) or self.watermarked is not None
 
 
 @dataclass(frozen=True)
@@ -124,12 +121,10 @@ class Plan:
     rows: torch.Tensor
     chunks: list[Chunk]
     any_plain: bool
-    any_drawn: bool
+    any_sampled: bool
     num_alternatives: list[int]
-    # [n] rows of the batch with penalties
-    counted: torch.Tensor | None
-    # [n] their rows of the token counts
-    counted_slots: torch.Tensor | None
+    # [n] rows of the batch with penalties, [n] their rows of the token counts
+    counted: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class Planner:
@@ -143,46 +138,51 @@ class Planner:
         return self.plan_some(list(enumerate(rows)))
 
     def plan_some(self, indexed: Sequence[tuple[int, Row]]) -> Plan:
-        """Of some rows of the batch, each behind its index there."""
-        drawn = [(index, row) for index, row in indexed if row.draws]
-        greedy = [(index, row) for index, row in indexed if not row.draws and not row.plain]
+        """Of some rows of the batch, each with its index there."""
+        sampled = [(index, row) for index, row in indexed if row.do_sample]
+        greedy = [(index, row) for index, row in indexed if not row.do_sample and not row.plain]
         chunks = []
-        for kind in (drawn, greedy):
+        for kind in (sampled, greedy):
             for start in range(0, len(kind), self._chunk_rows):
                 chunks.append(self._chunk(kind[start : start + self._chunk_rows]))
-        counted = [(index, row.slot) for index, row in indexed if row.slot >= 0]
         return Plan(
             rows=self.tensor([row.row for _, row in indexed]),
             chunks=chunks,
             any_plain=any(row.plain for _, row in indexed),
-            any_drawn=bool(drawn),
+            any_sampled=bool(sampled),
             num_alternatives=[row.logprobs.alternatives for _, row in indexed],
-            counted=self.tensor([index for index, _ in counted]) if counted else None,
-            counted_slots=self.tensor([slot for _, slot in counted]) if counted else None,
+            counted=self.pair([(index, row.slot) for index, row in indexed if row.slot >= 0]),
         )
 
     def tensor(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype = torch.long) -> torch.Tensor:
         """[n] on the device, without waiting for it."""
         return to_device(torch.tensor(values, dtype=dtype), self._device)
 
+    def columns(self, table: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The columns of a table that is not empty, as tensors."""
+        return [self.tensor(column) for column in zip(*table, strict=True)]
+
+    def pair(self, table: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Both columns of a table, None of an empty one."""
+        if not table:
+            return None
+        first, second = self.columns(table)
+        return first, second
+
     def _chunk(self, members: list[tuple[int, Row]]) -> Chunk:
         rows = [row for _, row in members]
-        marked = [at for at, row in enumerate(rows) if row.params.watermark]
         return Chunk(
             batch_rows=self.tensor([index for index, _ in members]),
             members=[index for index, _ in members],
-            drawn=rows[0].draws,
+            do_sample=rows[0].do_sample,
             bias=self._bias(rows),
-            marked=self.tensor(marked) if marked else None,
-            marked_rows=self.tensor([rows[at].row for at in marked]) if marked else None,
+            watermarked=self.pair([(at, row.row) for at, row in enumerate(rows) if row.params.watermark]),
             penalties=self._penalties(rows),
             seeds=self.tensor([as_signed(row.params.seed) for row in rows]),
             temperature=self._column([max(row.params.temperature, _COLDEST) for row in rows]),
-            top_k=self._top_k(rows),
+            top_k=self._filter(rows, lambda params: params.top_k, lambda value: value > 0, torch.long),
             top_p=self._filter(rows, lambda params: params.top_p, lambda value: value < 1.0),
-            min_p=self._filter(
-                rows, lambda params: math.log(params.min_p) if params.min_p > 0 else -math.inf, math.isfinite
-            ),
+            min_p=self._filter(rows, lambda params: log(params.min_p) if params.min_p > 0 else -inf, isfinite),
             typical_p=self._filter(rows, lambda params: params.typical_p, lambda value: value < 1.0),
             raw=self._wanted(members, raw=True),
             processed=self._wanted(members, raw=False),
@@ -191,21 +191,18 @@ class Planner:
     def _column(self, values: Sequence[float]) -> torch.Tensor:
         return self.tensor(values, torch.float32)[:, None]
 
-    def _top_k(self, rows: list[Row]) -> Filter | None:
-        used = [at for at, row in enumerate(rows) if row.params.top_k > 0]
-        if not used:
-            return None
-        values = [rows[at].params.top_k for at in used]
-        return Filter(self._some(used, rows), self.tensor(values)[:, None], max(values))
-
     def _filter(
-        self, rows: list[Row], value_of: Callable[[SamplingParams], float], used: Callable[[float], bool]
+        self,
+        rows: list[Row],
+        value_of: Callable[[SamplingParams], float],
+        is_used: Callable[[float], bool],
+        dtype: torch.dtype = torch.float32,
     ) -> Filter | None:
-        values = {at: value for at, row in enumerate(rows) if used(value := value_of(row.params))}
-        return Filter(self._some(list(values), rows), self._column(list(values.values()))) if values else None
-
-    def _some(self, used: list[int], rows: list[Row]) -> torch.Tensor | None:
-        return None if len(used) == len(rows) else self.tensor(used)
+        values = {at: value for at, row in enumerate(rows) if is_used(value := value_of(row.params))}
+        if not values:
+            return None
+        used = None if len(values) == len(rows) else self.tensor(list(values))
+        return Filter(used, self.tensor(list(values.values()), dtype)[:, None], int(max(values.values())))
 
     def _bias(self, rows: list[Row]) -> Bias | None:
         entries = [(at, token_id, value) for at, row in enumerate(rows) for token_id, value in row.params.logit_bias]

@@ -1,27 +1,30 @@
-"""Which adapter is where: in a slot of the step, in host memory, on its way there, or refused. Imports no torch.
+"""Where each adapter is: in a slot of the step, in host memory, loading, or failed. Imports no torch.
 
-An adapter is named by its content's digest. It goes ABSENT → LOADING → host memory → a slot, and back out of either
-when room is needed: the least recently used first, none that a running request uses, none that is pinned. What it
-holds, and how it gets into a slot, is for `Device` to know.
+An adapter is identified by the digest of its content. It goes ABSENT → LOADING → host memory → a slot, and is evicted
+from either when room is needed: the least recently used first, none that a running request uses, none that is pinned.
+A `Device` copies adapters into slots.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, cast
 
+from lorikeet.proto import shard_pb2 as pb
+
+NO_ADAPTERS = "this shard serves no adapters"
 MOST_SIZES = 4096
-"""Adapters whose sizes are remembered, the newest."""
+"""The newest adapters, whose sizes are kept after eviction."""
 
 
 class Residency(IntEnum):
-    """Where an adapter is; the values of the wire."""
+    """Where an adapter is."""
 
-    ABSENT = 0
-    LOADING = 1
-    RESIDENT = 2
-    FAILED = 3
+    ABSENT = pb.AdapterState.ABSENT
+    LOADING = pb.AdapterState.LOADING
+    RESIDENT = pb.AdapterState.RESIDENT
+    FAILED = pb.AdapterState.FAILED
 
 
 class Content(Protocol):
@@ -32,38 +35,38 @@ class Content(Protocol):
 
     @property
     def num_heads(self) -> int:
-        """Medusa heads that it brings, which guess by the same slot; 0 without."""
+        """Its Medusa heads, which have the same slot; 0 without."""
         ...
 
 
 class Device(Protocol):
-    """Where slots are."""
+    """The memory of the slots."""
 
     def put(self, slot: int, content: Content) -> None:
-        """Begin to let `slot` mean `content`. No step that is yet to be launched names the slot."""
+        """Start to copy `content` into `slot`. No step that is yet to be launched uses the slot."""
 
     def is_ready(self, slot: int) -> bool:
-        """Whether it does; until then no step may name the slot."""
+        """Whether the copy is complete; until then no step may use the slot."""
         ...
 
     def clear(self, slot: int) -> None:
-        """Let `slot` mean nothing."""
+        """Empty `slot`."""
 
     def forget(self, digest: str) -> None:
-        """An adapter has left host memory."""
+        """An adapter was evicted from host memory."""
 
 
 @dataclass(frozen=True)
 class SlotLimits:
-    """What may be held."""
+    """Capacity for adapters."""
 
     num_slots: int
     slot_bytes: int
     """Over all slots."""
     host_bytes: int
-    """Over all adapters in host memory, those in slots included where slots lie there too."""
+    """Over all adapters in host memory, including those in slots where the slots are there too."""
     cycle_seconds: float = 2.0
-    """An adapter whose slot another has waited for this long takes no new request until the slot is free."""
+    """Once an adapter has waited this long for a slot, one in a slot takes no new request until its slot is free."""
 
 
 @dataclass(eq=False)
@@ -77,39 +80,48 @@ class CachedAdapter:
     """Running requests."""
     is_pinned: bool = False
     is_copying: bool = False
-    """Has a slot that it is not ready in."""
+    """Is being copied into its slot."""
     is_draining: bool = False
     """Takes no new request: another adapter needs its slot."""
     evict_when_idle: bool = False
-    """Goes as soon as nobody uses it."""
+    """Is unloaded as soon as no request uses it."""
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether a request could use it now."""
+        return self.slot >= 0 and not (self.is_copying or self.is_draining or self.evict_when_idle)
+
+    @property
+    def may_leave(self) -> bool:
+        return self.num_users == 0 and not self.is_pinned and not self.is_copying
 
 
 @dataclass
 class Changes:
-    """What happened since last asked."""
+    """What happened since the last call."""
 
     states: dict[str, tuple[Residency, str]] = field(default_factory=dict)
     """By digest: where it is now, and why it failed."""
     unloaded: list[str] = field(default_factory=list)
-    """Adapters whose KV nobody needs any more."""
+    """Adapters whose cached KV can be dropped."""
 
 
 class AdapterSlots:
     """All adapters of one shard."""
 
     def __init__(self, limits: SlotLimits, device: Device, load: Callable[[str], None]) -> None:
-        """`load` begins to bring a digest into host memory; `loaded` or `failed` follow, in the thread of all else."""
+        """`load` starts to load a digest into host memory; `loaded` or `failed` follow, in the step loop's thread."""
         self.limits = limits
         self.now = 0.0
-        """Seconds of a monotonic clock; whoever steps keeps it up to date."""
+        """Seconds of a monotonic clock; the step loop updates it."""
         self._device = device
         self._load = load
-        self._held: OrderedDict[str, CachedAdapter] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[str, CachedAdapter] = OrderedDict()  # least recently used first
         self._loading: set[str] = set()
         self._unwanted: set[str] = set()
-        """Of those on their way, which are let go when they arrive."""
+        """Loading adapters that were unloaded since."""
         self._wanted_again: set[str] = set()
-        """Of those that are to go, which somebody has asked for since."""
+        """Adapters being unloaded that were requested since."""
         self._pinned: set[str] = set()
         self._free = list(reversed(range(limits.num_slots)))
         self._copying: list[CachedAdapter] = []
@@ -117,102 +129,95 @@ class AdapterSlots:
         self._sizes: dict[str, int] = {}  # in bytes, also of those that have left
         self._changes = Changes()
 
-    def settle(self) -> None:
-        """Before a step: take note of the adapters that are ready in their slots by now."""
-        for held in self._copying[:]:
-            self._arrive(held)
+    def poll_copies(self) -> None:
+        """Before a step: find the adapters whose copy into their slot is complete."""
+        for adapter in self._copying[:]:
+            self._poll_copy(adapter)
 
     @property
     def is_copying(self) -> bool:
-        """Whether an adapter is on its way into a slot: settle() is to be called soon."""
+        """Whether an adapter is being copied into a slot: call poll_copies() soon."""
         return bool(self._copying)
 
-    # What the scheduler asks
+    # For the scheduler
 
     def acquire(self, digest: str) -> int | None:
-        """The slot for one more running request, or None: it waits until the adapter is in a slot."""
-        held = self._held.get(digest)
-        if held is None:
+        """The slot for one more running request, or None while the adapter is in no slot."""
+        adapter = self._cached.get(digest)
+        if adapter is None:
             self.prefetch(digest)
             return None
-        if held.is_draining or held.evict_when_idle:
+        if adapter.slot < 0 and not adapter.evict_when_idle:
+            self._place(adapter)
+        if not adapter.is_resident:
             return None
-        if held.slot < 0 and not self._place(held):
-            return None
-        if held.is_copying:
-            return None
-        held.num_users += 1
-        self._held.move_to_end(digest)
-        return held.slot
+        adapter.num_users += 1
+        self._cached.move_to_end(digest)
+        return adapter.slot
 
     def num_heads(self, digest: str) -> int:
-        """Heads that an adapter in a slot brings."""
-        return self._held[digest].content.num_heads
+        """Medusa heads of an adapter in a slot."""
+        return self._cached[digest].content.num_heads
 
     def reject_reason(self, digests: Sequence[str]) -> str:
-        """Why adapters that one request needs can never be in slots together; empty if they can or nobody knows yet."""
+        """Why the adapters of one request can never be in slots together; "" if they can or it is not known yet."""
         if len(digests) > self.limits.num_slots:
             return "an adapter and heads of another need two slots; this shard has one"
         num_bytes = sum(self._sizes.get(digest, 0) for digest in digests)
         most = min(self.limits.slot_bytes, self.limits.host_bytes)
         if len(digests) > 1 and num_bytes > most:
-            return f"an adapter and the heads beside it take {num_bytes} bytes, {most} are kept for adapters"
+            return f"the adapter and the heads of another take {num_bytes} bytes, {most} are kept for adapters"
         return ""
 
     def release(self, digest: str) -> None:
         """One running request less."""
-        held = self._held[digest]
-        held.num_users -= 1
-        if held.num_users == 0 and (held.is_draining or held.evict_when_idle):
-            self._leave_slot(held)
-            if held.evict_when_idle:
-                self._drop(held)
+        adapter = self._cached[digest]
+        adapter.num_users -= 1
+        if adapter.is_draining or adapter.evict_when_idle:
+            self._leave_if_idle(adapter)
 
-    # What routers ask
+    # For routers
 
     def prefetch(self, digest: str) -> None:
-        """Bring an adapter into host memory, if it is neither there nor on its way; once more, if it is to go."""
-        held = self._held.get(digest)
-        if digest in self._unwanted or (held is not None and held.evict_when_idle):
+        """Load an adapter into host memory unless it is there or loading; again, if it is being unloaded."""
+        adapter = self._cached.get(digest)
+        if digest in self._unwanted or (adapter is not None and adapter.evict_when_idle):
             self._wanted_again.add(digest)
-        elif digest not in self._held and digest not in self._loading:
+        elif digest not in self._cached and digest not in self._loading:
             self._loading.add(digest)
             self._changes.states[digest] = (Residency.LOADING, "")
             self._load(digest)
 
     def pin(self, digest: str, pinned: bool) -> None:
-        """Keep an adapter in its slot whatever else comes, or no longer."""
+        """Keep an adapter in its slot, or no longer."""
         (self._pinned.add if pinned else self._pinned.discard)(digest)
-        held = self._held.get(digest)
-        if held is not None:
-            held.is_pinned = pinned
+        adapter = self._cached.get(digest)
+        if adapter is not None:
+            adapter.is_pinned = pinned
         if pinned:
             self.prefetch(digest)
 
     def unload(self, digest: str) -> None:
-        """Let an adapter go, once running requests are done with it."""
+        """Drop an adapter as soon as no running request uses it."""
         self._pinned.discard(digest)
         self._wanted_again.discard(digest)
-        held = self._held.get(digest)
+        adapter = self._cached.get(digest)
         if digest in self._loading:
             self._unwanted.add(digest)
-            return
-        if held is None:
-            self._gone(digest)
-            return
-        held.evict_when_idle = True
-        if held.num_users == 0:
-            self._leave_slot(held)
-            self._drop(held)
+        elif adapter is None:
+            self._on_evicted(digest)
+        else:
+            adapter.evict_when_idle = True
+            self._leave_if_idle(adapter)
 
-    # What the reader says
+    # For the reader
 
     def loaded(self, digest: str, content: Content) -> None:
-        """An adapter has arrived in host memory."""
+        """An adapter is in host memory."""
         self._loading.discard(digest)
         if digest in self._unwanted:
             self._device.forget(digest)
-            self._gone(digest)
+            self._on_evicted(digest)
             return
         if content.num_bytes > min(self.limits.slot_bytes, self.limits.host_bytes):
             self._device.forget(digest)
@@ -222,17 +227,17 @@ class AdapterSlots:
         if len(self._sizes) > MOST_SIZES:
             del self._sizes[next(iter(self._sizes))]
         self._make_host_room(content.num_bytes)
-        held = self._held[digest] = CachedAdapter(digest, content, is_pinned=digest in self._pinned)
-        self._place(held)
+        adapter = self._cached[digest] = CachedAdapter(digest, content, is_pinned=digest in self._pinned)
+        self._place(adapter)
 
     def failed(self, digest: str, reason: str) -> None:
-        """An adapter will not come."""
+        """An adapter could not be loaded."""
         self._loading.discard(digest)
         self._unwanted.discard(digest)
         self._wanted_again.discard(digest)
         self._changes.states[digest] = (Residency.FAILED, reason)
 
-    # What happened
+    # State
 
     def take_changes(self) -> Changes:
         """What happened since the last call."""
@@ -241,103 +246,98 @@ class AdapterSlots:
 
     def is_resident(self, digest: str) -> bool:
         """Whether a request could run now."""
-        held = self._held.get(digest)
-        if held is None or held.slot < 0:
-            return False
-        return not (held.is_copying or held.is_draining or held.evict_when_idle)
+        adapter = self._cached.get(digest)
+        return adapter is not None and adapter.is_resident
 
-    @property
-    def num_resident(self) -> int:
-        """Adapters in slots."""
-        return self.limits.num_slots - len(self._free)
-
-    def tell_all(self) -> None:
-        """Count where every adapter is as news: a router has come that knows nothing."""
-        for held in self._held.values():
-            if held.slot >= 0 and not held.is_copying:
-                self._changes.states[held.digest] = (Residency.RESIDENT, "")
+    def report_all(self) -> None:
+        """Report every adapter in a slot as a change, for a router that has just connected."""
+        for adapter in self._cached.values():
+            if adapter.slot >= 0 and not adapter.is_copying:
+                self._changes.states[adapter.digest] = (Residency.RESIDENT, "")
 
     def check(self, users: Iterable[str]) -> None:
         """Prove that slots and users add up. `users`: the digest of each running request. Raises RuntimeError."""
         counts = Counter(users)
-        for held in self._held.values():
-            if held.num_users != counts.pop(held.digest, 0):
+        for adapter in self._cached.values():
+            if adapter.num_users != counts.pop(adapter.digest, 0):
                 raise RuntimeError("users of adapters leaked")
-        slots = [held.slot for held in self._held.values() if held.slot >= 0]
+        slots = [adapter.slot for adapter in self._cached.values() if adapter.slot >= 0]
         if counts or sorted([*self._free, *slots]) != list(range(self.limits.num_slots)):
             raise RuntimeError("slots of adapters leaked")
 
-    # Room
+    # Eviction
 
-    def _place(self, held: CachedAdapter) -> bool:
-        """Give an adapter a slot. False while those in slots are all in use: the one in use for longest then yields."""
-        while not self._fits(held):
-            victim = next((other for other in self._held.values() if other.slot >= 0 and _may_leave(other)), None)
+    def _place(self, adapter: CachedAdapter) -> None:
+        """Give an adapter a slot, or wait while all slots are in use; the least recently used one is drained then."""
+        while not self._fits(adapter):
+            victim = next((other for other in self._cached.values() if other.slot >= 0 and other.may_leave), None)
             if victim is None:
-                self._wait_for_slot(held)
-                return False
+                self._wait_for_slot(adapter)
+                return
             self._leave_slot(victim)
-        held.slot = self._free.pop()
-        self._waiting_since.pop(held.digest, None)
-        self._device.put(held.slot, held.content)
-        held.is_copying = True
-        self._copying.append(held)
-        self._arrive(held)
-        return True
+        adapter.slot = self._free.pop()
+        self._waiting_since.pop(adapter.digest, None)
+        self._device.put(adapter.slot, adapter.content)
+        adapter.is_copying = True
+        self._copying.append(adapter)
+        self._poll_copy(adapter)
 
-    def _arrive(self, held: CachedAdapter) -> None:
-        if self._device.is_ready(held.slot):
-            held.is_copying = False
-            self._copying.remove(held)
-            self._changes.states[held.digest] = (Residency.RESIDENT, "")
+    def _poll_copy(self, adapter: CachedAdapter) -> None:
+        if self._device.is_ready(adapter.slot):
+            adapter.is_copying = False
+            self._copying.remove(adapter)
+            self._changes.states[adapter.digest] = (Residency.RESIDENT, "")
 
-    def _fits(self, held: CachedAdapter) -> bool:
-        in_slots = sum(other.content.num_bytes for other in self._held.values() if other.slot >= 0)
-        return bool(self._free) and in_slots + held.content.num_bytes <= self.limits.slot_bytes
+    def _fits(self, adapter: CachedAdapter) -> bool:
+        in_slots = sum(other.content.num_bytes for other in self._cached.values() if other.slot >= 0)
+        return bool(self._free) and in_slots + adapter.content.num_bytes <= self.limits.slot_bytes
 
-    def _wait_for_slot(self, held: CachedAdapter) -> None:
-        since = self._waiting_since.setdefault(held.digest, self.now)
+    def _wait_for_slot(self, adapter: CachedAdapter) -> None:
+        since = self._waiting_since.setdefault(adapter.digest, self.now)
         if self.now - since < self.limits.cycle_seconds:
             return
-        for other in self._held.values():
+        for other in self._cached.values():
             if other.slot >= 0 and not (other.is_pinned or other.is_draining or other.is_copying):
                 other.is_draining = True
-                self._waiting_since[held.digest] = self.now
+                self._waiting_since[adapter.digest] = self.now
                 return
 
-    def _leave_slot(self, held: CachedAdapter) -> None:
-        held.is_draining = False
-        if held.is_copying:
-            held.is_copying = False
-            self._copying.remove(held)
-        if held.slot >= 0:
-            self._device.clear(held.slot)
-            self._free.append(held.slot)
-            held.slot = -1
-            self._changes.states[held.digest] = (Residency.ABSENT, "")
+    def _leave_slot(self, adapter: CachedAdapter) -> None:
+        adapter.is_draining = False
+        if adapter.is_copying:
+            adapter.is_copying = False
+            self._copying.remove(adapter)
+        if adapter.slot >= 0:
+            self._device.clear(adapter.slot)
+            self._free.append(adapter.slot)
+            adapter.slot = -1
+            self._changes.states[adapter.digest] = (Residency.ABSENT, "")
 
     def _make_host_room(self, num_bytes: int) -> None:
-        """Let adapters go that nobody uses, the least recently used first; those in use stay, whatever they take."""
-        total = sum(held.content.num_bytes for held in self._held.values()) + num_bytes
-        for held in list(self._held.values()):
+        """Evict unused adapters, the least recently used first; those in use stay, whatever their size."""
+        total = sum(adapter.content.num_bytes for adapter in self._cached.values()) + num_bytes
+        for adapter in list(self._cached.values()):
             if total <= self.limits.host_bytes:
                 return
-            if _may_leave(held):
-                total -= held.content.num_bytes
-                self._leave_slot(held)
-                self._leave_host(held)
+            if adapter.may_leave:
+                total -= adapter.content.num_bytes
+                self._leave_slot(adapter)
+                self._leave_host(adapter)
 
-    def _drop(self, held: CachedAdapter) -> None:
-        self._leave_host(held)
-        self._gone(held.digest)
+    def _leave_if_idle(self, adapter: CachedAdapter) -> None:
+        if adapter.num_users == 0:
+            self._leave_slot(adapter)
+            if adapter.evict_when_idle:
+                self._leave_host(adapter)
+                self._on_evicted(adapter.digest)
 
-    def _leave_host(self, held: CachedAdapter) -> None:
-        del self._held[held.digest]
-        self._waiting_since.pop(held.digest, None)
-        self._device.forget(held.digest)
+    def _leave_host(self, adapter: CachedAdapter) -> None:
+        del self._cached[adapter.digest]
+        self._waiting_since.pop(adapter.digest, None)
+        self._device.forget(adapter.digest)
 
-    def _gone(self, digest: str) -> None:
-        """An adapter was unloaded: nothing is left of it."""
+    def _on_evicted(self, digest: str) -> None:
+        """An adapter was unloaded."""
         self._unwanted.discard(digest)
         self._changes.states[digest] = (Residency.ABSENT, "")
         self._changes.unloaded.append(digest)
@@ -346,5 +346,27 @@ class AdapterSlots:
             self.prefetch(digest)
 
 
-def _may_leave(held: CachedAdapter) -> bool:
-    return held.num_users == 0 and not held.is_pinned and not held.is_copying
+class NoAdapters(AdapterSlots):
+    """The slots of a shard that serves the bare base only."""
+
+    def __init__(self) -> None:
+        no_device = cast(Device, None)  # without slots it is never called
+        super().__init__(SlotLimits(0, 0, 0), no_device, lambda digest: self.failed(digest, NO_ADAPTERS))
+
+    def acquire(self, digest: str) -> int | None:
+        return -1
+
+    def num_heads(self, digest: str) -> int:
+        return 0
+
+    def reject_reason(self, digests: Sequence[str]) -> str:
+        return ""
+
+    def release(self, digest: str) -> None:
+        pass
+
+    def is_resident(self, digest: str) -> bool:
+        return True
+
+    def check(self, users: Iterable[str]) -> None:
+        pass

@@ -1,4 +1,4 @@
-"""Who owns which KV page, and which pages can be found again by what they hold. Plain bookkeeping without torch.
+"""Which request owns which KV page, and which pages can be found again by their content. Bookkeeping without torch.
 
 A page is in exactly one of three states:
 
@@ -7,7 +7,7 @@ A page is in exactly one of three states:
     cached   [0 owners, hash]      in `_cached`; found again by hash, or evicted when free pages run out
 
 Only full pages of computed and committed tokens get a hash. It chains: parent's hash, the page's tokens; the root names
-the adapter and the salt. Knows nothing of steps and of what is in the memory.
+the adapter and the salt.
 """
 
 from array import array
@@ -20,10 +20,10 @@ from lorikeet.shard.scheduler.request import Request
 
 
 class Admission(Enum):
-    """What came of the wish to give a request its pages."""
+    """The result of admitting a request."""
 
     ADMITTED = "admitted"
-    AWAITS = "another request is just computing its next page"
+    AWAITS = "another request is computing its next page"
     FULL = "too few pages"
 
 
@@ -47,12 +47,12 @@ class KvCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now."""
+        """Pages that can be taken now."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Pages kept for prefixes only."""
+        """Pages without owner, kept for prefix hits."""
         return len(self._cached)
 
     @property
@@ -61,7 +61,7 @@ class KvCache:
         return self.num_pages - self.num_available
 
     def num_needed(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Pages that `num_tokens` tokens need."""
         return -(-num_tokens // self.page_size)
 
     def admit(self, request: Request, num_spare: int) -> Admission:
@@ -103,14 +103,14 @@ class KvCache:
         return True
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """Take the pages from a request that its first `num_tokens` tokens do not need. They hold nothing committed."""
+        """Free the request's pages after its first `num_tokens` tokens. They hold nothing committed."""
         for page in reversed(request.page_ids[self.num_needed(num_tokens) :]):
             self._num_owners[page] -= 1
             self._free.appendleft(page)
         del request.page_ids[self.num_needed(num_tokens) :]
 
     def skip_draft(self, request: Request) -> int:
-        """Move a request's count of what the draft model has computed over pages where that is there already."""
+        """Advance the request's count of draft-model tokens over pages that hold them already."""
         num_full = request.num_draft_computed // self.page_size
         while num_full < len(request.page_ids) and self._has_draft[request.page_ids[num_full]]:
             num_full += 1
@@ -118,12 +118,12 @@ class KvCache:
         return request.num_draft_computed
 
     def mark_draft(self, request: Request, start: int, end: int) -> None:
-        """The draft model has computed the tokens up to `end`, those from `start` on just now."""
+        """The draft model has computed the tokens from `start` up to `end`, and all before."""
         for page in request.page_ids[start // self.page_size : end // self.page_size]:
             self._has_draft[page] = 1
 
     def publish(self, request: Request) -> None:
-        """Let others find the request's full pages up to its committed tokens. Content that is known stays private."""
+        """Let others find the request's full committed pages. Content that is published already stays private."""
         num_full = request.num_committed // self.page_size
         if not self.prefix_caching or num_full <= request.num_published:
             return
@@ -156,7 +156,7 @@ class KvCache:
         request.num_computed = request.num_committed = request.num_published = request.num_draft_computed = 0
 
     def forget(self, adapter_digest: str) -> None:
-        """No later request finds pages that were computed under this adapter."""
+        """Unpublish all pages that were computed with this adapter."""
         for page in [page for page, digest in self._adapter_by_page.items() if digest == adapter_digest]:
             self._forget_page(page)
             if page in self._cached:
@@ -194,7 +194,7 @@ class KvCache:
         return pages
 
     def _announce(self, request: Request) -> None:
-        """Tell others which pages this request is about to compute."""
+        """Record which pages this request is about to compute, so that others wait for them."""
         if self.prefix_caching:
             self._hash(request, len(request.token_ids) // self.page_size)
             for page_hash in request.page_hashes[request.num_published :]:
@@ -202,7 +202,7 @@ class KvCache:
                     self._computing.setdefault(page_hash, request)
 
     def _hash(self, request: Request, num_pages: int) -> None:
-        """Extend the request's chain of hashes to so many pages."""
+        """Extend the request's chain of hashes to `num_pages` pages."""
         hashes = request.page_hashes
         while len(hashes) < num_pages:
             first = len(hashes) * self.page_size
@@ -228,6 +228,6 @@ class KvCache:
 
 
 def root_hash(request: Request) -> bytes:
-    """What all page hashes of an adapter and a salt start from."""
+    """The root of all page hashes of an adapter and a salt."""
     names = (request.adapter_digest.encode(), request.cache_salt.encode())
     return blake2b(b"".join(len(name).to_bytes(8, "little") + name for name in names), digest_size=32).digest()

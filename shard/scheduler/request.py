@@ -1,4 +1,4 @@
-"""The shared words of a shard: a request, how it is sampled, and why it ended.
+"""A request, how it is sampled, and why it ended.
 
 A request has known tokens (prompt and output) and a count of computed ones; a step makes the second catch up with
 the first. There is no prefill or decode phase. Imports no torch.
@@ -6,113 +6,27 @@ the first. There is no prefill or decode phase. Imports no torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Protocol
+from enum import IntEnum
 
-if TYPE_CHECKING:
-    from lorikeet.shard.scheduler.speculation.draft_length import DraftState
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.shard.scheduler.speculation.acceptance import DraftState
+from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, DraftKind, DraftSource, Speculation
 
 
 class FinishReason(IntEnum):
-    """Why a request ended; the values of the wire."""
+    """Why a request ended."""
 
-    NONE = 0
-    LENGTH = 1
-    EOS = 2
-    ABORTED = 3
-    DEADLINE = 4
-    ERROR = 5
-
-
-class Source(IntEnum):
-    """Where an emitted token came from; the values of the wire."""
-
-    PREFILL = 0
-    TARGET = 1
-    LOOKUP = 2
-    MEDUSA = 3
-    DRAFT = 4
-    RESAMPLE = 5
-    BONUS = 6
-
-
-Kind = tuple[str, Source, bool]
-"""The statistics group of a draft: its adapter, its source, and whether lookup found a long match."""
-
-
-class Method(StrEnum):
-    """What guesses the next tokens of a request; the words of the wire."""
-
-    OFF = "off"
-    AUTO = "auto"
-    LOOKUP = "lookup"
-    MEDUSA = "medusa"
-    DRAFT = "draft"
-
-
-class Schedule(StrEnum):
-    """How many tokens are guessed in a step, up to the request's own bound; the words of the wire."""
-
-    CONSTANT = "constant"
-    HEURISTIC = "heuristic"
-    AUTO = "auto"
-
-
-class Rule(StrEnum):
-    """How drafts are verified; the words of the wire."""
-
-    COUPLED = "coupled"
-    """The target's token is drawn at every position, with one noise for target and draft, and goes on while equal."""
-    REJECTION = "rejection"
-    """Leviathan et al. 2023, Algorithm 1; Chen et al. 2023."""
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """How far ahead is guessed for a request."""
-
-    method: Method = Method.OFF
-    num_tokens: int = 0
-    """Drafts of lookup and of a draft model in a step at most."""
-    num_heads: int = 0
-    """Drafts of heads in a step at most."""
-    schedule: Schedule = Schedule.CONSTANT
-    verify: Rule = Rule.COUPLED
-    prediction_ids: tuple[int, ...] = ()
-    """A text that the output may repeat."""
-
-    @property
-    def takes_heads(self) -> bool:
-        """Whether heads may guess."""
-        return self.num_heads > 0 and self.method in (Method.MEDUSA, Method.AUTO)
-
-
-NO_SPECULATION = Speculation()
-
-
-class DraftSource(Protocol):
-    """What knows a request's tokens and guesses the next ones."""
-
-    source: Source
-    """Of its guesses that are accepted."""
-
-    @property
-    def match_length(self) -> int:
-        """Tokens that its next guess leans on."""
-        ...
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in tokens that have become known."""
-        ...
-
-    def draft_token(self, num_tokens: int) -> list[int]:
-        """At most so many tokens that may come next, possibly none. Changes nothing."""
-        ...
+    NONE = pb.FINISH_NONE
+    LENGTH = pb.FINISH_LENGTH
+    EOS = pb.FINISH_EOS
+    ABORTED = pb.FINISH_ABORTED
+    DEADLINE = pb.FINISH_DEADLINE
+    ERROR = pb.FINISH_ERROR
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are drawn. The neutral value of each transform is its default.
+    """How a request's tokens are sampled. The neutral value of each transform is its default.
 
     Order: logit bias, watermark, repetition, frequency and presence penalty, temperature, top_k, top_p, min_p,
     typical_p. Without `do_sample` the arg max of the penalised scores is taken; temperature and filters play no part.
@@ -134,7 +48,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class LogprobParams:
-    """Which log probabilities a request wants. `raw` is of the model's own logits, else of the law drawn from."""
+    """Which log probabilities a request wants: of the model's logits if `raw`, else of the sampled distribution."""
 
     wanted: bool = False
     alternatives: int = 0
@@ -145,7 +59,7 @@ class LogprobParams:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request inside the shard. Who submits it fills the first part, scheduler and page table own the rest."""
+    """One request inside the shard. The submitter fills the first part; scheduler and page table own the rest."""
 
     key: tuple[int, int]
     """(stream epoch, id within the stream)."""
@@ -159,17 +73,17 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     adapter_digest: str = ""
     heads_digest: str = ""
-    """Content whose heads guess for the request, "" for those of its adapter."""
+    """Content whose Medusa heads draft for the request, "" for those of its adapter."""
     cache_salt: str = ""
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""
     speculation: Speculation = NO_SPECULATION
-    draft_states: "dict[Kind, DraftState]" = field(default_factory=dict)
-    """What the request's schedule remembers; nothing with a constant one."""
+    draft_states: dict[DraftKind, DraftState] = field(default_factory=dict)
+    """State of its draft lengths; empty with a constant schedule."""
     isolation_steps: int = 0
-    """Until so many more of its steps have given tokens, they compute no other: it may be what ended a shard."""
+    """Further steps that give tokens and compute no other request, because this one may have crashed a shard."""
     draft_source: DraftSource | None = None
-    """What looks up its tokens. Made at the first step that could use it."""
+    """Prompt lookup in its tokens, made at the first step that could use it."""
 
     finish_reason: FinishReason = FinishReason.NONE
     order: int = 0
@@ -181,13 +95,13 @@ class Request:
     page_ids: list[int] = field(default_factory=list)
     """KV pages in the order of positions."""
     page_hashes: list[bytes] = field(default_factory=list)
-    """Chained hashes of the leading full pages, as far as they were needed."""
+    """Chained hashes of the leading full pages, computed as needed."""
     heads_slot: int = -1
-    """The slot of the heads that guess for the request while it runs, -1 without …"""
+    """The slot of the request's Medusa heads while it runs, -1 without …"""
     num_heads: int = 0
-    """… and how many they are."""
+    """… and their number."""
     head_ids: Sequence[int] = ()
-    """What heads say comes next, as of the newest committed token."""
+    """The heads' draft tokens after the newest committed token."""
     num_computed: int = 0
     """Tokens whose KV is computed or being computed by a launched step."""
     num_committed: int = 0
@@ -201,21 +115,19 @@ class Request:
     is_fresh: bool = True
     """Whether nothing was sampled since the request got its pages: the first token then comes without drafts."""
     is_draft: bool = False
-    """Whether a launched step has drafts of this request, so that nobody knows yet how far it got."""
+    """Whether a launched step has drafts of this request, so that its number of accepted tokens is not known yet."""
     num_launched: int = 0
     """Launched steps, not yet committed, that write this request's pages."""
     num_scored: int = 0
     """Leading prompt positions whose prompt log probability has been emitted."""
     num_cached: int | None = None
-    """Prompt tokens that the prefix cache gave at first admission and that are yet to be reported; None before it."""
-    num_emitted: int = 0
-    """Output tokens handed over so far, without those of an earlier run."""
+    """Prompt tokens that came from the prefix cache at first admission and are yet to be reported; None before it."""
     awaited_hash: bytes | None = None
     """Hash of the page that another request is computing and this one waits for."""
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """What must be in slots while the request runs: its adapter, and heads of another."""
+        """What must be in slots while the request runs: its adapter, and the heads of another adapter."""
         adapter, heads = self.adapter_digest, self.heads_digest
         if heads and heads != adapter and self.speculation.takes_heads:
             return (adapter, heads) if adapter else (heads,)

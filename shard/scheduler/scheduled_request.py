@@ -2,37 +2,36 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from lorikeet.shard.scheduler.request import Request, Source
-
-if TYPE_CHECKING:
-    from lorikeet.shard.scheduler.speculation.draft_length import DraftState
+from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.scheduler.speculation.acceptance import DraftState
+from lorikeet.shard.scheduler.speculation.throughput import Load
+from lorikeet.shard.scheduler.speculation.types import Source
 
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """The tokens at positions `start` … `end - 1` of a request, and the guesses behind them."""
+    """The tokens at positions `start` … `end - 1` of a request, and the draft tokens after them."""
 
     request: Request
     start: int
     end: int
-    """The position after the share's last token; of the sampled token where there is one."""
+    """The position after the last token; where the step samples, that of the sampled token."""
     samples: bool
     """Whether the step ends at the newest known token, so that the next one is sampled."""
     draft_ids: Sequence[int] = ()
-    """Drafted tokens behind `end`: computed along, and kept as far as the target agrees. Of a draft model only their
-    number is planned: it draws them in the step itself.
+    """Draft tokens from position `end` on: computed along, and kept as far as the target agrees. Of a draft model only
+    their number is planned: it draws them in the step itself.
     """
     source: Source = Source.TARGET
-    """What guessed them."""
-    draft_state: "DraftState | None" = None
-    """What chose their number, where it learns."""
+    """What proposed them."""
+    draft_state: DraftState | None = None
+    """What chose their number; None with a constant schedule."""
     draft_start: int = 0
     draft_end: int = 0
-    """The draft model takes in the request's tokens from `draft_start` up to `draft_end`, before it guesses."""
+    """The draft model takes in the request's tokens from `draft_start` up to `draft_end` before it drafts."""
     num_heads: int = 0
-    """DraftTokens of heads that are wanted after each sampled token."""
+    """Draft tokens of heads that are wanted after each sampled token."""
 
     @property
     def num_tokens(self) -> int:
@@ -45,13 +44,24 @@ class ScheduledRequest:
 
     @property
     def num_sampled(self) -> int:
-        """Positions at which the target's own token is taken."""
+        """Positions at which the target samples a token."""
         return (1 + len(self.draft_ids)) if self.samples else 0
 
     @property
+    def num_drawn(self) -> int:
+        """Draft tokens that the draft model draws."""
+        return len(self.draft_ids) if self.source is Source.DRAFT else 0
+
+    @property
     def is_decode(self) -> bool:
-        """Whether the share is the newest token alone, as the host knows it: only behind such a one is guessed."""
+        """Whether this is the newest token alone, known to the host: drafts may follow only such a one."""
         request = self.request
         return (
             self.samples and self.end - self.start == 1 and self.end == len(request.token_ids) and not request.is_fresh
         )
+
+
+def load_of(step: Sequence[ScheduledRequest]) -> Load:
+    """What a step computes, its drafts included."""
+    num_tokens, num_attended = sum(item.num_tokens for item in step), sum(item.num_attended for item in step)
+    return Load(sum(item.samples for item in step), num_tokens, num_attended)

@@ -9,13 +9,14 @@ from bisect import insort
 from collections.abc import Sequence
 from math import inf
 
-from lorikeet.shard.scheduler.adapter_slots import AdapterSlots
+from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
 from lorikeet.shard.scheduler.budget import AdapterPrefillCaps, Budget, Limits
+from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.oom_backoff import OomBackoff
+from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.speculation import DraftSources, Proposer
 
 
 class Scheduler:
@@ -26,17 +27,16 @@ class Scheduler:
         cache: KvCache,
         limits: Limits,
         adapters: AdapterSlots | None = None,
-        draft_sources: DraftSources | None = None,
+        draft_sources: DraftSources = NO_DRAFT_SOURCES,
     ) -> None:
-        """Without `adapters` every request is for the bare base; without `guessers` nothing is guessed."""
         self.cache = cache
         self.limits = limits
-        self.adapters = adapters
-        self.proposer = None if draft_sources is None else Proposer(cache, draft_sources)
+        self.adapters = NoAdapters() if adapters is None else adapters
+        self.proposer = Proposer(cache, draft_sources)
         self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of admission
         self.waiting: list[Request] = []  # in order of arrival
-        self.admitted: list[Request] = []  # got a row since the device state was last brought up to date
+        self.admitted: list[Request] = []  # got a row since the device state was last updated
         self.freed_rows: list[int] = []  # lost their request since then
         self.num_waiting_tokens = 0
         self.num_preempted = 0
@@ -44,8 +44,8 @@ class Scheduler:
         self._ending: set[Request] = set()  # ended, but a launched step still writes their pages
         self._num_arrived = 0
         self._capped_adapters_skipped = False
-        self._alone: Request | None = None
-        """Whose step the next one is, with no other request in it."""
+        self._isolated: Request | None = None
+        """The only request of the newest step, because it may have crashed a shard."""
         self.oom_backoff = OomBackoff(limits.step_tokens, limits.max_running, limits.chunked_prefill)
         self._adapter_prefill_caps = AdapterPrefillCaps(limits)
         self._next_deadline = inf
@@ -57,8 +57,8 @@ class Scheduler:
 
     @property
     def is_isolated(self) -> bool:
-        """Whether the step at hand is one suspect's own."""
-        return self._alone is not None
+        """Whether the newest step computes a single request because that may have crashed a shard."""
+        return self._isolated is not None
 
     def add(self, request: Request) -> None:
         """Queue a request. Its key must be new."""
@@ -82,69 +82,63 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRequest]:
         """Plan the next step and count it as launched.
 
-        An adapter with more requests here than another lets the other's prompts have a step, and then has its turn.
-        A request that may have ended a shard has steps of its own, by turns with all others.
+        Prompts of an adapter with more requests than another alternate with the prompts of the others. A request that
+        may have crashed a shard is computed alone, in alternation with all others.
         """
-        last, self._alone = self._alone, None
-        for suspect in self._suspects() if last is None else ():
-            self._alone = suspect
-            shares = self._schedule()
-            if shares:
-                return shares
-        self._alone = None
-        shares = self._schedule()
-        return self.schedule() if last is not None and not shares else shares
-
-    def _suspects(self) -> list[Request]:
-        """Requests that are due a step of their own, the first to come first."""
-        suspects = [request for request in self.requests.values() if request.isolation_steps]
-        return sorted(suspects, key=lambda request: request.order)
+        last, self._isolated = self._isolated, None
+        if last is None:
+            suspects = [request for request in self.requests.values() if request.isolation_steps]
+            for suspect in sorted(suspects, key=lambda request: request.order):
+                self._isolated = suspect
+                if scheduled := self._schedule():
+                    return scheduled
+        self._isolated = None
+        scheduled = self._schedule()
+        return self.schedule() if last is not None and not scheduled else scheduled
 
     def _schedule(self) -> list[ScheduledRequest]:
-        shares: list[ScheduledRequest] = []
-        adapter_prefill_caps = self._adapter_prefill_caps.of(self.requests.values()) if self._alone is None else {}
-        budget = Budget(self.limits, adapter_prefill_caps, self.oom_backoff.step_tokens)
-        is_whole = self._plan(shares, budget)
+        scheduled: list[ScheduledRequest] = []
+        caps = self._adapter_prefill_caps.of(self.requests.values()) if self._isolated is None else {}
+        budget = Budget(self.limits, caps, self.oom_backoff.step_tokens)
+        is_complete = self._plan(scheduled, budget)
         has_prompts = budget.num_left < self.oom_backoff.step_tokens
-        self._capped_adapters_skipped = (
-            bool(budget.adapter_prefill_caps) and has_prompts and not self._capped_adapters_skipped
-        )
-        if budget.adapter_prefill_caps and is_whole and not self._capped_adapters_skipped:
+        self._capped_adapters_skipped = bool(caps) and has_prompts and not self._capped_adapters_skipped
+        if caps and is_complete and not self._capped_adapters_skipped:
             budget.pass_for_capped = True
-            self._plan(shares, budget)
-        if self.proposer is not None and not self.oom_backoff.is_active:
-            self.proposer.propose(shares, len(self.running), budget)
-        return shares
+            self._plan(scheduled, budget)
+        if not self.oom_backoff.is_active:
+            self.proposer.propose(scheduled, len(self.running), budget)
+        return scheduled
 
-    def _plan(self, shares: list[ScheduledRequest], budget: Budget) -> bool:
-        """Add shares of the requests whose turn it is; False if that ended for want of pages."""
+    def _plan(self, scheduled: list[ScheduledRequest], budget: Budget) -> bool:
+        """Add the requests that this pass may compute; False if it ended because of too few pages."""
         num_preempted = self.num_preempted
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            num_tokens = budget.grant(request) if self._has_turn(request) and not self._must_wait(request) else 0
+            num_tokens = budget.grant(request) if self._may_compute(request) and not self._must_wait(request) else 0
             if num_tokens:
                 num_covered = len(request.page_ids) * self.cache.page_size
                 num_wanted = request.num_computed + num_tokens
                 if num_wanted > num_covered and not self._make_room(request, num_wanted):
                     return False
-                shares.append(self._launch(request, num_tokens, budget))
+                scheduled.append(self._launch(request, num_tokens, budget))
             index += 1
         if self.num_preempted == num_preempted:
-            self._admit(shares, budget)
+            self._admit(scheduled, budget)
         return True
 
-    def commit(self, share: ScheduledRequest, token_ids: Sequence[int] = ()) -> int:
-        """Take in what a launched share gave: its KV, and the target's tokens as far as they count. Returns how many of
-        these were taken, -1 if the request had ended before.
+    def commit(self, item: ScheduledRequest, token_ids: Sequence[int] = ()) -> int:
+        """Record the result of a launched step for one request: its KV, and the target's tokens up to the end of the
+        request. Returns how many tokens were taken, -1 if the request had ended before.
         """
-        request = share.request
+        request = item.request
         request.num_launched -= 1
         if request.finish_reason:
-            self._release_if_still(request)
+            self._release_unless_launched(request)
             return -1
-        taken, reason = self._count(request, token_ids)
-        request.is_draft = request.is_draft and not share.draft_ids
+        taken, reason = self._truncate(request, token_ids)
+        request.is_draft = request.is_draft and not item.draft_ids
         if taken:
             request.num_in_flight -= 1
             request.token_ids += taken
@@ -154,19 +148,18 @@ class Scheduler:
                 request.draft_source.extend(taken)
         num_accepted = max(0, len(taken) - 1)
         request.num_computed += num_accepted
-        request.num_committed = share.end + num_accepted
-        if self.proposer is not None:
-            self.proposer.committed(share, num_accepted, bool(reason))
+        request.num_committed = item.end + num_accepted
+        self.proposer.committed(item, num_accepted, bool(reason))
         if request.num_committed >= (request.num_published + 1) * self.cache.page_size:
             self.cache.publish(request)
-        if share.draft_ids:
-            self.cache.shrink(request, len(request.token_ids))  # pages of drafts that failed are for anybody
+        if item.draft_ids:
+            self.cache.shrink(request, len(request.token_ids))  # frees the pages of rejected drafts
         if reason:
             self.finish(request, reason)
         return len(taken)
 
     @staticmethod
-    def _count(request: Request, token_ids: Sequence[int]) -> tuple[list[int], FinishReason]:
+    def _truncate(request: Request, token_ids: Sequence[int]) -> tuple[list[int], FinishReason]:
         """The tokens up to the one that ends the request, and why it does."""
         taken: list[int] = []
         for token_id in token_ids:
@@ -177,37 +170,35 @@ class Scheduler:
                 return taken, FinishReason.LENGTH
         return taken, FinishReason.NONE
 
-    def discard(self, share: ScheduledRequest) -> bool:
-        """A launched share gave nothing usable: end its request in error. False if it had ended before."""
-        request = share.request
+    def discard(self, item: ScheduledRequest) -> bool:
+        """A launched step failed: end this request of it in error. False if it had ended before."""
+        request = item.request
         request.num_launched -= 1
         if request.finish_reason:
-            self._release_if_still(request)
+            self._release_unless_launched(request)
             return False
         self.finish(request, FinishReason.ERROR)
         return True
 
-    def requeue(self, share: ScheduledRequest) -> None:
-        """A launched share gave nothing, and is to be computed again. No later step of its request is launched."""
-        request = share.request
+    def requeue(self, item: ScheduledRequest) -> None:
+        """A launched step failed: compute this request of it again. No later step of the request is launched."""
+        request = item.request
         request.num_launched -= 1
         if request.finish_reason:
-            self._release_if_still(request)
+            self._release_unless_launched(request)
         elif request.row >= 0:
-            request.num_in_flight -= share.samples
+            request.num_in_flight -= item.samples
             self._preempt(request)
 
     def fail_adapter(self, digest: str) -> list[Request]:
-        """End the requests that wait for an adapter which will not come."""
+        """End the requests that wait for an adapter that failed to load."""
         lost = [request for request in self.waiting if digest in request.digests]
         for request in lost:
             self.finish(request, FinishReason.ERROR)
         return lost
 
     def fail_unplaceable(self) -> list[tuple[Request, str]]:
-        """End the requests whose adapters can never be in slots together, as their sizes show. Returns them and why."""
-        if self.adapters is None:
-            return []
+        """End the requests whose adapters can never be in slots together, given their sizes. Returns them and why."""
         found = [(request, self.adapters.reject_reason(request.digests)) for request in self.waiting]
         lost = [(request, reason) for request, reason in found if reason]
         for request, _ in lost:
@@ -217,13 +208,10 @@ class Scheduler:
     @property
     def num_parked(self) -> int:
         """Waiting requests whose adapter is not in a slot."""
-        adapters = self.adapters
-        if adapters is None:
-            return 0
-        return sum(1 for request in self.waiting if not all(map(adapters.is_resident, request.digests)))
+        return sum(1 for request in self.waiting if not all(map(self.adapters.is_resident, request.digests)))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request now; its pages and row go back as soon as no launched step writes them."""
+        """End a request now; its pages and row are released as soon as no launched step writes them."""
         request.finish_reason = reason
         del self.requests[request.key]
         if request.row < 0:
@@ -232,7 +220,7 @@ class Scheduler:
             return
         self.running.remove(request)
         self._ending.add(request)
-        self._release_if_still(request)
+        self._release_unless_launched(request)
 
     def check(self) -> None:
         """Prove that pages and rows are accounted for. Raises RuntimeError."""
@@ -240,15 +228,14 @@ class Scheduler:
         self.cache.check(owners)
         if sorted([*self._rows, *(request.row for request in owners)]) != list(range(self.limits.max_running)):
             raise RuntimeError("rows of device state leaked")
-        if self.adapters is not None:
-            self.adapters.check(digest for request in owners for digest in request.digests)
+        self.adapters.check(digest for request in owners for digest in request.digests)
 
     def _launch(self, request: Request, num_tokens: int, budget: Budget) -> ScheduledRequest:
         if num_tokens > 1:
             budget.spend(request, num_tokens)
         start = request.num_computed
         end = request.num_computed = start + num_tokens
-        samples = end == len(request.token_ids) + request.num_in_flight
+        samples = end == request.num_known
         request.isolation_steps = max(0, request.isolation_steps - samples)
         request.num_in_flight += samples
         request.num_launched += 1
@@ -258,13 +245,15 @@ class Scheduler:
     def _has_row(self) -> bool:
         return bool(self._rows) and len(self.running) < self.oom_backoff.max_running
 
-    def _has_turn(self, request: Request) -> bool:
-        """A step is one suspect's, or all others'."""
-        return request.isolation_steps == 0 if self._alone is None else request is self._alone
+    def _may_compute(self, request: Request) -> bool:
+        """A step computes one isolated request, or others only."""
+        return request.isolation_steps == 0 if self._isolated is None else request is self._isolated
 
     def _must_wait(self, request: Request) -> bool:
-        """How many tokens come next, or which one the next guess hangs on, is not known before a commit."""
-        if request.is_draft or not request.num_in_flight or self.proposer is None:
+        """Whether the number of the next tokens, or the token that the next draft depends on, is unknown until the next
+        commit.
+        """
+        if request.is_draft or not request.num_in_flight:
             return request.is_draft
         return self.proposer.may_draft(request, len(self.running))
 
@@ -287,19 +276,19 @@ class Scheduler:
         self._release(request)
         self._enqueue(request)
 
-    def _admit(self, shares: list[ScheduledRequest], budget: Budget) -> None:
-        """Let waiting requests run, in order. One that awaits its adapter, its adapter's turn or a page of another is
-        passed over; else none overtakes.
+    def _admit(self, scheduled: list[ScheduledRequest], budget: Budget) -> None:
+        """Let waiting requests run, in order. Requests that wait for their adapter, its pass or another request's page
+        are skipped; no request overtakes any other.
         """
         index = 0
         while index < len(self.waiting) and self._has_row and budget.num_left > 0:
             request = self.waiting[index]
-            if budget.is_spent(request) or not self._has_turn(request) or not self._take_slot(request):
+            if budget.is_spent(request) or not self._may_compute(request) or not self._take_slots(request):
                 index += 1
                 continue
             admission = self.cache.admit(request, num_spare=len(self.running))
             if admission is not Admission.ADMITTED:
-                self._give_back_slot(request)
+                self._release_slots(request)
             if admission is Admission.FULL:
                 return
             if admission is Admission.AWAITS:
@@ -314,15 +303,12 @@ class Scheduler:
             self.admitted.append(request)
             num_tokens = budget.grant(request)
             if num_tokens:
-                shares.append(self._launch(request, num_tokens, budget))
+                scheduled.append(self._launch(request, num_tokens, budget))
 
-    def _take_slot(self, request: Request) -> bool:
-        """All slots that the request needs, or none and False."""
-        digests = request.digests
-        if self.adapters is None or not digests:
-            return True
+    def _take_slots(self, request: Request) -> bool:
+        """Acquire all slots that the request needs, or none and return False."""
         slots: dict[str, int] = {}
-        for digest in digests:
+        for digest in request.digests:
             slot = self.adapters.acquire(digest)
             if slot is None:
                 for taken in slots:
@@ -330,15 +316,14 @@ class Scheduler:
                 return False
             slots[digest] = slot
         request.slot = slots.get(request.adapter_digest, -1)
-        if request.speculation.takes_heads:
-            guessing = request.heads_digest or request.adapter_digest
-            request.heads_slot, request.num_heads = slots[guessing], self.adapters.num_heads(guessing)
+        heads_digest = request.heads_digest or request.adapter_digest
+        if heads_digest and request.speculation.takes_heads:
+            request.heads_slot, request.num_heads = slots[heads_digest], self.adapters.num_heads(heads_digest)
         return True
 
-    def _give_back_slot(self, request: Request) -> None:
-        if self.adapters is not None:
-            for digest in request.digests:
-                self.adapters.release(digest)
+    def _release_slots(self, request: Request) -> None:
+        for digest in request.digests:
+            self.adapters.release(digest)
         request.slot = request.heads_slot = -1
         request.num_heads = 0
 
@@ -346,14 +331,14 @@ class Scheduler:
         insort(self.waiting, request, key=lambda other: other.order)
         self.num_waiting_tokens += len(request.token_ids)
 
-    def _release_if_still(self, request: Request) -> None:
+    def _release_unless_launched(self, request: Request) -> None:
         if not request.num_launched:
             self._ending.remove(request)
             self._release(request)
 
     def _release(self, request: Request) -> None:
         self.cache.release(request)
-        self._give_back_slot(request)
+        self._release_slots(request)
         self._rows.append(request.row)
         self.freed_rows.append(request.row)
         request.row = -1

@@ -7,7 +7,7 @@ from lorikeet.proto.version import version
 from lorikeet.shard.adapters.manager import build_adapters
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.drafter import Drafter
-from lorikeet.shard.engine.engine import Engine, Pacing
+from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grpc.codec import Bounds
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import Outbox
@@ -17,9 +17,9 @@ from lorikeet.shard.model.kv_memory import choose_num_pages
 from lorikeet.shard.ranks.leader import Leader
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
+from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation import DraftSources
 from lorikeet.shard.startup import prefill_calibration
 from lorikeet.shard.startup.capture import plan_capture
 from lorikeet.shard.startup.model_files import ModelFiles
@@ -59,7 +59,7 @@ def build_engine(
     drafter = None
     if draft_model is not None:
         drafter = Drafter(draft_model, sampler, info.vocab_size, draft_model.info.vocab_size)
-    return Engine(model, sampler, scheduler, (inbox, outbox), Pacing(lag, config.max_waiting), drafter)
+    return Engine(model, sampler, scheduler, (inbox, outbox), LoopConfig(lag, config.max_waiting), drafter)
 
 
 def build_kv(config: ShardConfig, model: Model, draft_model: Model | None, has_adapters: bool) -> int:
@@ -100,7 +100,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         num_pages=cache.num_pages,
         draft_model_id="" if config.draft_model is None else config.draft_model_id,
     )
-    has_adapters, has_draft_model = engine.scheduler.adapters is not None, config.draft_model is not None
+    has_adapters, has_draft_model = engine.scheduler.adapters.limits.num_slots > 0, config.draft_model is not None
     num_kv_tokens = cache.num_pages * cache.page_size
     bounds = Bounds(info.vocab_size, config.max_total_tokens, num_kv_tokens, has_adapters, has_draft_model)
     return Facts(shard_info, bounds, lambda: engine.running_step, files.digest)

@@ -92,13 +92,13 @@ def test_only_sharing_keys_hit_each_other_s_prefixes(scene: Scene) -> None:
         asked = prompt(f"{first}{second}")
         assert scene.ask(asked, first) == 0
         cached, hits = scene.counted("lorikeet_cached_prompt_tokens_total"), scene.counted("lorikeet_prefix_hits_total")
-        placed = scene.counted('lorikeet_placements_total{reason="prefix"}')
+        placed = scene.counted('lorikeet_routing_decisions_total{reason="prefix_cached"}')
         num_found = scene.ask(asked, second)
         assert (num_found > NUM_WORDS) == is_shared, (first, second, num_found)
         assert num_found == 0 or is_shared
         assert scene.counted("lorikeet_cached_prompt_tokens_total") == cached + num_found
         assert scene.counted("lorikeet_prefix_hits_total") == hits + is_shared
-        assert scene.counted('lorikeet_placements_total{reason="prefix"}') == placed + is_shared
+        assert scene.counted('lorikeet_routing_decisions_total{reason="prefix_cached"}') == placed + is_shared
         before, after = scene.records(2)
         assert (before["key"], after["key"]) == (first, second)
         assert (before["cached_tokens"], after["cached_tokens"]) == (0, num_found)

@@ -29,7 +29,10 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/generate_stream", {"adapter_id": "cite", "speculative_method": "medusa", "details": True, **SAMPLED, "seed": 3}),
     ("/generate", {"adapter_id": "sql", "speculative_method": "draft", **SAMPLED, "seed": 2**64 - 1}),
     ("/generate", {"speculative_tokens": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.3}),
-    ("/generate_stream", {"speculative_method": "draft", "speculative_verify": "coupled", **SAMPLED, "top_k": 9}),
+    (
+        "/generate_stream",
+        {"speculative_method": "draft", "speculative_verification": "shared-noise", **SAMPLED, "top_k": 9},
+    ),
     ("/generate", {"merged_adapters": MERGED, "speculative_tokens": 0, "stop": ["\n\n\n"]}),
     ("/generate", {"watermark": True, "seed": 5, **SAMPLED}),
     ("/v1/completions", {"model": "json", "logit_bias": {"312": 2.5}, "seed": 6}),

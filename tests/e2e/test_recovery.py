@@ -59,7 +59,7 @@ def ask_all(client: Client, meanwhile: Callable[[], None] = lambda: None) -> lis
 
 def num_moved(url: str) -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("lorikeet_requests_moved_total"))
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("lorikeet_requests_retried_total"))
 
 
 def until_tokens(url: str, num_tokens: int) -> None:

@@ -47,7 +47,7 @@ def machine(name: str) -> type[RuleBasedStateMachine]:
     """The unit tests' own."""
     from tests.router.dispatch.test_fair_queue import QueueMachine
     from tests.router.dispatch.test_resumption import ResumptionMachine
-    from tests.router.shards.test_codec_fuzz import ShardWordsMachine
+    from tests.router.shards.test_codec_fuzz import ShardMessagesMachine
     from tests.router.shards.test_credit import CreditMachine
     from tests.shard.grpc.test_codec_fuzz import WireMachine
     from tests.shard.scheduler.test_adapter_slots import SlotsMachine
@@ -60,7 +60,7 @@ def machine(name: str) -> type[RuleBasedStateMachine]:
         SlotsMachine,
         ResumptionMachine,
         WireMachine,
-        ShardWordsMachine,
+        ShardMessagesMachine,
     )
     return dict(zip(NAMES, machines, strict=True))[name]
 

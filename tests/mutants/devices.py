@@ -6,9 +6,7 @@ CUT_TEST = "tests/shard/model/tensor_parallel/test_partitioning.py"
 READ_TEST = "tests/shard/adapters/test_ranks.py"
 ENGINE_TEST = "tests/shard/engine/test_engine_memory.py"
 GRAPHS_TEST = "tests/shard/model/test_graphs.py"
-ALIKE_TEST = (
-    "tests/router/shards/test_discovery.py::test_a_shard_that_could_not_go_on_with_another_s_requests_is_not_used"
-)
+COMPATIBILITY_TEST = "tests/router/shards/test_discovery.py::test_a_shard_that_differs_from_the_others_is_incompatible"
 FIT_TEST = "tests/shard/batch/test_padding.py::test_a_step_fits_the_least_bounds_that_hold_it"
 
 MUTANTS = [
@@ -57,21 +55,21 @@ MUTANTS = [
     Mutant(
         "a step without memory ends its requests",
         "shard/engine/engine.py",
-        "if step.is_to_be_repeated:",
+        "if step.is_retried:",
         "if not step.error:",
         f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
     ),
     Mutant(
         "what was forgone once is forgone for ever",
         "shard/engine/engine.py",
-        "        self.scheduler.oom_backoff.passed()\n",
+        "        self.scheduler.oom_backoff.on_success()\n",
         "",
         f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
     ),
     Mutant(
         "a token of a step that is computed again is still on its way",
         "shard/scheduler/scheduler.py",
-        "            request.num_in_flight -= share.samples\n            self._preempt(request)",
+        "            request.num_in_flight -= item.samples\n            self._preempt(request)",
         "            self._preempt(request)",
         f"{ENGINE_TEST}::test_a_step_without_memory_is_computed_again_in_smaller_ones[3-0]",
     ),
@@ -139,11 +137,11 @@ MUTANTS = [
         "tests/shard/attention/test_varlen.py::test_under_bounds_shapes_and_addresses_stay",
     ),
     Mutant(
-        "a draft_token is made from a neighbour's row",
+        "a draft token is computed from another row",
         "shard/batch/head_groups.py",
         "sources = rows[owners][order]",
         "sources = rows[owners]",
-        "tests/shard/batch/test_head_groups.py::test_every_guess_is_in_one_task[distinct-80]",
+        "tests/shard/batch/test_head_groups.py::test_every_draft_token_is_in_one_task[distinct-80]",
     ),
     Mutant(
         "a fused module is used whatever it computes",
@@ -161,23 +159,23 @@ MUTANTS = [
     ),
     Mutant(
         "shards stand together that keep KV in other formats",
-        "router/shards/compatibility.py",
+        "router/shards/discovery.py",
         '"kv_cache_dtype", ',
         "",
-        f"{ALIKE_TEST}[change5]",
+        f"{COMPATIBILITY_TEST}[change5]",
     ),
     Mutant(
         "shards stand together that are split otherwise",
-        "router/shards/compatibility.py",
+        "router/shards/discovery.py",
         '"num_ranks", ',
         "",
-        f"{ALIKE_TEST}[change6]",
+        f"{COMPATIBILITY_TEST}[change6]",
     ),
     Mutant(
-        "what follows a rest counts as a gap",
-        "shard/engine/gaps.py",
-        'what follows is no gap."""\n        self._last = None',
-        'what follows is no gap."""',
-        "tests/shard/engine/test_gaps.py::test_rest_is_no_gap",
+        "the time without requests counts as idle time",
+        "shard/engine/timing.py",
+        'until the next step."""\n        self._started = None',
+        'until the next step."""',
+        "tests/shard/engine/test_timing.py::test_time_without_requests_does_not_count",
     ),
 ]

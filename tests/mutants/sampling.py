@@ -2,9 +2,10 @@
 
 from tests.mutants.mutant import Mutant
 
-DISTRIBUTION = "tests/shard/sampling/test_distribution.py::test_draws_follow_the_law"
+DISTRIBUTION = "tests/shard/sampling/test_distribution.py::test_samples_follow_the_distribution"
 BATCH = "tests/shard/sampling/test_batch.py"
-SAMPLER, NOISE, PENALTIES = "shard/sampling/sampler.py", "shard/sampling/noise.py", "shard/sampling/penalties.py"
+SAMPLER, STATE = "shard/sampling/sampler.py", "shard/sampling/state.py"
+NOISE, PENALTIES = "shard/sampling/noise.py", "shard/sampling/penalties.py"
 
 MUTANTS = [
     Mutant(
@@ -16,21 +17,22 @@ MUTANTS = [
     ),
     Mutant(
         "noise is added before the filters",
-        SAMPLER,
-        "arg_max(scores - log_exponentials(self._words, keys))",
-        "arg_max(_filter(chunk, logits / chunk.temperature - log_exponentials(self._words, keys)))",
+        STATE,
+        "_filter(chunk, scores.div_(chunk.temperature))",
+        "_filter(chunk, scores.div_(chunk.temperature)"
+        " - log_exponentials(self.words, row_keys(chunk.seeds, chunk.seeds * 0, Purpose.DRAFT)))",
         f"{DISTRIBUTION}[top_p]",
     ),
     Mutant(
         "the temperature is applied twice",
-        SAMPLER,
+        STATE,
         "scores.div_(chunk.temperature)",
         "scores.div_(chunk.temperature).div_(chunk.temperature)",
         f"{DISTRIBUTION}[temperature]",
     ),
     Mutant(
         "the temperature comes after the filters",
-        SAMPLER,
+        STATE,
         "_filter(chunk, scores.div_(chunk.temperature))",
         "_filter(chunk, scores) / chunk.temperature",
         f"{DISTRIBUTION}[temperature and filters]",
@@ -61,11 +63,11 @@ MUTANTS = [
         PENALTIES,
         "self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, changes)",
         "self.table.view(-1).index_add_(0, slots * self._vocab_size + token_ids, changes * 0)",
-        f"{BATCH}::test_a_request_taken_in_again_continues",
+        f"{BATCH}::test_a_request_added_again_continues",
     ),
     Mutant(
-        "a row takes its position by its place in the chunk",
-        SAMPLER,
+        "a row takes its position by its index in the chunk",
+        STATE,
         "positions.index_select(0, chunk.batch_rows)",
         "positions[: len(chunk.batch_rows)]",
         f"{BATCH}::test_a_batch_gives_the_bits_of_each_request_alone",
@@ -78,9 +80,9 @@ MUTANTS = [
         f"{BATCH}::test_a_seed_decides_the_text_and_only_a_seed",
     ),
     Mutant(
-        "the watermark follows the prompt's last token for ever",
+        "the watermark always follows the prompt's last token",
         SAMPLER,
-        "self.last_tokens.index_copy_(0, plan.rows, outcome.token_ids)",
+        "self.last_tokens.index_copy_(0, plan.rows, found.token_ids)",
         "self.last_tokens.index_copy_(0, plan.rows, self.last_tokens.index_select(0, plan.rows))",
         "tests/shard/sampling/test_watermark.py::test_a_marked_text_is_green",
     ),

@@ -58,6 +58,6 @@ MUTANTS = [
         "shard/scheduler/budget.py",
         "self.adapter_prefill_caps[request.adapter_digest] -= num_tokens",
         "pass",
-        "tests/shard/scheduler/test_budget.py::test_whoever_floods_takes_turns_with_others_and_a_bounded_part_of_a_step",
+        "tests/shard/scheduler/test_budget.py::test_a_flooding_adapter_alternates_with_others_and_has_a_capped_part_of_a_step",
     ),
 ]

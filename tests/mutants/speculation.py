@@ -4,14 +4,14 @@ from tests.mutants.mutant import Mutant
 
 SAMPLER, DRAFTING, REJECTION = "shard/sampling/sampler.py", "shard/sampling/drafting.py", "shard/sampling/rejection.py"
 PLAN, BLOCK, SCHEDULER = "shard/sampling/plan.py", "shard/sampling/block.py", "shard/scheduler/scheduler.py"
-PROPOSER, DRAFTER = "shard/scheduler/speculation/proposer.py", "shard/engine/drafter.py"
+PROPOSER, DRAFTER = "shard/scheduler/proposer.py", "shard/engine/drafter.py"
 DISTRIBUTION = "tests/shard/sampling/test_rejection.py"
 KERNEL, POSITIONS = (
     f"{DISTRIBUTION}::test_what_is_emitted_follows_the_target",
     f"{DISTRIBUTION}::test_every_position_follows_the_target",
 )
 ENGINE_DISTRIBUTION = (
-    "tests/shard/engine/test_distribution.py::test_three_tokens_follow_the_exact_joint_law[drafts, rejection]"
+    "tests/shard/engine/test_distribution.py::test_three_tokens_follow_the_exact_joint_distribution[drafts, rejection]"
 )
 DRAFT = "tests/shard/startup/test_draft_model.py"
 TEXT = f"{DRAFT}::test_every_text_is_what_it_is_without"
@@ -34,12 +34,12 @@ MUTANTS = [
     Mutant(
         "M3 the temperature is applied twice where a draft is verified",
         SAMPLER,
-        "settle(scores, draft_probs,",
-        "settle(scores / chunk.temperature, draft_probs,",
+        "rejection_sample(scores, draft_probs,",
+        "rejection_sample(scores / chunk.temperature, draft_probs,",
         f"{POSITIONS}[temperature]",
     ),
     Mutant(
-        "M4 every draft is judged by the same number",
+        "M4 every draft is accepted by the same number",
         REJECTION,
         "row_keys(seeds, positions, Purpose.ACCEPT)",
         "row_keys(seeds * 0, positions * 0, Purpose.ACCEPT)",
@@ -48,33 +48,33 @@ MUTANTS = [
     Mutant(
         "M5 drafts are dropped for what they are",
         DRAFTER,
-        "share.draft_ids = found[share.request.row]",
-        "ids = found[share.request.row]\n            share.draft_ids = ids[:1] + [i for i in ids[1:2] if i % 3]",
+        "item.draft_ids = found[item.request.row]",
+        "ids = found[item.request.row]\n            item.draft_ids = ids[:1] + [i for i in ids[1:2] if i % 3]",
         ENGINE_DISTRIBUTION,
     ),
     Mutant(
         "M6 distributions behind a draft forget it",
         BLOCK,
-        "wave = depth if row.depends_on_history else 0",
-        "wave = 0",
+        "level = depth if row.depends_on_history else 0",
+        "level = 0",
         f"{DRAFT}::test_the_same_model_drafts_what_is_drawn[all penalties]",
     ),
     Mutant(
         "M7 after a full acceptance the draft model lacks a token",
         PROPOSER,
-        "min(num_accepted, len(share.draft_ids) - 1)",
-        "min(num_accepted, len(share.draft_ids))",
+        "min(num_accepted, len(item.draft_ids) - 1)",
+        "min(num_accepted, len(item.draft_ids))",
         f"{TEXT}[default]",
     ),
     Mutant(
         "M7 after a rejection the target counts a draft's KV as its own",
         SCHEDULER,
         "request.num_computed += num_accepted",
-        "request.num_computed += min(len(share.draft_ids), num_accepted + 1)",
+        "request.num_computed += min(len(item.draft_ids), num_accepted + 1)",
         f"{TEXT}[default]",
     ),
     Mutant(
-        "M8 every draft is judged by the distribution of the first",
+        "M8 every draft is accepted by the distribution of the first",
         DRAFTING,
         "self._distribution_at.get((row.row, depth), -1)",
         "self._distribution_at.get((row.row, 0), -1)",
@@ -97,15 +97,15 @@ MUTANTS = [
     Mutant(
         "M11 likely drafts are accepted, whatever the distribution",
         REJECTION,
-        "stands = uniforms(row_keys(seeds, positions, Purpose.ACCEPT)) * q < p",
-        "stands = p > 0.1",
+        "accepted = uniforms(row_keys(seeds, positions, Purpose.ACCEPT)) * q < p",
+        "accepted = p > 0.1",
         f"{KERNEL}[random distributions]",
     ),
     Mutant(
-        "M12 greedy requests are drawn beside those that are",
+        "M12 greedy requests are sampled in one chunk with others",
         PLAN,
-        "for kind in (drawn, greedy):",
-        "for kind in (drawn + greedy,):",
+        "for kind in (sampled, greedy):",
+        "for kind in (sampled + greedy,):",
         f"{TEXT}[default]",
     ),
     Mutant(

@@ -1,7 +1,6 @@
 """One event loop for all tests of the router.
 
-gRPC's asyncio side keeps one queue of events per process; events of a loop that was closed in between would hold up
-those of the next one.
+gRPC's asyncio API has one queue of events per process; events of a closed loop would block those of the next one.
 """
 
 from collections.abc import AsyncIterator
@@ -16,5 +15,5 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
-    """Holds the loop until the last test is over."""
+    """Keeps the loop open until the last test is over."""
     yield

@@ -1,4 +1,4 @@
-"""A loader without a library, in the test's own process: it answers over a real socket what the test tells it to."""
+"""A scripted adapter loader in the test's own process: it sends the test's answers over a real socket."""
 
 import asyncio
 import hashlib
@@ -14,7 +14,7 @@ Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def digest_of(call: dict[str, Any]) -> str:
-    """What this loader says an adapter's content is, for a call of `fetch` or `merge`."""
+    """The digest that this loader returns for a call of `fetch` or `merge`."""
     asked = call.get("fetch") or call.get("merge") or call.get("check")
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
@@ -30,12 +30,12 @@ class ScriptedLoader:
     folder: Path
     answer: Answer = finds_all
     check: Answer = finds_all
-    """What it says of an adapter that it only looks at."""
+    """Answers calls that only validate an adapter."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     """Digests whose files it has removed."""
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
-    """Cleared, everything that is asked waits."""
+    """While it is cleared, all calls wait."""
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

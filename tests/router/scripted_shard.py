@@ -1,6 +1,6 @@
 """A shard without a model, in the test's own process: it answers over a real socket with the token ids it was given.
 
-Speaks the wire as the real one does: Info, Serve, health, credit that counts what it acknowledged, and aborts.
+Implements the protocol of the real one: Info, Serve, health, credit with acknowledgements, and aborts.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Script:
     error: str = ""
     """Ends the request with FINISH_ERROR after its tokens."""
     hangs: bool = False
-    """Never finishes by itself, and says nothing after its tokens."""
+    """Never finishes by itself, and sends nothing after its tokens."""
     logprobs: Sequence[float] | None = None
     """One per token; -0.1, -0.2, … when absent."""
     outputs: Sequence[shard_pb2.RequestOutput] = ()
@@ -51,9 +51,9 @@ class ScriptedShard:
     device: str = "cuda:0"
     draft_model_id: str = ""
     base_digest: str = "ba5e" * 16
-    """Of its files; empty where those have changed."""
+    """Of its files; "" where they have changed."""
     num_digests: int = 0
-    """How often somebody asked for it."""
+    """Number of calls of Digest."""
     max_total_tokens: int = 2048
     vocab_size: int = 300
     credit_requests: int = 256
@@ -82,14 +82,14 @@ class ScriptedShard:
         await self._server.stop(grace=0)
 
     def tell(self, *states: shard_pb2.AdapterState) -> None:
-        """Say where adapters are, on every stream."""
+        """Send adapter states on every stream."""
         for stream in self.streams:
             stream.tell(states)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds; fails after a minute."""
         async with asyncio.timeout(60):
-            while not condition():  # noqa: ASYNC110 - what is waited for lies in several places
+            while not condition():  # noqa: ASYNC110 - the condition depends on several objects
                 await asyncio.sleep(0.005)
 
     @property
@@ -215,7 +215,7 @@ class _Stream:
             output.error = script.error
 
     def beat(self) -> shard_pb2.StepOutput:
-        """What runs goes on, without a token."""
+        """A step without tokens."""
         self._step += bool(self.tasks)
         return shard_pb2.StepOutput(step=self._step)
 

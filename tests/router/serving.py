@@ -1,6 +1,6 @@
 """One router in the test's own process: the real application, dispatcher, tokenizer and HTTP server, on a free port.
 
-Its shard is scripted. The tokenizer is byte-level with a few merges, so that texts and token ids are easy to say.
+Its shard is scripted. The tokenizer is byte-level with a few merges, so that texts and token ids are easy to write.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ EOS = 1
 
 @dataclass
 class Serving:
-    """What a test holds: a client, the parts behind it, and the words of the tokenizer."""
+    """A client, the server behind it, and its tokenizer."""
 
     client: httpx.AsyncClient
     url: str
@@ -70,14 +70,14 @@ class Serving:
     backend: tokenizers.Tokenizer
     loader: ScriptedLoader
     roots: Path
-    """Where local adapters lie."""
+    """The folder of local adapters."""
     service: Service
 
     def ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def says(self, *texts: str, ends: bool = False, **options: Any) -> None:
-        """From now on the shard answers with these texts in turn (the last one again and again)."""
+        """From now on the shard answers with these texts in turn, and then always with the last one."""
         answers = [self.ids(text) + ([EOS] if ends else []) for text in texts]
         count = 0
 

@@ -193,7 +193,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
                 expected_ms=round(1000 * model.step_seconds),
             ),
             outputs=merged or (),
-            step_requests=earlier.step_requests if earlier is not None and earlier.HasField("computing") else None,
+            step_requests=earlier.step_requests if earlier is not None and earlier.HasField("step_requests") else None,
         )
         stream.wake.set()
 

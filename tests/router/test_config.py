@@ -1,4 +1,4 @@
-"""The file that starts a router: what it says is what the router knows, and nothing unknown passes."""
+"""The configuration file of a router: values round-trip, and unknown fields are rejected."""
 
 import json
 from dataclasses import asdict

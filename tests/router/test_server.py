@@ -1,4 +1,4 @@
-"""The router as a process: it comes up without its shard, drains on the first signal, and goes when it must."""
+"""The router process: it starts without its shard, drains on the first signal, and exits with its parent."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ class Router:
     log_path: Path
 
     async def status(self, path: str) -> int | None:
-        """The answer's status, None while nobody listens."""
+        """The status of the answer, None while the port is closed."""
         try:
             return (await self.client.get(path)).status_code
         except httpx.TransportError:
@@ -87,7 +87,7 @@ async def router(folder: Path, **fields: Any) -> AsyncIterator[Router]:
         process = subprocess.Popen([sys.executable, "-m", "lorikeet.router", str(path)], stderr=log)  # noqa: ASYNC220
     try:
         url = f"http://127.0.0.1:{json.loads(path.read_text())['port']}"
-        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             yield Router(process, client, log_path)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -108,7 +108,7 @@ def body(num_tokens: int) -> dict[str, Any]:
     return {"inputs": "the fox", "parameters": {"max_new_tokens": num_tokens, "details": True}}
 
 
-async def test_it_is_live_at_once_and_ready_with_its_shard(tmp_path: Path) -> None:
+async def test_it_is_live_at_start_and_ready_with_its_shard(tmp_path: Path) -> None:
     async with router(tmp_path, recovery_timeout_s=2.0) as started:
         await started.until("/health", 503)
         assert (await started.client.post("/generate", json=body(1))).status_code == 503
@@ -118,7 +118,7 @@ async def test_it_is_live_at_once_and_ready_with_its_shard(tmp_path: Path) -> No
             answer = await started.client.post("/generate", json=body(5), headers={"x-request-id": "mine"})
             assert answer.json()["details"]["generated_tokens"] == 5
         await started.until("/ready", 503)
-        assert await started.status("/health") == 200  # it may come back
+        assert await started.status("/health") == 200  # the shard may come back
         await started.until("/health", 503)
         started.process.send_signal(signal.SIGTERM)
         assert await started.exit_code() == 0
@@ -141,7 +141,7 @@ async def test_the_first_signal_drains(tmp_path: Path) -> None:
         assert await started.exit_code() == 0
 
 
-async def test_what_outlasts_the_drain_gets_an_error_event(tmp_path: Path) -> None:
+async def test_requests_that_outlast_the_drain_get_an_error_event(tmp_path: Path) -> None:
     async with shard(tmp_path), router(tmp_path, drain_timeout_s=0.3) as started:
         await started.until("/ready", 200)
         running = asyncio.create_task(started.client.post("/generate_stream", json=body(4000)))
@@ -152,7 +152,7 @@ async def test_what_outlasts_the_drain_gets_an_error_event(tmp_path: Path) -> No
         assert await started.exit_code() == 0
 
 
-async def test_the_second_signal_forces(tmp_path: Path) -> None:
+async def test_the_second_signal_exits_at_once(tmp_path: Path) -> None:
     async with shard(tmp_path), router(tmp_path) as started:
         await started.until("/ready", 200)
         running = asyncio.create_task(started.client.post("/generate", json=body(4000)))
@@ -167,7 +167,7 @@ async def test_the_second_signal_forces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 2 * SAME_REQUEST_S], ids=["of one moment", "under a parent"])
-async def test_a_repeated_signal_that_does_not_force(tmp_path: Path, pause_s: float) -> None:
+async def test_repeated_signals_that_do_not_exit_at_once(tmp_path: Path, pause_s: float) -> None:
     parent = {"parent_pid": os.getpid()} if pause_s else {}
     async with shard(tmp_path), router(tmp_path, **parent) as started:
         await started.until("/ready", 200)
@@ -189,7 +189,7 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
         "values = json.loads(open(path).read())\n"
         "values['parent_pid'] = os.getpid()\n"
         "open(path, 'w').write(json.dumps(values))\n"
-        "print(subprocess.Popen([sys.executable, '-m', 'router', path]).pid, flush=True)\n"
+        "print(subprocess.Popen([sys.executable, '-m', 'lorikeet.router', path]).pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     settings(tmp_path)
@@ -216,7 +216,7 @@ def run_router(path: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def _is_running(pid: int) -> bool:
-    """Whether the process exists and is more than a zombie that nobody has collected."""
+    """Whether the process exists and is no zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The router's dispatcher and real engines around the fake model, joined by messages that tests carry by hand.
+"""The router's dispatcher and real engines with the fake model, connected by messages that the test transfers.
 
-No socket, no thread, and a clock that moves when it is told to: a shard can end in the midst of a step, with words
-said, not yet said, and not yet heard.
+No socket, no thread, and a clock that the test moves: a shard can crash during a step, with output that is not yet
+sent or not yet received.
 """
 
 import asyncio
@@ -14,11 +14,9 @@ import structlog
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.dispatch import dispatcher as dispatch
-from lorikeet.router.dispatch import send_loop as send_loop
+from lorikeet.router.dispatch import dispatcher, send_loop
 from lorikeet.router.dispatch.dispatcher import Dispatcher
-from lorikeet.router.requests import deadlines
-from lorikeet.router.requests import generation as generation
+from lorikeet.router.requests import generation
 from lorikeet.router.shards import client as shard_client
 from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
@@ -30,17 +28,17 @@ from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import EPOCH, Rig, Setup
 
-CLOCKED: tuple[ModuleType, ...] = (deadlines, dispatch, generation, send_loop, shard_client, shard_engine, shard_codec)
+CLOCKED: tuple[ModuleType, ...] = (dispatcher, generation, send_loop, shard_client, shard_engine, shard_codec)
 TURNS = 6
-"""Of the loop, after which nothing is left to do at the same moment."""
+"""Iterations of the loop after which nothing is left to run at the same time."""
 
 
 class Died(BaseException):
-    """The process is gone: nobody handles that."""
+    """The process has crashed: nothing handles this."""
 
 
 class Clock:
-    """What those modules take for `time`."""
+    """Replaces the module `time` in CLOCKED."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -50,7 +48,7 @@ class Clock:
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Its timers go by that clock."""
+    """Its timers use that clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._test_clock = clock
@@ -61,7 +59,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Post(Outbox):
-    """What waits to be heard goes out where the shard insists on it."""
+    """Sends pending output where the shard waits for it to be sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,17 +72,17 @@ class Post(Outbox):
 
 
 class Shard:
-    """One life after another of a shard, and the link to it."""
+    """A shard that can be restarted, and the link to it."""
 
     def __init__(self, link: ShardLink, setup: Setup, before_step: Callable[["Shard", list[int]], None]) -> None:
-        """`before_step` is told whom a step computes, and may raise."""
+        """`before_step` is called with the wire ids of a step, and may raise."""
         self.link = link
         self.rig: Rig | None = None
-        """None while it is gone."""
+        """None while it does not run."""
         self.begun: list[int] = []
-        """By the id on the wire: whom its newest step computes."""
-        self.heard: list[int] = []
-        """The same, as far as the router was told."""
+        """Wire ids of the requests of its last step."""
+        self.reported: list[int] = []
+        """The same, as last reported to the router."""
         self._setup = setup
         self._before_step = before_step
 
@@ -98,41 +96,41 @@ class Shard:
         self.rig = Rig(self._setup, post)
         forward = self.rig.model.forward
 
-        def perilous() -> Any:
-            self.begun = [share.request.key[1] for share in self._shares()]
+        def checked_forward() -> Any:
+            self.begun = [each.request.key[1] for each in self._scheduled()]
             self._before_step(self, self.begun)
             return forward()
 
-        self.rig.model.forward = perilous  # type: ignore[method-assign]
-        self.begun, self.heard = [], []
+        self.rig.model.forward = checked_forward  # type: ignore[method-assign]
+        self.begun, self.reported = [], []
         client, setup = self.link.client, self._setup
         client._outbox.clear()
         client.connected = client.serving = True
         client.is_taken_out = False
-        self.link.shard_up(pb.ShardInfo(num_pages=setup.num_pages, page_size=setup.page_size, prefix_caching=True))
+        self.link.on_connect(pb.ShardInfo(num_pages=setup.num_pages, page_size=setup.page_size, prefix_caching=True))
         self.rig.engine.step()
         self.say()
 
     def end(self, *, is_taken_out: bool = False) -> None:
-        """What it has not said is lost, and what it has not read."""
+        """Output that was not sent is lost, and commands that were not read."""
         self.rig = None
         self.link.client.connected = self.link.client.serving = False
         self.link.client.is_taken_out = is_taken_out
-        self.link.shard_down("gone")
+        self.link.on_disconnect("gone")
 
     def drain(self) -> None:
-        """Be told to end: what runs is finished, what is new refused."""
+        """Shut down: running requests finish, new ones are rejected."""
         assert self.rig is not None
         self.rig.engine.stop()
 
     @property
     def is_done(self) -> bool:
-        """Whether it was told to end, and has nothing left to do."""
+        """Whether it shuts down and has no requests left."""
         assert self.rig is not None
         return self.rig.engine._intake.is_ending and self.rig.scheduler.is_idle
 
     def listen(self) -> list[pb.Submit]:
-        """Read all that the router has sent."""
+        """Read all commands of the router."""
         assert self.rig is not None
         cache = self.rig.scheduler.cache
         bounds = Bounds(VOCAB_SIZE, 600, cache.num_pages * cache.page_size)
@@ -144,24 +142,24 @@ class Shard:
         return submits
 
     def step(self) -> None:
-        """Raises Died where the step ends the process."""
+        """Raises Died where the step crashes the process."""
         assert self.rig is not None
         self.rig.engine.step()
 
     def say(self) -> None:
-        """Send all that the router has not been told."""
+        """Send all pending output."""
         assert self.rig is not None
         update = self.rig.outbox.take(EPOCH)
         if update.step_requests is not None:
-            self.heard = update.step_requests
+            self.reported = update.step_requests
         for message in write_update(update, pb.Heartbeat()):
-            self.link.shard_output(pb.StepOutput.FromString(message.SerializeToString()))
+            self.link.on_output(pb.StepOutput.FromString(message.SerializeToString()))
         self.rig.outbox.sent(EPOCH, update)
-        self.link.shard_quiet()
+        self.link.on_quiet()
 
-    def _shares(self) -> list[ScheduledRequest]:
+    def _scheduled(self) -> list[ScheduledRequest]:
         assert self.rig is not None
-        return self.rig.engine._launched[-1].shares
+        return self.rig.engine._launched[-1].scheduled
 
 
 class Unwired:
@@ -182,7 +180,7 @@ class Unwired:
         self.shards = [Shard(link, setup, before_step) for link in self.dispatcher.links]
 
     def do(self, what: Callable[..., Any], *arguments: Any, seconds: float = 0.001, **words: Any) -> Any:
-        """Call within the loop, let so much time pass, and let everything settle."""
+        """Call within the loop, advance the clock, and run all callbacks that are due."""
 
         async def doing() -> Any:
             result = what(*arguments, **words)

@@ -1,4 +1,4 @@
-"""Tests of Triton's kernels in processes of their own: triton decides when it is imported whether it interprets."""
+"""Runs tests of Triton kernels in separate processes: triton decides at import whether it interprets."""
 
 import importlib.util
 import os
@@ -11,19 +11,19 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SAME_BITS_ANYWHERE = {"OPENBLAS_CORETYPE": "Prescott"}
-"""numpy multiplies for the interpreter, and with some processors' code a row's bits depend on where it stands."""
+"""numpy multiplies for the interpreter, and on some processors a row's bits depend on its position."""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 class KernelsApart:
-    """The tests of some kernels; whoever inherits says which."""
+    """The tests of some kernels, named by the subclass."""
 
     cases: tuple[Path, ...]
-    """Files of tests that are found by nobody else."""
+    """Files of tests that pytest does not collect by itself."""
     sample: str
-    """What every run of all tests has of them, as after `pytest -k`."""
+    """The tests that always run, as for `pytest -k`."""
     compiles: str
-    """The module that compiles the kernels and looks at the instructions."""
+    """The module that compiles the kernels and checks their instructions."""
 
     def test_a_sample_in_the_interpreter(self) -> None:
         self._run("-k", self.sample, interpreted="1")

@@ -1,6 +1,6 @@
-"""A model whose next token is a hash of what it finds *through the page table*: any error of a page, a slot, a position
-or an order changes the text. As in real KV, a slot's content depends on all tokens before it. What a request must give
-alone is computed here without pages.
+"""A model whose next token is a hash of what it reads *through the page table*: any error of a page, a slot, a position
+or an order changes the text. As in real KV, a slot's content depends on all tokens before it. The expected output of a
+request is computed here without pages.
 """
 
 import random
@@ -15,16 +15,16 @@ from lorikeet.shard.batch.inputs import StepInputs
 
 VOCAB_SIZE = 61
 WRONG_EVERY = 4
-"""Heads err about so many tokens."""
+"""One of about this many tokens of heads is wrong."""
 
 
 def extend(state: int, token_id: int) -> int:
-    """What the slot of a token holds, given what the slot before it holds (0 before the first)."""
+    """The content of a token's slot, given that of the slot before it (0 before the first)."""
     return crc32(bytes([token_id]), state) or 1
 
 
 def next_token(states: Sequence[int]) -> int:
-    """The greedy continuation of a text whose slots hold these."""
+    """The greedy continuation of a text with these slots."""
     return digest(states) % VOCAB_SIZE
 
 
@@ -33,7 +33,7 @@ def digest(states: Sequence[int]) -> int:
 
 
 def generate_alone(prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()) -> list[int]:
-    """The output of a request that has the model for itself."""
+    """The output of a request that is computed alone."""
     states = states_of(prompt_ids)
     output: list[int] = []
     while len(output) < max_new_tokens:
@@ -45,7 +45,7 @@ def generate_alone(prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: fro
 
 
 def states_of(token_ids: Sequence[int]) -> list[int]:
-    """What the slots of a text hold."""
+    """The contents of a text's slots."""
     states = [0]
     for token_id in token_ids:
         states.append(extend(states[-1], token_id))
@@ -61,7 +61,7 @@ def logits_after(states: Sequence[int]) -> torch.Tensor:
 
 
 class FakeModel:
-    """The engine's view of a model."""
+    """A model as the engine sees it."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.inputs = StepInputs(page_size, torch.device("cpu"))
@@ -69,12 +69,12 @@ class FakeModel:
         self.num_steps = 0
         self.num_tokens = 0
         self.poison: int | None = None
-        """A token whose slot, where it is seen, makes the logits NaN."""
+        """A token whose slot makes the logits of rows that read it NaN."""
         self.poisoned: set[int] = set()
         self.failures: list[Exception] = []
         """Raised by the next steps, last first, before anything is written."""
         self.most_tokens: int | None = None
-        """For a step with more there is no memory."""
+        """Steps with more tokens run out of memory."""
 
     def forward(self) -> torch.Tensor:
         """[S, V] logits."""
@@ -106,22 +106,22 @@ class FakeModel:
                 logits[row] = logits_after([self.slots[slot] for slot in seen[index]])
             else:
                 logits[row] = float("nan")
-        place = len(inputs.logits_rows)
+        at = len(inputs.logits_rows)
         for heads in inputs.heads:
             states = [self.slots[slot] for slot in seen[int(inputs.logits_rows[heads.row])]]
-            for draft_token in self.heads(states, heads.num_drafts):
-                logits[place] = torch.nn.functional.one_hot(torch.tensor(draft_token), VOCAB_SIZE)
-                place += 1
+            for draft_id in self.heads(states, heads.num_drafts):
+                logits[at] = torch.nn.functional.one_hot(torch.tensor(draft_id), VOCAB_SIZE)
+                at += 1
         return logits
 
     def heads(self, states: Sequence[int], num_drafts: int) -> list[int]:
-        """What heads guess behind the token that follows a text: its greedy continuation, wrong now and then."""
+        """Drafts of heads after the token that follows a text: its greedy continuation, sometimes wrong."""
         states = [*states, extend(states[-1], next_token(states))]
         drafts = []
         for _ in range(num_drafts):
             drafts.append(next_token(states))
             states.append(extend(states[-1], drafts[-1]))
-        return [draft_token if draft_token % WRONG_EVERY else (draft_token + 1) % VOCAB_SIZE for draft_token in drafts]
+        return [draft_id if draft_id % WRONG_EVERY else (draft_id + 1) % VOCAB_SIZE for draft_id in drafts]
 
     def slots_of(self, page_ids: Sequence[int], num_tokens: int) -> list[int]:
         page_size = self.inputs.page_size
@@ -129,14 +129,14 @@ class FakeModel:
 
 
 class FakeDraft(FakeModel):
-    """A draft model that mostly wants what the model wants: its own text too is found through the page table."""
+    """A draft model that mostly agrees with the model: it also reads its text through the page table."""
 
     def __init__(self, num_pages: int, page_size: int, chance: float) -> None:
         super().__init__(num_pages, page_size)
         self._chance = chance
 
     def forward(self) -> torch.Tensor:
-        """[S, V] logits, at some places those of another text."""
+        """[S, V] logits, in some rows those of another text."""
         logits = super().forward()
         for row in logits:
             if random.Random(row[0].item()).random() >= self._chance:
@@ -146,10 +146,10 @@ class FakeDraft(FakeModel):
 
 @dataclass(frozen=True)
 class DraftModel:
-    """How the draft model beside a fake model is made."""
+    """Makes the draft model of a fake model."""
 
     chance: float = 1.0
-    """How often it has the same law."""
+    """How often its distribution is that of the model."""
 
     def make(self, num_pages: int, page_size: int) -> FakeDraft:
         return FakeDraft(num_pages, page_size, self.chance)

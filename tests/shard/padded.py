@@ -1,10 +1,10 @@
-"""Steps padded to what a test says."""
+"""Padding with the bounds that a test sets."""
 
 from lorikeet.shard.batch.padding import Bounds, Padding
 
 
 class Always(Padding):
-    """One size for all steps."""
+    """The same bounds for all steps."""
 
     def __init__(self, bounds: Bounds, spare_page: int = 0) -> None:
         super().__init__(bounds.num_rows, bounds.max_kv_len, spare_page)

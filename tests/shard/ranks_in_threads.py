@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: what torch.distributed would do between processes, in the order of the ranks."""
+"""Ranks as threads of one process: the collectives of torch.distributed, in the order of the ranks."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where the threads leave what the others need."""
+    """Exchanges values between the threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -22,7 +22,7 @@ class Meeting:
         self._left: list[Any] = [None] * size
 
     def all(self, rank: int, value: Any) -> list[Any]:
-        """What every rank brought."""
+        """The values of all ranks."""
         self._left[rank] = value
         self._barrier.wait()
         found = list(self._left)
@@ -34,7 +34,7 @@ class Meeting:
 
 
 class ThreadGroup:
-    """As Group, for one of the threads."""
+    """A Group for one of the threads."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank, self.size = rank, meeting.size
@@ -55,7 +55,7 @@ class ThreadGroup:
 
 
 def together(work: Sequence[Callable[[Group], T]]) -> list[T]:
-    """What each rank makes of its group, all at the same time."""
+    """Run all ranks at the same time. Returns their results."""
     meeting = Meeting(len(work))
 
     def run(rank: int) -> T:
@@ -68,6 +68,6 @@ def together(work: Sequence[Callable[[Group], T]]) -> list[T]:
     with ThreadPoolExecutor(len(work)) as pool:
         made = [pool.submit(run, rank) for rank in range(len(work))]
         problems = [error for each in made if (error := each.exception()) is not None]
-        if problems:  # what the others met is that this one went away
+        if problems:  # a broken barrier is the consequence of another rank's error
             raise next((each for each in problems if not isinstance(each, threading.BrokenBarrierError)), problems[0])
         return [each.result() for each in made]

@@ -1,18 +1,18 @@
-"""An engine around the fake model, driven by hand: submit, step, look at what it said."""
+"""An engine with the fake model, driven step by step."""
 
 from dataclasses import dataclass, replace
 
-from lorikeet.shard.batch.network import Network
+from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.engine.drafter import Drafter
-from lorikeet.shard.engine.engine import Engine, Pacing
+from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output, StreamUpdate
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
+from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation import DraftSources
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, FakeModel, states_of
 
 EPOCH = 1
@@ -20,7 +20,7 @@ EPOCH = 1
 
 @dataclass(frozen=True)
 class Setup:
-    """What a case varies."""
+    """Parameters of a test case."""
 
     num_pages: int = 200
     page_size: int = 4
@@ -31,12 +31,12 @@ class Setup:
     prefix_caching: bool = True
     commit_lag: int = 0
     max_scored: int = 512
-    draft_sources: DraftSources | None = None
+    draft_sources: DraftSources = NO_DRAFT_SOURCES
     draft: DraftModel | None = None
     network: Network | None = None
-    """In place of the fake model …"""
+    """Replaces the fake model …"""
     draft_network: Network | None = None
-    """… and of its draft model; both of this vocabulary."""
+    """… and its draft model; both have this vocabulary."""
     vocab_size: int = VOCAB_SIZE
 
 
@@ -54,13 +54,13 @@ class Rig:
         sampler = self.sampler = Sampler(
             setup.vocab_size, setup.max_running, (setup.network or self.model).inputs.device
         )
-        pacing = Pacing(setup.commit_lag, setup.max_waiting)
+        config = LoopConfig(setup.commit_lag, setup.max_waiting)
         self.engine = Engine(
             setup.network or self.model,
             sampler,
             self.scheduler,
             (self.inbox, self.outbox),
-            pacing,
+            config,
             self._drafter(setup),
         )
         self.num_wakes = 0
@@ -76,7 +76,7 @@ class Rig:
         self.inbox.put(Commands(EPOCH, abort_ids=list(ids)))
 
     def step(self, num_steps: int = 1) -> StreamUpdate:
-        """Step, and gather what was said."""
+        """Step, and collect the outputs."""
         for _ in range(num_steps):
             self.engine.step()
             if self.watches_kv:
@@ -85,12 +85,12 @@ class Rig:
         for output in update.outputs:
             earlier = self.outputs.setdefault(output.key[1], output)
             if earlier is not output:
-                assert not earlier.finish_reason, "something follows the end"
+                assert not earlier.finish_reason, "an output follows the end"
                 earlier.merge(output)
         return update
 
     def run(self, *requests: Request) -> dict[int, Output]:
-        """Run to the end; then every page must be back."""
+        """Run to the end; then every page must be free."""
         if requests:
             self.submit(*requests)
         self.step()
@@ -103,7 +103,7 @@ class Rig:
         return self.outputs
 
     def assert_kv_is_true(self) -> None:
-        """What the slots of every running request hold is what its text gives, for target and draft model."""
+        """The slots of every running request hold the content of its text, for target and draft model."""
         for request in self.scheduler.running:
             states = states_of(request.token_ids)
             parts = [(self.model, request.num_committed)]

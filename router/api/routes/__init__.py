@@ -1,1 +1,1 @@
-"""One module per family of routes; each turns a body into a GenerationRequest and Chunks into an answer."""
+"""One module per family of routes; each turns a body into GenerationRequests and Chunks into an answer."""

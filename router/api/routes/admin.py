@@ -1,9 +1,10 @@
-"""What administrators may do while serving: list, load, pin, unload and refresh adapters, and reload the catalogue.
+"""Routes of administrators: list, load, pin, unload and refresh adapters, reload the catalogue, and vLLM's two routes.
 
-vLLM's two routes are here too, in its shapes. Everything is 403 until there is a key, and without that key.
+All answer 403 without the admin key, and where the server has none.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -14,6 +15,7 @@ from lorikeet.adapters import refs
 from lorikeet.adapters.catalogue import Entry
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Ref
+from lorikeet.router.adapters.admission import Admission
 from lorikeet.router.adapters.directory import single
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import (
@@ -25,21 +27,20 @@ from lorikeet.router.errors import (
     ValidationError,
     adapter_problem,
 )
-from lorikeet.router.requests.adapter_ref import Loaded
-from lorikeet.router.schemas.body import read_json
+from lorikeet.router.requests.adapter_ref import Adapter, Loaded
 from lorikeet.router.schemas.fields import Fields
 
 _UNLOAD_SECONDS = 300.0
 
 
 class AdminRoutes:
-    """The handlers. Each adapter is named as in requests: an alias, or an id with its source."""
+    """The handlers. Adapters are named as in requests: an alias, or an id with its source."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def listing(self, request: Request) -> Response:
-        """Every name that the operator gave and every content that is known, with where it is."""
+        """Every name that the operator gave, and every loaded content with its place."""
         self._check(request)
         admission, directory = self._service.admission, self._service.selection.directory
         named = [
@@ -67,37 +68,28 @@ class AdminRoutes:
         return _json({"named": named, "loaded": loaded})
 
     async def load(self, request: Request) -> Response:
-        """Bring an adapter as near as it comes, before anyone asks for it."""
-        name, contents = await self._loaded(request)
-        for content, adapter in contents:
-            self._service.admission.prefetch(content.digest, adapter)
-        return _json({"adapter_id": name, "loaded": [_content(content) for content, _ in contents]})
+        """Load an adapter, into shards too, before it is requested."""
+        return await self._each_content(request, "loaded", Admission.prefetch)
 
     async def pin(self, request: Request) -> Response:
-        """The same, and have it stay."""
-        name, contents = await self._loaded(request)
-        for content, adapter in contents:
-            self._service.admission.pin(content.digest, adapter)
-        return _json({"adapter_id": name, "pinned": [_content(content) for content, _ in contents]})
+        """Load an adapter and keep it loaded."""
+        return await self._each_content(request, "pinned", Admission.pin)
 
     async def unpin(self, request: Request) -> Response:
-        """Let it go when room is needed."""
-        name, contents = await self._loaded(request)
-        for content, _ in contents:
-            self._service.admission.unpin(content.digest)
-        return _json({"adapter_id": name, "unpinned": [_content(content) for content, _ in contents]})
+        """Allow the eviction of an adapter."""
+        return await self._each_content(request, "unpinned", lambda admission, digest, _: admission.unpin(digest))
 
     async def unload(self, request: Request) -> Response:
-        """Free its memory once requests in flight are done; with `disk` its file goes too."""
+        """Free its memory once requests in flight are done; with `disk` delete its file too."""
         fields = await self._fields(request)
         name, refs = self._named(fields)
         disk = fields.flag("disk")
         digests = self._service.admission.loading.digests(refs)
-        await self._let_go(digests, disk)
+        await self._unload(digests, disk)
         return _json({"adapter_id": name, "unloaded": sorted(digests)})
 
     async def refresh(self, request: Request) -> Response:
-        """Ask the sources again at the next request: for one adapter, or without a name for all."""
+        """Query the sources again at the next request: for one adapter, or without a name for all."""
         fields = await self._fields(request)
         if not fields.has("adapter_id"):
             self._service.rights.forget()
@@ -108,13 +100,13 @@ class AdminRoutes:
         return _json({"adapter_id": name, "refreshed": [_shown(ref) for ref in refs]})
 
     async def reload(self, request: Request) -> Response:
-        """Read the operator's files again, all or nothing."""
+        """Reload the operator's files, all or none."""
         self._check(request)
         changed = await self._service.reloading.reload()
         return _json({"num_entries": changed.num_entries, "num_changed": changed.num_changed})
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        """vLLM's: `lora_name` becomes an alias of `lora_path`."""
+        """vLLM's route: `lora_name` becomes an alias of `lora_path`."""
         fields = await self._fields(request)
         name, path = fields.text("lora_name"), fields.text("lora_path")
         if not name or not path:
@@ -128,7 +120,7 @@ class AdminRoutes:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        """vLLM's: the alias ends at once, its memory is freed once requests in flight are done."""
+        """vLLM's route: remove the alias at once, and free its memory once requests in flight are done."""
         fields = await self._fields(request)
         name = fields.text("lora_name")
         if not name:
@@ -138,17 +130,17 @@ class AdminRoutes:
             raise ModelNotFound(name[:256])
         digests = self._service.admission.loading.digests([version.ref for version in entry.versions])
         self._service.selection.directory.remove(name)
-        await self._let_go(digests, disk=False)
+        await self._unload(digests, disk=False)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _check(self, request: Request) -> None:
         """Raises AdminOnly for everyone but administrators."""
         keys = self._service.selection.keys
         if not keys.has_admin:
-            raise AdminOnly("administration is off: the server was started without an admin key")
+            raise AdminOnly("administration is disabled: the server was started without an admin key")
         key = self._service.caller(request).key
         if key is None or not key.admin:
-            raise AdminOnly("this needs the admin key as bearer token")
+            raise AdminOnly("this route needs the admin key as bearer token")
         if self._service.dispatcher.admission is None:
             raise NotServed(request.url.path)
 
@@ -156,10 +148,10 @@ class AdminRoutes:
         self._check(request)
         if request.headers.get("content-length") == "0":
             return Fields({})
-        return Fields(await read_json(request, self._service.config.max_body_bytes))
+        return Fields(await self._service.body(request))
 
     def _named(self, fields: Fields) -> tuple[str, list[Ref]]:
-        """The name in a body and all versions that it stands for."""
+        """The name in a body and all its versions."""
         name = fields.required_text("adapter_id")
         entry = self._entry(name, fields.text("adapter_source"))
         return name, [version.ref for version in entry.versions]
@@ -175,19 +167,26 @@ class AdminRoutes:
             raise ValidationError(str(error), "adapter_id") from None
 
     def _path_ref(self, path: str) -> Ref:
-        """vLLM's path: a folder below a root where it begins with `/`, else as requests have it."""
+        """vLLM's path: a local folder where it starts with `/`, else an id as in requests."""
         source = refs.Source.LOCAL if path.startswith("/") else self._service.selection.source(None)
         try:
             return refs.parse(path, source)
         except ValueError as error:
             raise ValidationError(str(error), "lora_path") from None
 
-    async def _loaded(self, request: Request) -> tuple[str, list[Any]]:
+    async def _each_content(
+        self, request: Request, key: str, act: Callable[[Admission, str, Adapter], object]
+    ) -> Response:
+        """Load all versions of the adapter in the body and `act` on each content; lists them as `key`."""
         fields = await self._fields(request)
         name = fields.required_text("adapter_id")
-        return name, await self._contents(self._entry(name, fields.text("adapter_source")))
+        contents = await self._contents(self._entry(name, fields.text("adapter_source")))
+        for content, adapter in contents:
+            act(self._service.admission, content.digest, adapter)
+        shown = [{"digest": each.digest, "num_bytes": each.num_bytes, "rank": each.rank} for each, _ in contents]
+        return _json({"adapter_id": name, key: shown})
 
-    async def _contents(self, entry: Entry) -> list[Any]:
+    async def _contents(self, entry: Entry) -> list[tuple[Loaded, Adapter]]:
         """(content, adapter) of all versions, loaded. Raises AdapterProblem."""
         try:
             adapters = [await self._service.selection.opened(entry, version.ref) for version in entry.versions]
@@ -195,7 +194,7 @@ class AdminRoutes:
         except AdapterError as error:
             raise adapter_problem(error) from None
 
-    async def _let_go(self, digests: set[str], disk: bool) -> None:
+    async def _unload(self, digests: set[str], disk: bool) -> None:
         try:
             async with asyncio.timeout(_UNLOAD_SECONDS):
                 await asyncio.gather(*(self._service.admission.unload(digest) for digest in digests))
@@ -209,10 +208,6 @@ class AdminRoutes:
 
 def _shown(ref: Ref) -> dict[str, Any]:
     return {"source": ref.source.value, "id": ref.id, "revision": ref.revision}
-
-
-def _content(content: Loaded) -> dict[str, Any]:
-    return {"digest": content.digest, "num_bytes": content.num_bytes, "rank": content.rank}
 
 
 def _json(content: Any) -> Response:

@@ -1,151 +1,77 @@
 """`/v1/chat/completions`: messages through the model's chat template, answers and streams in OpenAI's shapes."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator
 from typing import Any
 
-import orjson
-from starlette.requests import Request
-from starlette.responses import Response
-
-from lorikeet.router.api.alias_defaults import openai_defaults
-from lorikeet.router.api.collect import Completed, collect_all, interleave
-from lorikeet.router.api.disconnect import ClientWatch
-from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
-from lorikeet.router.api.routes.openai import (
-    FINISH_REASONS,
-    Envelope,
-    LogprobsWanted,
-    Prompt,
-    VisibleTokens,
-    chat_logprobs,
-    envelope,
-    group_of,
-    receipt_of,
-    requests_for,
-    usage,
-)
-from lorikeet.router.api.service import Service, Timing, cancel_all, named, now, told
-from lorikeet.router.api.sse import DONE, EventStream, event
-from lorikeet.router.errors import RouterError, openai_body
-from lorikeet.router.receipts.receipt import check_receipt
-from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import Chunk
-from lorikeet.router.schemas.body import read_json
+from lorikeet.router.api.collect import Completed
+from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIRoute, Prompt, VisibleTokens
+from lorikeet.router.requests.adapter_ref import Adapter
+from lorikeet.router.requests.caller import Caller
+from lorikeet.router.requests.types import Chunk, FinishReason, Token
 from lorikeet.router.schemas.openai import ChatRequest, read_chat
 
 
-class ChatRoute:
-    """The handler and its two ways to answer."""
+class ChatRoute(OpenAIRoute[ChatRequest]):
+    """One prompt per request, rendered from its messages."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    id_prefix = "chatcmpl"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
 
-    async def chat(self, request: Request) -> Response:
-        service = self._service
-        timing = Timing(now())
-        body = openai_defaults(await read_json(request, service.config.max_body_bytes), service.selection)
-        wanted = read_chat(body, service.config)
-        service.check_room()
-        async with ClientWatch(request.receive):
-            caller = service.caller(request)
-            adapter = await service.adapter(caller, wanted.common.adapter)
-            prompt = await service.templates.render(adapter, wanted.messages)
-            # The template writes every special token itself.
-            prompt_ids = await service.tokenizer.encode(prompt, add_special_tokens=False)
-            logprobs = LogprobsWanted(wanted.num_logprobs)
-            num_choices = wanted.common.num_choices
-            group = await group_of(service, caller, wanted.common, adapter)
-            check_receipt(wanted.common.receipt, group.speculation, num_choices)
-            requests = requests_for(service, wanted.common, Prompt(prompt_ids, prompt), num_choices, logprobs, group)
-            service.validated(timing)
-            generations = service.submit(request, requests, timing.arrived_at)
-            if not wanted.common.stream:
-                try:
-                    choices = await collect_all(generations)
-                    receipts = await receipt_of(service, generations)
-                finally:
-                    cancel_all(generations)
-            else:
-                await named(generations)
-        if wanted.common.stream:
-            return EventStream(
-                self._events(request, wanted, generations, len(prompt_ids)),
-                stream_headers(service, len(prompt), generations[0]) | ignored_fields(wanted.ignored),
-                on_close=lambda: cancel_all(generations),
-            )
-        num_generated = sum(len(choice.tokens) for choice in choices)
-        request.state.told = told(requests[0], num_generated, choices[0].finish_reason)
-        counts = Counts(len(prompt), len(prompt_ids), num_generated, sum(choice.num_skipped for choice in choices))
-        headers = answer_headers(service, timing, generations[0], counts) | ignored_fields(wanted.ignored)
-        whole = envelope(service, "chatcmpl", "chat.completion", wanted.common).around(
-            [self._choice(wanted, index, choice) for index, choice in enumerate(choices)],
-            usage(len(prompt_ids), choices[0].num_cached, num_generated, generations),
-        )
-        whole |= receipts
-        return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
+    def _read(self, body: dict[str, Any]) -> ChatRequest:
+        return read_chat(body, self._service.config)
 
-    def _choice(self, wanted: ChatRequest, index: int, whole: Completed) -> dict[str, Any]:
-        logprobs = None
-        if wanted.num_logprobs is not None:
-            shown = VisibleTokens(self._service).take(whole.tokens, whole.text, whole.finish_reason)
-            logprobs = chat_logprobs(self._service, [token for token, _ in shown])
+    async def _prompts(self, wanted: ChatRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
+        adapter = await self._service.adapter(caller, wanted.common.adapter)
+        text = await self._service.templates.render(adapter, wanted.messages)
+        # The template writes every special token itself.
+        return [Prompt(await self._service.tokenizer.encode(text, add_special_tokens=False), text)], adapter
+
+    def _choice(self, wanted: ChatRequest, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         return {
-            "index": index,
+            "index": 0,
             "message": {"role": "assistant", "content": whole.text, "refusal": None},
             "finish_reason": FINISH_REASONS[whole.finish_reason],
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(
+                wanted, whole.tokens, whole.text, whole.finish_reason, VisibleTokens(self._service)
+            ),
         }
 
-    async def _events(
-        self, request: Request, wanted: ChatRequest, generations: list[Generation], num_prompt: int
-    ) -> AsyncGenerator[bytes, None]:
-        frame = envelope(self._service, "chatcmpl", "chat.completion.chunk", wanted.common)
-        visible = [VisibleTokens(self._service) for _ in generations]
-        num_generated = num_cached = 0
-        opening = {"role": "assistant", "content": ""}
-        yield b"".join(_chunk(wanted, frame, _delta(index, opening)) for index in range(len(generations)))
-        try:
-            async for index, chunk in interleave(generations):
-                num_generated += len(chunk.tokens)
-                num_cached = max(num_cached, chunk.num_cached) if index == 0 else num_cached
-                choice = self._delta_choice(wanted, index, chunk, visible[index])
-                if choice is not None:
-                    yield _chunk(wanted, frame, choice)
-                if chunk.finish_reason is not None:
-                    request.state.told = told(generations[index].request, num_generated, chunk.finish_reason)
-                    last = _delta(index, {})
-                    last["finish_reason"] = FINISH_REASONS[chunk.finish_reason]
-                    yield _chunk(wanted, frame, last)
-            receipts = await receipt_of(self._service, generations)
-        except RouterError as error:
-            request.state.failure = error
-            yield event(openai_body(error))
-            return
-        if wanted.common.include_usage:
-            yield event(frame.around([], usage(num_prompt, num_cached, num_generated, generations)) | receipts)
-        elif receipts:
-            yield event(frame.around([]) | receipts)
-        yield DONE
+    def _first_choices(self, num_choices: int) -> list[dict[str, Any]]:
+        return [_delta(index, {"role": "assistant", "content": ""}) for index in range(num_choices)]
 
-    def _delta_choice(
+    def _chunk_choices(
         self, wanted: ChatRequest, index: int, chunk: Chunk, visible: VisibleTokens
+    ) -> Iterator[dict[str, Any]]:
+        logprobs = self._logprobs(wanted, chunk.tokens, chunk.text, chunk.finish_reason, visible)
+        if logprobs is not None and not logprobs["content"]:
+            logprobs = None
+        if logprobs is not None or chunk.text:
+            yield _delta(index, {"content": chunk.text}, logprobs=logprobs)
+        if chunk.finish_reason is not None:
+            yield _delta(index, {}, FINISH_REASONS[chunk.finish_reason])
+
+    def _logprobs(
+        self, wanted: ChatRequest, tokens: list[Token], text: str, finish: FinishReason | None, visible: VisibleTokens
     ) -> dict[str, Any] | None:
-        """None while there is nothing to show."""
-        choice = _delta(index, {"content": chunk.text})
-        if wanted.num_logprobs is not None:
-            shown = visible.take(chunk.tokens, chunk.text, chunk.finish_reason)
-            if shown:
-                choice["logprobs"] = chat_logprobs(self._service, [token for token, _ in shown])
-                return choice
-        return choice if chunk.text else None
+        """`logprobs` of a choice, for its visible tokens; None where they are not asked for."""
+        if wanted.num_logprobs is None:
+            return None
+        content = []
+        for token, _ in visible.take(tokens, text, finish):
+            entry = self._entry(token.id, token.logprob)
+            entry["top_logprobs"] = [self._entry(other, value) for other, _, value in token.alternatives or ()]
+            content.append(entry)
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        vocabulary = self._service.tokenizer.vocabulary
+        text = self._service.tokenizer.token_text(token_id)
+        raw = vocabulary.piece(token_id) if vocabulary.is_bytewise else text.encode()
+        return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}
 
 
-def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
-
-
-def _chunk(wanted: ChatRequest, frame: Envelope, choice: dict[str, Any]) -> bytes:
-    whole = frame.around([choice])
-    if wanted.common.include_usage:
-        whole["usage"] = None
-    return event(whole)
+def _delta(
+    index: int, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}

@@ -1,4 +1,4 @@
-"""What the server is and does: `/info`, `/metrics`, `/tokenize`, `/v1/models`, and the routes it has by name only."""
+"""Probes, `/info`, `/metrics`, `/tokenize`, `/v1/models`, and the unsupported routes, which answer 501."""
 
 import time
 from typing import Any
@@ -7,21 +7,66 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.directory import Listed
+from lorikeet.router.api.collect import collect
+from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import ignored_fields
-from lorikeet.router.api.service import Service
-from lorikeet.router.errors import ModelNotFound, NoFastTokenizer, NotServed
+from lorikeet.router.api.service import Service, now
+from lorikeet.router.errors import Failed, ModelNotFound, NotServed, Refused, ShuttingDown, Unhealthy
 from lorikeet.router.requests.caller import Caller
-from lorikeet.router.schemas.body import read_json
+from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.usage.post import shown_url
 
 _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")
-"""Keys of LoRAX's `/info` that only the launcher knows."""
+"""Keys of LoRAX's `/info` that are flags of the launcher only."""
+
+
+class ProbeRoutes:
+    """`/health`, `/ping` and `/` (liveness), `/ready` and `/startup`: 200 with an empty body, or 503."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, request: Request) -> Response:
+        """200 while draining too, since running requests are still answered."""
+        if not self._service.dispatcher.healthy:
+            raise Unhealthy()
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        """Whether new requests are accepted."""
+        self._check()
+        return Response()
+
+    async def startup(self, request: Request) -> Response:
+        """Generates one token end to end."""
+        self._check()
+        prompt_ids = await self._service.tokenizer.encode("Who?")
+        probe = GenerationRequest(
+            prompt_ids, max_new_tokens=1, seed=0, request_id=request.state.request_id, is_probe=True
+        )
+        try:
+            async with ClientWatch(request.receive):
+                [generation] = self._service.submit(request, [probe], now())
+                try:
+                    await collect(generation)
+                finally:
+                    generation.cancel()
+        except (Failed, Refused) as error:
+            raise (error if isinstance(error, ShuttingDown) else Unhealthy()) from error
+        return Response()
+
+    def _check(self) -> None:
+        if self._service.dispatcher.draining:
+            raise ShuttingDown()
+        if not self._service.dispatcher.ready or not self._service.adapters_checked:
+            raise Unhealthy()
 
 
 class InformationRoutes:
-    """Answers from what is known already; no shard is asked."""
+    """The handlers; none of them sends anything to a shard."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -33,6 +78,7 @@ class InformationRoutes:
         effective = config.effective_configuration or {}
         flags = effective.get("flags", {})
         launcher = {name: flags.get(name.replace("_", "-")) for name in _FROM_LAUNCHER}
+        limits = ("concurrent_requests", "best_of", "stop_sequences", "input_length", "total_tokens")
         heads = self._service.selection.directory.default_heads
         device = None if shard is None else shard.device.partition(":")[0]
         content = {
@@ -41,11 +87,7 @@ class InformationRoutes:
             "model_dtype": None if shard is None else shard.dtype,
             "model_device_type": device,
             "model_pipeline_tag": None,
-            "max_concurrent_requests": config.max_concurrent_requests,
-            "max_best_of": config.max_best_of,
-            "max_stop_sequences": config.max_stop_sequences,
-            "max_input_length": config.max_input_length,
-            "max_total_tokens": config.max_total_tokens,
+            **{f"max_{name}": getattr(config, f"max_{name}") for name in limits},
             "waiting_served_ratio": launcher["waiting_served_ratio"],
             "max_batch_total_tokens": None if shard is None else shard.num_pages * shard.page_size,
             "max_waiting_tokens": launcher["max_waiting_tokens"],
@@ -56,13 +98,17 @@ class InformationRoutes:
             "docker_label": None,
             "request_logger_url": None if config.request_logger_url is None else shown_url(config.request_logger_url),
             "max_body_bytes": config.max_body_bytes,
-            "shards": [_shard(link.info) for link in self._service.dispatcher.links if link.info is not None],
+            "shards": [self._shard(link.info) for link in self._service.dispatcher.links if link.info is not None],
             "speculate": max(self._service.offer.num_tokens, 0 if heads is None else heads.num_heads),
             "speculative_method": self._service.offer.method,
             "draft_model_id": config.draft_model_id or (shard.draft_model_id if shard is not None else "") or None,
             "effective_configuration": effective,
         }
         return _json(content)
+
+    def _shard(self, shard: pb.ShardInfo) -> dict[str, Any]:
+        fields = {descriptor.name: getattr(shard, descriptor.name) for descriptor in shard.DESCRIPTOR.fields}
+        return {**fields, "speculate": self._service.offer.num_tokens}
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus text, or LoRAX's JSON by the Accept header."""
@@ -72,10 +118,8 @@ class InformationRoutes:
         return Response(content, media_type=media_type)
 
     async def tokenize(self, request: Request) -> Response:
-        """The raw vocabulary entries and their spans in characters."""
-        if not self._service.tokenizer.is_fast:
-            raise NoFastTokenizer()
-        fields = Fields(await read_json(request, self._service.config.max_body_bytes))
+        """The raw vocabulary entries and their character offsets."""
+        fields = Fields(await self._service.body(request))
         inputs = fields.required_text("inputs")
         special = fields.optional_flag("add_special_tokens")
         tokens = await self._service.tokenizer.encode_with_offsets(inputs, special is not False)
@@ -99,41 +143,32 @@ class InformationRoutes:
         raise ModelNotFound(wanted[:256])
 
     async def not_served(self, request: Request) -> Response:
-        """Says so by name, so that nobody looks for a typing error."""
+        """Answers 501 rather than 404, which would suggest a misspelt path."""
         raise NotServed(request.url.path)
 
     def _sees(self, caller: Caller, line: Listed) -> bool:
         return line.entry is None or self._service.selection.may_see(line.entry, caller)
 
     def _adapter(self, line: Listed) -> dict[str, Any]:
-        """As vLLM has it, and why one that is listed is not served."""
+        """In vLLM's format, with the reason why it is not served, if any."""
         entry = line.entry
         refs = [] if entry is None else [version.ref for version in entry.versions]
         return {
-            "id": line.alias,
-            "object": "model",
-            "created": line.created,
-            "owned_by": "lorikeet",
-            "max_model_len": self._service.config.max_total_tokens,
+            **self._model(line.alias, line.created),
             "root": str(refs[0]) if refs else None,
             "parent": self._service.config.model_id,
             "adapter_source": refs[0].source.value if refs else None,
             "problem": line.problem or None,
         }
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str = "", created: int = 0) -> dict[str, Any]:
         return {
-            "id": self._service.config.model_id,
+            "id": name or self._service.config.model_id,
             "object": "model",
-            "created": self._created,
+            "created": created or self._created,
             "owned_by": "lorikeet",
             "max_model_len": self._service.config.max_total_tokens,
         }
-
-
-def _shard(shard: Any) -> dict[str, Any]:
-    """What one shard said of itself."""
-    return {descriptor.name: getattr(shard, descriptor.name) for descriptor in shard.DESCRIPTOR.fields}
 
 
 def _json(content: Any, headers: dict[str, str] | None = None) -> Response:

@@ -1,4 +1,7 @@
-"""LoRAX's generation routes: `/generate`, `/generate_stream`, and `/` with `/invocations`, which take `stream`."""
+"""LoRAX's generation routes: `/generate`, `/generate_stream`, and `/` with `/invocations`, which take `stream`.
+
+`/predict` is here too, as `/generate` with a different body and answer.
+"""
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -8,18 +11,16 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.alias_defaults import native_defaults
-from lorikeet.router.api.collect import Completed, collect_all
+from lorikeet.router.api.collect import Completed, collect_all, speculation_report
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
-from lorikeet.router.api.routes.speculated import speculation_report
-from lorikeet.router.api.service import Service, Timing, cancel_all, now, random_seed, told
+from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, now, random_seed
 from lorikeet.router.api.sse import EventStream, event
-from lorikeet.router.errors import RouterError, lorax_body
+from lorikeet.router.errors import RouterError, UnsupportedField, ValidationError, lorax_body
 from lorikeet.router.receipts.receipt import check_receipt
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import SOURCE_NAMES, GenerationRequest, Token
-from lorikeet.router.schemas.body import read_json
+from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.native import NativeRequest, check_lengths, check_rules, read_native
 
 _TOKEN_EVENT = (
@@ -27,6 +28,12 @@ _TOKEN_EVENT = (
     b'"generated_text":null,"details":null}\n\n'
 )
 _SOURCES = tuple(name.encode() for name in SOURCE_NAMES)
+
+_PREDICT_DEFAULTS: dict[str, Any] = {"max_new_tokens": 40, "top_k": 10, "top_p": 0.9, "return_full_text": True}
+_PREDICT_TOKENS = 4
+"""Draft tokens per step, where the server allows as many."""
+_UNSUPPORTED = ("details", "decoder_input_details", "receipt", "stream")
+"""Fields that ask for more than a text."""
 
 
 class NativeRoutes:
@@ -37,25 +44,22 @@ class NativeRoutes:
 
     async def generate(self, request: Request) -> Response:
         arrived_at = now()
-        body = await read_json(request, self._service.config.max_body_bytes)
-        return await self._answer(request, self._read(body), arrived_at, as_list=False)
+        return await self._answer(request, self._read(await self._service.body(request)), arrived_at, as_list=False)
 
     async def generate_stream(self, request: Request) -> Response:
         arrived_at = now()
-        body = await read_json(request, self._service.config.max_body_bytes)
-        return await self._stream(request, self._read(body), arrived_at)
+        return await self._stream(request, self._read(await self._service.body(request)), arrived_at)
 
     async def compat(self, request: Request) -> Response:
         """`/` and `/invocations`: one route for both, and a list of one when not streaming."""
         arrived_at = now()
-        body = await read_json(request, self._service.config.max_body_bytes)
-        native = self._read(body, with_stream=True)
+        native = self._read(await self._service.body(request), with_stream=True)
         if native.stream:
             return await self._stream(request, native, arrived_at)
         return await self._answer(request, native, arrived_at, as_list=True)
 
     def _read(self, body: dict[str, Any], with_stream: bool = False) -> NativeRequest:
-        return read_native(native_defaults(body, self._service.selection), with_stream=with_stream)
+        return read_native(self._service.native_defaults(body), with_stream=with_stream)
 
     async def _answer(self, request: Request, native: NativeRequest, arrived_at: float, *, as_list: bool) -> Response:
         answer, headers = await self.answered(request, native, arrived_at)
@@ -83,19 +87,16 @@ class NativeRoutes:
         answer: dict[str, Any] = {"generated_text": self._shown_text(native, whole)}
         if parameters.details or parameters.decoder_input_details:
             losers = sequences[:best] + sequences[best + 1 :]
-            answer["details"] = self._details(native, wanted, whole, losers if num_sequences > 1 else None)
-            report = speculation_report([generations[best]])
-            if report is not None:
-                answer["details"]["speculation"] = report
+            answer["details"] = self._details(native, wanted, whole, losers) | _speculation(generations[best])
         if receipt is not None:
             answer.get("details", answer)["receipt"] = receipt
-        request.state.told = told(wanted, len(whole.tokens), whole.finish_reason)
+        request.state.log_fields = log_fields(wanted, len(whole.tokens), whole.finish_reason)
         counts = Counts(len(native.inputs), len(wanted.prompt_ids), len(whole.tokens), whole.num_skipped)
         headers = answer_headers(self._service, timing, generations[best], counts)
         return answer, headers | ignored_fields(native.ignored)
 
     async def _stream(self, request: Request, native: NativeRequest, arrived_at: float) -> EventStream:
-        """Begins once it is known which adapter answers. The status of a stream is 200 whatever happens, as LoRAX's."""
+        """A stream that starts once the adapter is resolved. Its status is 200 even after a failure, as in LoRAX."""
         timing = Timing(arrived_at)
         generation: Generation | None = None
         try:
@@ -113,7 +114,7 @@ class NativeRoutes:
     async def _events(
         self, request: Request, native: NativeRequest, generation: Generation
     ) -> AsyncGenerator[bytes, None]:
-        """One item per chunk with an event per token; a failure is the last event, as the status is sent already."""
+        """One item per chunk with an event per token; a failure is the last event, since the status is already sent."""
         wanted = generation.request
         try:
             texts: list[str] = []
@@ -126,7 +127,7 @@ class NativeRoutes:
                     break
                 if chunk.tokens:
                     yield b"".join([token_event(token) for token in chunk.tokens])
-            request.state.told = told(wanted, num_tokens, chunk.finish_reason)
+            request.state.log_fields = log_fields(wanted, num_tokens, chunk.finish_reason)
             details: dict[str, Any] | None = None
             if native.parameters.details:
                 details = {
@@ -134,24 +135,22 @@ class NativeRoutes:
                     "prompt_tokens": len(wanted.prompt_ids),
                     "generated_tokens": num_tokens,
                     "seed": wanted.seed if wanted.sampling.do_sample else None,
+                    **_speculation(generation),
                 }
-                report = speculation_report([generation])
-                if report is not None:
-                    details["speculation"] = report
             whole = Completed(seed=wanted.seed, text="".join(texts))
             last = [token_event(token) for token in chunk.tokens[:-1]]
             token = _token(chunk.tokens[-1]) if chunk.tokens else None
-            told_last = {"token": token, "generated_text": self._shown_text(native, whole), "details": details}
+            final = {"token": token, "generated_text": self._shown_text(native, whole), "details": details}
             if wanted.receipt:
-                (told_last if details is None else details)["receipt"] = await self._service.receipts.of(generation)
-            last.append(event(told_last))
+                (final if details is None else details)["receipt"] = await self._service.receipts.of(generation)
+            last.append(event(final))
             yield b"".join(last)
         except RouterError as error:
             request.state.failure = error
             yield event(lorax_body(error))
 
     async def _prepare(self, request: Request, native: NativeRequest, *, streaming: bool) -> GenerationRequest:
-        """Check, tokenize, check lengths, settle the adapter. Raises ValidationError or AdapterProblem."""
+        """Check, tokenize, check lengths, resolve the adapter. Raises ValidationError or AdapterProblem."""
         config, request_id = self._service.config, request.state.request_id
         caller = self._service.caller(request)
         fields = check_rules(native, config, streaming=streaming)
@@ -173,11 +172,10 @@ class NativeRoutes:
             speculation=speculation,
             seed=random_seed() if parameters.seed is None else parameters.seed,
             sampling=parameters.sampling(),
-            stop_strings=parameters.stop,
+            stop_strings=tuple(parameters.stop),
             ignore_eos=parameters.ignore_eos_token,
             num_alternatives=parameters.return_k_alternatives or 0,
             prefill_logprobs=parameters.decoder_input_details,
-            group_id=request_id if (parameters.best_of or 1) > 1 else "",
             request_id=request_id,
             receipt=parameters.receipt,
         )
@@ -193,34 +191,72 @@ class NativeRoutes:
         return native.inputs + whole.text if native.parameters.return_full_text else whole.text
 
     def _details(
-        self,
-        native: NativeRequest,
-        wanted: GenerationRequest,
-        whole: Completed,
-        losers: list[Completed] | None,
+        self, native: NativeRequest, wanted: GenerationRequest, whole: Completed, losers: list[Completed]
     ) -> dict[str, Any]:
-        details: dict[str, Any] = {
-            "finish_reason": whole.finish_reason.value,
-            "prompt_tokens": len(wanted.prompt_ids),
-            "generated_tokens": len(whole.tokens),
-            "skipped_tokens": whole.num_skipped,
-            "seed": whole.seed if wanted.sampling.do_sample else None,
-            "prefill": _prefill(whole),
-            "tokens": [_token(token) for token in whole.tokens],
-        }
-        if losers is not None:
+        counts = {"prompt_tokens": len(wanted.prompt_ids), "generated_tokens": len(whole.tokens)}
+        counts["skipped_tokens"] = whole.num_skipped
+        details = _sequence(wanted, whole, counts)
+        if losers:
             details["best_of_sequences"] = [
                 {
                     "generated_text": self._shown_text(native, loser),
-                    "finish_reason": loser.finish_reason.value,
-                    "generated_tokens": len(loser.tokens),
-                    "seed": loser.seed if wanted.sampling.do_sample else None,
-                    "prefill": _prefill(loser),
-                    "tokens": [_token(token) for token in loser.tokens],
+                    **_sequence(wanted, loser, {"generated_tokens": len(loser.tokens)}),
                 }
                 for loser in losers
             ]
         return details
+
+
+def _sequence(wanted: GenerationRequest, whole: Completed, counts: dict[str, int]) -> dict[str, Any]:
+    """What `details` and each of `best_of_sequences` have in common, in LoRAX's order."""
+    return {
+        "finish_reason": whole.finish_reason.value,
+        **counts,
+        "seed": whole.seed if wanted.sampling.do_sample else None,
+        "prefill": [
+            {"id": token_id, "text": text, "logprob": None if logprob is None else round(logprob, 7)}
+            for token_id, text, logprob in whole.prefill
+        ],
+        "tokens": [_token(token) for token in whole.tokens],
+    }
+
+
+def _speculation(generation: Generation) -> dict[str, Any]:
+    """`details.speculation`, absent where the request could not speculate."""
+    report = speculation_report([generation])
+    return {} if report is None else {"speculation": report}
+
+
+class PredictRoute:
+    """`POST /predict`: from a prompt to a text, in the format of LLMSpeculativeSampling's server.
+
+    Constants of that server are defaults here; every other field is one of `/generate`'s parameters.
+    """
+
+    def __init__(self, service: Service, native: NativeRoutes) -> None:
+        self._service = service
+        self._native = native
+
+    async def predict(self, request: Request) -> Response:
+        """Answers with a JSON string: the prompt and the generated text."""
+        arrived_at = now()
+        native = self._read(await self._service.body(request))
+        answer, headers = await self._native.answered(request, native, arrived_at)
+        return Response(orjson.dumps(answer["generated_text"]), headers=headers, media_type="application/json")
+
+    def _read(self, body: dict[str, Any]) -> NativeRequest:
+        if not Fields(body).required_text("prompt"):
+            raise ValidationError("`prompt` cannot be empty", "prompt")
+        parameters = {name: value for name, value in body.items() if name != "prompt"}
+        for name in _UNSUPPORTED:
+            if parameters.pop(name, None) not in (None, False):
+                raise UnsupportedField(name, "is not supported by this route, whose answer is only a text")
+        filled = self._service.native_defaults({"parameters": parameters})["parameters"]
+        most = self._service.config.speculative_tokens_max
+        defaults = {**_PREDICT_DEFAULTS, "speculative_tokens": min(_PREDICT_TOKENS, most)}
+        filled = {**defaults, **{name: value for name, value in filled.items() if value is not None}}
+        native = read_native({"inputs": body["prompt"], "parameters": filled}, with_stream=False)
+        return replace(native, ignored=[name.removeprefix("parameters.") for name in native.ignored])
 
 
 async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
@@ -228,7 +264,7 @@ async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
 
 
 def _token(token: Token) -> dict[str, Any]:
-    """LoRAX's token. A logprob of minus infinity becomes null, as JSON has no word for it."""
+    """LoRAX's token. A logprob of minus infinity becomes null, since JSON cannot represent it."""
     shown: dict[str, Any] = {
         "id": token.id,
         "text": token.text,
@@ -246,7 +282,7 @@ def _token(token: Token) -> dict[str, Any]:
 
 
 def token_event(token: Token) -> bytes:
-    """The event of a token that is not the last. Its usual shape is put together by hand: half the time per token."""
+    """The event of any token but the last. Its usual shape is formatted by hand, which halves the time per token."""
     if token.alternatives is not None:
         return event({"token": _token(token), "generated_text": None, "details": None})
     return _TOKEN_EVENT % (
@@ -257,10 +293,3 @@ def token_event(token: Token) -> bytes:
         b"true" if token.skipped else b"false",
         _SOURCES[token.source],
     )
-
-
-def _prefill(whole: Completed) -> list[dict[str, Any]]:
-    return [
-        {"id": token_id, "text": text, "logprob": None if logprob is None else round(logprob, 7)}
-        for token_id, text, logprob in whole.prefill
-    ]

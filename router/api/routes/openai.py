@@ -1,95 +1,236 @@
-"""What OpenAI's two generation routes share: requests for a prompt, envelopes, usage, finish reasons, logprobs."""
+"""What OpenAI's two generation routes share: from a body to requests, and from generations to an answer or a stream."""
 
 import secrets
 import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
-from lorikeet.router.api.routes.speculated import speculation_report
-from lorikeet.router.api.service import Service, random_seed
-from lorikeet.router.requests.adapter_ref import Adapter, Heads
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorikeet.router.api.collect import Completed, collect_all, interleave, speculation_report
+from lorikeet.router.api.disconnect import ClientWatch
+from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
+from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, named, now, random_seed
+from lorikeet.router.api.sse import DONE, EventStream, event
+from lorikeet.router.errors import RouterError, openai_body
+from lorikeet.router.receipts.receipt import check_receipt
+from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import NO_SPECULATION, FinishReason, GenerationRequest, Speculation, Token
-from lorikeet.router.schemas.openai import CommonFields, check_lengths
+from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Speculation, Token
+from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths
 
-FINISH_REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS_TOKEN: "stop", FinishReason.STOP_SEQUENCE: "stop"}
+FINISH_REASONS = {
+    None: None,
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS_TOKEN: "stop",
+    FinishReason.STOP_SEQUENCE: "stop",
+}
+LOWEST_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON cannot represent."""
 
-_LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON can't say."""
-
-
-@dataclass(frozen=True)
-class LogprobsWanted:
-    """Alternatives per token, None for no logprobs; `prompt` asks for those of the prompt too."""
-
-    num_alternatives: int | None = None
-    prompt: bool = False
+Wanted = TypeVar("Wanted", bound=OpenAIRequest)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, as text only where the text was given or is to be echoed."""
+    """One prompt; as text only where the text was given or is echoed."""
 
     ids: list[int]
     text: str
 
 
-@dataclass(frozen=True)
-class Group:
-    """What the sequences of one prompt share beside it."""
+class OpenAIRoute(ABC, Generic[Wanted]):
+    """One route: subclasses read its body and shape its choices."""
 
-    id: str
-    adapter: Adapter | None
-    cache_salt: str = ""
-    speculation: Speculation = NO_SPECULATION
-    heads: Heads | None = None
+    id_prefix: ClassVar[str]
+    object_name: ClassVar[str]
+    """`object` of an answer, and …"""
+    chunk_name: ClassVar[str]
+    """… of a chunk of a stream."""
 
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
-def requests_for(
-    service: Service,
-    common: CommonFields,
-    prompt: Prompt,
-    num_sequences: int,
-    logprobs: LogprobsWanted,
-    group: Group,
-) -> list[GenerationRequest]:
-    """The sequences of one prompt: they share its computation and differ in their seed."""
-    count = logprobs.num_alternatives or 0
-    # Scoring a prompt needs a step like any other: its one token is dropped.
-    max_tokens = 1 if common.max_tokens == 0 else common.max_tokens
-    first = GenerationRequest(
-        prompt_ids=prompt.ids,
-        text=prompt.text or (decoded(service, prompt.ids) if service.config.log_texts else ""),
-        max_new_tokens=check_lengths(len(prompt.ids), max_tokens, service.config),
-        seed=random_seed() if common.seed is None else common.seed,
-        sampling=common.sampling,
-        stop_strings=common.stop,
-        include_stop=False,
-        ignore_eos=common.ignore_eos,
-        num_alternatives=count,
-        prefill_logprobs=logprobs.prompt and logprobs.num_alternatives is not None,
-        num_prefill_alternatives=count if logprobs.prompt else 0,
-        raw_logprobs=True,
-        group_id=group.id if num_sequences > 1 else "",
-        request_id=group.id,
-        adapter=group.adapter,
-        cache_salt=group.cache_salt,
-        speculation=group.speculation,
-        heads=group.heads,
-        receipt=common.receipt,
-        is_probe=common.max_tokens == 0,
-    )
-    seeds = [random_seed() if common.seed is None else (common.seed + index) % 2**64 for index in range(num_sequences)]
-    return [replace(first, seed=seed) for seed in seeds]
+    @abstractmethod
+    def _read(self, body: dict[str, Any]) -> Wanted:
+        """Raises WrongJsonType or ValidationError."""
 
+    @abstractmethod
+    async def _prompts(self, wanted: Wanted, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
+        """The tokenized prompts and the adapter that answers them. Raises RouterError."""
 
-def decoded(service: Service, ids: list[int]) -> str:
-    """The text of a prompt that came as token ids."""
-    detokenizer = service.tokenizer.detokenizer(())
-    hidden_ids = service.tokenizer.special_ids
-    shown = "".join(detokenizer.push(token_id) for token_id in ids if token_id not in hidden_ids)
-    return shown + detokenizer.flush()
+    @abstractmethod
+    def _choice(self, wanted: Wanted, prompt: Prompt, whole: Completed) -> dict[str, Any]:
+        """One choice of an answer; `index` is filled in by the caller."""
+
+    @abstractmethod
+    def _chunk_choices(
+        self, wanted: Wanted, index: int, chunk: Chunk, visible: "VisibleTokens"
+    ) -> Iterator[dict[str, Any]]:
+        """The choices of a stream that `chunk` gives, one per event."""
+
+    def _first_choices(self, num_choices: int) -> list[dict[str, Any]]:
+        """What a stream starts with."""
+        return []
+
+    async def handle(self, request: Request) -> Response:
+        """Answer one request. Raises RouterError."""
+        service = self._service
+        timing = Timing(now())
+        wanted = self._read(service.openai_defaults(await service.body(request)))
+        stream = wanted.common.stream
+        service.check_room()
+        async with ClientWatch(request.receive):
+            caller = service.caller(request)
+            prompts, adapter = await self._prompts(wanted, caller)
+            requests = await self._requests(wanted, prompts, caller, adapter)
+            service.validated(timing)
+            generations = service.submit(request, requests, timing.arrived_at)
+            if stream:
+                await named(generations)
+            else:
+                try:
+                    sequences = await collect_all(generations)
+                    receipts = await self._receipt(generations)
+                finally:
+                    cancel_all(generations)
+        characters = sum(len(prompt.text) for prompt in prompts)
+        ignored = ignored_fields(wanted.ignored)
+        if stream:
+            headers = stream_headers(service, characters, generations[0]) | ignored
+            events = self._events(request, wanted, prompts, generations)
+            return EventStream(events, headers, on_close=lambda: cancel_all(generations))
+        num_prompt = sum(len(prompt.ids) for prompt in prompts)
+        num_generated = 0 if wanted.only_prompt else sum(len(sequence.tokens) for sequence in sequences)
+        num_skipped = sum(sequence.num_skipped for sequence in sequences)
+        request.state.log_fields = log_fields(requests[0], num_generated, sequences[0].finish_reason)
+        frame = self._envelope(self.object_name, wanted.common)
+        whole = frame.around(self._choices(wanted, prompts, sequences), usage(wanted, prompts, generations)) | receipts
+        counts = Counts(characters, num_prompt, num_generated, num_skipped)
+        headers = answer_headers(service, timing, generations[0], counts) | ignored
+        return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
+
+    async def _requests(
+        self, wanted: Wanted, prompts: list[Prompt], caller: Caller, adapter: Adapter | None
+    ) -> list[GenerationRequest]:
+        """`best_of` per prompt, in the order of the prompts. Those of a prompt share its KV, not the seed."""
+        common, config = wanted.common, self._service.config
+        shared = await self._shared_request(wanted, caller, adapter)
+        check_receipt(common.receipt, shared.speculation, len(prompts) * wanted.best_of)
+        requests: list[GenerationRequest] = []
+        for index, prompt in enumerate(prompts):
+            request_id = f"{caller.request_id}/{index}" if len(prompts) > 1 else caller.request_id
+            text = prompt.text or (self._decode(prompt.ids) if config.log_texts else "")
+            # Scoring a prompt needs a step like any other: its one token is dropped.
+            max_tokens = check_lengths(len(prompt.ids), 1 if wanted.only_prompt else common.max_tokens, config)
+            one_prompt = replace(
+                shared, prompt_ids=prompt.ids, text=text, max_new_tokens=max_tokens, request_id=request_id
+            )
+            for number in range(wanted.best_of):
+                seed = random_seed() if common.seed is None else (common.seed + number) % 2**64
+                requests.append(replace(one_prompt, seed=seed))
+        return requests
+
+    async def _shared_request(self, wanted: Wanted, caller: Caller, adapter: Adapter | None) -> GenerationRequest:
+        """What all sequences of a request have in common."""
+        common, count = wanted.common, wanted.num_logprobs or 0
+        speculation = await self._speculation(common)
+        return GenerationRequest(
+            prompt_ids=[],
+            max_new_tokens=0,
+            seed=0,
+            sampling=common.sampling,
+            stop_strings=common.stop,
+            include_stop=False,
+            ignore_eos=common.ignore_eos,
+            num_alternatives=count,
+            prefill_logprobs=wanted.echo and wanted.num_logprobs is not None,
+            num_prefill_alternatives=count if wanted.echo else 0,
+            raw_logprobs=True,
+            adapter=adapter,
+            cache_salt=caller.cache_salt,
+            speculation=speculation,
+            heads=await self._service.heads(caller, common.heads, speculation),
+            receipt=common.receipt,
+            is_probe=wanted.only_prompt,
+        )
+
+    def _decode(self, ids: list[int]) -> str:
+        """The text of a prompt that came as token ids."""
+        detokenizer = self._service.tokenizer.detokenizer(())
+        hidden_ids = self._service.tokenizer.special_ids
+        return "".join(detokenizer.push(each) for each in ids if each not in hidden_ids) + detokenizer.flush()
+
+    async def _speculation(self, common: CommonFields) -> Speculation:
+        """With the tokens of `prediction`, as far as the lookup reads them."""
+        speculation = self._service.speculation(common.speculation, is_seeded=common.seed is not None)
+        prediction = common.speculation.prediction
+        if not prediction or not speculation.num_tokens:
+            return speculation
+        ids = await self._service.tokenizer.encode(prediction, add_special_tokens=False)
+        return replace(speculation, prediction_ids=tuple(ids[: self._service.config.max_total_tokens]))
+
+    async def _receipt(self, generations: list[Generation]) -> dict[str, Any]:
+        """The answer's `receipt` where the request asks for one. Raises GenerationFailed."""
+        if not generations[0].request.receipt:
+            return {}
+        return {"receipt": await self._service.receipts.of(generations[0])}
+
+    def _envelope(self, kind: str, common: CommonFields) -> "Envelope":
+        info = self._service.dispatcher.info
+        fingerprint = "unknown"
+        if info is not None:
+            fingerprint = f"{info.version}-{info.dtype.removeprefix('torch.')}-{info.device}"
+        model = common.adapter.name or self._service.config.model_id
+        return Envelope(f"{self.id_prefix}-{secrets.token_hex(16)}", kind, int(time.time()), model, fingerprint)
+
+    def _choices(self, wanted: Wanted, prompts: list[Prompt], sequences: list[Completed]) -> list[dict[str, Any]]:
+        """`n` per prompt: the likeliest where `best_of` gave more."""
+        choices = []
+        for index, prompt in enumerate(prompts):
+            group = sequences[index * wanted.best_of : (index + 1) * wanted.best_of]
+            if wanted.best_of > wanted.common.num_choices:
+                group = sorted(group, key=lambda sequence: -sequence.mean_logprob)[: wanted.common.num_choices]
+            choices += [self._choice(wanted, prompt, sequence) for sequence in group]
+        for index, choice in enumerate(choices):
+            choice["index"] = index
+        return choices
+
+    async def _events(
+        self, request: Request, wanted: Wanted, prompts: list[Prompt], generations: list[Generation]
+    ) -> AsyncGenerator[bytes, None]:
+        frame = self._envelope(self.chunk_name, wanted.common)
+        echoed = [prompts[index // wanted.best_of].text if wanted.echo else "" for index in range(len(generations))]
+        visible = [VisibleTokens(self._service, text) for text in echoed]
+        no_usage = {"usage": None} if wanted.common.include_usage else {}
+        num_generated = 0
+        if first := self._first_choices(len(generations)):
+            yield b"".join(event(frame.around([choice]) | no_usage) for choice in first)
+        try:
+            async for index, chunk in interleave(generations):
+                if wanted.only_prompt:
+                    chunk.tokens, chunk.text = [], ""
+                num_generated += len(chunk.tokens)
+                if chunk.finish_reason is not None:
+                    sent = generations[index].request
+                    request.state.log_fields = log_fields(sent, num_generated, chunk.finish_reason)
+                for choice in self._chunk_choices(wanted, index, chunk, visible[index]):
+                    yield event(frame.around([choice]) | no_usage)
+            receipts = await self._receipt(generations)
+        except RouterError as error:
+            request.state.failure = error
+            yield event(openai_body(error))
+            return
+        if wanted.common.include_usage:
+            yield event(frame.around([], usage(wanted, prompts, generations)) | receipts)
+        elif receipts:
+            yield event(frame.around([]) | receipts)
+        yield DONE
 
 
 @dataclass(frozen=True)
@@ -104,54 +245,23 @@ class Envelope:
 
     def around(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         """LoRAX's order of keys."""
-        whole: dict[str, Any] = {
+        return {
             "id": self.id,
             "object": self.object,
             "created": self.created,
             "model": self.model,
             "choices": choices,
+            **({} if usage is None else {"usage": usage}),
+            "system_fingerprint": self.system_fingerprint,
         }
-        if usage is not None:
-            whole["usage"] = usage
-        whole["system_fingerprint"] = self.system_fingerprint
-        return whole
 
 
-def envelope(service: Service, prefix: str, kind: str, common: CommonFields) -> Envelope:
-    """A new one, with an id of its own."""
-    info = service.dispatcher.info
-    fingerprint = f"{info.version}-{info.dtype.removeprefix('torch.')}-{info.device}" if info is not None else "unknown"
-    model = common.adapter.name or service.config.model_id
-    return Envelope(f"{prefix}-{secrets.token_hex(16)}", kind, int(time.time()), model, fingerprint)
-
-
-async def group_of(service: Service, caller: Caller, common: CommonFields, adapter: Adapter | None) -> Group:
-    """What all sequences of one request share. Raises RouterError."""
-    guessing = await _speculation(service, common)
-    heads = await service.heads(caller, common.heads, guessing)
-    return Group(caller.request_id, adapter, caller.cache_salt, guessing, heads)
-
-
-async def _speculation(service: Service, common: CommonFields) -> Speculation:
-    """How far ahead is guessed, with the tokens of the text that the output may repeat, as far as it is looked at."""
-    settled = service.speculation(common.speculation, is_seeded=common.seed is not None)
-    prediction = common.speculation.prediction
-    if not prediction or not settled.num_tokens:
-        return settled
-    ids = await service.tokenizer.encode(prediction, add_special_tokens=False)
-    return replace(settled, prediction_ids=tuple(ids[: service.config.max_total_tokens]))
-
-
-async def receipt_of(service: Service, generations: list[Generation]) -> dict[str, Any]:
-    """What stands beside the choices where the request wants a receipt. Raises GenerationFailed."""
-    if not generations[0].request.receipt:
-        return {}
-    return {"receipt": await service.receipts.of(generations[0])}
-
-
-def usage(num_prompt: int, num_cached: int, num_completion: int, generations: list[Generation]) -> dict[str, Any]:
-    """LoRAX's keys first, in its order. What guessing ahead gave stands where OpenAI tells of predictions."""
-    told: dict[str, Any] = {
+def usage(wanted: OpenAIRequest, prompts: list[Prompt], generations: list[Generation]) -> dict[str, Any]:
+    """LoRAX's keys first, in its order; speculative decoding's counts are where OpenAI has those of predictions."""
+    num_prompt = sum(len(prompt.ids) for prompt in prompts)
+    num_completion = 0 if wanted.only_prompt else sum(generation.num_generated for generation in generations)
+    num_cached = sum(generation.num_cached for generation in generations[:: wanted.best_of])
+    counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "total_tokens": num_prompt + num_completion,
         "completion_tokens": num_completion,
@@ -159,39 +269,24 @@ def usage(num_prompt: int, num_cached: int, num_completion: int, generations: li
     }
     report = speculation_report(generations)
     if report is not None:
-        told["completion_tokens_details"] = {
+        counts["completion_tokens_details"] = {
             "accepted_prediction_tokens": report["accepted"],
             "rejected_prediction_tokens": report["drafted"] - report["accepted"],
             "speculation": report,
         }
-    return told
-
-
-def chat_logprobs(service: Service, tokens: list[Token]) -> dict[str, Any]:
-    """`logprobs` of a chat choice, for its visible tokens."""
-    content = []
-    for token in tokens:
-        entry = _chat_entry(service, token.id, token.logprob)
-        entry["top_logprobs"] = [_chat_entry(service, other, value) for other, _, value in token.alternatives or ()]
-        content.append(entry)
-    return {"content": content, "refusal": None}
-
-
-def _chat_entry(service: Service, token_id: int, logprob: float) -> dict[str, Any]:
-    vocabulary = service.tokenizer.vocabulary
-    text = service.tokenizer.token_text(token_id)
-    raw = vocabulary.piece(token_id) if vocabulary.is_bytewise else text.encode()
-    return {"token": text, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(raw)}
+    return counts
 
 
 class VisibleTokens:
-    """Tells which tokens of a choice its text shows: neither an end-of-text token nor what a stop string cut off."""
+    """Finds the tokens of a choice that its text shows: no end-of-text token, nothing that a stop string cut off."""
 
-    def __init__(self, service: Service, start: int = 0) -> None:
+    def __init__(self, service: Service, echo: str = "") -> None:
         self._hidden_ids = service.tokenizer.special_ids | service.tokenizer.eos_ids
-        self._offset = start
+        self.echo = echo
+        """The part of the prompt that is not shown yet."""
+        self._offset = len(echo)
         """Characters of the text before the next token."""
-        self._text_length = start
+        self._text_length = len(echo)
 
     def take(self, tokens: list[Token], text: str, finish: FinishReason | None) -> list[tuple[Token, int]]:
         """(token, offset of its text) of one chunk with its visible text."""
@@ -205,47 +300,3 @@ class VisibleTokens:
             shown.append((token, self._offset))
             self._offset += len(token.text)
         return shown
-
-
-def completion_logprobs(
-    service: Service, tokens: list[tuple[Token, int]], num_alternatives: int
-) -> dict[str, list[Any] | None]:
-    """`logprobs` of a completion choice: four lists in step."""
-    text = service.tokenizer.token_text
-    top: list[Any] | None = None
-    if num_alternatives:
-        top = []
-        for token, _ in tokens:
-            best = {other_text: max(value, _LOWEST_LOGPROB) for _, other_text, value in token.alternatives or ()}
-            top.append({**best, text(token.id): max(token.logprob, _LOWEST_LOGPROB)})
-    return {
-        "tokens": [text(token.id) for token, _ in tokens],
-        "token_logprobs": [max(token.logprob, _LOWEST_LOGPROB) for token, _ in tokens],
-        "top_logprobs": top,
-        "text_offset": [offset for _, offset in tokens],
-    }
-
-
-def prompt_logprobs(
-    service: Service,
-    prefill: list[tuple[int, str, float | None]],
-    alternatives: list[list[tuple[int, str, float]]] | None,
-) -> dict[str, list[Any] | None]:
-    """The same four lists for an echoed prompt; its first token has no probability."""
-    hidden_ids = service.tokenizer.special_ids
-    offsets, offset = [], 0
-    for token_id, text, _ in prefill:
-        offsets.append(offset)
-        offset += 0 if token_id in hidden_ids else len(text)
-    top: list[Any] | None = None
-    if alternatives is not None:
-        top = [None] + [
-            {**{other: value for _, other, value in best}, text: logprob}
-            for (_, text, logprob), best in zip(prefill[1:], alternatives[1:], strict=True)
-        ]
-    return {
-        "tokens": [text for _, text, _ in prefill],
-        "token_logprobs": [logprob for _, _, logprob in prefill],
-        "top_logprobs": top,
-        "text_offset": offsets,
-    }

@@ -1,4 +1,4 @@
-"""What steps cost by their tokens and by how far back these attend, as measured in the shard itself. Reads no clock."""
+"""Estimated seconds of steps, by their tokens and the positions these attend to, as measured here. Reads no clock."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,47 +11,48 @@ import numpy.typing as npt
 
 NUM_SAMPLES = 7
 FEW = 3
-"""With fewer samples the least counts: what was measured once may have been disturbed, and is tried again."""
+"""With fewer samples the least counts: a single measurement may have been disturbed."""
 EXACT = 32
-"""Up to so many tokens each number has samples of its own …"""
+"""Up to this number of tokens each number has its own samples …"""
 PER_DOUBLING = 32
-"""… beyond, so many numbers between one and twice as many."""
+"""… above it there are this many buckets between one number and its double."""
 FORGOTTEN = 2000
-"""Steps after which a number that no step had is tried afresh."""
+"""Steps after which the samples of an unused number are dropped."""
 REPLACED = 32
-"""A number that has its samples gets a new one after so many steps at the earliest: slower than the machine changes."""
+"""A full bucket gets a new sample after this many steps at the earliest: slower than the machine's speed changes."""
 FOLLOWED, MOST_FOLLOWED = 1 / 8, 1.25
-"""How much of the distance from what was expected, by the median of the newest steps, tells of the machine's present
-speed, and of what at most. A mean of steps lies above the medians that are expected, and the machine would look slower
-and slower.
+"""Part of the error of the newest steps, by their median, that updates the machine's estimated speed, and the largest
+error that counts. A mean would lie above the medians that are expected, and the machine would look slower and slower.
 """
+LEAST_SECONDS = 1e-6
+"""Clocks of host and device may differ, and no step takes no time."""
 LEAST_TOKENS = 1 / 32
-"""The part of a step that is not attention, at least."""
+"""The least part of a step that is not attention."""
 MEAN_OVER, MEMORY = 64, 0.998
-"""Of attention: a number's means are over so many steps; and what part of what was known is still after one more."""
+"""Of attention: steps that the means of a bucket cover; and the decay per step of the slope's sums."""
 
 
 @dataclass
 class _Samples:
-    """Steps of one number of tokens."""
+    """Steps in one bucket of numbers of tokens."""
 
     num_tokens: int
     measured: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
     """Seconds, attended positions, and the machine's slowness."""
     newest: int = 0
-    """The step that had so many tokens last …"""
+    """Number of the last step in the bucket …"""
     sampled: int = 0
-    """… and the one whose seconds are here."""
+    """… and of the last one that was sampled."""
 
     def typical(self, per_attended: float) -> float:
-        """Seconds but for attention, were the slowness 1."""
+        """Seconds without attention, at slowness 1."""
         found = [max(s - per_attended * num, LEAST_TOKENS * s) / slowness for s, num, slowness in self.measured]
         return median_low(found) if len(found) >= FEW else min(found)
 
 
 @dataclass
 class _Means:
-    """Of the steps of one number of tokens."""
+    """Of the steps in one bucket."""
 
     num_attended: float = 0.0
     seconds: float = 0.0
@@ -59,8 +60,8 @@ class _Means:
 
 
 class _Attention:
-    """Seconds for each attended position: the line through steps of one number of tokens, the same slope for all
-    numbers. Each number has a level of its own, so that what its tokens cost does not matter here.
+    """Seconds for each attended position: a regression line through the steps of each bucket, with one slope for all
+    buckets. Each bucket has its own level, so that the cost of its tokens does not matter here.
     """
 
     def __init__(self) -> None:
@@ -86,26 +87,27 @@ class _Attention:
 
 
 class StepCosts:
-    """Seconds by number of tokens: between two numbers that were seen, on a line. Beyond the most it is flat, and below
-    the least it falls with the number: what was never tried looks cheap, and so is tried. To that comes attention, by
-    the positions that all tokens attend to.
+    """Seconds by number of tokens, interpolated between measured numbers, plus attention by attended positions. Above
+    the largest number the estimate is flat, and below the smallest it falls with the number: what was never measured
+    looks cheap, and so is tried.
 
-    A machine is faster in one minute than in the next, for all numbers alike. That is kept apart: else the number that
-    is used, and so measured, in a slow minute would look worse than those that were last seen in a fast one.
+    The machine's speed varies over time for all numbers alike. It is estimated separately: else a number that is used,
+    and so measured, in a slow minute would look worse than those last measured in a fast one.
     """
 
     def __init__(self) -> None:
         self._samples: dict[int, _Samples] = {}
         self._num_observed = 0
         self._slowness = 1.0
-        """Of the machine now, beside attention, whose slope follows it by itself."""
+        """Of the machine now, without attention, whose slope adapts by itself."""
         self._beyond: deque[float] = deque(maxlen=NUM_SAMPLES)
-        """Of the newest steps: how far from what was expected, as a logarithm."""
+        """Logarithms of measured over expected seconds of the newest steps."""
         self._attention = _Attention()
         self._curve: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float] | None = None
 
     def observe(self, num_tokens: int, num_attended: int, seconds: float) -> None:
-        """A step of so many tokens, which attended to so many positions in all, took so long."""
+        """Record a step."""
+        seconds = max(seconds, LEAST_SECONDS)
         self._num_observed += 1
         bucket = _bucket(num_tokens)
         samples = self._samples.setdefault(bucket, _Samples(num_tokens))
@@ -124,29 +126,71 @@ class StepCosts:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was seen."""
+        """Whether any step was recorded."""
         return bool(self._samples)
 
     def expected(self, nums_tokens: Sequence[int] | range) -> npt.NDArray[np.float64]:
-        """[n] seconds of steps of so many tokens each, but for attention. Only where anything was seen."""
+        """[n] seconds of steps with these numbers of tokens, without attention. Only where `is_known`."""
         numbers, seconds, _ = self._current()
         wanted = np.asarray(nums_tokens, np.float64)
         return self._slowness * np.interp(wanted, numbers, seconds) * np.minimum(1.0, wanted / numbers[0])
 
+    def estimate(self, num_tokens: int, num_attended: int) -> float:
+        """Seconds of one step; 0 before any step was recorded."""
+        samples, slope = self._samples.get(_bucket(num_tokens)), self._attention.slope
+        if samples is not None and self._is_fresh(samples):  # without the curve, which new samples make obsolete
+            return self._slowness * samples.typical(slope) + slope * num_attended
+        return float(self.expected([num_tokens])[0]) + slope * num_attended if self._samples else 0.0
+
     @property
     def per_attended(self) -> float:
-        """Seconds for each position that is attended to. Only where anything was seen."""
+        """Seconds for each attended position. Only where `is_known`."""
         return self._current()[2]
+
+    def _is_fresh(self, samples: _Samples) -> bool:
+        return samples.newest > self._num_observed - FORGOTTEN
 
     def _current(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float]:
         """[n] numbers of tokens, [n] their seconds, and those for an attended position."""
         if self._curve is None:
             slope = self._attention.slope
-            fresh = [each for each in self._samples.values() if each.newest > self._num_observed - FORGOTTEN]
-            fresh.sort(key=lambda each: each.num_tokens)
+            fresh = sorted(filter(self._is_fresh, self._samples.values()), key=lambda each: each.num_tokens)
             numbers = np.array([each.num_tokens for each in fresh], np.float64)
             self._curve = (numbers, np.array([each.typical(slope) for each in fresh], np.float64), slope)
         return self._curve
+
+
+class DraftCosts:
+    """Seconds of a draft model's passes by the number of requests it drafts for.
+
+    The first pass of a step takes in what was verified before it and finds the draft model's weights out of all caches.
+    It is kept apart from the passes after it: a mean of both would overestimate every deeper draft, the more so the
+    fewer are taken.
+    """
+
+    def __init__(self) -> None:
+        self.first, self.further = StepCosts(), StepCosts()
+
+    def observe(self, num_drawn: int, num_attended: int, seconds: tuple[float, float], num_passes: int) -> None:
+        """Record a step with drafts for `num_drawn` requests: seconds of the first pass, and of all others together."""
+        first, further = seconds
+        if first > 0:
+            self.first.observe(num_drawn, num_attended, first)
+        if num_passes > 1 and further > 0:
+            self.further.observe(num_drawn, num_attended, further / (num_passes - 1))
+
+    def expected(self, num_drawn: int, num_attended: int, most: int) -> npt.NDArray[np.float64]:
+        """[most + 1] seconds of 0, 1, … `most` passes, each of which attends to `num_attended` positions; 0 before any
+        pass was recorded.
+        """
+        if not (num_drawn and self.first.is_known):
+            return np.zeros(most + 1)
+        first, further = (
+            float(costs.expected([num_drawn])[0]) + costs.per_attended * num_attended
+            for costs in (self.first, self.further if self.further.is_known else self.first)
+        )
+        passes = np.arange(most + 1)
+        return np.minimum(passes, 1) * first + np.maximum(passes - 1, 0) * further
 
 
 def _bucket(num_tokens: int) -> int:

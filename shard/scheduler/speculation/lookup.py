@@ -1,9 +1,8 @@
-"""Prompt lookup: what followed the last time the newest tokens stood in the request's own text.
+"""Prompt lookup: proposes what followed the most recent occurrence of the newest tokens in the request's own text.
 
-The longest suffix of the known tokens that occurred before is looked for, of `longest` tokens at most, and its most
-recent occurrence. One table per length from a hash of so many tokens to where they last ended; a known token costs one
-entry in each. Knows one request's token ids and nothing else. Saxena 2023, "Prompt lookup decoding"; LoRAX's variant
-takes the first occurrence of the last token alone.
+The match is the longest suffix of the known tokens that occurred before, of at most `longest` tokens. One table per
+length maps the hash of that many tokens to where they last ended; a known token costs one entry in each. Saxena 2023,
+"Prompt lookup decoding"; LoRAX's variant takes the first occurrence of the last token alone.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.shard.scheduler.request import Source
+from lorikeet.shard.scheduler.speculation.types import Source
 
 _BASE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -25,7 +24,7 @@ class Lookup:
     def __init__(
         self, token_ids: Sequence[int], shortest: int = 1, longest: int = 8, before: Sequence[int] = ()
     ) -> None:
-        """`before` is a text that the request brings beside its own, such as what its output may repeat."""
+        """`before` is another text to search, such as one that the output may repeat."""
         self._lengths = range(shortest, longest + 1)
         self._tables: list[dict[int, int]] = [{} for _ in self._lengths]
         self._tokens: list[int] = []
@@ -36,7 +35,7 @@ class Lookup:
         if before:
             self._load(before)
         self._start = len(self._tokens)
-        """No match reaches over the border between the two texts."""
+        """No match crosses the border between the two texts."""
         self._load(token_ids[:-1])
         self.extend(token_ids[-1:])
 
@@ -57,19 +56,19 @@ class Lookup:
                     self._match_end, self.match_length = found, length
                 table[value] = end
 
-    def draft_token(self, num_tokens: int) -> list[int]:
+    def propose(self, num_tokens: int) -> list[int]:
         first = self._match_end
         if first < 0:
             return []
-        if first <= self._start:  # the other text has an end of its own
+        if first <= self._start:  # a proposal from the other text stops where that ends
             return self._tokens[first : min(first + num_tokens, self._start)]
         followed = self._tokens[first : first + num_tokens]
-        while len(followed) < num_tokens:  # the match reaches the newest token: what repeats goes on repeating
+        while len(followed) < num_tokens:  # the match reaches the newest token: the repetition goes on
             followed += followed[: num_tokens - len(followed)]
         return followed
 
     def _load(self, token_ids: Sequence[int]) -> None:
-        """Enter a whole text at once: as `extend` would, but for matches."""
+        """Index a whole text at once: as `extend` does, without looking for matches."""
         first = len(self._tokens)
         self._tokens += token_ids
         tokens: npt.NDArray[np.uint64] = np.asarray(token_ids, np.uint64) + np.uint64(1)

@@ -56,7 +56,7 @@ def test_every_option_of_a_request_is_its_field() -> None:
     scripted = Scripted(body=event(" a", whole=" a"))
     options = "-M 9 --temperature 0.5 --top-k 3 --top-p 0.9 --repetition-penalty 1.1 -s 4 --stop end --stop . -g 2"
     options += " --ignore-eos-token --adapter-id a --adapter-source local --heads-id h --speculative-method draft"
-    options += " --speculative-schedule constant --speculative-verify google"
+    options += " --speculative-schedule constant --speculative-verification google"
     assert run(scripted, "x", *options.split()) == 0
     assert scripted.asked[0][2]["parameters"] == {
         "details": True,
@@ -75,7 +75,7 @@ def test_every_option_of_a_request_is_its_field() -> None:
         "speculative_tokens": 2,
         "speculative_method": "draft",
         "speculative_schedule": "constant",
-        "speculative_verify": "google",
+        "speculative_verification": "google",
     }
 
 

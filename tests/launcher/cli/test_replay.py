@@ -195,7 +195,8 @@ def test_every_parameter_is_explicit_in_the_request() -> None:
     assert path == "/generate"
     assert body["parameters"] == {
         "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
-        "seed": 7, "stop": ["."], "ignore_eos_token": True, "temperature": 0.5, "speculative_verify": "coupled",
+        "seed": 7, "stop": ["."], "ignore_eos_token": True, "temperature": 0.5,
+        "speculative_verification": "shared-noise",
         "receipt": True, "do_sample": True, "max_new_tokens": 4, "truncate": 3, "watermark": False,
         "return_full_text": False, "top_k": 3, "adapter_id": "a", "adapter_source": "local",
     }  # fmt: skip

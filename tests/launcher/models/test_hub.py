@@ -3,17 +3,17 @@
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lorikeet.launcher.exits import Exit
+from lorikeet.launcher.main import main
 from lorikeet.launcher.models.hub import choose, missing_files
 from lorikeet.launcher.models.progress import size
 from tests.hub_server import HubServer, Repository, commit_of, hub
 
-ROOT = Path(__file__).parents[3]
 CONFIG = json.dumps({"model_type": "llama", "max_position_embeddings": 2048}).encode()
 TWO_PARTS = json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}).encode()
 MODEL = {
@@ -41,31 +41,35 @@ SERVED = {
 }
 
 
-def launch(
-    server: HubServer | None, cache: Path, *arguments: str, **environment: str
-) -> "subprocess.CompletedProcess[str]":
-    """Run the launcher against `server`, or against nothing that listens."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    endpoint = server.url if server is not None else "http://127.0.0.1:1"
-    kept |= {"HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "lorikeet.launcher", "--huggingface-hub-cache", str(cache), *arguments],
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def downloaded(server: HubServer | None, cache: Path, *arguments: str, **environment: str) -> Path:
+@pytest.fixture
+def launch(capfd: pytest.CaptureFixture[str]) -> Launch:
+    """Runs the launcher in this process against `server`, or an unused port; downloads are child processes."""
+
+    def run(
+        server: HubServer | None, cache: Path, *arguments: str, **environment: str
+    ) -> "subprocess.CompletedProcess[str]":
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+        endpoint = server.url if server is not None else "http://127.0.0.1:1"
+        kept |= {"HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "environ", kept | environment)
+            code = main(["--huggingface-hub-cache", str(cache), *arguments])
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return run
+
+
+def downloaded(launch: Launch, server: HubServer | None, cache: Path, *arguments: str, **environment: str) -> Path:
     """The folder that `--download-only` prints."""
     result = launch(server, cache, "--download-only", *arguments, **environment)
     assert result.returncode == 0, result.stderr
     return Path(result.stdout.strip())
 
 
-def test_only_needed_files_are_fetched(tmp_path: Path) -> None:
+def test_only_needed_files_are_fetched(launch: Launch, tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
         result = launch(server, tmp_path, "--download-only", "--model-id", "owner/name")
     assert result.returncode == 0, result.stderr
@@ -77,26 +81,26 @@ def test_only_needed_files_are_fetched(tmp_path: Path) -> None:
     assert path.name == commit_of(MODEL)
 
 
-def test_a_warm_cache_needs_no_hub(tmp_path: Path) -> None:
+def test_a_warm_cache_needs_no_hub(launch: Launch, tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
-        path = downloaded(server, tmp_path, "--model-id", "owner/name")
-    assert downloaded(None, tmp_path, "--model-id", "owner/name", HF_HUB_OFFLINE="1") == path
+        path = downloaded(launch, server, tmp_path, "--model-id", "owner/name")
+    assert downloaded(launch, None, tmp_path, "--model-id", "owner/name", HF_HUB_OFFLINE="1") == path
     # The cache is used with a warning.
     result = launch(None, tmp_path, "--download-only", "--model-id", "owner/name")
     assert result.stdout.strip() == str(path)
     assert "the hub is not reachable" in result.stderr and "WARNING" in result.stderr
 
 
-def test_a_cold_cache_without_a_hub_is_an_error(tmp_path: Path) -> None:
+def test_a_cold_cache_without_a_hub_is_an_error(launch: Launch, tmp_path: Path) -> None:
     result = launch(None, tmp_path, "--model-id", "owner/name", HF_HUB_OFFLINE="1")
     assert result.returncode == Exit.DOWNLOAD_ERROR
     assert "owner/name is not in the cache, and the hub is not reachable" in result.stderr
 
 
 @pytest.mark.long
-def test_an_incomplete_cache_is_an_error(tmp_path: Path) -> None:
+def test_an_incomplete_cache_is_an_error(launch: Launch, tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
-        path = downloaded(server, tmp_path, "--model-id", "owner/name")
+        path = downloaded(launch, server, tmp_path, "--model-id", "owner/name")
     (path / "model-2-of-2.safetensors").unlink()
     result = launch(None, tmp_path, "--model-id", "owner/name", HF_HUB_OFFLINE="1")
     assert result.returncode == Exit.DOWNLOAD_ERROR
@@ -106,35 +110,35 @@ def test_an_incomplete_cache_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["--model-id", "owner/name@v1"], ["--model-id", "owner/name", "--revision", "v1"]]
 )
-def test_a_revision_selects_a_commit(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_revision_selects_a_commit(launch: Launch, tmp_path: Path, arguments: list[str]) -> None:
     old = {"config.json": CONFIG, "model.safetensors": b"old"}
     with hub({"owner/name": Repository(MODEL, branches={"v1": old})}) as server:
-        path = downloaded(server, tmp_path, *arguments)
+        path = downloaded(launch, server, tmp_path, *arguments)
         assert (path / "model.safetensors").read_bytes() == b"old"
         assert path.name == commit_of(old)
         missing = launch(server, tmp_path, "--model-id", "owner/name@v2")
     assert missing.returncode == Exit.DOWNLOAD_ERROR
     assert "owner/name has no revision v2 at the hub" in missing.stderr
-    assert downloaded(None, tmp_path, *arguments, HF_HUB_OFFLINE="1") == path
+    assert downloaded(launch, None, tmp_path, *arguments, HF_HUB_OFFLINE="1") == path
 
 
-def test_bin_files_are_fetched_only_without_safetensors(tmp_path: Path) -> None:
+def test_bin_files_are_fetched_only_without_safetensors(launch: Launch, tmp_path: Path) -> None:
     files = {"config.json": CONFIG, "pytorch_model.bin": b"weights", "training_args.bin": b"no"}
     with hub({"name": Repository(files)}) as server:
-        path = downloaded(server, tmp_path, "--model-id", "name")
+        path = downloaded(launch, server, tmp_path, "--model-id", "name")
     assert {file.name for file in path.iterdir()} == {"config.json", "pytorch_model.bin"}
 
 
-def test_code_is_fetched_only_with_trust_remote_code(tmp_path: Path) -> None:
+def test_code_is_fetched_only_with_trust_remote_code(launch: Launch, tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
-        path = downloaded(server, tmp_path, "--model-id", "owner/name", "--trust-remote-code")
+        path = downloaded(launch, server, tmp_path, "--model-id", "owner/name", "--trust-remote-code")
     assert (path / "modeling_x.py").exists()
 
 
 @pytest.mark.parametrize("variable", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"])
-def test_private_models_need_a_token(tmp_path: Path, variable: str) -> None:
+def test_private_models_need_a_token(launch: Launch, tmp_path: Path, variable: str) -> None:
     with hub({"owner/secret": Repository(MODEL, token="hf_right")}) as server:
-        path = downloaded(server, tmp_path, "--model-id", "owner/secret", **{variable: "hf_right"})
+        path = downloaded(launch, server, tmp_path, "--model-id", "owner/secret", **{variable: "hf_right"})
         assert (path / "config.json").exists()
         result = launch(server, tmp_path / "other", "--model-id", "owner/secret")
     assert result.returncode == Exit.DOWNLOAD_ERROR
@@ -142,21 +146,21 @@ def test_private_models_need_a_token(tmp_path: Path, variable: str) -> None:
     assert "hf_right" not in result.stdout + result.stderr
 
 
-def test_a_gated_model_is_an_error(tmp_path: Path) -> None:
+def test_a_gated_model_is_an_error(launch: Launch, tmp_path: Path) -> None:
     with hub({"owner/gated": Repository(MODEL, token="hf_right", gated=True)}) as server:
         result = launch(server, tmp_path, "--model-id", "owner/gated", HF_TOKEN="hf_wrong")
     assert result.returncode == Exit.DOWNLOAD_ERROR
     assert "owner/gated is gated" in result.stderr
 
 
-def test_a_repository_without_a_model_is_an_error(tmp_path: Path) -> None:
+def test_a_repository_without_a_model_is_an_error(launch: Launch, tmp_path: Path) -> None:
     with hub({"a/data": Repository({"data.csv": b""}), "a/bare": Repository({"config.json": CONFIG})}) as server:
         assert "has no config.json" in launch(server, tmp_path, "--model-id", "a/data").stderr
         assert "neither safetensors nor .bin" in launch(server, tmp_path, "--model-id", "a/bare").stderr
         assert "was not found at the hub" in launch(server, tmp_path, "--model-id", "a/none").stderr
 
 
-def test_the_configuration_is_printed_without_fetching_weights(tmp_path: Path) -> None:
+def test_the_configuration_is_printed_without_fetching_weights(launch: Launch, tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
         result = launch(server, tmp_path, "--model-id", "owner/name", "--print-config", "--eager-prefill", "true")
         assert not any("model-1-of-2.safetensors" in request for request in server.requests)
@@ -169,7 +173,7 @@ def test_the_configuration_is_printed_without_fetching_weights(tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_weights_from_another_folder_are_not_fetched(tmp_path: Path) -> None:
+def test_weights_from_another_folder_are_not_fetched(launch: Launch, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.mkdir()
     (weights / "model.safetensors").write_bytes(b"mine")
@@ -200,7 +204,7 @@ def test_missing_files(tmp_path: Path) -> None:
     assert missing_files(["model.safetensors"], tmp_path, weights=True) == ["config.json"]
 
 
-def test_a_draft_model_is_fetched_too(tmp_path: Path) -> None:
+def test_a_draft_model_is_fetched_too(launch: Launch, tmp_path: Path) -> None:
     old = {**MODEL, "model-1-of-2.safetensors": b"old"}
     repositories = {"owner/name": Repository(MODEL), "owner/small": Repository(MODEL, branches={"v1": old})}
     wanted = ("--model-id", "owner/name", "--draft-model-id", "owner/small", "--draft-revision", "v1")

@@ -1,4 +1,4 @@
-"""The keeper as a task of the router: it ends when it is told to, whatever else comes at that moment."""
+"""The preloader as a task: it ends when it is cancelled, whatever else happens at that moment."""
 
 import asyncio
 
@@ -11,19 +11,19 @@ from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.config import RouterConfig
 
 
-async def test_a_change_at_the_moment_of_its_end_does_not_keep_it() -> None:
+async def test_a_change_during_cancellation_does_not_prevent_it() -> None:
     config = RouterConfig("model", "", ("unix:none",))
     directory = Directory(config)
     preloader = AdapterPreloader(Selection(config, None, directory, Keys()), None)  # type: ignore[arg-type]  # nothing is pinned
 
     async def incomplete() -> bool:
-        return False  # so that it waits for a while, not for ever: only such a wait can swallow its end
+        return False  # so that it waits with a timeout: only such a wait could swallow the cancellation
 
-    preloader._settle = incomplete  # type: ignore[method-assign]
+    preloader._reconcile = incomplete  # type: ignore[method-assign]
     running = asyncio.create_task(preloader.run())
     await preloader.settled.wait()
     for _ in range(5):
-        await asyncio.sleep(0)  # then it waits for changes
+        await asyncio.sleep(0)  # now it waits for changes
     for changed in directory.on_change:
         changed()
     running.cancel()

@@ -1,4 +1,4 @@
-"""`lorax-client` in an environment of its own, as it pins libraries that are too old for the server's.
+"""`lorax-client` in a separate environment, since it pins libraries that are too old for the server.
 
     python -m tests.router.api.lorax_client install
 
@@ -28,19 +28,19 @@ def python() -> Path | None:
 
 
 def install() -> None:
-    """Make the environment, or leave it as it is."""
+    """Create the environment, unless it exists."""
     if python() is not None:
         return
     venv.create(FOLDER, with_pip=True)
     try:
         subprocess.run([FOLDER / "bin" / "pip", "install", "--quiet", f"lorax-client=={VERSION}"], check=True)
     except subprocess.CalledProcessError:
-        shutil.rmtree(FOLDER)  # half of it would pass for the whole
+        shutil.rmtree(FOLDER)  # an incomplete folder would be taken for a complete one
         raise
 
 
 async def calls(interpreter: Path, base_url: str, operations: list[dict[str, Any]]) -> list[Any]:
-    """What the client made of each `{"call", "is_async"?, **arguments}`: a dictionary, or `{"raised", "message"}`."""
+    """The client's result of each `{"call", "is_async"?, **arguments}`: a dictionary, or `{"raised", "message"}`."""
     process = await asyncio.create_subprocess_exec(
         interpreter, __file__, base_url, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

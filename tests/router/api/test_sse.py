@@ -1,4 +1,4 @@
-"""A stream as the server's protocol sees it: messages in order, comments while silent, an end whatever happens."""
+"""A stream as ASGI messages: their order, keep-alive comments, and cleanup however it ends."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -52,7 +52,7 @@ async def test_each_part_is_one_message() -> None:
     assert closed == [True]
 
 
-async def test_comments_while_nothing_happens() -> None:
+async def test_keep_alive_comments() -> None:
     connection = Connection()
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -70,7 +70,7 @@ async def test_comments_while_nothing_happens() -> None:
     assert len(connection.sent) == num_sent, "no comment after the end"
 
 
-async def test_a_vanished_client_ends_the_generator() -> None:
+async def test_a_disconnect_closes_the_generator() -> None:
     ended: list[str] = []
     connection = Connection()
 
@@ -86,10 +86,10 @@ async def test_a_vanished_client_ends_the_generator() -> None:
     with pytest.raises(ClientGone):
         await stream({}, connection.receive, connection.send)
     assert ended == ["generator", "stream"]
-    await asyncio.sleep(0)  # the task itself was not left cancelled
+    await asyncio.sleep(0)  # the task itself is not cancelled
 
 
-async def test_a_cancellation_from_elsewhere_stays_one() -> None:
+async def test_other_cancellations_are_raised() -> None:
     connection = Connection()
 
     async def events() -> AsyncGenerator[bytes, None]:

@@ -1,4 +1,4 @@
-"""The dispatcher against a shard without a model, over a real socket: batches, credit, ends, and a shard that goes."""
+"""The dispatcher with a simulated shard over a real socket: batches, credit, ends, and a lost shard."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ WORDS = tuple(range(200, 240))
 
 @dataclass
 class Stage:
-    """A dispatcher, the shard it talks to, and every message the shard got."""
+    """A dispatcher, its shard, and every message that the shard received."""
 
     dispatcher: Dispatcher
     shard: SimulatedShard
@@ -80,14 +80,14 @@ async def ids_of(generation: Generation) -> list[int]:
     return [token.id async for chunk in generation for token in chunk.tokens]
 
 
-async def test_a_request_comes_back_whole_and_in_order(tmp_path: Path) -> None:
+async def test_output_is_complete_and_in_order(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         generation = here.dispatcher.submit(request(12))
         ids = await ids_of(generation)
         start = WORDS.index(ids[0])
         assert ids == [WORDS[(start + index) % len(WORDS)] for index in range(12)]
         assert generation.emitted_ids == ids
-        assert generation.queued_at <= generation.sent_at <= generation.first_token_at
+        assert generation.routing.queued_at <= generation.routing.sent_at <= generation.first_token_at
         assert here.dispatcher.info is not None
         assert here.dispatcher.info.model_id == "simulated"
         assert here.dispatcher.healthy
@@ -139,13 +139,13 @@ async def test_batches_stay_within_the_credit(tmp_path: Path) -> None:
 
         here.shard._model.on_command = watch
         made = [here.dispatcher.submit(request(2 + index % 5)) for index in range(60)]
-        assert here.dispatcher.queue_length > 0
+        assert len(here.dispatcher._queue) > 0
         texts = await asyncio.gather(*(ids_of(generation) for generation in made))
         assert [len(ids) for ids in texts] == [2 + index % 5 for index in range(60)]
         assert most <= 7
 
 
-async def test_kv_credit_holds_back_but_an_idle_shard_is_asked(tmp_path: Path) -> None:
+async def test_an_idle_shard_gets_a_request_beyond_its_kv_credit(tmp_path: Path) -> None:
     async with stage(tmp_path, SimulatedModel(step_seconds=0.02, kv_tokens=100)) as here:
         small, large = here.dispatcher.submit(request(2, 10)), here.dispatcher.submit(request(2, 150))
         await small.next()
@@ -154,14 +154,14 @@ async def test_kv_credit_holds_back_but_an_idle_shard_is_asked(tmp_path: Path) -
 
 
 async def test_a_shard_where_all_wait_for_adapters_gets_the_next_request_at_once(tmp_path: Path) -> None:
-    """It runs no step after whose end a batch could leave."""
+    """It runs no step at whose end a batch could be sent."""
     async with stage(tmp_path) as here:
         here.shard.may_end.clear()
         first = here.dispatcher.submit(request())
         await here.until(lambda: here.shard.is_held)
         (link,) = here.dispatcher.links
         parked = pb.StepOutput(credit=pb.Credit(num_requests=9, num_kv_tokens=999, acknowledged=1), load=pb.Load())
-        link.shard_output(parked)
+        link.on_output(parked)
         second = here.dispatcher.submit(request())
         await here.until(lambda: here.batches == [1, 1])
         here.shard.may_end.set()
@@ -177,7 +177,7 @@ async def test_large_batches_are_split_below_four_mebibytes(tmp_path: Path) -> N
         assert sum(here.batches) == 21
 
 
-async def test_everything_of_a_request_travels(tmp_path: Path) -> None:
+async def test_all_fields_of_a_request_are_sent(tmp_path: Path) -> None:
     sampling = Sampling(True, 0.7, 5, 0.9, 0.1, 0.8, 1.5, 0.25, 0.5, ((7, 1.5), (9, -2.0)), True)
 
     async with stage(tmp_path) as here:
@@ -190,14 +190,13 @@ async def test_everything_of_a_request_travels(tmp_path: Path) -> None:
             prefill_logprobs=True,
             num_prefill_alternatives=2,
             raw_logprobs=True,
-            group_id="g",
             cache_salt="s",
         )
         await ids_of(here.dispatcher.submit(asked, deadline=time.monotonic() + 10))
         await ids_of(here.dispatcher.submit(request(1, ignore_eos=True, logprobs=False)))
         first, second = (submit for command in here.commands for submit in command.submits)
         assert list(first.prompt_ids) == [5, 6]
-        assert (first.seed, first.group_id, first.cache_salt) == (1 << 60, "g", "s")
+        assert (first.seed, first.cache_salt) == (1 << 60, "s")
         assert list(first.stop_ids) == [1]
         assert 9000 < first.deadline_ms <= 10_000
         assert first.logprobs == pb.Logprobs(
@@ -231,11 +230,11 @@ async def test_cancelled_requests_leave_no_trace(tmp_path: Path) -> None:
     async with stage(tmp_path, SimulatedModel(max_running=2)) as here:
         made = [here.dispatcher.submit(request(100_000)) for _ in range(6)]
         await made[0].next()
-        assert here.dispatcher.queue_length == 4
+        assert len(here.dispatcher._queue) == 4
         for generation in made:
             generation.cancel()
             generation.cancel()
-        assert here.dispatcher.queue_length == 0
+        assert len(here.dispatcher._queue) == 0
         await here.idle()
         assert sorted(here.shard.aborted_ids) == [1, 2]
         with pytest.raises(GenerationFailed):
@@ -243,7 +242,7 @@ async def test_cancelled_requests_leave_no_trace(tmp_path: Path) -> None:
                 pass
 
 
-async def test_limits_refuse_by_name(tmp_path: Path) -> None:
+async def test_each_limit_raises_its_own_error(tmp_path: Path) -> None:
     model = SimulatedModel(max_running=1)
     async with stage(tmp_path, model, max_concurrent_requests=3, max_queue_seconds=0.05) as here:
         made = [here.dispatcher.submit(request(100_000)) for _ in range(3)]
@@ -266,7 +265,7 @@ async def test_limits_refuse_by_name(tmp_path: Path) -> None:
         await here.idle()
 
 
-async def test_what_is_too_late_before_it_is_queued_is_never_sent(tmp_path: Path) -> None:
+async def test_an_expired_request_is_never_sent(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         with pytest.raises(DeadlineExceeded):
             here.dispatcher.submit(request(), deadline=time.monotonic() - 0.001)
@@ -274,7 +273,7 @@ async def test_what_is_too_late_before_it_is_queued_is_never_sent(tmp_path: Path
         assert here.batches == [1]
 
 
-async def test_the_configured_time_limit_holds_for_every_request(tmp_path: Path) -> None:
+async def test_the_configured_time_limit_applies_to_every_request(tmp_path: Path) -> None:
     async with stage(tmp_path, request_timeout_s=0.1) as here:
         with pytest.raises(DeadlineExceeded):
             await ids_of(here.dispatcher.submit(request(100_000)))
@@ -292,7 +291,7 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest(tmp_path: Path) 
         assert await draining
 
 
-async def test_draining_cuts_what_takes_too_long(tmp_path: Path) -> None:
+async def test_draining_fails_what_takes_too_long(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         endless = here.dispatcher.submit(request(100_000))
         await endless.next()
@@ -301,21 +300,21 @@ async def test_draining_cuts_what_takes_too_long(tmp_path: Path) -> None:
             await ids_of(endless)
 
 
-async def test_output_that_makes_no_sense_fails_one_request(tmp_path: Path) -> None:
+async def test_malformed_output_fails_one_request(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         broken, sound = (here.dispatcher.submit(request(20, num_alternatives=1)) for _ in range(2))
         await sound.next()
-        nonsense = pb.RequestOutput(id=broken.wire_id, token_ids=[200], alternative_ids=[1, 2], logprobs=[-1.0])
-        here.dispatcher.links[0].shard_output(pb.StepOutput(outputs=[nonsense]))
+        nonsense = pb.RequestOutput(id=broken.routing.wire_id, token_ids=[200], alternative_ids=[1, 2], logprobs=[-1.0])
+        here.dispatcher.links[0].on_output(pb.StepOutput(outputs=[nonsense]))
         with pytest.raises(GenerationFailed, match="could not read"):
             await ids_of(broken)
         await ids_of(sound)
         assert sound.num_generated == 20
         await here.idle()
-        assert here.shard.aborted_ids == [broken.wire_id]
+        assert here.shard.aborted_ids == [broken.routing.wire_id]
 
 
-async def test_nothing_is_sent_before_a_shard_is_there(tmp_path: Path) -> None:
+async def test_requests_fail_before_a_shard_is_connected(tmp_path: Path) -> None:
     tokenizer = Tokenizer(byte_level())
     dispatcher = Dispatcher(RouterConfig("model", "", (f"unix:{tmp_path}/none.sock",)), tokenizer)
     await dispatcher.start()
@@ -326,7 +325,7 @@ async def test_nothing_is_sent_before_a_shard_is_there(tmp_path: Path) -> None:
     tokenizer.close()
 
 
-async def test_a_slow_reader_gets_everything_that_was_joined(tmp_path: Path) -> None:
+async def test_a_slow_reader_gets_joined_output(tmp_path: Path) -> None:
     async with stage(tmp_path, SimulatedModel(step_seconds=0.001)) as here:
         made = [here.dispatcher.submit(request(50)) for _ in range(100)]
         await here.until(lambda: all(generation.num_generated == 50 for generation in made))
@@ -336,20 +335,20 @@ async def test_a_slow_reader_gets_everything_that_was_joined(tmp_path: Path) -> 
             assert chunk.finish_reason is FinishReason.LENGTH
 
 
-async def test_one_address_is_needed(tmp_path: Path) -> None:
+async def test_an_address_is_required(tmp_path: Path) -> None:
     tokenizer = Tokenizer(byte_level())
     with pytest.raises(ValueError, match="no shard address"):
         Dispatcher(RouterConfig("model", "", ()), tokenizer)
     tokenizer.close()
 
 
-async def test_a_step_that_ends_sooner_brings_the_next_message_forward(tmp_path: Path) -> None:
+async def test_an_earlier_send_time_replaces_a_later_one(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         now, send_loop = time.monotonic(), here.dispatcher._send_loop
-        send_loop._at(now + 60)
+        send_loop._send_at(now + 60)
         late = send_loop._timer
-        send_loop._at(now + 0.01)
-        send_loop._at(now + 30)
+        send_loop._send_at(now + 0.01)
+        send_loop._send_at(now + 30)
         assert late is not None and late.cancelled()
         await here.until(lambda: send_loop._timer is None)
         assert time.monotonic() - now < 30

@@ -1,4 +1,4 @@
-"""The fair queue: nothing lost, nobody starved, shares by weight, first come first served within a key."""
+"""The fair queue: no request is lost or starved, shares follow the weights, and each flow is first in, first out."""
 
 from collections import defaultdict
 
@@ -24,7 +24,7 @@ def anything(request_id: int) -> bool:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Random arrivals, departures, cancellations and charges, beside a list per key."""
+    """Random arrivals, departures, cancellations and charges, compared with a list per key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,25 +57,25 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.left)
     @rule(data=st.data(), tokens=st.integers(0, 100))
     def come_back(self, data: st.DataObject, tokens: int) -> None:
-        """A request that had left is the first of its key again, however many wait."""
+        """A request that had left is the first of its flow again, without a limit."""
         request_id = data.draw(st.sampled_from(sorted(self.left)))
         key = self.left.pop(request_id)
-        self.queue.put_back(key, request_id, tokens)
+        self.queue.requeue(key, request_id, tokens)
         self.waiting[key].insert(0, request_id)
 
     @rule()
     def pop_without_room(self) -> None:
-        """What does not fit stays where it is, and is still the next one."""
-        asked: list[int] = []
+        """A request that does not fit stays the next one."""
+        tried: list[int] = []
 
         def nothing(request_id: int) -> bool:
-            asked.append(request_id)
+            tried.append(request_id)
             return False
 
         assert self.queue.pop(nothing) is None
-        if asked:
+        if tried:
             found = self.queue.pop(anything)
-            assert found == asked[0]
+            assert found == tried[0]
             key = next(key for key, ids in self.waiting.items() if found in ids)
             assert self.waiting[key].pop(0) == found
 
@@ -121,7 +121,7 @@ def test_random_lives_of_a_queue() -> None:
     most=st.sampled_from([4, 16, 60]),
 )
 @settings(max_examples=50, deadline=None)
-def test_shares_follow_the_weights_whenever_one_looks(data: st.DataObject, weights: list[float], most: int) -> None:
+def test_charged_tokens_follow_the_weights_at_any_time(data: st.DataObject, weights: list[float], most: int) -> None:
     """Keys that always wait: tokens per weight differ by no more than a quantum and the largest charges."""
     queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
     keys = [f"key {index}" for index in range(len(weights))]
@@ -162,7 +162,7 @@ def test_a_flood_does_not_starve_a_trickle() -> None:
     assert 1000 in [queue.pop(anything) for _ in range(5)]
 
 
-def test_keys_of_short_requests_take_turns_often() -> None:
+def test_flows_of_short_requests_alternate_often() -> None:
     queue = FairQueue(max_waiting=1000)
     for request_id in range(200):
         queue.push("heavy", request_id, 32, weight=3)
@@ -193,7 +193,7 @@ def test_emitted_tokens_count() -> None:
     assert 4 <= sent["short"] / sent["long"] <= 6
 
 
-def test_idling_saves_up_nothing_and_debts_are_kept() -> None:
+def test_idle_flows_keep_debt_but_no_credit() -> None:
     queue = FairQueue(max_waiting=100, quantum=QUANTUM)
     for request_id in range(100):
         queue.push("steady", request_id, QUANTUM)
@@ -215,7 +215,7 @@ def test_idling_saves_up_nothing_and_debts_are_kept() -> None:
     assert 1 not in [queue.pop(anything) for _ in range(40)]
 
 
-def test_forgotten_keys_leave_no_trace() -> None:
+def test_idle_flows_are_dropped() -> None:
     queue = FairQueue(max_waiting=10, quantum=QUANTUM)
     for index in range(1000):
         queue.push(f"adapter {index}", index, 1)
@@ -230,11 +230,11 @@ def test_a_weight_is_positive() -> None:
         FairQueue(10).push("a", 1, 1, weight=0)
 
 
-def test_of_those_that_come_back_the_last_one_goes_first() -> None:
+def test_of_requeued_requests_the_last_one_goes_first() -> None:
     queue = FairQueue(max_waiting=9)
     for request_id in (1, 2, 3):
         queue.push("key", request_id, 5)
     assert [queue.pop(anything), queue.pop(anything)] == [1, 2]
-    queue.put_back("key", 2, 6)
-    queue.put_back("key", 1, 6)
+    queue.requeue("key", 2, 6)
+    queue.requeue("key", 1, 6)
     assert [queue.pop(anything) for _ in range(4)] == [1, 2, 3, None]

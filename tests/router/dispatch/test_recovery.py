@@ -1,4 +1,4 @@
-"""Requests whose shard is lost: they go on elsewhere, or there after its restart, as if nothing had happened."""
+"""Requests whose shard is lost continue on another one, or on its successor, with the same output."""
 
 import asyncio
 import time
@@ -16,8 +16,9 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import GenerationFailed, NoShard, PoisonRequest
 from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.routing import PoisonRequestTracker
 from lorikeet.router.requests.types import FinishReason, GenerationRequest
-from lorikeet.router.shards.client import BEAT_SECONDS, QUIET_BEATS
+from lorikeet.router.shards.client import HEARTBEAT_SECONDS, MAX_MISSED
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel, SimulatedShard
@@ -58,7 +59,7 @@ class Fleet:
 
     @property
     def marked(self) -> list[bool]:
-        """By shard: whether whoever started it is asked to end it."""
+        """By shard: whether its parent process is asked to kill it."""
         return [Path(mark).exists() for mark in self.marks]
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -86,7 +87,7 @@ async def fleet(folder: Path, num_shards: int, **fields: Any) -> AsyncIterator[F
 
 
 def text_of(seed: int, num_tokens: int) -> list[int]:
-    """What a simulated shard gives, wherever it goes on."""
+    """The output of a simulated shard, wherever the request continues."""
     return [WORDS[(seed * 37 + index) % len(WORDS)] for index in range(num_tokens)]
 
 
@@ -94,14 +95,14 @@ async def ids_of(generation: Generation) -> list[int]:
     return [token.id async for chunk in generation for token in chunk.tokens]
 
 
-async def test_requests_of_a_lost_shard_go_on_elsewhere(tmp_path: Path) -> None:
+async def test_requests_of_a_lost_shard_continue_elsewhere(tmp_path: Path) -> None:
     async with fleet(tmp_path, 2) as here:
         for index in range(2):
             await here.start(index)
         made = [here.submit(200, seed) for seed in range(12)]
         reading = [asyncio.create_task(ids_of(generation)) for generation in made]
         await here.until(lambda: all(generation.num_generated > 20 for generation in made))
-        lost = [generation for generation in made if generation.link is here.dispatcher.links[0]]
+        lost = [generation for generation in made if generation.routing.shard_address == here.addresses[0]]
         assert 0 < len(lost) < 12
         await here.end(0)
         assert [await each for each in reading] == [text_of(seed, 200) for seed in range(12)]
@@ -110,10 +111,10 @@ async def test_requests_of_a_lost_shard_go_on_elsewhere(tmp_path: Path) -> None:
         for submit in moved:
             assert list(submit.prompt_ids) == [50] * 4 + text_of(submit.seed, submit.num_emitted)
             assert (submit.max_new_tokens, submit.isolation_steps > 0) == (200, True)
-        assert here.dispatcher.metrics.requests_moved.values[""] == len(lost)
+        assert here.dispatcher.metrics.requests_retried.values[""] == len(lost)
 
 
-async def test_requests_wait_for_the_only_shard_to_come_back(tmp_path: Path) -> None:
+async def test_requests_wait_for_the_only_shard_to_return(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as here:
         await here.start(0, max_running=1)
         running, queued = here.submit(300), here.submit(3, 2)
@@ -130,8 +131,8 @@ async def test_requests_wait_for_the_only_shard_to_come_back(tmp_path: Path) -> 
         assert [submit.seed for submit in here.submits[0]][-3:] == [1, 2, 3]
 
 
-async def test_requests_wait_while_the_only_shard_ends(tmp_path: Path) -> None:
-    """It finishes what it runs and says that it takes nothing new; its successor is not there yet."""
+async def test_requests_wait_while_the_only_shard_shuts_down(tmp_path: Path) -> None:
+    """It finishes its requests and accepts no new ones; its successor has not started yet."""
     async with fleet(tmp_path, 2) as here:
         shard = await here.start(0)
         running = here.submit(200)
@@ -141,7 +142,7 @@ async def test_requests_wait_while_the_only_shard_ends(tmp_path: Path) -> None:
         late = here.submit(3, 2)
         assert here.dispatcher.healthy
         await ids_of(running)
-        assert running.emitted_ids == text_of(1, 200) and not running.num_moves
+        assert running.emitted_ids == text_of(1, 200) and not running.routing.num_retries
         await here.start(1)
         assert await ids_of(late) == text_of(2, 3)
 
@@ -161,7 +162,7 @@ async def test_a_request_waits_no_longer_than_the_recovery_may_take(tmp_path: Pa
         assert await ids_of(here.submit(3)) == text_of(1, 3)
 
 
-async def test_nobody_waits_while_the_server_ends(tmp_path: Path) -> None:
+async def test_requests_do_not_wait_for_a_shard_while_draining(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as here:
         await here.start(0)
         running = here.submit(100_000)
@@ -185,12 +186,12 @@ async def test_a_silent_shard_is_taken_out(tmp_path: Path) -> None:
         await here.until(lambda: here.dispatcher.links[0].ready)
 
 
-async def test_a_router_that_was_halted_itself_has_missed_nothing(tmp_path: Path) -> None:
+async def test_a_suspended_router_misses_no_heartbeat(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as here:
         await here.start(0)
         client = here.dispatcher.links[0].client
-        time.sleep(BEAT_SECONDS * QUIET_BEATS + 0.3)  # noqa: ASYNC251 - what it is about: nothing of this loop runs
-        await asyncio.sleep(BEAT_SECONDS)
+        time.sleep(HEARTBEAT_SECONDS * MAX_MISSED + 0.3)  # noqa: ASYNC251 - what it is about: nothing of this loop runs
+        await asyncio.sleep(HEARTBEAT_SECONDS)
         assert await ids_of(here.submit(3)) == text_of(1, 3)
         assert client.connected and not client.is_taken_out
 
@@ -207,8 +208,8 @@ async def test_a_shard_whose_step_hangs_is_taken_out(tmp_path: Path) -> None:
         hanging.running_ms = 0
 
 
-async def test_what_ends_shards_is_refused_by_name_and_nobody_else(tmp_path: Path) -> None:
-    """Two requests are computed when a shard ends; the next one ends in a step of the first of them alone."""
+async def test_only_the_request_that_crashes_shards_fails(tmp_path: Path) -> None:
+    """A shard crashes in a step of two requests; the next one crashes in a step of only the first of them."""
     async with fleet(tmp_path, 1) as here:
         shard = await here.start(0)
         poison, other = here.submit(1000, 1), here.submit(1000, 2)
@@ -218,9 +219,11 @@ async def test_what_ends_shards_is_refused_by_name_and_nobody_else(tmp_path: Pat
         await here.until(lambda: shard.num_running == 2)
         assert [submit.isolation_steps > 0 for submit in here.submits[0][-2:]] == [True, True]
         (link,) = here.dispatcher.links
-        await here.until(lambda: link.step_requests == {poison.wire_id, other.wire_id})  # what the shard itself says
-        alone = pb.StepRequests(ids=[poison.wire_id])
-        link.shard_output(pb.StepOutput(step_requests=alone))
+        await here.until(
+            lambda: link.step_requests == {poison.routing.wire_id, other.routing.wire_id}
+        )  # as reported by the shard itself
+        alone = pb.StepRequests(ids=[poison.routing.wire_id])
+        link.on_output(pb.StepOutput(step_requests=alone))
         await here.end(0)
         with pytest.raises(PoisonRequest):
             await ids_of(poison)
@@ -229,24 +232,24 @@ async def test_what_ends_shards_is_refused_by_name_and_nobody_else(tmp_path: Pat
         assert other.emitted_ids == text_of(2, 1000)
 
 
-async def test_a_request_that_has_shown_its_innocence_may_see_any_number_of_ends(tmp_path: Path) -> None:
+async def test_a_cleared_request_survives_any_number_of_crashes(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as here:
         await here.start(0)
         made = here.submit(1500)
         await here.until(lambda: made.num_generated > 0)
-        for num_ends in range(1, 4):
+        for num_crashes in range(1, 4):
             await here.end(0)
             await here.start(0)
-            poison_tracker = made.poison_tracker
-            assert poison_tracker is not None and poison_tracker.num_ends == num_ends
+            poison_tracker = made.routing.poison_tracker
+            assert poison_tracker.num_crashes == num_crashes
             await here.until(lambda trial=poison_tracker: trial.isolation_steps == 0)  # type: ignore[misc]
         await ids_of(made)
         assert made.emitted_ids == text_of(1, 1500)
 
 
 @pytest.mark.parametrize("computed", [True, False])
-async def test_what_another_shard_may_do_is_tried_again(tmp_path: Path, computed: bool) -> None:
-    """A step that failed makes suspects, and fails the one that was alone in it; a refusal does neither."""
+async def test_a_retryable_error_is_retried(tmp_path: Path, computed: bool) -> None:
+    """A failed step makes its requests suspects, and fails one that was isolated; a rejection does neither."""
     async with fleet(tmp_path, 1) as here:
         shard = await here.start(0)
         made = here.submit(50)
@@ -255,19 +258,19 @@ async def test_what_another_shard_may_do_is_tried_again(tmp_path: Path, computed
         def fail() -> None:
             shard.may_end.clear()
             error = pb.RequestOutput(
-                id=made.wire_id,
+                id=made.routing.wire_id,
                 finish_reason=pb.FINISH_ERROR,
                 error="the step failed: X",
                 retryable=True,
                 in_step=computed,
             )
-            link.shard_output(pb.StepOutput(outputs=[error]))
+            link.on_output(pb.StepOutput(outputs=[error]))
             shard.may_end.set()
 
         await made.next()
         fail()
-        await here.until(lambda: made.wire_id in link.running)
-        assert made.num_moves == 1
+        await here.until(lambda: made.routing.wire_id in link.running)
+        assert made.routing.num_retries == 1
         if computed:
             fail()
             with pytest.raises(GenerationFailed, match="the step failed"):
@@ -275,19 +278,19 @@ async def test_what_another_shard_may_do_is_tried_again(tmp_path: Path, computed
         else:
             await ids_of(made)
             assert made.emitted_ids == text_of(1, 50)
-            assert made.poison_tracker is None
+            assert made.routing.poison_tracker == PoisonRequestTracker()
 
 
-async def test_an_end_that_was_not_heard_of_is_known_by_the_tokens(tmp_path: Path) -> None:
-    """The last token came, and the shard was gone before it could say that nothing follows."""
+async def test_a_lost_finish_reason_is_derived_from_the_tokens(tmp_path: Path) -> None:
+    """The last token arrived, and the shard was lost before it sent the finish reason."""
     async with fleet(tmp_path, 1) as here:
         shard = await here.start(0)
         shard.may_end.clear()
         full, ended = here.submit(2), here.submit(9)
         await here.until(lambda: shard.num_running == 2)
-        outputs = [pb.RequestOutput(id=full.wire_id, token_ids=[200, 201], step_ends=b"\1\1")]
-        outputs.append(pb.RequestOutput(id=ended.wire_id, token_ids=[200, 1], step_ends=b"\1\1"))
-        here.dispatcher.links[0].shard_output(pb.StepOutput(outputs=outputs))
+        outputs = [pb.RequestOutput(id=full.routing.wire_id, token_ids=[200, 201], step_ends=b"\1\1")]
+        outputs.append(pb.RequestOutput(id=ended.routing.wire_id, token_ids=[200, 1], step_ends=b"\1\1"))
+        here.dispatcher.links[0].on_output(pb.StepOutput(outputs=outputs))
         shard.may_end.set()
         await here.end(0)
         reasons = [[chunk.finish_reason async for chunk in each][-1] for each in (full, ended)]

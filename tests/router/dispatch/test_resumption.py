@@ -1,8 +1,9 @@
-"""Any sequence of ends, halts, refusals, failed steps and returns of shards: every text is what it is undisturbed."""
+"""Random crashes, hangs, rejections, failed steps and restarts of shards change no output."""
 
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,8 +18,8 @@ from hypothesis.stateful import (
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoShard, PoisonRequest, RouterError
-from lorikeet.router.requests.crash_suspect import TRIAL
-from lorikeet.router.requests.generation import Generation, State
+from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.routing import ISOLATION_STEPS
 from lorikeet.router.requests.types import FinishReason, GenerationRequest
 from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
@@ -34,29 +35,29 @@ MOST_TURNS = 4000
 
 
 @dataclass(eq=False)
-class Asked:
-    """A request, what it must give, and what its reader got."""
+class Submitted:
+    """A request, its expected output, and the output that its reader got."""
 
     generation: Generation
     ids: list[int]
-    """Undisturbed; so are text and reason."""
+    """Expected, like text and reason."""
     text: str
     reason: FinishReason | None
     deadline: float | None = None
-    validate: Callable[["Asked"], None] = lambda asked: None
+    validate: Callable[["Submitted"], None] = lambda submitted: None
     """Called once it has ended."""
-    peril: str = ""
-    """What a step that computes it does: `ends` the shard, or `fails`."""
+    fault: str = ""
+    """What a step that computes it does: `crashes` the shard, or `fails`."""
     got_ids: list[int] = field(default_factory=list)
     got_text: str = ""
     got: FinishReason | RouterError | None = None
     """How it ended."""
-    num_ends: int = 0
-    """Shards that ended, and steps that failed, with it in the last step that was begun or heard of."""
+    num_crashes: int = 0
+    """Crashes and failed steps with it in the last step that was started or reported."""
     last_alone: bool = False
-    """Whether it was alone in the step of the newest of these."""
+    """Whether it was alone in the last of these steps."""
     must_try: bool = False
-    """Whether it is a suspect that was not sent since."""
+    """Whether it is a suspect that has not been sent again."""
     is_cancelled: bool = False
 
     async def read(self) -> None:
@@ -69,28 +70,28 @@ class Asked:
             self._end(error)
 
     def _end(self, how: FinishReason | RouterError | None) -> None:
-        assert self.got is None, "something follows the end"
+        assert self.got is None, "output after the end"
         self.got = how
         if how is not None:
             self.validate(self)
 
 
-def undisturbed(request: GenerationRequest) -> Asked:
-    """The request by itself, one token after the other."""
-    made = Generation(0, request, TOKENIZER, lambda generation: None)
+def undisturbed(request: GenerationRequest) -> Submitted:
+    """The request alone, token by token."""
+    made = Generation(0, request, TOKENIZER, Mock())
     stop_ids = frozenset[int]() if request.ignore_eos else EOS_IDS
     ids = generate_alone(request.prompt_ids, request.max_new_tokens, stop_ids)
     for place, token_id in enumerate(ids, 1):
         output = pb.RequestOutput(token_ids=[token_id], sources=b"\1", step_ends=b"\1", logprobs=[0.0])
         if place == len(ids):
             output.finish_reason = pb.FINISH_EOS if token_id in stop_ids else pb.FINISH_LENGTH
-        if made.state is not State.DONE:
+        if not made.is_over:
             made.feed(output, 0.0)
-    return Asked(made, made.emitted_ids, made._text, made._finish)
+    return Submitted(made, made.emitted_ids, made._text, made.finish_reason)
 
 
 class ResumptionMachine(RuleBasedStateMachine):
-    """One dispatcher over real engines that come and go."""
+    """One dispatcher with real engines that stop and start."""
 
     @initialize(
         num_shards=st.integers(1, 3),
@@ -102,12 +103,12 @@ class ResumptionMachine(RuleBasedStateMachine):
         setup = Setup(60, 4, step_tokens, max_running, max_waiting=4, commit_lag=commit_lag)
         self.fleet = Unwired(num_shards, TOKENIZER, setup, self.before_step)
         self.dispatcher, self.shards = self.fleet.dispatcher, self.fleet.shards
-        self.all: list[Asked] = []
+        self.all: list[Submitted] = []
         self.readers: list[asyncio.Task[None]] = []
         self.none_since = self.fleet.clock.now
         self.fleet.do(self.shards[0].start)
 
-    # What clients do
+    # Clients
 
     @precondition(lambda self: self.dispatcher.healthy)
     @rule(
@@ -116,10 +117,10 @@ class ResumptionMachine(RuleBasedStateMachine):
         stop=st.sampled_from(["", "", "5", "C9", "%&"]),
         include_stop=st.booleans(),
         seconds=st.sampled_from([None, None, None, 0.02, 5.0]),
-        peril=st.sampled_from(["", "", "", "", "", "ends", "fails"]),
+        fault=st.sampled_from(["", "", "", "", "", "crashes", "fails"]),
     )
-    def ask(
-        self, prompt: list[int], num_tokens: int, stop: str, include_stop: bool, seconds: float | None, peril: str
+    def submit_one(
+        self, prompt: list[int], num_tokens: int, stop: str, include_stop: bool, seconds: float | None, fault: str
     ) -> None:
         request = GenerationRequest(
             prompt, num_tokens, 1, stop_strings=(stop,) if stop else (), include_stop=include_stop
@@ -127,9 +128,9 @@ class ResumptionMachine(RuleBasedStateMachine):
         alone = undisturbed(request)
         deadline = None if seconds is None else self.fleet.clock.now + seconds
         made = self.fleet.do(self.submit, request, deadline)
-        asked = Asked(made, alone.ids, alone.text, alone.reason, deadline, self.ended_rightly, peril)
-        self.all.append(asked)
-        self.readers.append(self.fleet.do(self.fleet.loop.create_task, asked.read()))
+        submitted = Submitted(made, alone.ids, alone.text, alone.reason, deadline, self.ended_rightly, fault)
+        self.all.append(submitted)
+        self.readers.append(self.fleet.do(self.fleet.loop.create_task, submitted.read()))
 
     def submit(self, request: GenerationRequest, deadline: float | None) -> Generation:
         return self.dispatcher.submit(request, deadline=deadline)
@@ -137,34 +138,34 @@ class ResumptionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.living)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        asked = data.draw(st.sampled_from(self.living))
-        asked.is_cancelled = True
-        self.fleet.do(asked.generation.cancel)
+        submitted = data.draw(st.sampled_from(self.living))
+        submitted.is_cancelled = True
+        self.fleet.do(submitted.generation.cancel)
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 4.0, RECOVERY_S + 1]))
     def time_passes(self, seconds: float) -> None:
         self.fleet.do(lambda: None, seconds=seconds)
 
-    # What shards do
+    # Shards
 
-    @rule(index=st.integers(0, 2), num_steps=st.integers(1, 6), is_heard=st.booleans(), listens=st.booleans())
-    def steps(self, index: int, num_steps: int, is_heard: bool, listens: bool) -> None:
-        """Now and then nothing of a few steps is heard, or nothing new is read."""
+    @rule(index=st.integers(0, 2), num_steps=st.integers(1, 6), is_delivered=st.booleans(), listens=st.booleans())
+    def steps(self, index: int, num_steps: int, is_delivered: bool, listens: bool) -> None:
+        """The output of some steps is not delivered, or no command is read."""
         shard = self.shards[index % len(self.shards)]
         for _ in range(num_steps):
             if shard.is_there:
                 self.fleet.do(self.step, shard, listens)
-            if shard.is_there and is_heard:
+            if shard.is_there and is_delivered:
                 self.fleet.do(shard.say)
 
     def step(self, shard: Shard, listens: bool = True) -> None:
-        """One step, which may be the last."""
+        """One step, which may crash the shard."""
         if listens:
             for submit in shard.listen():
-                asked = self.asked(shard.link, submit.id)
-                if asked is not None and asked.must_try:
-                    assert submit.isolation_steps >= TRIAL, "a suspect without a trial"
-                    asked.must_try = False
+                submitted = self.find(shard.link, submit.id)
+                if submitted is not None and submitted.must_try:
+                    assert submit.isolation_steps >= ISOLATION_STEPS, "a suspect is not isolated"
+                    submitted.must_try = False
         try:
             shard.step()
         except Died:
@@ -175,27 +176,27 @@ class ResumptionMachine(RuleBasedStateMachine):
                 self.lose(shard)
 
     def before_step(self, shard: Shard, ids: list[int]) -> None:
-        found = [asked for wire_id in ids if (asked := self.asked(shard.link, wire_id)) is not None]
-        if any(asked.peril == "ends" for asked in found):
+        found = [submitted for wire_id in ids if (submitted := self.find(shard.link, wire_id)) is not None]
+        if any(submitted.fault == "crashes" for submitted in found):
             raise Died
-        if any(asked.peril == "fails" for asked in found):
+        if any(submitted.fault == "fails" for submitted in found):
             self.count(shard, shard.begun)
             raise RuntimeError("a bad step")
 
     @precondition(lambda self: any(shard.is_there for shard in self.shards))
     @rule(index=st.integers(0, 2), is_taken_out=st.booleans())
     def ends(self, index: int, is_taken_out: bool) -> None:
-        """Killed, or taken out because it says nothing any more."""
+        """It is killed, or its stream is closed because it sends nothing."""
         there = [shard for shard in self.shards if shard.is_there]
         self.fleet.do(self.lose, there[index % len(there)], is_taken_out)
 
-    @rule(index=st.integers(0, 2), is_heard=st.booleans())
-    def is_told_to_end(self, index: int, is_heard: bool) -> None:
-        """It refuses what is new; the router may have heard of that, or not yet."""
+    @rule(index=st.integers(0, 2), is_delivered=st.booleans())
+    def shuts_down(self, index: int, is_delivered: bool) -> None:
+        """It rejects new requests; the router may know that or not yet."""
         shard = self.shards[index % len(self.shards)]
         if shard.is_there:
             shard.drain()
-            shard.link.client.serving = not is_heard
+            shard.link.client.serving = not is_delivered
 
     @rule(index=st.integers(0, 2))
     def comes_back(self, index: int) -> None:
@@ -204,75 +205,78 @@ class ResumptionMachine(RuleBasedStateMachine):
             self.fleet.do(shard.start)
 
     def lose(self, shard: Shard, is_taken_out: bool = False) -> None:
-        self.count(shard, {*shard.begun, *shard.heard})
+        self.count(shard, {*shard.begun, *shard.reported})
         was_ready = any(each.link.ready for each in self.shards)
         shard.end(is_taken_out=is_taken_out)
         if was_ready and not self.dispatcher.ready:
             self.none_since = self.fleet.clock.now
 
     def count(self, shard: Shard, wire_ids: Iterable[int]) -> None:
-        """A step has gone wrong for these."""
+        """A step with these requests has failed."""
         for wire_id in wire_ids:
-            asked = self.asked(shard.link, wire_id)
-            if asked is not None:
-                asked.num_ends += 1
-                asked.last_alone = shard.begun == [wire_id]
-                asked.must_try = asked.must_try or wire_id in shard.heard
+            submitted = self.find(shard.link, wire_id)
+            if submitted is not None:
+                submitted.num_crashes += 1
+                submitted.last_alone = shard.begun == [wire_id]
+                submitted.must_try = submitted.must_try or wire_id in shard.reported
 
-    def asked(self, link: ShardLink, wire_id: int) -> Asked | None:
-        """Whose that id is, while the router knows it."""
+    def find(self, link: ShardLink, wire_id: int) -> Submitted | None:
+        """The request with that id, while the router has it."""
         generation = link.running.get(wire_id)
-        return next((asked for asked in self.all if asked.generation is generation), None)
+        return next((submitted for submitted in self.all if submitted.generation is generation), None)
 
     @property
-    def living(self) -> list[Asked]:
-        return [asked for asked in self.all if asked.generation.state is not State.DONE]
+    def living(self) -> list[Submitted]:
+        return [submitted for submitted in self.all if not submitted.generation.is_over]
 
-    # What holds
+    # Invariants
 
     @invariant()
-    def nothing_is_lost_or_twice(self) -> None:
+    def output_is_a_prefix_of_the_expected_one(self) -> None:
         if not hasattr(self, "fleet"):
             return
         for reader in self.readers:
             if reader.done():
                 reader.result()
-        for asked in self.all:
-            made = asked.generation
-            assert made.emitted_ids == asked.ids[: len(made.emitted_ids)]
-            assert asked.got_ids == made.emitted_ids[: len(asked.got_ids)]
-            assert (made.state is State.DONE) == (asked.got is not None)
+        for submitted in self.all:
+            made = submitted.generation
+            assert made.emitted_ids == submitted.ids[: len(made.emitted_ids)]
+            assert submitted.got_ids == made.emitted_ids[: len(submitted.got_ids)]
+            assert (made.is_over) == (submitted.got is not None)
 
-    def ended_rightly(self, asked: Asked) -> None:
-        got = asked.got
+    def ended_rightly(self, submitted: Submitted) -> None:
+        got = submitted.got
         if isinstance(got, FinishReason):
-            assert (asked.got_ids, asked.got_text, got) == (asked.ids, asked.text, asked.reason)
+            assert (submitted.got_ids, submitted.got_text, got) == (submitted.ids, submitted.text, submitted.reason)
         elif isinstance(got, PoisonRequest):
-            assert asked.num_ends >= 2 and asked.last_alone
+            assert submitted.num_crashes >= 2 and submitted.last_alone
         elif isinstance(got, DeadlineExceeded):
-            assert asked.deadline is not None and self.fleet.clock.now >= asked.deadline - 0.001
+            assert submitted.deadline is not None and self.fleet.clock.now >= submitted.deadline - 0.001
         elif isinstance(got, NoShard):
             assert self.fleet.clock.now - self.none_since >= RECOVERY_S
-        elif not asked.is_cancelled:
+        elif not submitted.is_cancelled:
             assert isinstance(got, GenerationFailed) and "RuntimeError" in str(got)
-            assert asked.num_ends >= 2 and asked.last_alone
+            assert submitted.num_crashes >= 2 and submitted.last_alone
 
     @invariant()
-    def each_is_in_one_place(self) -> None:
+    def every_request_has_one_owner(self) -> None:
         if not hasattr(self, "fleet"):
             return
         dispatcher = self.dispatcher
         places = [*dispatcher._queued.values(), *(each for link in dispatcher.links for each in link.running.values())]
-        assert {id(each) for each in places} == {id(asked.generation) for asked in self.living}
+        assert {id(each) for each in places} == {id(submitted.generation) for submitted in self.living}
         assert len(places) == len(self.living) == dispatcher.num_active
-        assert dispatcher.queue_length == len(dispatcher._queued)
+        assert len(dispatcher._queue) == len(dispatcher._queued)
         for link in dispatcher.links:
-            assert all(each.link is link and each.wire_id == wire_id for wire_id, each in link.running.items())
-            assert link.num_of.total() == len(link.running)
+            assert all(
+                (each.routing.shard_address, each.routing.wire_id) == (link.address, wire_id)
+                for wire_id, each in link.running.items()
+            )
+            assert link.num_by_affinity.total() == len(link.running)
             assert link.client.connected or not link.running
 
     def teardown(self) -> None:
-        """Shards come back again and again: whoever ends them is refused, and everyone else is answered."""
+        """Shards restart repeatedly: requests that crash them fail, and all others are answered."""
         if not hasattr(self, "fleet"):
             return
         try:
@@ -285,8 +289,8 @@ class ResumptionMachine(RuleBasedStateMachine):
                     self.fleet.do(self.step, shard, seconds=0.005)
                     if shard.is_there:
                         self.fleet.do(shard.say)
-                self.nothing_is_lost_or_twice()
-                self.each_is_in_one_place()
+                self.output_is_a_prefix_of_the_expected_one()
+                self.every_request_has_one_owner()
             assert not self.living
             self.clean()
         finally:
@@ -294,8 +298,8 @@ class ResumptionMachine(RuleBasedStateMachine):
 
     def clean(self) -> None:
         assert all(reader.done() for reader in self.readers)
-        assert not any(asked.generation.timers for asked in self.all)
-        assert not self.dispatcher._delivery.num_untold and not self.dispatcher.queue_length
+        assert not any(submitted.generation.timers for submitted in self.all)
+        assert not self.dispatcher._delivery.num_updated and not len(self.dispatcher._queue)
         for shard in self.shards:
             for _ in range(2):
                 if shard.is_there:

@@ -1,7 +1,7 @@
-"""Numbers of adapters: each under its own label, and no more labels than a dashboard bears."""
+"""Metrics of adapters: each has its own label, and the number of labels is bounded."""
 
 from lorikeet.adapters.refs import Pin, Source
-from lorikeet.router.metrics.adapters import MOST_LABELS, OTHER
+from lorikeet.router.metrics.adapters import MAX_LABELS, OTHER
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.adapter_ref import Adapter
 
@@ -12,17 +12,17 @@ def adapter(alias: str = "") -> Adapter:
 
 def test_labels_are_bounded() -> None:
     metrics = Metrics()
-    for number in range(3 * MOST_LABELS):
+    for number in range(3 * MAX_LABELS):
         for _ in range(2):
             metrics.adapters.sent(adapter(), f"{number:064x}"[::-1], 5, was_resident=number % 2 == 0)
     counts = metrics.adapters.requests.values
-    assert len(counts) == MOST_LABELS + 1
-    assert counts[OTHER] == 2 * 2 * MOST_LABELS
-    assert sum(counts.values()) == 2 * 3 * MOST_LABELS
-    assert metrics.adapters.hits.values == {"slot": 3 * MOST_LABELS, "elsewhere": 3 * MOST_LABELS}
+    assert len(counts) == MAX_LABELS + 1
+    assert counts[OTHER] == 2 * 2 * MAX_LABELS
+    assert sum(counts.values()) == 2 * 3 * MAX_LABELS
+    assert metrics.adapters.hits.values == {"slot": 3 * MAX_LABELS, "elsewhere": 3 * MAX_LABELS}
 
 
-def test_aliases_are_named_and_ids_are_not() -> None:
+def test_labels_have_aliases_but_not_ids() -> None:
     metrics = Metrics()
     metrics.adapters.sent(adapter('the "best"\\'), "a" * 64, 5, was_resident=True)
     metrics.adapters.received(adapter(), "b" * 64, 7)
@@ -36,5 +36,5 @@ def test_aliases_are_named_and_ids_are_not() -> None:
     assert "secret" not in text
 
 
-def test_without_adapters_there_is_nothing_to_see() -> None:
+def test_no_families_without_adapters() -> None:
     assert "lorikeet_adapter" not in Metrics().prometheus().decode()

@@ -46,16 +46,35 @@ def filled() -> Metrics:
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
-    """Every line that is no comment, as an operator's system reads it."""
+    """Every line that is not a comment, as a Prometheus server parses it."""
     lines = metrics.prometheus().decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
-def test_gaps_of_each_shard_add_up_from_one_word_to_the_next() -> None:
+def test_idle_seconds_of_each_shard_are_added_up() -> None:
     metrics = filled()
     for index, gap_us in [(0, 400), (0, 1500), (1, 9000), (1, 9100), (0, 0), (0, 200)]:
         metrics.record_output(pb.StepOutput(load=pb.Load(gap_us=gap_us)), 0, index)
-    assert samples(metrics)["lorikeet_step_gap_seconds_total"] == pytest.approx((1500 + 100 + 200) / 1e6)
+    assert samples(metrics)["lorikeet_device_idle_seconds_total"] == pytest.approx((1500 + 100 + 200) / 1e6)
+
+
+def test_former_names_are_exported_for_one_release() -> None:
+    metrics = filled()
+    metrics.requests_retried.add(3)
+    metrics.routing_decisions.add(2, "overflow")
+    metrics.device_idle_seconds.add(0.5)
+    metrics.batch_left(4)
+    found = samples(metrics)
+    assert found["lorikeet_requests_moved_total"] == found["lorikeet_requests_retried_total"] == 3
+    assert found['lorikeet_placements_total{reason="spread"}'] == 2
+    assert found['lorikeet_routing_decisions_total{reason="overflow"}'] == 2
+    assert found["lorikeet_step_gap_seconds_total"] == found["lorikeet_device_idle_seconds_total"] == 0.5
+    name = 'lorikeet_batch_sent_bucket{le="4"}'
+    assert (
+        found[name] == found['lorikeet_dispatch_batch_size_bucket{le="4"}'] == found["lorikeet_batch_sent_count"] == 1
+    )
+    help_text = "# HELP lorikeet_batch_sent Deprecated, removed in the next release: use lorikeet_dispatch_batch_size"
+    assert help_text in metrics.prometheus().decode()
 
 
 def test_names_are_lorax_s_own() -> None:
@@ -72,7 +91,7 @@ def test_names_are_lorax_s_own() -> None:
     assert not any(name.endswith("_total") and name.startswith("lorax") for name in names)
 
 
-def test_ours_stand_beside_them() -> None:
+def test_our_own_metrics() -> None:
     found = samples(filled())
     assert found["lorikeet_generated_tokens_total"] == 2
     assert found["lorikeet_preemptions_total"] == 1

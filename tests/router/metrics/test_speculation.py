@@ -1,8 +1,8 @@
-"""Numbers of guesses: by what guessed and for which adapter, and they add up whatever a message holds."""
+"""Metrics of draft tokens by method and adapter: they add up for any message."""
 
 from lorikeet.adapters.refs import Pin, Source
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.metrics.adapters import MOST_LABELS, OTHER
+from lorikeet.router.metrics.adapters import MAX_LABELS, OTHER
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.metrics.speculation import BASE, num_verified
 from lorikeet.router.requests.adapter_ref import Adapter
@@ -62,7 +62,7 @@ def test_a_message_of_several_steps_and_methods_adds_up() -> None:
     assert sum(values["verify"].values()) == 1.0
 
 
-def test_each_place_of_a_step_has_its_own_number() -> None:
+def test_accepted_tokens_are_counted_by_position() -> None:
     metrics = Metrics()
     sources = [MEDUSA, MEDUSA, RESAMPLE, MEDUSA, RESAMPLE, 1, LOOKUP, BONUS, MEDUSA, MEDUSA, MEDUSA, BONUS]
     ends = [0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 1]
@@ -76,14 +76,14 @@ def test_each_place_of_a_step_has_its_own_number() -> None:
     assert f'{name}{{method="medusa",adapter="mine",position="1"}} 2.0\n' in metrics.prometheus().decode()
 
 
-def test_what_the_router_cut_off_is_not_accepted() -> None:
+def test_tokens_beyond_a_stop_string_are_not_accepted() -> None:
     metrics = Metrics()
     metrics.speculation_stats(output([LOOKUP, LOOKUP, LOOKUP, BONUS], [0, 0, 0, 1], [3, 0, 0], 3), 2, None, "")
     assert metrics.speculation.values["accepted_tokens"] == {("lookup", BASE): 2}
     assert metrics.speculation.values["drafted_tokens"] == {("lookup", BASE): 3}
 
 
-def test_steps_that_guessed_nothing_do_not_count() -> None:
+def test_steps_without_draft_tokens_do_not_count() -> None:
     assert num_verified(output([1, LOOKUP, BONUS, 1], [1, 0, 1, 1], [1, 0, 0], 1)) == 1
     assert num_verified(output([0], [1], [2, 0, 0], 0)) == 1
     assert num_verified(output([LOOKUP, LOOKUP], [0, 1], [2, 0, 0], 2)) == 1
@@ -92,12 +92,12 @@ def test_steps_that_guessed_nothing_do_not_count() -> None:
 def test_labels_are_bounded() -> None:
     metrics = Metrics()
     part = output([LOOKUP, BONUS], [0, 1], [1, 0, 0], 1)
-    for number in range(3 * MOST_LABELS):
+    for number in range(3 * MAX_LABELS):
         metrics.speculation_stats(part, 2, adapter(), f"{number:064x}"[::-1])
     steps = metrics.speculation.values["steps"]
-    assert len(steps) == MOST_LABELS + 1
-    assert steps["lookup", OTHER] == 2 * MOST_LABELS
+    assert len(steps) == MAX_LABELS + 1
+    assert steps["lookup", OTHER] == 2 * MAX_LABELS
 
 
-def test_there_is_nothing_to_see_before_the_first_guess() -> None:
+def test_no_families_before_the_first_draft_token() -> None:
     assert b"speculation" not in Metrics().prometheus()

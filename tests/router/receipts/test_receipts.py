@@ -1,4 +1,4 @@
-"""The operator's file of receipts: a line per finished text, hashes in place of tokens, whatever ends meanwhile."""
+"""The operator's file of receipts: a line per finished text, with hashes instead of tokens, also at shutdown."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def lines(server: Serving, path: Path, num_lines: int) -> list[dict[str, Any]]:
-    """The file, once it has so many lines."""
+    """The lines of the file, once there are `num_lines`."""
     await server.idle()
 
     def text() -> str:
@@ -31,7 +31,7 @@ async def lines(server: Serving, path: Path, num_lines: int) -> list[dict[str, A
     return [json.loads(line) for line in text().splitlines()]
 
 
-async def test_every_finished_text_has_a_line_without_a_token_of_it(tmp_path: Path) -> None:
+async def test_every_finished_text_has_a_line_without_tokens(tmp_path: Path) -> None:
     path = tmp_path / "receipts.jsonl"
     path.write_text('{"of": "an earlier run"}\n')
     async with serving(tmp_path, receipts_path=str(path), draft_model_id="test/draft") as server:
@@ -40,7 +40,7 @@ async def test_every_finished_text_has_a_line_without_a_token_of_it(tmp_path: Pa
         await server.events("/generate_stream", {"inputs": "secret", "parameters": {"max_new_tokens": 5}})
         await server.client.post("/predict", json={"prompt": "secret", "max_new_tokens": 5})
         await server.client.post("/v1/completions", json={**COMPLETION, "n": 2, "seed": 5})
-        # neither of these is a text that could be asked for again
+        # none of these is a text that could be reproduced
         await generate(server, max_new_tokens=5, speculative_verify="rejection")
         await server.client.get("/startup")
         await server.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 0, "echo": True, "logprobs": 0})
@@ -61,19 +61,19 @@ async def test_every_finished_text_has_a_line_without_a_token_of_it(tmp_path: Pa
     assert "token_ids" not in path.read_text()
 
 
-async def test_the_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+async def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
     path = tmp_path / "receipts.jsonl"
     async with serving(tmp_path, receipts_path=str(path)):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-async def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+async def test_a_file_that_cannot_be_opened_is_an_error_at_start(tmp_path: Path) -> None:
     config = RouterConfig("m", str(tmp_path), ("x",), receipts_path=str(tmp_path / "absent" / "file"))
     with pytest.raises(OSError, match=r"can't write receipts to .*: No such file"):
         Receipts(config, "", [])
 
 
-async def test_what_is_left_is_written_at_the_end(tmp_path: Path) -> None:
+async def test_queued_lines_are_written_on_close(tmp_path: Path) -> None:
     path = tmp_path / "receipts.jsonl"
     async with serving(tmp_path, receipts_path=str(path)) as server:
         server.says("ab")
@@ -82,9 +82,7 @@ async def test_what_is_left_is_written_at_the_end(tmp_path: Path) -> None:
         assert path.read_text().count("\n") == 20
 
 
-async def test_lines_that_cannot_be_written_are_said_and_answers_come(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_lost_lines_are_logged_and_requests_answered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async with serving(tmp_path, receipts_path="/dev/full") as server:
         server.says("ab")
         for _ in range(3):
@@ -95,7 +93,7 @@ async def test_lines_that_cannot_be_written_are_said_and_answers_come(
     assert os.strerror(28) in first and "num_lost=3" in re.sub(r"\x1b\[\d*m", "", last)
 
 
-async def test_a_line_that_a_full_disk_cut_is_ended_before_the_next(
+async def test_a_torn_line_is_ended_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path, room = tmp_path / "receipts.jsonl", [1 << 20]
@@ -109,7 +107,7 @@ async def test_a_line_that_a_full_disk_cut_is_ended_before_the_next(
         return num_written
 
     async with serving(tmp_path, receipts_path=str(path)) as server:
-        monkeypatch.setattr("lorikeet.router.receipts.receipts.os.write", limited)
+        monkeypatch.setattr("lorikeet.router.usage.file.os.write", limited)
         server.says("ab")
         for each, num_lines in ((1 << 20, 1), (20, 1), (0, 1), (1 << 20, 3)):
             room[0] = each

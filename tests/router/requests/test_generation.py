@@ -1,16 +1,15 @@
-"""One generation fed by hand: text, stop strings, endings, and what a slow reader finds."""
+"""One generation with scripted outputs: text, stop strings, ends, and slow readers."""
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed
-from lorikeet.router.requests.generation import Generation, State
+from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Speculation
-from lorikeet.router.shards.connection import LinkOwner, ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 
@@ -25,13 +24,19 @@ def tokenizer() -> Iterator[Tokenizer]:
 
 
 class Fed:
-    """A generation, its chunks as a reader that is always late finds them, and the calls to cancel."""
+    """A generation, its chunks for a reader that is always late, and the calls to `on_cancel`."""
 
     def __init__(self, tokenizer: Tokenizer, **fields: Any) -> None:
         self.cancelled: list[Generation] = []
         request = GenerationRequest(**{"prompt_ids": [40, 41], "max_new_tokens": 100, "seed": 1, **fields})
-        self.generation = Generation(1, request, tokenizer, self.cancelled.append)
+        self.generation = Generation(1, request, tokenizer, self)
         self.backend = tokenizer.vocabulary.backend
+
+    def on_cancel(self, generation: Generation) -> None:
+        self.cancelled.append(generation)
+
+    def on_complete(self, generation: Generation) -> None:
+        """Not recorded."""
 
     def ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -44,7 +49,7 @@ class Fed:
         return asyncio.run(self.generation.next())
 
 
-def test_tokens_carry_what_the_step_said(tokenizer: Tokenizer) -> None:
+def test_tokens_have_the_fields_of_their_step(tokenizer: Tokenizer) -> None:
     fed = Fed(tokenizer, num_alternatives=2)
     ids = fed.ids(" the fox jumps")
     sources = bytes(range(len(ids)))
@@ -84,7 +89,7 @@ def test_a_late_reader_finds_everything_in_one_chunk(tokenizer: Tokenizer) -> No
         fed.chunk()
 
 
-def test_special_tokens_are_told_but_not_shown(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_reported_but_not_in_the_text(tokenizer: Tokenizer) -> None:
     fed = Fed(tokenizer)
     fed.feed([*fed.ids("fox"), 2, EOS], finish_reason=pb.FINISH_EOS)
     chunk = fed.chunk()
@@ -107,7 +112,7 @@ def tokenizer_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.vocabulary.backend.decode(ids)
 
 
-def test_half_a_character_at_the_end_is_told_as_such(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_at_the_end_is_replaced(tokenizer: Tokenizer) -> None:
     fed = Fed(tokenizer)
     ids = fed.ids("🦊")
     assert len(ids) > 1
@@ -129,13 +134,13 @@ def test_a_stop_string_ends_the_request_at_its_token(
     for start in range(0, len(ids), per_message):
         fed.feed(ids[start : start + per_message])
         chunks.append(fed.chunk())
-        if fed.generation.state is State.DONE:
+        if fed.generation.is_over:
             break
     text = "".join(chunk.text for chunk in chunks)
     assert text == ("the quick brown fox jumps" if include_stop else "the quick brown ")
-    told = [token for chunk in chunks for token in chunk.tokens]
-    assert "".join(token.text for token in told) == "the quick brown fox jumps"
-    assert len(told) == fed.generation.num_generated == len(fed.generation.emitted_ids) < len(ids)
+    read = [token for chunk in chunks for token in chunk.tokens]
+    assert "".join(token.text for token in read) == "the quick brown fox jumps"
+    assert len(read) == fed.generation.num_generated == len(fed.generation.emitted_ids) < len(ids)
     assert chunks[-1].finish_reason is FinishReason.STOP_SEQUENCE
     if not include_stop:
         assert not any(chunk.text.endswith("f") for chunk in chunks)
@@ -207,7 +212,7 @@ def test_a_prompt_of_one_token_has_one_without_log_probability(tokenizer: Tokeni
         (pb.FINISH_DEADLINE, "", DeadlineExceeded, "time limit"),
     ],
 )
-def test_what_was_said_comes_before_the_failure(
+def test_output_is_read_before_the_failure_is_raised(
     tokenizer: Tokenizer, finish: Any, error: str, kind: type[Exception], message: str
 ) -> None:
     fed = Fed(tokenizer)
@@ -219,7 +224,7 @@ def test_what_was_said_comes_before_the_failure(
         fed.chunk()
 
 
-def test_cancelling_is_told_once(tokenizer: Tokenizer) -> None:
+def test_on_cancel_is_called_once(tokenizer: Tokenizer) -> None:
     fed = Fed(tokenizer)
     with fed.generation:
         fed.feed(fed.ids("the"))
@@ -231,7 +236,7 @@ def test_cancelling_is_told_once(tokenizer: Tokenizer) -> None:
     assert finished.cancelled == []
 
 
-def test_a_step_may_go_on_in_the_next_message(tokenizer: Tokenizer) -> None:
+def test_a_step_may_continue_in_the_next_message(tokenizer: Tokenizer) -> None:
     fed = Fed(tokenizer)
     a, b, c = fed.ids("fox")[:1] * 3
     fed.feed([a, b], step_ends=bytes([0, 0]))
@@ -240,16 +245,15 @@ def test_a_step_may_go_on_in_the_next_message(tokenizer: Tokenizer) -> None:
     assert fed.generation.num_skipped == 2
 
 
-def test_counts_go_on_where_a_request_goes_on(tokenizer: Tokenizer) -> None:
+def test_counts_continue_when_a_request_is_retried(tokenizer: Tokenizer) -> None:
     """A shard that was lost in the middle of a step, and another one that takes the request over."""
     speculation = Speculation("auto", 4)
     fed = Fed(tokenizer, speculation=speculation)
     ids = fed.ids("the lazy fox jumps over")
     first = {"sources": bytes([0, 2, 2]), "step_ends": bytes([1, 0, 0]), "num_drafted": [3, 0, 0], "num_accepted": 2}
     fed.feed(ids[:3], **first, verify_seconds=0.5)
-    fed.generation.lost()
-    link = ShardLink(0, "unix:nowhere", cast(LinkOwner, None))
-    link.take(fed.generation, now=6.0)
+    fed.generation.requeue()
+    fed.generation.routing.place("unix:nowhere", 1, now=6.0)
     second = {"sources": bytes([1, 4, 6]), "step_ends": bytes([1, 0, 1]), "num_drafted": [0, 0, 1], "num_accepted": 1}
     fed.feed(ids[3:6], **second, verify_seconds=0.25)
     speculation_stats = fed.generation.speculation_stats

@@ -1,29 +1,29 @@
-"""Accounts of guesses hold for every history of steps, whatever messages they come in and wherever a text is cut."""
+"""Counts of draft tokens are right for any history of steps, however it is divided into messages and truncated."""
 
 import random
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.requests.generation import Generation, State
+from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.speculation_stats import num_emitted
-from lorikeet.router.requests.types import GenerationRequest, Source, Speculation
+from lorikeet.router.requests.types import DRAFT_SOURCES, GenerationRequest, Speculation
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-GUESSERS = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT)
 
 
 def step(draw: random.Random, backend_ids: list[int]) -> tuple[list[int], list[int], list[int]]:
     """Tokens and sources of one step, and its drafts by method."""
     drafted = draw.randrange(6)
     accepted = draw.randint(0, drafted)
-    guesser = draw.choice(GUESSERS)
-    own = Source.TARGET if not drafted else Source.BONUS if accepted == drafted else Source.RESAMPLE
+    source = draw.choice(DRAFT_SOURCES)
+    own = pb.SOURCE_TARGET if not drafted else pb.SOURCE_BONUS if accepted == drafted else pb.SOURCE_RESAMPLE
     tokens = [draw.choice(backend_ids) for _ in range(accepted + 1)]
-    return tokens, [guesser] * accepted + [own], [drafted * (guesser is each) for each in GUESSERS]
+    return tokens, [source] * accepted + [own], [drafted * (source == each) for each in DRAFT_SOURCES]
 
 
 def message(steps: list[tuple[list[int], list[int], list[int]]]) -> pb.RequestOutput:
@@ -50,13 +50,13 @@ def test_accounts_hold(seed: int) -> None:
     ids = [backend.encode(letter).ids[0] for letter in LETTERS]
     speculation = Speculation("auto", 5)
     request = GenerationRequest([40], 500, 1, stop_strings=(stop,) if stop else (), speculation=speculation)
-    generation = Generation(1, request, tokenizer, lambda _: None)
-    steps = [([ids[0]], [Source.PREFILL], [0, 0, 0]), *(step(draw, ids[1:]) for _ in range(draw.randint(1, 30)))]
+    generation = Generation(1, request, tokenizer, Mock())
+    steps = [([ids[0]], [pb.SOURCE_PREFILL], [0, 0, 0]), *(step(draw, ids[1:]) for _ in range(draw.randint(1, 30)))]
     cuts = sorted({0, len(steps), *(draw.randint(0, len(steps)) for _ in range(draw.randint(0, 12)))})
     sent: list[tuple[list[int], list[int], list[int]]] = []
     emitted = 0
     for first, last in pairwise(cuts):
-        if generation.state is State.DONE:
+        if generation.is_over:
             break
         sent += steps[first:last]
         output = message(steps[first:last])
@@ -67,11 +67,11 @@ def test_accounts_hold(seed: int) -> None:
     num = generation.num_generated
     speculation_stats = generation.speculation_stats
     assert speculation_stats is not None
-    # What was told is the beginning of what was sent, and cut only behind a stop string.
-    assert num == len(flat) or (stop and generation.state is State.DONE)
+    # The text is a prefix of what was sent, truncated only after a stop string.
+    assert num == len(flat) or (stop and generation.is_over)
     assert dict(speculation_stats.sources) == {source: flat[:num].count(source) for source in set(flat[:num])}
     assert sum(speculation_stats.sources.values()) == num
-    assert speculation_stats.num_accepted == emitted == sum(source in GUESSERS for source in flat[:num])
+    assert speculation_stats.num_accepted == emitted == sum(source in DRAFT_SOURCES for source in flat[:num])
     assert (
         speculation_stats.num_drafted == sum(sum(drafted) for _, _, drafted in sent) >= speculation_stats.num_accepted
     )

@@ -1,4 +1,4 @@
-"""The stream to one shard: what becomes of messages that pile up."""
+"""The stream to one shard: how messages that queue up are joined."""
 
 import asyncio
 import contextlib
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.shards.client import MANY_WAITING, ShardClient
+from lorikeet.router.shards.client import JOIN_READERS, ShardClient
 
 NUM_TOKENS = 200
 
 
 class Listener:
-    """Takes messages of requests that want `NUM_TOKENS` each, computing for `seconds` over each message."""
+    """Takes messages of requests with `NUM_TOKENS` tokens, and computes for `seconds` on each message."""
 
     def __init__(self, seconds: float) -> None:
         self.client: ShardClient
@@ -26,18 +26,18 @@ class Listener:
         self.num_tokens = 0
         self.ended = asyncio.Event()
 
-    def shard_incompatible(self, info: pb.ShardInfo) -> str:
+    def incompatibility(self, info: pb.ShardInfo) -> str:
         return ""
 
-    def shard_serving(self) -> None:
-        """It always does."""
+    def on_serving_change(self) -> None:
+        """It always serves."""
 
-    def shard_up(self, info: pb.ShardInfo) -> None:
-        # One request that emits at every step; how many have news is this listener's own word.
+    def on_connect(self, info: pb.ShardInfo) -> None:
+        # One request with a token per step; this listener reports a number of readers of its choice.
         submit = pb.Submit(id=1, prompt_ids=[1], max_new_tokens=NUM_TOKENS)
         asyncio.get_running_loop().call_soon(self.client.submit, [submit])
 
-    def shard_output(self, output: pb.StepOutput) -> int:
+    def on_output(self, output: pb.StepOutput) -> int:
         self.num_outputs += 1
         until = time.process_time() + self._seconds
         while time.process_time() < until:
@@ -46,19 +46,19 @@ class Listener:
             self.num_tokens += len(part.token_ids)
             if part.finish_reason:
                 self.ended.set()
-        return MANY_WAITING
+        return JOIN_READERS
 
-    def shard_quiet(self) -> None:
+    def on_quiet(self) -> None:
         self.num_quiets += 1
 
-    def shard_down(self, reason: str) -> None:
+    def on_disconnect(self, reason: str) -> None:
         self.ended.set()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02], ids=["keeps up", "falls behind"])
 async def test_only_a_busy_process_waits_for_one_more_message(tmp_path: Path, seconds: float) -> None:
     address = f"unix:{tmp_path}/shard.sock"
-    # Another process: in this one no step could pass while the listener computes.
+    # Another process: in this one no step could run while the listener computes.
     command = [sys.executable, "-m", "tests.router.simulated_shard", address, "--step-ms", "10"]
     shard = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
     listener = Listener(seconds)
@@ -80,11 +80,11 @@ async def test_only_a_busy_process_waits_for_one_more_message(tmp_path: Path, se
         assert joined < listener.num_outputs / 4
 
 
-async def test_why_there_is_no_connection_is_said_once(
+async def test_the_reason_for_no_connection_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lorikeet.router.shards.client.EXPLAIN_SECONDS", 0.1)
-    with socket.socket() as bound:  # and nobody listens
+    with socket.socket() as bound:  # without listening
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         running = asyncio.create_task(ShardClient(address, Listener(0.0)).run())

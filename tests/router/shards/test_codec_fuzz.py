@@ -1,4 +1,4 @@
-"""Whatever a shard says: requests fail alone, each ends once, and the router goes on."""
+"""Random messages of shards: requests fail alone, each ends once, and the router continues."""
 
 import asyncio
 
@@ -16,10 +16,10 @@ from hypothesis.stateful import (
 )
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.api.collect import speculation_report
 from lorikeet.router.api.routes.native import token_event
-from lorikeet.router.api.routes.speculated import speculation_report
 from lorikeet.router.errors import RouterError
-from lorikeet.router.requests.generation import Generation, State
+from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import GenerationRequest, Speculation
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
@@ -75,7 +75,7 @@ heads = st.builds(
 )  # fmt: skip
 
 
-class ShardWordsMachine(RuleBasedStateMachine):
+class ShardMessagesMachine(RuleBasedStateMachine):
     """One dispatcher, and two shards that say anything."""
 
     @initialize()
@@ -111,20 +111,20 @@ class ShardWordsMachine(RuleBasedStateMachine):
         self.readers.append(self.fleet.do(self.fleet.loop.create_task, self.read(made)))
 
     async def read(self, made: Generation) -> None:
-        """As a route does; what it cannot show ends this request alone as well."""
+        """As a route does; output that it cannot serialize ends only this request."""
         try:
             async for chunk in made:
                 for token in chunk.tokens:
                     orjson.loads(token_event(token)[5:])
                 if chunk.finish_reason is not None:
-                    self.ends[made.number] = self.ends.get(made.number, 0) + 1
+                    self.ends[made.routing.number] = self.ends.get(made.routing.number, 0) + 1
                     orjson.dumps(speculation_report([made]))
         except RouterError:
-            self.ends[made.number] = self.ends.get(made.number, 0) + 1
+            self.ends[made.routing.number] = self.ends.get(made.routing.number, 0) + 1
 
     @rule(index=st.integers(0, 1), head=heads, parts=st.lists(st.tuples(st.integers(0, 8), outputs), max_size=4))
-    def say(self, index: int, head: pb.StepOutput, parts: list[tuple[int, pb.RequestOutput]]) -> None:
-        """Mostly of requests that run there; one may be named twice."""
+    def send(self, index: int, head: pb.StepOutput, parts: list[tuple[int, pb.RequestOutput]]) -> None:
+        """Mostly for requests that run there; a request may occur twice."""
         link = self.dispatcher.links[index]
         if not link.client.connected:
             return
@@ -132,8 +132,8 @@ class ShardWordsMachine(RuleBasedStateMachine):
         for choice, part in parts:
             part.id = wire_ids[choice % len(wire_ids)]
             head.outputs.append(part)
-        self.fleet.do(link.shard_output, head)
-        self.fleet.do(link.shard_quiet)
+        self.fleet.do(link.on_output, head)
+        self.fleet.do(link.on_quiet)
 
     @rule(
         index=st.integers(0, 1),
@@ -141,10 +141,10 @@ class ShardWordsMachine(RuleBasedStateMachine):
         part=outputs,
         changes=st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 255)), min_size=1),
     )
-    def say_something_else(
+    def send_corrupted(
         self, index: int, head: pb.StepOutput, part: pb.RequestOutput, changes: list[tuple[int, int]]
     ) -> None:
-        """Bytes of it are others; gRPC refuses what is no message at all."""
+        """A message with random bytes changed; gRPC rejects what cannot be parsed."""
         part.id = next(iter(self.dispatcher.links[index].running), 0)
         head.outputs.append(part)
         data = bytearray(head.SerializeToString())
@@ -156,8 +156,8 @@ class ShardWordsMachine(RuleBasedStateMachine):
         except DecodeError:
             return
         if self.dispatcher.links[index].client.connected:
-            self.fleet.do(self.dispatcher.links[index].shard_output, changed)
-            self.fleet.do(self.dispatcher.links[index].shard_quiet)
+            self.fleet.do(self.dispatcher.links[index].on_output, changed)
+            self.fleet.do(self.dispatcher.links[index].on_quiet)
 
     @rule(index=st.integers(0, 1), is_taken_out=st.booleans())
     def ends_there(self, index: int, is_taken_out: bool) -> None:
@@ -176,19 +176,19 @@ class ShardWordsMachine(RuleBasedStateMachine):
         self.fleet.do(self.all[choice % len(self.all)].cancel)
 
     @invariant()
-    def each_is_in_one_place_and_ends_once(self) -> None:
+    def every_request_has_one_owner_and_one_end(self) -> None:
         if not hasattr(self, "fleet"):
             return
         dispatcher = self.dispatcher
         for reader in self.readers:
             if reader.done():
                 reader.result()
-        living = {made.number for made in self.all if made.state is not State.DONE}
+        living = {made.routing.number for made in self.all if not made.is_over}
         places = [*dispatcher._queued.values(), *(each for link in dispatcher.links for each in link.running.values())]
-        assert sorted(each.number for each in places) == sorted(living)
-        assert self.ends == {made.number: 1 for made in self.all if made.number not in living}
+        assert sorted(each.routing.number for each in places) == sorted(living)
+        assert self.ends == {made.routing.number: 1 for made in self.all if made.routing.number not in living}
         for link in dispatcher.links:
-            assert link.num_of.total() == len(link.running)
+            assert link.num_by_affinity.total() == len(link.running)
 
     def teardown(self) -> None:
         if not hasattr(self, "fleet"):
@@ -196,14 +196,14 @@ class ShardWordsMachine(RuleBasedStateMachine):
         try:
             b"".join(str(family).encode() for family in self.dispatcher.metrics.collect())
             self.fleet.do(self.dispatcher._fail_all, RouterError)
-            self.each_is_in_one_place_and_ends_once()
-            assert not self.dispatcher.num_active and not self.dispatcher._delivery.num_untold
+            self.every_request_has_one_owner_and_one_end()
+            assert not self.dispatcher.num_active and not self.dispatcher._delivery.num_updated
             assert not any(made.timers for made in self.all)
         finally:
             self.fleet.close()
 
 
-def test_random_words_of_shards() -> None:
+def test_random_messages_of_shards() -> None:
     run_state_machine_as_test(
-        ShardWordsMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
+        ShardMessagesMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
     )

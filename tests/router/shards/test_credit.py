@@ -1,4 +1,4 @@
-"""What the router believes a shard can take never exceeds what the shard said, less what it had not seen."""
+"""The router's account of a shard's credit never exceeds the report less the requests that it does not count."""
 
 from collections import deque
 
@@ -16,13 +16,13 @@ from hypothesis.stateful import (
 from lorikeet.router.shards.credit import CreditAccount
 
 
-def test_nothing_is_known_before_the_shard_speaks() -> None:
+def test_credit_is_unknown_before_the_first_report() -> None:
     account = CreditAccount()
     assert not account.known
     assert not account.covers(0)
 
 
-def test_what_is_on_its_way_counts() -> None:
+def test_requests_in_flight_are_subtracted() -> None:
     account = CreditAccount()
     account.update(3, 100, 0)
     account.sent(40)
@@ -39,8 +39,8 @@ def test_what_is_on_its_way_counts() -> None:
 
 @given(st.lists(st.one_of(st.integers(1, 50), st.none()), max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_words_that_cross_are_added_up(moves: list[int | None]) -> None:
-    """Numbers: the router sends that many tokens. None: the shard takes one request and speaks."""
+def test_reports_that_cross_requests_are_reconciled(moves: list[int | None]) -> None:
+    """A number: the router sends so many tokens. None: the shard takes one request and reports."""
     account, sent, seen = CreditAccount(), list[int](), list[int]()
     requests, tokens = 20, 600
     account.update(requests, tokens, 0)
@@ -58,7 +58,7 @@ def test_words_that_cross_are_added_up(moves: list[int | None]) -> None:
 
 
 class CreditMachine(RuleBasedStateMachine):
-    """A shard that takes and ends requests and speaks now and then, and a router that hears it later."""
+    """A shard that takes and ends requests and sends reports, which reach the router later."""
 
     @initialize(num_requests=st.integers(0, 8), num_tokens=st.integers(0, 200))
     def begin(self, num_requests: int, num_tokens: int) -> None:
@@ -69,9 +69,9 @@ class CreditMachine(RuleBasedStateMachine):
         """Prompts that it has not taken yet."""
         self.running: list[int] = []
         self.num_taken = 0
-        self.words: deque[tuple[int, int, int]] = deque()
-        """Said and not heard yet."""
-        self.heard: tuple[int, int, int] | None = None
+        self.reports: deque[tuple[int, int, int]] = deque()
+        """Reports in flight."""
+        self.last_report: tuple[int, int, int] | None = None
         self.sent: list[int] = []
 
     @rule(num_tokens=st.integers(0, 60))
@@ -102,26 +102,26 @@ class CreditMachine(RuleBasedStateMachine):
     @rule()
     def speak(self) -> None:
         num_requests, num_tokens = self.room
-        self.words.append((num_requests, num_tokens, self.num_taken))
+        self.reports.append((num_requests, num_tokens, self.num_taken))
 
-    @precondition(lambda self: self.words)
+    @precondition(lambda self: self.reports)
     @rule(most=st.integers(1, 3))
     def hear(self, most: int) -> None:
-        for _ in range(min(most, len(self.words))):
-            self.heard = self.words.popleft()
-            self.account.update(*self.heard)
+        for _ in range(min(most, len(self.reports))):
+            self.last_report = self.reports.popleft()
+            self.account.update(*self.last_report)
 
     @invariant()
     def it_is_the_last_word_less_what_was_sent_since(self) -> None:
         if not hasattr(self, "account"):
             return
-        assert self.account.known == (self.heard is not None)
-        num_requests, num_tokens, num_seen = self.heard or (0, 0, 0)
+        assert self.account.known == (self.last_report is not None)
+        num_requests, num_tokens, num_seen = self.last_report or (0, 0, 0)
         unseen = self.sent[num_seen:]
         assert self.account.num_unseen == len(unseen)
         assert self.account.num_requests == num_requests - len(unseen) >= 0
         assert self.account.num_kv_tokens == num_tokens - sum(unseen) >= 0
 
 
-def test_random_lives_of_a_credit() -> None:
+def test_random_sequences_of_credit() -> None:
     run_state_machine_as_test(CreditMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))

@@ -13,9 +13,8 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import NoShard
 from lorikeet.router.requests.types import GenerationRequest
-from lorikeet.router.shards import discovery as members
-from lorikeet.router.shards.compatibility import incompatible
-from lorikeet.router.shards.discovery import addresses_of
+from lorikeet.router.shards import discovery
+from lorikeet.router.shards.discovery import addresses_of, incompatibility
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel
@@ -30,8 +29,8 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_file_s_shards_join_and_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "LOOK_SECONDS", 0.05)
+async def test_shards_of_a_file_join_and_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "POLL_SECONDS", 0.05)
     file = tmp_path / "shards.json"
     addresses = [f"unix:{tmp_path}/{name}.sock" for name in "ab"]
     tokenizer = Tokenizer(byte_level(), eos_ids=frozenset({1}))
@@ -62,8 +61,8 @@ async def test_a_file_s_shards_join_and_leave(tmp_path: Path, monkeypatch: pytes
     tokenizer.close()
 
 
-async def test_a_lone_shard_may_come_back_as_another_one(tmp_path: Path) -> None:
-    """Beside others it must be like them."""
+async def test_an_only_shard_may_return_with_another_model(tmp_path: Path) -> None:
+    """As long as another shard is connected it must be compatible."""
     addresses = tuple(f"unix:{tmp_path}/{name}.sock" for name in "ab")
     tokenizer = Tokenizer(byte_level(), eos_ids=frozenset({1}))
     dispatcher = Dispatcher(RouterConfig("model", str(tmp_path), addresses), tokenizer)
@@ -83,7 +82,7 @@ async def test_a_lone_shard_may_come_back_as_another_one(tmp_path: Path) -> None
     tokenizer.close()
 
 
-async def test_what_sources_stand_for(tmp_path: Path) -> None:
+async def test_addresses_of_sources(tmp_path: Path) -> None:
     assert await addresses_of("dns:localhost:9000") != {}
     assert set((await addresses_of("dns:localhost:9000")).values()) == {"localhost"}
     assert await addresses_of("dns:127.0.0.1:9000") == {"127.0.0.1:9000": "127.0.0.1"}
@@ -97,14 +96,20 @@ async def test_what_sources_stand_for(tmp_path: Path) -> None:
 
 
 def info(**values: object) -> pb.ShardInfo:
-    told = {"version": version(), "model_id": "m", "dtype": "float32", "vocab_size": 9, "max_total_tokens": 5} | values
-    return pb.ShardInfo(**told)  # type: ignore[arg-type]
+    fields = {
+        "version": version(),
+        "model_id": "m",
+        "dtype": "float32",
+        "vocab_size": 9,
+        "max_total_tokens": 5,
+    } | values
+    return pb.ShardInfo(**fields)  # type: ignore[arg-type]
 
 
-async def test_neighbouring_versions_work_together_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.router.shards.compatibility.version", lambda: "1.4.2")
+async def test_adjacent_versions_are_compatible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorikeet.router.shards.discovery.version", lambda: "1.4.2")
     found = {
-        text: incompatible(info(version=text), None)
+        text: incompatibility(info(version=text), None)
         for text in ("1.4.9", "1.3.0", "1.5.0", "1.2.9", "1.6", "2.4.2", "x")
     }
     assert [text for text, reason in found.items() if reason] == ["1.2.9", "1.6", "2.4.2", "x"]
@@ -123,7 +128,7 @@ async def test_neighbouring_versions_work_together_and_others_do_not(monkeypatch
         {"num_ranks": 2},
     ],
 )
-async def test_a_shard_that_could_not_go_on_with_another_s_requests_is_not_used(change: dict[str, object]) -> None:
-    assert incompatible(info(), info()) == ""
+async def test_a_shard_that_differs_from_the_others_is_incompatible(change: dict[str, object]) -> None:
+    assert incompatibility(info(), info()) == ""
     (name,) = change
-    assert incompatible(info(**change), info()).startswith(f"its {name} is {change[name]}")
+    assert incompatibility(info(**change), info()).startswith(f"its {name} is {change[name]}")

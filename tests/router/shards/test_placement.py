@@ -1,4 +1,4 @@
-"""Several shards behind one router: an adapter's requests go where it is, the base model's where room is."""
+"""Several shards behind one router: requests go to the shard with their adapter or prefix, else to the least loaded."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -45,7 +45,7 @@ class Replicas:
 
     @property
     def reasons(self) -> dict[str, float]:
-        return dict(self.dispatcher.metrics.placements.values)
+        return dict(self.dispatcher.metrics.routing_decisions.values)
 
     async def run(self, adapter: str | None = None) -> None:
         await whole(self.submit(adapter))
@@ -97,13 +97,13 @@ async def test_an_adapter_s_requests_stay_together_and_adapters_spread(tmp_path:
         assert all(len(shards) == 1 for shards in here.where.values())
         per_shard = Counter(next(iter(shards)) for shards in here.where.values())
         assert len(per_shard) == 3 and max(per_shard.values()) <= 16
-        # The shard was told before, and nobody else was.
+        # Only that shard was sent a prefetch before.
         for index, shard in enumerate(here.shards):
-            told = {pin.id for command in shard.commands for pin in command.prefetches}
-            assert told == {name for name, shards in here.where.items() if index in shards}
+            prefetched = {pin.id for command in shard.commands for pin in command.prefetches}
+            assert prefetched == {name for name, shards in here.where.items() if index in shards}
 
 
-async def test_the_base_model_s_requests_go_where_room_is(tmp_path: Path) -> None:
+async def test_requests_of_the_base_model_go_to_the_least_loaded_shard(tmp_path: Path) -> None:
     async with replicas(tmp_path) as here:
         for shard in here.shards:
             shard.answer = lambda submit: Script([7], hangs=True)
@@ -116,7 +116,7 @@ async def test_the_base_model_s_requests_go_where_room_is(tmp_path: Path) -> Non
         await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 0)
 
 
-async def test_where_an_adapter_is_resident_goes_before_where_it_belongs(tmp_path: Path) -> None:
+async def test_a_resident_adapter_takes_precedence_over_the_hash(tmp_path: Path) -> None:
     async with replicas(tmp_path) as here:
         await here.run("a")
         (home,) = here.where["a"]
@@ -128,20 +128,20 @@ async def test_where_an_adapter_is_resident_goes_before_where_it_belongs(tmp_pat
         assert here.where["a"] == {home: 1, other: 1}
 
 
-async def test_a_full_shard_s_adapter_is_taken_on_by_one_with_little_to_do(tmp_path: Path) -> None:
+async def test_an_adapter_of_a_full_shard_overflows_to_an_idle_one(tmp_path: Path) -> None:
     async with replicas(tmp_path, 2, room=8) as here:
         for shard in here.shards:
             shard.answer = lambda submit: Script([7], hangs=True)
         running = [here.submit("a", 50) for _ in range(24)]
         await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 12)
-        # The other one takes half as many: from there on it has enough to do for its own adapters.
+        # The other one takes half as many: then it has enough load of its own.
         assert sorted(here.where["a"].values()) == [4, 8]
         for generation in running:
             generation.cancel()
         await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 0)
 
 
-async def test_a_prompt_goes_where_its_beginning_is(tmp_path: Path) -> None:
+async def test_a_prompt_goes_to_the_shard_with_its_prefix(tmp_path: Path) -> None:
     async with replicas(tmp_path) as here:
         stems = [[number] * 64 for number in range(9)]
         for turn in range(4):
@@ -149,18 +149,18 @@ async def test_a_prompt_goes_where_its_beginning_is(tmp_path: Path) -> None:
         shards = [[index for index in range(3) if here.num_prompts(index, stem)] for stem in stems]
         assert all(len(where) == 1 for where in shards), shards
         assert Counter(where[0] for where in shards) == {0: 3, 1: 3, 2: 3}
-        assert here.reasons == {"credit": 9, "prefix": 27}
+        assert here.reasons == {"least_loaded": 9, "prefix_cached": 27}
 
 
-async def test_who_shares_no_prefixes_is_not_led_by_them(tmp_path: Path) -> None:
+async def test_prefixes_of_other_salts_are_ignored(tmp_path: Path) -> None:
     async with replicas(tmp_path, 2) as here:
         for salt in ("a", "b", "a", ""):
             await whole(here.ask([1] * 64, cache_salt=salt))
-        assert here.reasons == {"credit": 3, "prefix": 1}
+        assert here.reasons == {"least_loaded": 3, "prefix_cached": 1}
 
 
-async def test_a_popular_beginning_is_taken_on_by_others(tmp_path: Path) -> None:
-    """One shard does not get all that begins alike while others have nothing to do, and nothing waits for it."""
+async def test_a_popular_prefix_overflows_to_other_shards(tmp_path: Path) -> None:
+    """Requests with a common prefix neither wait for their shard nor leave the others idle."""
     async with replicas(tmp_path, 2, room=8) as here:
         for shard in here.shards:
             shard.answer = lambda submit: Script([7], hangs=True)
@@ -168,26 +168,26 @@ async def test_a_popular_beginning_is_taken_on_by_others(tmp_path: Path) -> None
         await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 1)
         running += [here.ask([1] * 64, 50) for _ in range(20)]
         await here.shards[0].until(lambda: [shard.num_running for shard in here.shards] == [8, 8])
-        assert here.reasons["spread"] > 0
+        assert here.reasons["overflow"] > 0
         for generation in running:
             generation.cancel()
         await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 0)
 
 
-async def test_an_idle_shard_takes_a_hot_adapter_on(tmp_path: Path) -> None:
+async def test_a_hot_adapter_overflows_to_an_idle_shard(tmp_path: Path) -> None:
     async with replicas(tmp_path, 2) as here:
         for shard in here.shards:
             shard.answer = lambda submit: Script([7], hangs=True)
         running = [here.submit("a", 50) for _ in range(30)]
         await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 30)
         assert min(here.where["a"].values()) == 10
-        assert here.reasons == {"home": 20, "spread": 10}
+        assert here.reasons == {"adapter_affinity": 20, "overflow": 10}
         for generation in running:
             generation.cancel()
         await here.shards[0].until(lambda: sum(shard.num_running for shard in here.shards) == 0)
 
 
-async def test_a_shard_that_goes_takes_only_what_runs_on_it(tmp_path: Path) -> None:
+async def test_a_lost_shard_affects_only_its_own_requests(tmp_path: Path) -> None:
     async with replicas(tmp_path, 2) as here:
         for shard in here.shards:
             shard.answer = lambda submit: Script([7], hangs=True)
@@ -204,7 +204,7 @@ async def test_a_shard_that_goes_takes_only_what_runs_on_it(tmp_path: Path) -> N
         await asyncio.gather(*(here.run(f"adapter {number}") for number in range(8)))
 
 
-async def test_another_loader_is_told_what_stays(tmp_path: Path) -> None:
+async def test_a_new_loader_gets_the_holds(tmp_path: Path) -> None:
     async with replicas(tmp_path, 1) as here:
         admission = here.dispatcher.admission
         assert admission is not None

@@ -1,4 +1,4 @@
-"""Messages become prompts as model authors wrote it, and a template's complaint becomes a clear error."""
+"""Chat templates render as model authors intend, and their errors become clear messages."""
 
 import json
 from pathlib import Path
@@ -15,16 +15,16 @@ def render(source: str, **variables: object) -> str:
     return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(MESSAGES, **variables)
 
 
-def test_special_tokens_and_variables_are_there() -> None:
+def test_special_tokens_and_variables() -> None:
     source = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m['content'] }}{% endfor %}{{ extra }}"
     assert render(source, extra="!") == "<s>[user] Grüße <b>!"
 
 
-def test_blocks_take_their_line_with_them() -> None:
+def test_blocks_are_trimmed() -> None:
     assert render("{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}\n") == "user\n"
 
 
-def test_the_assistant_is_asked_to_speak_by_default() -> None:
+def test_a_generation_prompt_is_added_by_default() -> None:
     source = "{% if add_generation_prompt %}yes{% else %}no{% endif %}"
     assert render(source) == "yes"
     assert render(source, add_generation_prompt=False) == "no"
@@ -51,12 +51,12 @@ def test_loop_controls_time_and_generation_blocks_work() -> None:
         ("{% if %}", "line 1"),
     ],
 )
-def test_complaints_are_told(source: str, message: str) -> None:
+def test_errors_of_templates(source: str, message: str) -> None:
     with pytest.raises(ChatTemplateError, match=message):
         render(source)
 
 
-def test_where_templates_lie(tmp_path: Path) -> None:
+def test_places_of_templates(tmp_path: Path) -> None:
     assert find_template(tmp_path, {}) is None
     several = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
     assert find_template(tmp_path, {"chat_template": several}) == "D"

@@ -1,4 +1,4 @@
-"""Incremental text equals the text of the whole, for every kind of vocabulary, wherever it is cut."""
+"""Incremental detokenization equals that of the whole sequence, for every kind of vocabulary."""
 
 import codecs
 
@@ -14,7 +14,7 @@ VOCABULARIES = {name: Vocabulary(make()) for name, make in ALL.items()}
 
 
 def pieces(vocabulary: Vocabulary, ids: list[int], prompt_ids: list[int]) -> list[str]:
-    """The text of each token; what is left at the end belongs to the last."""
+    """The text of each token; the rest at the end belongs to the last."""
     growing = detokenizer(vocabulary, prompt_ids)
     texts = [growing.push(token_id) for token_id in ids]
     if texts:
@@ -23,13 +23,13 @@ def pieces(vocabulary: Vocabulary, ids: list[int], prompt_ids: list[int]) -> lis
 
 
 def decoded_after(vocabulary: Vocabulary, prompt_ids: list[int], ids: list[int]) -> str:
-    """What the tokenizer itself adds to the prompt's text."""
+    """What the tokenizer adds to the text of the prompt."""
     backend = vocabulary.backend
     before = backend.decode(prompt_ids, skip_special_tokens=False)
     return backend.decode([*prompt_ids, *ids], skip_special_tokens=False).removeprefix(before)
 
 
-def test_the_form_follows_the_decoder() -> None:
+def test_the_implementation_depends_on_the_decoder() -> None:
     assert {name for name, vocabulary in VOCABULARIES.items() if vocabulary.is_bytewise} == set(BYTEWISE)
     assert isinstance(detokenizer(VOCABULARIES["word_pieces"], []), WindowedDetokenizer)
     assert isinstance(detokenizer(VOCABULARIES["byte_level"], []), BytewiseDetokenizer)
@@ -38,7 +38,7 @@ def test_the_form_follows_the_decoder() -> None:
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece_like"])
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
 @settings(max_examples=150, deadline=None)
-def test_any_text_comes_back(name: str, text: str) -> None:
+def test_any_text_round_trips(name: str, text: str) -> None:
     vocabulary = VOCABULARIES[name]
     ids = vocabulary.backend.encode(text, add_special_tokens=False).ids
     assert all(token_id not in vocabulary.special_ids for token_id in ids) or any(word in text for word in SPECIAL)
@@ -57,7 +57,7 @@ def test_random_byte_level_tokens_decode_as_a_whole(data: st.DataObject) -> None
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_random_byte_fallback_tokens_decode_as_utf8(data: st.DataObject) -> None:
-    """The tokenizer replaces a whole run of bytes when one is wrong; a stream can't take back what it showed."""
+    """The tokenizer replaces a whole run of bytes where one is invalid; a stream cannot retract what it sent."""
     vocabulary = VOCABULARIES["sentencepiece_like"]
     ids = data.draw(st.lists(st.integers(3, vocabulary.size - 1), max_size=30))
     together = b"".join(vocabulary.piece(token_id) for token_id in ids)
@@ -68,7 +68,7 @@ def test_random_byte_fallback_tokens_decode_as_utf8(data: st.DataObject) -> None
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_text_continues_the_prompt(name: str, data: st.DataObject) -> None:
-    """Spaces at the border of prompt and output are those of the whole text."""
+    """Spaces between prompt and output are those of the whole text."""
     vocabulary = VOCABULARIES[name]
     plain = [
         token_id
@@ -77,14 +77,14 @@ def test_text_continues_the_prompt(name: str, data: st.DataObject) -> None:
     ]
     ids = st.lists(st.sampled_from(plain), min_size=1, max_size=20)
     prompt_ids, output_ids = data.draw(ids), data.draw(ids)
-    # A prompt of nothing but the stripped space has no text that the whole could start with.
+    # A prompt of only the stripped space has no text, so the whole text cannot start with it.
     first = next(token_id for token_id in plain if vocabulary.text(token_id).strip())
     prompt_ids = [first, *prompt_ids]
     assert "".join(pieces(vocabulary, output_ids, prompt_ids)) == decoded_after(vocabulary, prompt_ids, output_ids)
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_no_piece_has_half_a_character(text: str) -> None:
+def test_no_chunk_has_half_a_character(text: str) -> None:
     for make in (byte_level, sentencepiece_like):
         vocabulary = Vocabulary(make())
         ids = vocabulary.backend.encode(text, add_special_tokens=False).ids
@@ -118,7 +118,7 @@ def test_an_id_without_a_name_has_no_text() -> None:
 
 
 def test_python_decodes_incrementally_as_it_does_at_once() -> None:
-    """What the bytewise form rests on."""
+    """The bytewise implementation relies on this."""
     broken = b"a\xf0\x9f\x98\xff\xe4\xbd\xc3\xa9\xed\xa0\x80\xf4\x90\x80\x80"
     for cut in range(len(broken)):
         first, taken = codecs.utf_8_decode(broken[:cut], "replace", False)

@@ -1,4 +1,4 @@
-"""Stop strings are found wherever they lie, and nothing that belongs to one is shown too early."""
+"""Stop strings are found at any position, and no part of one is shown too early."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from lorikeet.router.text.stop import StopMatcher
 
 
 def run(stops: list[str], include: bool, texts: list[str]) -> tuple[list[str], str | None]:
-    """What is shown after each text (and at the end), and the stop that was found."""
+    """The text shown after each push (and at the end), and the stop string that was found."""
     matcher = StopMatcher(stops, include)
     shown = []
     for text in texts:
@@ -18,7 +18,7 @@ def run(stops: list[str], include: bool, texts: list[str]) -> tuple[list[str], s
 
 
 def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:
-    """The oracle: try every end from the left, and for each every start from the left."""
+    """The oracle: tries every end from the left, and for each end every start from the left."""
     for end in range(len(text) + 1):
         for start in range(end):
             if text[start:end] in stops:
@@ -32,7 +32,7 @@ STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), min_size=1, m
 
 @given(text=TEXT, stops=STOPS, include=st.booleans(), data=st.data())
 @settings(max_examples=500, deadline=None)
-def test_where_text_is_cut_makes_no_difference(text: str, stops: list[str], include: bool, data: st.DataObject) -> None:
+def test_chunks_make_no_difference(text: str, stops: list[str], include: bool, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     texts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     shown, matched = run(stops, include, texts)
@@ -48,7 +48,7 @@ def test_where_text_is_cut_makes_no_difference(text: str, stops: list[str], incl
 
 @given(text=TEXT, stops=STOPS)
 @settings(max_examples=300, deadline=None)
-def test_no_more_is_held_back_than_could_become_a_stop(text: str, stops: list[str]) -> None:
+def test_only_possible_stops_are_withheld(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops, include=False)
     shown = ""
     for index, char in enumerate(text):
@@ -59,16 +59,16 @@ def test_no_more_is_held_back_than_could_become_a_stop(text: str, stops: list[st
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
-def test_a_stop_inside_one_text_leaves_a_rest() -> None:
+def test_a_stop_inside_a_text_leaves_a_rest() -> None:
     matcher = StopMatcher(["\n\n"], include=True)
     assert matcher.push("}\n\nfoo") == "}\n\n"
     assert matcher.num_beyond == 3
 
 
-def test_kept_stop_text_is_never_held_back() -> None:
+def test_included_stop_strings_are_never_withheld() -> None:
     assert run(["<end>"], True, ["a<e", "nd", ">b"]) == (["a<e", "nd", ">"], "<end>")
     assert run(["<end>"], False, ["a<e", "nd", ">b"]) == (["a", "", ""], "<end>")
 
 
-def test_held_text_comes_when_nothing_follows() -> None:
+def test_withheld_text_is_flushed() -> None:
     assert run(["<end>"], False, ["a<en"]) == (["a", "<en"], None)

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: special tokens, ends of text, offsets, and threads of its own."""
+"""The tokenizer of a model folder: special tokens, end-of-text ids, offsets, and threads."""
 
 import asyncio
 import json
@@ -36,13 +36,13 @@ def test_plain_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bos", "eos"), [(True, False), (True, True), (False, False)])
-def test_the_configuration_has_the_last_word_on_special_tokens(tmp_path: Path, bos: bool, eos: bool) -> None:
+def test_the_configuration_overrides_special_tokens(tmp_path: Path, bos: bool, eos: bool) -> None:
     tokenizer = load(tmp_path, {"add_bos_token": bos, "add_eos_token": eos})
     plain = ids(tokenizer, "the fox", add_special_tokens=False)
     assert ids(tokenizer, "the fox") == [BOS] * bos + plain + [EOS] * eos
 
 
-def test_ends_of_text_come_from_the_generation_configuration_and_the_tokenizer(tmp_path: Path) -> None:
+def test_eos_ids_of_the_generation_configuration_and_the_tokenizer(tmp_path: Path) -> None:
     assert load(tmp_path).eos_ids == {EOS}
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert load(tmp_path).eos_ids == {EOS, 7}
@@ -66,7 +66,7 @@ def test_declared_tokens_are_added(tmp_path: Path) -> None:
     assert ids(tokenizer, "<|late|>")[0] in tokenizer.special_ids
 
 
-def test_tokenizing_happens_elsewhere_and_the_loop_goes_on(tmp_path: Path) -> None:
+def test_tokenizing_does_not_block_the_event_loop(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, validation_workers=1)
 
     async def main() -> tuple[int, int]:
@@ -78,7 +78,7 @@ def test_tokenizing_happens_elsewhere_and_the_loop_goes_on(tmp_path: Path) -> No
         return num_turns, len(await long)
 
     num_turns, num_tokens = asyncio.run(main())
-    assert num_turns > 20  # it is one or two where the interpreter is held meanwhile
+    assert num_turns > 20  # it is one or two where tokenizing holds the GIL
     assert num_tokens > 100_000
     assert any(thread.name.startswith("tokenize") for thread in threading.enumerate())
     tokenizer.close()
@@ -87,22 +87,22 @@ def test_tokenizing_happens_elsewhere_and_the_loop_goes_on(tmp_path: Path) -> No
 def test_chat(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     silent = load(tmp_path)
-    assert not silent.has_chat_template
+    assert silent.template_source is None
     with pytest.raises(ChatTemplateError, match="no chat template"):
         asyncio.run(silent.render_chat(messages))
     speaking = load(tmp_path, {"chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"})
-    assert speaking.has_chat_template
+    assert speaking.template_source is not None
     assert asyncio.run(speaking.render_chat(messages)) == "<s>hi</s>"
 
 
-def test_another_file_may_bring_the_template(tmp_path: Path) -> None:
+def test_the_template_of_another_file(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"chat_template": "other {{ messages[0].content }}"}')
     tokenizer = load(tmp_path, {"chat_template": "own"}, tokenizer_config_path=str(other))
     assert asyncio.run(tokenizer.render_chat([{"role": "user", "content": "hi"}])) == "other hi"
 
 
-def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         Tokenizer.load(RouterConfig("model", str(tmp_path), ("unix:none",)))
 

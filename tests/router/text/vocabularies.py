@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models come with, trained in the test."""
+"""Small tokenizers of the usual kinds, trained in the test."""
 
 from functools import cache
 
@@ -84,7 +84,7 @@ def metaspace() -> tokenizers.Tokenizer:
 
 @cache
 def word_pieces() -> tokenizers.Tokenizer:
-    """A decoder that looks at neighbours: only re-decoding is right."""
+    """A decoder whose output depends on neighbouring tokens, so only decoding again is correct."""
     words = [*SPECIAL, "[UNK]", "the", "fox", "jump", "##s", "##ing", "dog", ".", "a", "##b"]
     tokenizer = tokenizers.Tokenizer(
         models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]")

@@ -1,4 +1,4 @@
-"""An operator's HTTP server that requests are told to."""
+"""An HTTP server for usage events."""
 
 import json
 import threading
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 
 class Receiver:
-    """Keeps what it is sent, and answers with the statuses it was given, then with 200."""
+    """Records what it receives; answers with the given statuses, then with 200."""
 
     def __init__(self, *statuses: int) -> None:
         self.events: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Lines at the end of a file: what was there stays, a torn line spoils no other, a moved file is left alone."""
+"""Appending lines to a file: earlier content stays, a torn line is ended, and a moved file is reopened."""
 
 import json
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from lorikeet.router.usage.file import UsageFile
-from lorikeet.router.usage.writer import Unwritten
-from tests.router.usage.test_outlet import RECORD, named
+from lorikeet.router.usage.record import Unwritten
+from tests.router.usage.test_writer import RECORD, named
 
 
 @contextmanager
 def no_file_above(num_bytes: int) -> Iterator[None]:
-    """As on a disk that is full from there on: a write is cut, the next one fails."""
+    """Simulates a full disk: one write is partial, the next one fails."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
@@ -38,13 +38,13 @@ def test_lines_are_appended(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
+def test_a_torn_line_does_not_damage_others(tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
     file = UsageFile(str(path))
     file.write(named("whole"))
     length = path.stat().st_size
     with no_file_above(length + 100):
-        with pytest.raises(Unwritten, match="took a part of a line only"):
+        with pytest.raises(Unwritten, match="only a part of a line was written"):
             file.write(named("torn"))
         for _ in range(2):
             with pytest.raises(Unwritten, match="File too large"):
@@ -56,7 +56,7 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
     assert len(torn) == 100
 
 
-def test_a_moved_file_is_left_alone_once_told(tmp_path: Path) -> None:
+def test_a_moved_file_is_left_alone_after_reopen(tmp_path: Path) -> None:
     path, moved = tmp_path / "usage.jsonl", tmp_path / "usage.jsonl.1"
     file = UsageFile(str(path))
     file.write(named("1"))
@@ -68,7 +68,7 @@ def test_a_moved_file_is_left_alone_once_told(tmp_path: Path) -> None:
     assert [json.loads(line)["request_id"] for line in path.read_text().splitlines()] == ["3"]
 
 
-def test_where_there_can_be_no_new_file_the_old_one_goes_on(tmp_path: Path) -> None:
+def test_where_a_new_file_cannot_be_opened_the_old_one_is_used(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     file = UsageFile(str(folder / "usage.jsonl"))

@@ -1,4 +1,4 @@
-"""One POST per record: attempts, what is given up, and credentials that are shown nowhere."""
+"""One POST per record: retries, failures, and credentials, which no message shows."""
 
 import base64
 import socket
@@ -8,9 +8,9 @@ import pytest
 
 from lorikeet.router.usage import post
 from lorikeet.router.usage.post import UsagePost, shown_url
-from lorikeet.router.usage.writer import Unwritten
+from lorikeet.router.usage.record import Unwritten
 from tests.router.usage.receiver import Receiver
-from tests.router.usage.test_outlet import RECORD
+from tests.router.usage.test_writer import RECORD
 
 EVENT = {"tokens": 5, "adapter_id": "", "input": None, "output": None, "api_token": None, "model_id": "m"}
 
@@ -34,7 +34,7 @@ def test_an_event_has_lorax_s_keys() -> None:
 
 
 @pytest.mark.parametrize("statuses", [(500,), (503, 429), (500, 502, 504)])
-def test_three_more_attempts(statuses: tuple[int, ...]) -> None:
+def test_three_retries(statuses: tuple[int, ...]) -> None:
     with Receiver(*statuses) as receiver:
         writer = UsagePost(receiver.url)
         writer.write(RECORD)
@@ -43,16 +43,16 @@ def test_three_more_attempts(statuses: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("statuses", "num_attempts"), [((500,) * 9, 4), ((404,), 1), ((302,), 1), ((401,), 1)])
-def test_what_is_given_up(statuses: tuple[int, ...], num_attempts: int) -> None:
+def test_failures_without_further_retries(statuses: tuple[int, ...], num_attempts: int) -> None:
     with Receiver(*statuses) as receiver:
         writer = UsagePost(receiver.url)
-        with pytest.raises(Unwritten, match=f"REQUEST_LOGGER_URL answers {statuses[0]}"):
+        with pytest.raises(Unwritten, match=f"REQUEST_LOGGER_URL answered {statuses[0]}"):
             writer.write(RECORD)
         writer.close()
     assert len(receiver.events) == num_attempts
 
 
-def test_a_connection_that_was_closed_meanwhile_is_made_anew() -> None:
+def test_a_closed_connection_is_opened_again() -> None:
     with Receiver() as receiver:
         writer = UsagePost(receiver.url)
         writer.write(RECORD)
@@ -63,7 +63,7 @@ def test_a_connection_that_was_closed_meanwhile_is_made_anew() -> None:
     assert len(receiver.events) == 2
 
 
-def test_a_server_that_never_answers_is_given_up() -> None:
+def test_a_server_that_never_answers_times_out() -> None:
     with Receiver() as receiver:
         receiver.may_answer.clear()
         writer = UsagePost(receiver.url)
@@ -72,7 +72,7 @@ def test_a_server_that_never_answers_is_given_up() -> None:
         writer.close()
 
 
-def test_nobody_listens() -> None:
+def test_no_listener() -> None:
     with pytest.raises(Unwritten, match="REQUEST_LOGGER_URL: Connection refused"):
         UsagePost("http://me:secret@127.0.0.1:9/").write(RECORD)
 
@@ -102,6 +102,6 @@ def test_shown_url(url: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "url", ["", "a.example", "ftp://a.example", "http://", "http://me:se/cret@a", "http://[secret"]
 )
-def test_what_is_no_url_is_not_repeated(url: str) -> None:
-    with pytest.raises(ValueError, match=r"^REQUEST_LOGGER_URL is no http:// or https:// URL$"):
+def test_an_invalid_url_is_not_quoted(url: str) -> None:
+    with pytest.raises(ValueError, match=r"^REQUEST_LOGGER_URL must be an http:// or https:// URL$"):
         UsagePost(url)

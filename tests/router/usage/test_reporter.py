@@ -1,4 +1,4 @@
-"""What is told of requests on every route, however they end: in the operator's file, and to its URL."""
+"""Usage records of requests on every route, however they end, in the operator's file and at the URL."""
 
 import asyncio
 import json
@@ -34,14 +34,14 @@ async def logged(tmp_path: Path, anyio_backend: str) -> AsyncIterator[tuple[Serv
 
 
 async def lines(server: Serving, path: Path, number: int) -> list[dict[str, Any]]:
-    """The file's lines, once there are so many."""
+    """The lines of the file, once there are `number`."""
 
-    def found() -> list[str]:
+    def texts() -> list[str]:
         return path.read_text().splitlines()
 
-    await server.shard.until(lambda: len(found()) >= number)
-    assert len(found()) == number
-    return [json.loads(line) for line in found()]
+    await server.shard.until(lambda: len(texts()) >= number)
+    assert len(texts()) == number
+    return [json.loads(line) for line in texts()]
 
 
 async def test_a_line_for_every_route(logged: tuple[Serving, Path]) -> None:
@@ -64,23 +64,23 @@ async def test_a_line_for_every_route(logged: tuple[Serving, Path]) -> None:
         assert response.status_code == 200, response.text
     await server.client.post("/tokenize", json={"inputs": "Hi"})
     await server.client.get("/startup")
-    told = await lines(server, path, len(sent))
-    assert [line["route"] for line in told] == [route for route, _ in sent]
-    assert [line["request_id"] for line in told] == [f"request-{number}" for number in range(len(sent))]
-    assert {line["key"] for line in told} == {"team-a"}
-    assert {line["model"] for line in told} == {MODEL_ID}
-    assert {line["status"] for line in told} == {200}
-    assert {line["error"] for line in told} == {None}
-    assert [line["sequences"] for line in told] == [1, 1, 2, 1, 4, 3, 1, 1]
+    found = await lines(server, path, len(sent))
+    assert [line["route"] for line in found] == [route for route, _ in sent]
+    assert [line["request_id"] for line in found] == [f"request-{number}" for number in range(len(sent))]
+    assert {line["key"] for line in found} == {"team-a"}
+    assert {line["model"] for line in found} == {MODEL_ID}
+    assert {line["status"] for line in found} == {200}
+    assert {line["error"] for line in found} == {None}
+    assert [line["sequences"] for line in found] == [1, 1, 2, 1, 4, 3, 1, 1]
     chat = len(server.ids("[user]Hi[assistant]"))
-    assert [line["prompt_tokens"] for line in told] == [2, 2, 2, 2, 6, 2, chat, chat]
-    assert [line["generated_tokens"] for line in told] == [3, 3, 6, 3, 12, 9, 3, 3]
-    for line in told:
+    assert [line["prompt_tokens"] for line in found] == [2, 2, 2, 2, 6, 2, chat, chat]
+    assert [line["generated_tokens"] for line in found] == [3, 3, 6, 3, 12, 9, 3, 3]
+    for line in found:
         assert line["finish_reasons"] == ["length"] * line["sequences"]
         assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["total_seconds"] < 60
         assert line["input"] is None and line["output"] is None
-    assert [line["adapter"] for line in told] == [None, "mine", *[None] * 6]
-    assert told[1]["adapter_digest"] and told[0]["adapter_digest"] is None
+    assert [line["adapter"] for line in found] == [None, "mine", *[None] * 6]
+    assert found[1]["adapter_digest"] and found[0]["adapter_digest"] is None
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -99,15 +99,15 @@ async def test_requests_that_fail(logged: tuple[Serving, Path]) -> None:
     ]
     for route, body in sent:
         await server.client.post(route, content=body, headers=headers)
-    told = await lines(server, path, len(sent))
+    found = await lines(server, path, len(sent))
     errors = ["bad_request", "validation", "validation", "download_adapter", *["generation"] * 3]
-    assert [line["error"] for line in told] == errors
-    assert [line["status"] for line in told] == [400, 422, 200, 404, 424, 200, 200]
-    assert {line["key"] for line in told} == {"team-a"}
-    assert {line["adapter"] for line in told} == {None}
-    for line in told[:4]:
+    assert [line["error"] for line in found] == errors
+    assert [line["status"] for line in found] == [400, 422, 200, 404, 424, 200, 200]
+    assert {line["key"] for line in found} == {"team-a"}
+    assert {line["adapter"] for line in found} == {None}
+    for line in found[:4]:
         assert (line["sequences"], line["prompt_tokens"], line["queue_seconds"]) == (0, 0, None)
-    for line in told[4:]:
+    for line in found[4:]:
         assert (line["sequences"], line["generated_tokens"], line["finish_reasons"]) == (1, 3, [None])
 
 
@@ -115,7 +115,7 @@ async def test_requests_that_fail(logged: tuple[Serving, Path]) -> None:
     ("route", "body"),
     [("/generate", {"inputs": "Hi"}), ("/v1/chat/completions", {**CHAT, "stream": True, "n": 2})],
 )
-async def test_a_vanished_client(logged: tuple[Serving, Path], route: str, body: dict[str, Any]) -> None:
+async def test_a_disconnect(logged: tuple[Serving, Path], route: str, body: dict[str, Any]) -> None:
     server, path = logged
     server.says("ab", hangs=True)
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
@@ -130,7 +130,7 @@ async def test_a_vanished_client(logged: tuple[Serving, Path], route: str, body:
     assert (line["sequences"], line["generated_tokens"]) == (num_sequences, 2 * num_sequences)
 
 
-async def test_an_overloaded_server_tells_whose_requests_it_refuses(tmp_path: Path, anyio_backend: str) -> None:
+async def test_records_of_an_overloaded_server_name_the_caller(tmp_path: Path, anyio_backend: str) -> None:
     path = tmp_path / "usage.jsonl"
     async with serving(tmp_path, adapters=True, usage_log=str(path), max_concurrent_requests=1) as server:
         server.says("ab", hangs=True)
@@ -139,7 +139,7 @@ async def test_an_overloaded_server_tells_whose_requests_it_refuses(tmp_path: Pa
         body = {"inputs": "Hi", "parameters": {"adapter_id": server.adapter("mine")}}
         assert (await server.client.post("/generate", json=body)).status_code == 429
         (line,) = await lines(server, path, 1)
-        # It is refused before anybody looks for its adapter.
+        # It is rejected before its adapter is resolved.
         assert (line["error"], line["adapter"], line["sequences"]) == ("overloaded", None, 0)
         first.cancel()
         await server.idle()
@@ -155,9 +155,7 @@ async def test_drafts_are_counted(logged: tuple[Serving, Path]) -> None:
     assert line["accepted_tokens"] == details["accepted"] > 0
 
 
-async def test_texts_are_told_where_the_operator_asks_for_them(
-    tmp_path: Path, anyio_backend: str, receiver: Receiver
-) -> None:
+async def test_texts_are_recorded_with_log_texts(tmp_path: Path, anyio_backend: str, receiver: Receiver) -> None:
     path = tmp_path / "usage.jsonl"
     places = {"usage_log": str(path), "request_logger_url": receiver.url}
     async with serving(tmp_path, **places, log_texts=True) as server:
@@ -172,11 +170,11 @@ async def test_texts_are_told_where_the_operator_asks_for_them(
         ]
         for route, body in sent:
             assert (await server.client.post(route, json=body)).status_code == 200
-        told = await lines(server, path, len(sent))
-        assert [line["input"] for line in told] == ["Hi", "Hi", "Hiho", ["Hi", "Ho"], "[user]Hi[assistant]"]
-        assert [line["output"] for line in told] == ["abcd", "abcd", "ab", ["ab"] * 4, "ab"]
+        found = await lines(server, path, len(sent))
+        assert [line["input"] for line in found] == ["Hi", "Hi", "Hiho", ["Hi", "Ho"], "[user]Hi[assistant]"]
+        assert [line["output"] for line in found] == ["abcd", "abcd", "ab", ["ab"] * 4, "ab"]
         await server.shard.until(lambda: len(receiver.events) == len(sent))
-        assert sorted(str(event["input"]) for event in receiver.events) == sorted(str(line["input"]) for line in told)
+        assert sorted(str(event["input"]) for event in receiver.events) == sorted(str(line["input"]) for line in found)
 
 
 async def test_lorax_s_event_without_token_and_texts(tmp_path: Path, anyio_backend: str, receiver: Receiver) -> None:
@@ -195,15 +193,15 @@ async def test_lorax_s_event_without_token_and_texts(tmp_path: Path, anyio_backe
     assert "hf_" not in str(receiver.headers)
 
 
-async def test_info_shows_where_requests_are_told_and_no_credentials(tmp_path: Path, anyio_backend: str) -> None:
+async def test_info_shows_the_url_without_credentials(tmp_path: Path, anyio_backend: str) -> None:
     async with serving(tmp_path, request_logger_url="http://me:secret@127.0.0.1:9/in?key=secret#secret") as server:
         response = await server.client.get("/info")
         assert response.json()["request_logger_url"] == "http://127.0.0.1:9/in"
         assert "secret" not in response.text
 
 
-async def test_a_place_that_takes_nothing_changes_no_answer(tmp_path: Path, anyio_backend: str) -> None:
-    """Nobody listens at the URL, and the file is on a full disk."""
+async def test_an_unusable_destination_changes_no_answer(tmp_path: Path, anyio_backend: str) -> None:
+    """The port of the URL is closed, and the file is on a full disk."""
     places = {"usage_log": "/dev/full", "request_logger_url": "http://127.0.0.1:9"}
     async with serving(tmp_path, **places) as server:
         server.says("abc")

@@ -1,4 +1,4 @@
-"""The backlog: never waited for, bounded by records and characters, its losses counted and said once."""
+"""The background writer: it never blocks, is bounded by records and characters, and counts lost records."""
 
 import dataclasses
 import threading
@@ -7,8 +7,8 @@ import time
 import structlog
 
 from lorikeet.router.metrics.histogram import Counter
-from lorikeet.router.usage.record import Record
-from lorikeet.router.usage.writer import BackgroundWriter, Unwritten
+from lorikeet.router.usage.record import Record, Unwritten
+from lorikeet.router.usage.writer import MAX_CHARACTERS, MAX_RECORDS, BackgroundWriter
 
 RECORD = Record(
     time="2026-01-01T00:00:00.000Z",
@@ -36,7 +36,7 @@ RECORD = Record(
 
 
 class Slow:
-    """Writes once it may."""
+    """Writes once `may_write` is set."""
 
     def __init__(self) -> None:
         self.may_write = threading.Event()
@@ -59,7 +59,7 @@ def named(name: str) -> Record:
     return dataclasses.replace(RECORD, request_id=name)
 
 
-def test_everything_is_written_in_order_before_the_end() -> None:
+def test_all_records_are_written_in_order_on_close() -> None:
     writer, dropped = Slow(), Counter()
     out = BackgroundWriter("file", [writer], dropped)
     for number in range(100):
@@ -71,26 +71,26 @@ def test_everything_is_written_in_order_before_the_end() -> None:
     assert dropped.values == {"file": 0}
 
 
-def test_nobody_waits_for_a_writer_that_hangs_and_losses_are_counted() -> None:
+def test_a_hanging_writer_blocks_nothing_and_losses_are_counted() -> None:
     writer, dropped = Slow(), Counter()
     out = BackgroundWriter("file", [writer], dropped)
     began = time.monotonic()
     with structlog.testing.capture_logs() as lines:
-        for number in range(writer.MOST_RECORDS + 12):
+        for number in range(MAX_RECORDS + 12):
             out.put(named(str(number)))
         assert time.monotonic() - began < 5
         num_lost = dropped.values["file"]
         assert num_lost in (11, 12)  # the writer may hold one
         writer.may_write.set()
         out.close(10)
-    assert len(writer.written) == writer.MOST_RECORDS + 12 - num_lost
+    assert len(writer.written) == MAX_RECORDS + 12 - num_lost
     assert [(line["event"], line["to"]) for line in lines] == [("usage_dropped", "file")]
 
 
 def test_texts_are_bounded_too() -> None:
     writer, dropped = Slow(), Counter()
     out = BackgroundWriter("url", [writer], dropped)
-    text = "x" * (writer.MOST_CHARACTERS // 4)
+    text = "x" * (MAX_CHARACTERS // 4)
     for _ in range(8):
         out.put(dataclasses.replace(RECORD, input=text))
     assert dropped.values["url"] in (3, 4)
@@ -99,11 +99,11 @@ def test_texts_are_bounded_too() -> None:
     assert len(writer.written) == 8 - dropped.values["url"]
 
 
-def test_room_comes_back() -> None:
+def test_capacity_is_freed() -> None:
     writer, dropped = Slow(), Counter()
     writer.may_write.set()
     out = BackgroundWriter("url", [writer], dropped)
-    text = "x" * (writer.MOST_CHARACTERS // 2)
+    text = "x" * (MAX_CHARACTERS // 2)
     for number in range(8):
         out.put(dataclasses.replace(RECORD, input=text, output=["y", "z"]))
         end = time.monotonic() + 10
@@ -114,7 +114,7 @@ def test_room_comes_back() -> None:
     assert dropped.values == {"url": 0}
 
 
-def test_what_is_left_at_the_end_is_counted() -> None:
+def test_unwritten_records_are_counted_at_the_end() -> None:
     writer, dropped = Slow(), Counter()
     out = BackgroundWriter("url", [writer], dropped)
     for number in range(5):
@@ -127,7 +127,7 @@ def test_what_is_left_at_the_end_is_counted() -> None:
 
 
 class Broken(Slow):
-    """Fails in ways that it knows, and in one that it does not."""
+    """Fails with Unwritten, and with another exception."""
 
     def write(self, record: Record) -> None:
         if record.request_id == "known":
@@ -140,7 +140,7 @@ class Broken(Slow):
         raise Unwritten("no such folder")
 
 
-def test_a_failure_is_said_once_and_others_are_written() -> None:
+def test_a_failure_is_logged_once_and_others_are_written() -> None:
     writer, dropped = Broken(), Counter()
     writer.may_write.set()
     with structlog.testing.capture_logs() as lines:
@@ -153,7 +153,7 @@ def test_a_failure_is_said_once_and_others_are_written() -> None:
     assert [line["reason"] for line in lines] == ["the disk is full"]
 
 
-def test_an_unknown_failure_is_told_by_its_kind_alone() -> None:
+def test_an_unknown_failure_is_logged_by_its_type_only() -> None:
     with structlog.testing.capture_logs() as lines:
         out = BackgroundWriter("file", [Broken()], Counter())
         out.put(named("unknown"))

@@ -1,4 +1,4 @@
-"""DraftTokens grouped for kernels: each stands in one task, and a padded step lies where its padding says."""
+"""Drafts grouped for kernels: each is in one task, and a padded step has the addresses of its padding."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ PLANS = {
 
 @pytest.mark.parametrize("num_padded", [None, 80])
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_guess_is_in_one_task(plan: str, num_padded: int | None) -> None:
+def test_every_draft_token_is_in_one_task(plan: str, num_padded: int | None) -> None:
     groups = HeadGroups(90, CPU)
     groups.fill(as_array(PLANS["mixed"]))
     groups.fill(as_array(PLANS[plan]), num_padded)
@@ -30,21 +30,21 @@ def test_every_guess_is_in_one_task(plan: str, num_padded: int | None) -> None:
     for slot, head, first, count in groups.tasks.tolist():
         assert 0 <= count <= TASK_ROWS
         for index in range(first, first + count):
-            place = int(groups.places[index])
-            assert place not in found
-            found[place] = (int(groups.sources[index]), slot, head)
+            at = int(groups.places[index])
+            assert at not in found
+            found[at] = (int(groups.sources[index]), slot, head)
     wanted = [(row, slot, head) for row, slot, count in PLANS[plan] for head in range(count)]
-    assert [found[place] for place in range(len(found))] == wanted
+    assert [found[at] for at in range(len(found))] == wanted
     assert groups.num_drafts == (len(wanted) if num_padded is None else num_padded)
     if num_padded is not None:
         assert groups.tasks.shape == (80, 4) and groups.sources.shape == groups.places.shape == (80,)
 
 
-def test_more_guesses_than_were_reserved_are_an_error() -> None:
+def test_more_drafts_than_reserved_are_an_error() -> None:
     groups = HeadGroups(8, CPU)
-    with pytest.raises(RuntimeError, match="9 guesses of heads"):
+    with pytest.raises(RuntimeError, match="9 draft tokens of heads"):
         groups.fill(as_array([HeadsRow(0, 0, 4), HeadsRow(1, 0, 5)]))
-    with pytest.raises(RuntimeError, match="5 guesses of heads"):
+    with pytest.raises(RuntimeError, match="5 draft tokens of heads"):
         groups.fill(as_array([HeadsRow(1, 0, 5)]), 4)
 
 
@@ -61,7 +61,7 @@ def test_no_step_has_more_tasks_than_its_rows_allow(num_rows: int) -> None:
         assert groups.row_ids[: len(row_ids)].tolist() == row_ids.tolist()
 
 
-def test_rows_at_the_output_head_are_padded_rows_and_guesses_behind_them() -> None:
+def test_rows_at_the_output_head_are_padded_rows_and_then_drafts() -> None:
     inputs = StepInputs(16, CPU)
     inputs.reserve_groups(max_rows=8, max_slots=4, max_drafts=6)
     inputs.pad(Always(Bounds(num_rows=8, max_kv_len=16, num_drafts=5, has_adapters=True)))

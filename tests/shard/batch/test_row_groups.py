@@ -14,5 +14,5 @@ def test_every_row_has_its_slot_and_rows_that_are_not_there_none() -> None:
     groups.fill(np.array([-1, 2, 2], np.int32))
     assert groups.row_slots.tolist() == [-1, 2, 2, -1]
     assert groups.tasks[0].tolist() == [2, 0, 2] and groups.row_ids[:2].tolist() == [1, 2]
-    with pytest.raises(RuntimeError, match="more than was reserved"):
+    with pytest.raises(RuntimeError, match="more than were reserved"):
         groups.fill(np.zeros(9, np.int32))

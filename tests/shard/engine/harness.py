@@ -9,8 +9,9 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
 from lorikeet.shard.grpc.outbox import NO_SECONDS, Outbox, Output
 from lorikeet.shard.model import Model
-from lorikeet.shard.scheduler.request import NO_SPECULATION, LogprobParams, Request, SamplingParams, Speculation
-from lorikeet.shard.scheduler.speculation.draft_length import DraftLengthController
+from lorikeet.shard.scheduler.draft_length import DraftLengthController
+from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
+from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Speculation
 from lorikeet.shard.startup.build import build_engine
 
 EPOCH = 1

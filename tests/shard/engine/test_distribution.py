@@ -1,7 +1,7 @@
-"""The engine draws the exact joint law of three tokens: scheduling, pages, rows and sampling together.
+"""The engine draws the exact joint distribution of three tokens: scheduling, pages, rows and sampling together.
 
-The model is an order-2 Markov chain that finds its two tokens through the page table, so the law of a text after any
-prompt can be written down; thousands of requests with distinct seeds, among others of other kinds, are held to it.
+The model is an order-2 Markov chain that reads its two tokens through the page table, so the distribution of a text
+after any prompt is known; thousands of requests with distinct seeds, mixed with others, are tested against it.
 """
 
 from dataclasses import dataclass, field
@@ -12,15 +12,16 @@ import torch
 
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.engine.drafter import Drafter
-from lorikeet.shard.engine.engine import Engine, Pacing
+from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
+from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import FinishReason, Method, Request, Rule, SamplingParams, Speculation
+from lorikeet.shard.scheduler.request import FinishReason, Request, SamplingParams
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation import DraftSources
+from lorikeet.shard.scheduler.speculation.types import Method, Speculation, Verification
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import params
 from tests.shard.sampling.oracle import Case
@@ -93,12 +94,12 @@ class Running:
     commit_lag: int
     num_pages: int
     step_tokens: int
-    rule: Rule | None = None
-    """How drafts are verified, where a draft model guesses."""
+    rule: Verification | None = None
+    """How drafts are verified, with a draft model."""
 
 
-def make_requests(distributions: list[Distribution], rule: Rule | None) -> list[Request]:
-    """Requests for every law in turn, each with its own seed; every fifth is somebody else's."""
+def make_requests(distributions: list[Distribution], rule: Verification | None) -> list[Request]:
+    """Requests for every distribution in turn, each with its own seed; every fifth is an unrelated one."""
     requests = []
     for i in range(NUM_REQUESTS * 5 // 4):
         distribution = distributions[i % len(distributions)]
@@ -112,7 +113,7 @@ def make_requests(distributions: list[Distribution], rule: Rule | None) -> list[
 
 
 def run(requests: list[Request], running: Running) -> int:
-    """Run them all to the end, so many at a time. Returns how often one was preempted."""
+    """Run them all to the end, some at a time. Returns how often one was preempted."""
     scheduler = Scheduler(
         KvCache(running.num_pages, PAGE_SIZE, prefix_caching=True),
         Limits(running.step_tokens, MAX_RUNNING, True, 512),
@@ -120,9 +121,9 @@ def run(requests: list[Request], running: Running) -> int:
     )
     inbox, outbox = Inbox(), Outbox()
     sampler = Sampler(V, MAX_RUNNING, torch.device("cpu"))
-    pacing = Pacing(running.commit_lag, max_waiting=MAX_RUNNING)
+    config = LoopConfig(running.commit_lag, max_waiting=MAX_RUNNING)
     drafter = Drafter(MarkovModel(running.num_pages, DRAFT_LOGITS), sampler, V, V)
-    engine = Engine(MarkovModel(running.num_pages), sampler, scheduler, (inbox, outbox), pacing, drafter)
+    engine = Engine(MarkovModel(running.num_pages), sampler, scheduler, (inbox, outbox), config, drafter)
     outbox.open(EPOCH, wake=lambda: None)
     inbox.put(StreamOpened(EPOCH))
     for start in range(0, len(requests), MAX_RUNNING):
@@ -146,10 +147,10 @@ RUNS = {
             Case(temperature=0.8, top_p=0.9, presence_penalty=0.7, logit_bias=((4, 1.0),)),
         ],
     ),
-    "drafts, coupled": (Running(0, 2000, 512, Rule.COUPLED), [Case(top_k=8)]),
-    "drafts, rejection": (Running(0, 2000, 512, Rule.REJECTION), [Case(top_k=8)]),
+    "drafts, coupled": (Running(0, 2000, 512, Verification.SHARED_NOISE), [Case(top_k=8)]),
+    "drafts, rejection": (Running(0, 2000, 512, Verification.REJECTION), [Case(top_k=8)]),
     "drafts, rejection, all transforms, lag 1": (
-        Running(1, 2000, 512, Rule.REJECTION),
+        Running(1, 2000, 512, Verification.REJECTION),
         [Case(temperature=1.3, top_k=8, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias=((4, 1.0),))],
     ),
 }
@@ -159,7 +160,7 @@ SHORT = ("lag 0", "lag 1, few pages, small chunks", "drafts, rejection")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in RUNS])
-def test_three_tokens_follow_the_exact_joint_law(name: str) -> None:
+def test_three_tokens_follow_the_exact_joint_distribution(name: str) -> None:
     running, cases = RUNS[name]
     distributions = [Distribution(prompt_ids, case) for case in cases for prompt_ids in PROMPTS]
     requests = make_requests(distributions, running.rule)

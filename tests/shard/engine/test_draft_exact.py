@@ -1,4 +1,4 @@
-"""A real draft model next to a real target, through the shard's own way of building both: no text changes, and a target
+"""A real draft model with a real target, built as the shard builds them: no text changes, and a target
 that drafts for itself is never wrong.
 """
 
@@ -13,7 +13,8 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output
 from lorikeet.shard.model import load_model
-from lorikeet.shard.scheduler.request import Method, Request, Rule, SamplingParams, Source, Speculation
+from lorikeet.shard.scheduler.request import Request, SamplingParams
+from lorikeet.shard.scheduler.speculation.types import Method, Source, Speculation, Verification
 from lorikeet.shard.startup.build import build_engine
 from lorikeet.shard.startup.draft_model import load_draft_model
 from tests import tiny
@@ -34,7 +35,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.make("llama", folder, seed=3, tokenizer=True, num_hidden_layers=1))
 
 
-def run(config: ShardConfig, width: int, rule: Rule = Rule.COUPLED) -> dict[int, Output]:
+def run(config: ShardConfig, width: int, rule: Verification = Verification.SHARED_NOISE) -> dict[int, Output]:
     """Eight requests at once, greedy and sampled."""
     inbox, outbox = Inbox(), Outbox()
     model = load_model(config)
@@ -77,8 +78,8 @@ def test_texts_do_not_depend_on_a_draft_model(config: ShardConfig, small: str, l
         assert drafted[i].sources[0] == Source.PREFILL
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_a_target_that_drafts_for_itself_is_never_wrong(config: ShardConfig, rule: Rule) -> None:
+@pytest.mark.parametrize("rule", Verification)
+def test_a_target_that_drafts_for_itself_is_never_wrong(config: ShardConfig, rule: Verification) -> None:
     itself = replace(config, draft_model=config.model_path, draft_model_id="itself")
     for output in run(itself, 3, rule).values():
         assert output.num_accepted == sum(output.num_drafted) > 0
@@ -94,7 +95,7 @@ def test_a_draft_model_takes_its_part_of_the_memory(config: ShardConfig, small: 
     assert engine.scheduler.cache.num_pages == 20
 
 
-def test_another_tokenizer_is_refused_by_name(config: ShardConfig, small: str, tmp_path: Path) -> None:
+def test_another_tokenizer_is_rejected_with_an_error(config: ShardConfig, small: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
     other = replace(config, draft_model=str(tmp_path), draft_model_id="stranger")
     with pytest.raises(ValueError, match="stranger has another tokenizer than target"):

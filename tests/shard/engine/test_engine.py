@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lorikeet.shard.grpc.inbox import Commands, StreamEnded
+from lorikeet.shard.grpc.inbox import StreamEnded
 from lorikeet.shard.grpc.outbox import Details, Output, Status
 from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
@@ -102,7 +102,7 @@ def test_a_burst_of_one_prompt_computes_it_once(lag: int) -> None:
     assert [outputs[i].num_cached for i in range(8)] == [0] + [40] * 7
 
 
-def test_who_awaits_a_page_does_not_hold_up_others() -> None:
+def test_a_request_that_waits_for_a_page_does_not_block_others() -> None:
     rig = Rig()
     prompt = list(range(40))
     rig.submit(make_request(1, prompt, 4), make_request(2, prompt, 4), make_request(3, [9], 1))
@@ -112,7 +112,7 @@ def test_who_awaits_a_page_does_not_hold_up_others() -> None:
     assert rig.run()[2].num_cached == 36
 
 
-def test_who_awaits_a_page_runs_when_its_maker_is_gone() -> None:
+def test_a_request_that_waits_for_a_page_runs_when_its_owner_is_gone() -> None:
     rig = Rig(Setup(step_tokens=16))
     prompt = list(range(40))
     rig.submit(make_request(1, prompt, 4), make_request(2, prompt, 4))
@@ -210,21 +210,21 @@ def test_a_failing_step_fails_its_requests_and_no_other(lag: int) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_suspects_have_steps_of_their_own_and_routers_know_of_each(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the router has heard when a step begins is who is computed, and of a suspect's step exactly that."""
-    monkeypatch.setattr("lorikeet.shard.engine.engine.ACK_TIMEOUT_S", 0.001)  # nobody reads here
+def test_isolated_requests_are_computed_alone_and_announced(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a step is launched, its requests are announced, and those of an isolated request's step exactly."""
+    monkeypatch.setattr("lorikeet.shard.engine.engine.ACK_TIMEOUT_S", 0.001)  # no stream reads
     rig = Rig(Setup(commit_lag=lag))
-    steps, told = list[set[int]](), list[set[int]]()
+    steps, announced = list[set[int]](), list[set[int]]()
     newest = set[int]()
     launch = rig.engine._launch
 
-    def note(shares: list[ScheduledRequest]) -> None:
+    def note(scheduled: list[ScheduledRequest]) -> None:
         nonlocal newest
         computing = rig.outbox._buffers[EPOCH].update.step_requests
         newest = newest if computing is None else set(computing)
-        steps.append({share.request.key[1] for share in shares})
-        told.append(newest)
-        launch(shares)
+        steps.append({item.request.key[1] for item in scheduled})
+        announced.append(newest)
+        launch(scheduled)
 
     rig.engine._launch = note  # type: ignore[method-assign]
     requests = [make_request(i, list(range(i, i + 9)), 12) for i in range(5)]
@@ -236,13 +236,13 @@ def test_suspects_have_steps_of_their_own_and_routers_know_of_each(lag: int, mon
         own = [step for step in steps if suspect in step]
         assert own[:isolation_steps] == [{suspect}] * isolation_steps
         assert own[isolation_steps] > {suspect}
-        assert [known for known in told if suspect in known][:isolation_steps] == own[:isolation_steps]
-    assert all(step <= known for step, known in zip(steps, told, strict=True))
+        assert [known for known in announced if suspect in known][:isolation_steps] == own[:isolation_steps]
+    assert all(step <= known for step, known in zip(steps, announced, strict=True))
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_the_step_after_a_suspects_own_waits_for_routers_too(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or they would blame the suspect for what ends in that step."""
+def test_the_step_after_an_isolated_one_waits_for_routers_too(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a crash in that step would be attributed to the isolated request."""
     rig = Rig(Setup(commit_lag=lag))
     words = list[tuple[set[int], bool]]()
 
@@ -316,16 +316,7 @@ def test_the_latest_is_preempted_and_comes_back_first() -> None:
     assert rig.run()[2].token_ids == generate_alone([6, 7, 8, 9, 10], 12)
 
 
-def test_a_draining_stream_finishes_what_it_has() -> None:
-    rig = Rig()
-    rig.inbox.put(Commands(EPOCH, submits=[make_request(1, [1], 4)], drain=True))
-    rig.step()
-    outputs = rig.run(make_request(2, [1], 4))
-    assert outputs[1].token_ids == generate_alone([1], 4)
-    assert outputs[2].finish_reason is FinishReason.ERROR and outputs[2].retryable
-
-
-def test_told_to_stop_it_finishes_what_runs_and_told_again_it_does_not() -> None:
+def test_stop_finishes_running_requests_and_a_second_stop_does_not() -> None:
     rig = Rig()
     rig.submit(make_request(1, [1, 2], 30))
     rig.step()
@@ -354,35 +345,36 @@ def test_warming_up_leaves_nothing_behind() -> None:
         rig.engine.warm_up()
 
 
-def test_every_preemption_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_preemption_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(Setup(num_pages=24))
-    told: list[int] = []
+    reported: list[int] = []
     publish = rig.outbox.publish
 
-    def listen(outputs: list[Output], status: Status, *others: Any) -> None:
-        told.append(status.num_preempted)
+    def record(outputs: list[Output], status: Status, *others: Any) -> None:
+        reported.append(status.num_preempted)
         publish(outputs, status, *others)
 
-    monkeypatch.setattr(rig.outbox, "publish", listen)
+    monkeypatch.setattr(rig.outbox, "publish", record)
     expected = itertools.cycle([0.010, 0.100])
-    monkeypatch.setattr(rig.engine._durations, "expected", lambda num_tokens: next(expected))
+    monkeypatch.setattr(rig.engine._step_costs, "estimate", lambda *_: next(expected))
     rig.run(*make_mix())
-    assert sum(told) == rig.scheduler.num_preempted > 0
+    assert sum(reported) == rig.scheduler.num_preempted > 0
 
 
-def test_routers_hear_of_a_step_that_will_be_longer_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_step_time_is_announced_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    told: list[tuple[int, int, int]] = []
+    reported: list[tuple[int, int, int]] = []
     publish = rig.outbox.publish
 
-    def listen(outputs: list[Output], status: Status, *others: Any) -> None:
-        told.append((status.step, status.expected_ms, len(outputs)))
+    def record(outputs: list[Output], status: Status, *others: Any) -> None:
+        reported.append((status.step, status.expected_ms, len(outputs)))
         publish(outputs, status, *others)
 
-    monkeypatch.setattr(rig.outbox, "publish", listen)
-    monkeypatch.setattr(rig.engine._durations, "expected", {4: 0.050, 1: 0.049, 33: 0.200}.__getitem__)
+    monkeypatch.setattr(rig.outbox, "publish", record)
+    expected = {4: 0.050, 1: 0.049, 33: 0.200}
+    monkeypatch.setattr(rig.engine._step_costs, "estimate", lambda num_tokens, _: expected[num_tokens])
     rig.submit(make_request(1, [5] * 4, 4))
     rig.step(2)  # the second is as long as the first, nearly
     rig.submit(make_request(2, [6] * 32, 4))
     rig.step()
-    assert told == [(0, 50, 0), (1, 50, 1), (2, 50, 1), (2, 200, 0), (3, 200, 2)]
+    assert reported == [(0, 50, 0), (1, 50, 1), (2, 50, 1), (2, 200, 0), (3, 200, 2)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lorikeet.shard.batch.network import RankDesync
+from lorikeet.shard.batch.inputs import RankDesync
 from lorikeet.shard.engine.engine import is_device_broken, is_out_of_memory
 
 
@@ -28,7 +28,7 @@ def test_nothing_is_computed_after_what_breaks_a_device(error: Exception) -> Non
     [
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("Triton Error [CUDA]: invalid argument"),
-        ValueError("heads are to guess"),
+        ValueError("wrong shape"),
     ],
 )
 def test_other_errors_are_those_of_a_step(error: Exception) -> None:

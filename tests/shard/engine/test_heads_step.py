@@ -1,5 +1,5 @@
-"""Heads in steps: different counts side by side, alone, with an adapter and beside one; they guess from committed rows
-only, and change no text.
+"""Medusa heads in steps: different numbers of heads, alone, with an adapter or with another's. They draft from
+committed rows only, and change no text.
 """
 
 from dataclasses import replace
@@ -8,8 +8,9 @@ import pytest
 
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
-from lorikeet.shard.scheduler.request import FinishReason, Method, Request, Schedule, Source, Speculation
-from lorikeet.shard.scheduler.speculation import DraftSources
+from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.scheduler.request import FinishReason, Request
+from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Source, Speculation
 from tests.shard.engine.test_speculation import SETUPS, assert_equal, mixed_distributions, texts_alone
 from tests.shard.grpc.test_adapter_events import Device, Weights
 from tests.shard.rig import EPOCH, Rig, Setup, make_request
@@ -30,7 +31,7 @@ def make_rig(setup: Setup, num_slots: int = 3) -> Rig:
     return rig
 
 
-def guessing(requests: list[Request], method: Method = Method.MEDUSA) -> list[Request]:
+def with_heads(requests: list[Request], method: Method = Method.MEDUSA) -> list[Request]:
     for i, request in enumerate(requests):
         request.adapter_digest, request.heads_digest = BROUGHT[i % len(BROUGHT)]
         num_heads, schedule = (255, 1, 4)[i % 3], list(Schedule)[i % 3]
@@ -44,7 +45,7 @@ def guessing(requests: list[Request], method: Method = Method.MEDUSA) -> list[Re
 )
 def test_every_text_is_what_it_is_without(name: str, method: Method) -> None:
     alone = texts_alone(mixed_distributions())
-    requests = guessing(mixed_distributions(), method)
+    requests = with_heads(mixed_distributions(), method)
     rig = make_rig(SETUPS[name])
     outputs = rig.run(*requests)
     for request in requests:
@@ -56,7 +57,7 @@ def test_every_text_is_what_it_is_without(name: str, method: Method) -> None:
     assert sum(output.sources.count(Source.MEDUSA) for output in outputs.values()) > 5
 
 
-def test_each_request_has_as_many_guesses_as_its_heads_and_its_wish_allow() -> None:
+def test_drafts_are_limited_by_heads_and_by_the_request() -> None:
     cases = {(FIVE, 255): 5, (FIVE, 3): 3, (TWO, 255): 2, (TWO, 4): 2}
     requests = [
         make_request(i, [1, 2, i], 12, heads_digest=digest, speculation=Speculation(Method.MEDUSA, 0, wanted))
@@ -64,7 +65,7 @@ def test_each_request_has_as_many_guesses_as_its_heads_and_its_wish_allow() -> N
     ]
     rig = make_rig(Setup())
     rig.submit(*requests)
-    rig.step(3)  # heads arrive, the prompt, the first guesses
+    rig.step(3)  # loading of heads, the prompt, the first drafts
     assert [sum(rig.outputs[i].num_drafted) for i in range(4)] == list(cases.values())
 
 
@@ -77,7 +78,7 @@ def test_right_heads_take_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.model.num_steps == 1 + 24 // 6
 
 
-def test_heads_that_do_not_come_end_the_request() -> None:
+def test_heads_that_fail_to_load_end_the_request() -> None:
     lost = "d" * 64
     rig = make_rig(Setup())
     rig.inbox.put(
@@ -85,7 +86,7 @@ def test_heads_that_do_not_come_end_the_request() -> None:
             EPOCH,
             submits=[
                 make_request(1, [1, 2], 5, heads_digest=lost, speculation=Speculation(Method.MEDUSA, 0, 3)),
-                make_request(2, [1, 2], 5, heads_digest=lost),  # which guesses nothing, and needs none
+                make_request(2, [1, 2], 5, heads_digest=lost),  # which has no drafts, and needs no heads
             ],
         )
     )
@@ -95,7 +96,7 @@ def test_heads_that_do_not_come_end_the_request() -> None:
 
 
 def test_one_slot_is_too_few_for_an_adapter_and_other_heads() -> None:
-    requests = guessing(
+    requests = with_heads(
         [make_request(1, [1, 2], 5, adapter_digest=PLAIN, heads_digest=TWO), make_request(2, [1, 2], 5)]
     )
     requests[0].adapter_digest, requests[0].heads_digest = PLAIN, TWO
@@ -118,6 +119,6 @@ def test_an_adapter_and_heads_that_never_fit_together_end_the_request_and_no_oth
     outputs = rig.run(both[0], *alone)
     assert "take 110 bytes, 100 are kept" in outputs[1].error and not outputs[1].retryable
     assert outputs[2].finish_reason is outputs[3].finish_reason is FinishReason.LENGTH
-    rig.submit(both[1])  # what is known by now is said at once
+    rig.submit(both[1])  # the sizes are known by now
     rig.step()
     assert "take 110 bytes" in rig.outputs[4].error

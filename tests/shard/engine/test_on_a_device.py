@@ -18,8 +18,9 @@ from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.kernels import grouped
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.sampling import plan
-from lorikeet.shard.scheduler.request import LogprobParams, Method, Rule, SamplingParams, Speculation
-from lorikeet.shard.scheduler.speculation import DraftSources
+from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
+from lorikeet.shard.scheduler.speculation.types import Method, Speculation, Verification
 from tests import tiny
 from tests.shard.rig import Rig, Setup, make_request
 
@@ -45,7 +46,7 @@ class Attention(VarlenAttention):
 
 
 def waited(copy: HostCopy) -> list[torch.Tensor]:
-    """Zeros in place of what a device would have sent."""
+    """Zeros instead of a device's values."""
     return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in copy._tensors]
 
 
@@ -62,7 +63,7 @@ def model_of(name: str) -> Model:
         ).eval()
     backend = Attention()
     inputs = StepInputs(backend.page_size, META)
-    # fused twins are proved by values
+    # fused modules are verified by values
     model = assemble(network, config, backend, torch.bfloat16, inputs, MOST_TOKENS, fusions="none")
     model.allocate_kv(NUM_PAGES)
     return model
@@ -86,7 +87,7 @@ def test_nothing_of_a_step_mixes_host_and_device(name: str, lag: int) -> None:
               draft_sources=DraftSources(8, 1, 8, 4, has_draft_model=True), vocab_size=model.info.vocab_size)
     )  # fmt: skip
     drafts = [Speculation(), Speculation(Method.LOOKUP, 3), Speculation(Method.DRAFT, 3),
-               Speculation(Method.DRAFT, 2, verify=Rule.REJECTION)]  # fmt: skip
+               Speculation(Method.DRAFT, 2, verify=Verification.REJECTION)]  # fmt: skip
     requests = []
     for index in range(8):
         scored = SCORED if index in (2, 5) else LogprobParams()

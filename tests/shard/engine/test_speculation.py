@@ -1,4 +1,4 @@
-"""Guessing ahead changes no text: over a model that notices every wrong page, slot and position, with guesses that are
+"""Guessing ahead changes no text: over a model that notices every wrong page, slot and position, with drafts that are
 right now and then.
 """
 
@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.shard.grpc.outbox import Details, Output
-from lorikeet.shard.scheduler.request import LogprobParams, Method, Request, SamplingParams, Source, Speculation
+from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
+from lorikeet.shard.scheduler.speculation.types import Method, Source, Speculation
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, copy_of, make_request
-from tests.shard.scheduler.speculation.told import RecordingDraftSources
+from tests.shard.scheduler.scripted_drafts import ScriptedDraftSources
 
 SETUPS = {
     "default": Setup(),
@@ -49,7 +50,7 @@ def make_mix(**values: object) -> list[Request]:
 
 
 def texts_alone(requests: list[Request]) -> dict[int, Output]:
-    """What each gives by itself, without a guess."""
+    """The outputs of the requests alone, without drafts."""
     return {r.key[1]: Rig().run(copy_of(r, r.key[1]))[r.key[1]] for r in requests}
 
 
@@ -88,7 +89,7 @@ def test_every_text_is_what_it_is_without(setup: Setup, chance: float) -> None:
     requests = mixed_distributions()
     alone = texts_alone(requests)
     texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
-    rig = Rig(replace(setup, draft_sources=RecordingDraftSources(texts=texts, chance=chance)))
+    rig = Rig(replace(setup, draft_sources=ScriptedDraftSources(texts=texts, chance=chance)))
     outputs = rig.run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
@@ -99,38 +100,38 @@ def test_every_text_is_what_it_is_without(setup: Setup, chance: float) -> None:
 
 
 @pytest.mark.parametrize("values", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS.keys())
-def test_each_law_goes_on_as_it_would(values: dict[str, object]) -> None:
+def test_drafts_change_no_distribution(values: dict[str, object]) -> None:
     requests = make_mix(**values)
     alone = texts_alone(requests)
     texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
-    outputs = Rig(Setup(draft_sources=RecordingDraftSources(texts=texts, chance=0.8))).run(*requests)
+    outputs = Rig(Setup(draft_sources=ScriptedDraftSources(texts=texts, chance=0.8))).run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
 
 
-def test_right_guesses_take_fewer_steps() -> None:
+def test_accepted_drafts_take_fewer_steps() -> None:
     request = make_request(1, [1, 2, 3], 40, speculation=Speculation(Method.LOOKUP, 3))
     text = [1, 2, 3, *Rig().run(copy_of(request, 1))[1].token_ids]
-    rig = Rig(Setup(draft_sources=RecordingDraftSources(texts={1: text}, chance=1.0)))
+    rig = Rig(Setup(draft_sources=ScriptedDraftSources(texts={1: text}, chance=1.0)))
     output = rig.run(request)[1]
-    assert rig.model.num_steps == 1 + 39 // 4 + 1  # the last step has fewer to guess
+    assert rig.model.num_steps == 1 + 39 // 4 + 1  # the last step has fewer drafts
     assert output.num_accepted == sum(output.num_drafted) == 39 - 10
     assert rig.model.num_tokens == 3 + 39
 
 
-def test_with_many_running_nothing_is_guessed() -> None:
+def test_with_many_running_nothing_is_drafted() -> None:
     requests = [make_request(i, [i], 20, speculation=Speculation(Method.LOOKUP, 3)) for i in range(4)]
     texts = {i: [i] * 30 for i in range(4)}
-    outputs = Rig(Setup(draft_sources=RecordingDraftSources(max_batch_size=3, texts=texts))).run(*requests)
+    outputs = Rig(Setup(draft_sources=ScriptedDraftSources(max_batch_size=3, texts=texts))).run(*requests)
     assert not any(output.num_drafted for output in outputs.values())
 
 
-def test_bad_logits_behind_a_draft_end_the_request_where_they_would() -> None:
+def test_bad_logits_after_a_draft_end_the_request_at_the_same_token() -> None:
     request = make_request(1, [1, 2, 3], 30, speculation=Speculation(Method.LOOKUP, 5))
     text = Rig().run(copy_of(request, 1))[1].token_ids
-    poison = next(token for place, token in enumerate(text) if place > 4 and token not in text[:place] + [1, 2, 3])
-    alone, guessing = Rig(), Rig(Setup(draft_sources=RecordingDraftSources(texts={1: [1, 2, 3, *text]}, chance=1.0)))
-    alone.model.poison = guessing.model.poison = poison
-    expected, found = alone.run(copy_of(request, 1))[1], guessing.run(request)[1]
+    poison = next(token for at, token in enumerate(text) if at > 4 and token not in text[:at] + [1, 2, 3])
+    alone, drafting = Rig(), Rig(Setup(draft_sources=ScriptedDraftSources(texts={1: [1, 2, 3, *text]}, chance=1.0)))
+    alone.model.poison = drafting.model.poison = poison
+    expected, found = alone.run(copy_of(request, 1))[1], drafting.run(request)[1]
     assert found.token_ids == expected.token_ids == text[: text.index(poison) + 1]
     assert found.error == expected.error != ""

@@ -14,17 +14,17 @@ def test_a_mark_appears_once_a_request_was_completed(tmp_path: Path) -> None:
     rig, mark = Rig(), tmp_path / "served"
     rig.engine.warm_up()
     watch = Watchdog(rig.engine, str(mark), 0)
-    watch.look()
+    watch.poll()
     assert not mark.exists()
     rig.submit(make_request(1, [1, 2], 2))
     rig.step()
-    watch.look()
+    watch.poll()
     assert not mark.exists()
     rig.step()
-    watch.look()
+    watch.poll()
     assert mark.exists()
     mark.unlink()
-    watch.look()
+    watch.poll()
     assert not mark.exists()
 
 
@@ -36,8 +36,8 @@ def test_a_step_that_hangs_ends_the_process(
     monkeypatch.setattr(os, "_exit", codes.append)
     rig = Rig()
     watch = Watchdog(rig.engine, None, timeout_s)
-    watch.look()
+    watch.poll()
     assert codes == []
     rig.engine.running_step = (7, time.monotonic() - age_s)
-    watch.look()
+    watch.poll()
     assert codes == ([STUCK_EXIT] if ends else [])

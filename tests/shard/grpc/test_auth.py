@@ -94,8 +94,7 @@ async def test_mutual_tls_checks_both_certificates(files: dict[str, str], serve:
         "shard_tls_ca_path": files["ca"],
     }
     address = serve(Access.of(config(**of_shard)))  # type: ignore[operator]
-    of_router = {f"shard_{name}": path for name, path in of_shard.items()}
-    access = ShardAccess.of(RouterConfig("m", "/m", (address,), **of_router))  # type: ignore[arg-type]
+    access = ShardAccess.of(RouterConfig("m", "/m", (address,), **of_shard))  # type: ignore[arg-type]
     async with access.channel(address, "shards.example", []) as channel:
         info = await shard_pb2_grpc.ShardStub(channel).Info(pb.InfoRequest(), timeout=20)
         assert info.model_id == "m"

@@ -16,8 +16,8 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.codec import Bounds, read_command
 from lorikeet.shard.grpc.inbox import AdapterRead
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
-from lorikeet.shard.scheduler.request import Method, Rule, Schedule
-from lorikeet.shard.scheduler.speculation import DraftSources
+from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Verification
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel
 from tests.shard.grpc.test_adapter_events import Device, Weights
 from tests.shard.rig import EPOCH, Rig, Setup
@@ -60,7 +60,7 @@ speculations = st.builds(
     method=st.one_of(st.sampled_from(["", *map(str, Method)]), texts),
     num_tokens=few,
     schedule=mostly("", st.one_of(st.sampled_from([*map(str, Schedule)]), texts)),
-    verify=mostly("", st.one_of(st.sampled_from([*map(str, Rule)]), texts)),
+    verify=mostly("", st.one_of(st.sampled_from([*map(str, Verification)]), texts)),
     num_heads=few,
 )
 submits = st.builds(
@@ -76,8 +76,6 @@ submits = st.builds(
     heads=mostly(None, adapters),
     speculation=mostly(None, speculations),
     prediction_ids=mostly([], st.lists(token_ids, max_size=9)),
-    grammar=mostly("", texts),
-    group_id=texts,
     deadline_ms=mostly(0, counts),
     logprobs=st.builds(
         pb.Logprobs,
@@ -134,7 +132,6 @@ class WireMachine(RuleBasedStateMachine):
             changed = pb.Command.FromString(bytes(data))
         except DecodeError:
             return
-        changed.drain = False
         self.send(changed)
 
     @rule(num_steps=st.integers(1, 6), is_taken=st.booleans())

@@ -245,7 +245,6 @@ BAD_SUBMITS = {
     "the speculation method medusa": make_submit(1, [1], speculation=pb.Speculation(method="medusa")),
     "the speculation schedule twice": make_submit(1, [1], speculation=pb.Speculation(schedule="twice")),
     "the speculation verification typical": make_submit(1, [1], speculation=pb.Speculation(verify="typical")),
-    "grammars are not supported": make_submit(1, [1], grammar="root ::= [a]"),
     "alternatives can be returned": make_submit(1, [1], logprobs=pb.Logprobs(alternatives=VOCAB_SIZE + 1)),
     "temperature is out of range": make_submit(1, [1], sampling=pb.Sampling(temperature=float("nan"))),
     "top_p is out of range": make_submit(1, [1], sampling=pb.Sampling(top_p=1.5)),

@@ -21,8 +21,9 @@ from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.graphs import CannotCapture
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.tensor_parallel.group import Group
-from lorikeet.shard.scheduler.request import Method, SamplingParams, Speculation
-from lorikeet.shard.scheduler.speculation import DraftSources
+from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.scheduler.request import SamplingParams
+from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from tests.shard.apart import run
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.model.dense_attention import DenseAttention

@@ -1,4 +1,4 @@
-"""Ways to make the sampler show its law: many draws from one row of logits, or its law as log probabilities."""
+"""The sampler's distribution for one row of logits: by many samples, or by log probabilities."""
 
 from dataclasses import asdict
 
@@ -17,21 +17,21 @@ def params(case: Case, seed: int = 0, do_sample: bool = True) -> SamplingParams:
 
 
 def draws(
-    logits: np.ndarray, case: Case, known: list[int], num_prompt: int, num_seeds: int, num_places: int
+    logits: np.ndarray, case: Case, known: list[int], num_prompt: int, num_seeds: int, num_positions: int
 ) -> np.ndarray:
-    """[num_seeds, num_places] tokens drawn at neighbouring positions, each time after the same known tokens."""
+    """[num_seeds, num_positions] tokens drawn at neighbouring positions, each time after the same known tokens."""
     rows = list(range(num_seeds))
     table = torch.tensor(logits, dtype=torch.float32).expand(num_seeds, -1)
     found = []
-    for place in range(num_places):
+    for position in range(num_positions):
         sampler = Sampler(len(logits), num_seeds, CPU)
         for row in rows:
             sampler.add(row, params(case, seed=row), LogprobParams(), known, num_prompt)
-        found.append(sampler.sample(table, rows, [len(known) + place] * num_seeds).token_ids)
+        found.append(sampler.sample(table, rows, [len(known) + position] * num_seeds).token_ids)
     return torch.stack(found, dim=1).numpy()
 
 
-def shown_law(logits: torch.Tensor, sampling: SamplingParams, known: list[int], num_prompt: int) -> np.ndarray:
+def shown_distribution(logits: torch.Tensor, sampling: SamplingParams, known: list[int], num_prompt: int) -> np.ndarray:
     """logits: [V]. [V] probabilities, as the sampler reports them for every token."""
     vocab_size = len(logits)
     sampler = Sampler(vocab_size, 1, CPU)

@@ -1,4 +1,4 @@
-"""An independent account of sampling: laws by numpy in float64, noise by Python's integers. Imports nothing of ours.
+"""An independent implementation of sampling: distributions by numpy in float64, noise by Python's integers.
 
 `Case` names the parameters in the words of the request, so that a test states a case once for oracle and sampler.
 """
@@ -70,7 +70,7 @@ def distribution(logits: np.ndarray, case: Case, prompt: list[int], output: list
 
 
 def fit(counts: np.ndarray, p: np.ndarray) -> float:
-    """The χ² tail probability of counts under a law; 0 where something impossible was drawn."""
+    """The χ² tail probability of counts under a distribution; 0 where something impossible was drawn."""
     counts, p = counts.ravel(), p.ravel()
     if counts[p == 0].any():
         return 0.0

@@ -1,4 +1,4 @@
-"""A request gets the same bits whoever is beside it, whenever it is taken in again, and for the same seed."""
+"""A request gets the same bits in any batch, after it is added again, and for the same seed."""
 
 import random
 from dataclasses import replace
@@ -102,8 +102,8 @@ def test_a_batch_gives_the_bits_of_each_request_alone(seed: int, vocab_size: int
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_request_taken_in_again_continues(seed: int) -> None:
-    """In another row, beside others, with its output so far as known tokens."""
+def test_a_request_added_again_continues(seed: int) -> None:
+    """In another row, with others, with its output so far as known tokens."""
     batch = Batch(seed, 16, 300)
     for request in range(16):
         whole = batch.alone(request)
@@ -113,8 +113,8 @@ def test_a_request_taken_in_again_continues(seed: int) -> None:
             sampler.remove(0)
             batch.add(sampler, request, 2, [step.token_ids[0] for step in whole[:cut]])
             for step in range(cut, NUM_STEPS):
-                place = len(batch.known[request]) + step
-                host = sampler.sample(batch.logits[step, request : request + 1], [2], [place]).to_host()
+                position = len(batch.known[request]) + step
+                host = sampler.sample(batch.logits[step, request : request + 1], [2], [position]).to_host()
                 assert row_of(host, 0) == row_of(whole[step], 0), batch.params[request]
 
 
@@ -130,7 +130,7 @@ def test_rows_that_end_leave_nothing_behind() -> None:
             sampler.remove(row)
 
 
-def test_a_taken_row_is_refused() -> None:
+def test_a_taken_row_is_rejected() -> None:
     sampler = Sampler(10, 2, CPU)
     sampler.add(1, SamplingParams(), LogprobParams(), [3], 1)
     with pytest.raises(ValueError, match="row 1 is taken"):
@@ -143,7 +143,7 @@ def test_a_seed_decides_the_text_and_only_a_seed() -> None:
     def text(params: SamplingParams) -> list[int]:
         sampler = Sampler(500, 1, CPU)
         sampler.add(0, params, LogprobParams(), [1], 1)
-        return [sampler.sample(row[None], [0], [place]).to_host().token_ids[0] for place, row in enumerate(logits, 1)]
+        return [sampler.sample(row[None], [0], [at]).to_host().token_ids[0] for at, row in enumerate(logits, 1)]
 
     drawn = SamplingParams(do_sample=True, seed=2**64 - 5)
     assert text(drawn) == text(replace(drawn))

@@ -1,4 +1,4 @@
-"""Drawn tokens follow the exact law, for each transform and for combinations; draws at neighbours are independent."""
+"""Sampled tokens follow the exact distribution, for each transform and for combinations; neighbours are independent."""
 
 import numpy as np
 import pytest
@@ -31,18 +31,18 @@ NUM_SEEDS, NUM_PLACES = 4000, 6
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_draws_follow_the_law(case: Case) -> None:
+def test_samples_follow_the_distribution(case: Case) -> None:
     distribution = oracle.distribution(LOGITS, case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
     tokens = draws(LOGITS, case, KNOWN, NUM_PROMPT, NUM_SEEDS, NUM_PLACES)
     assert oracle.fit(np.bincount(tokens.ravel(), minlength=V), distribution) > SAFE
     pairs = np.outer(distribution, distribution)
-    places = np.bincount((tokens[:, 0::2] * V + tokens[:, 1::2]).ravel(), minlength=V * V)
-    assert oracle.fit(places, pairs) > SAFE
+    positions = np.bincount((tokens[:, 0::2] * V + tokens[:, 1::2]).ravel(), minlength=V * V)
+    assert oracle.fit(positions, pairs) > SAFE
     seeds = np.bincount((tokens[0::2] * V + tokens[1::2]).ravel(), minlength=V * V)
     assert oracle.fit(seeds, pairs) > SAFE
 
 
-def test_a_law_that_is_not_the_right_one_is_noticed() -> None:
+def test_a_wrong_distribution_is_detected() -> None:
     """The power of the test above: a temperature applied twice is far outside."""
     tokens = draws(LOGITS, Case(temperature=0.6), KNOWN, NUM_PROMPT, NUM_SEEDS, NUM_PLACES)
     wrong = oracle.distribution(LOGITS, Case(temperature=0.36), KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])

@@ -1,4 +1,4 @@
-"""The rejection rule emits exactly the target's law, position by position, whatever the draft's law is."""
+"""The rejection rule emits exactly the target's distribution at each position, for any distribution of the drafts."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.noise import token_words
-from lorikeet.shard.sampling.rejection import settle
+from lorikeet.shard.sampling.rejection import rejection_sample
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import CPU, params
@@ -20,6 +20,7 @@ N, MANY = 10_000, 60_000
 SAFE = 1e-6 / 30
 RNG = np.random.default_rng(17)
 PLAIN = Case()
+WORDS = token_words(V, CPU)
 
 
 def some_logits(number: int) -> np.ndarray:
@@ -37,10 +38,10 @@ ONE = np.full((1, V), -1e9, np.float32)
 ONE[0, 5] = 0.0
 P4, Q4 = some_logits(5), some_logits(4)
 KERNEL_CASES = {
-    "random laws": (P4[0], Q4[0]),
-    "equal laws": (P4[0], P4[0]),
-    "almost equal laws": (P4[0], P4[0] + 1e-4),
-    "laws without a common token": (half(0)[0], half(V // 2)[0]),
+    "random distributions": (P4[0], Q4[0]),
+    "equal distributions": (P4[0], P4[0]),
+    "almost equal distributions": (P4[0], P4[0] + 1e-4),
+    "distributions without a common token": (half(0)[0], half(V // 2)[0]),
     "a draft that is sure": (P4[0], ONE[0]),
     "a target that is sure": (ONE[0], Q4[0]),
     "a target that is cut": (np.where(P4[0] > 0.5, P4[0], -1e9), Q4[0]),
@@ -58,8 +59,8 @@ def test_what_is_emitted_follows_the_target(case: tuple[np.ndarray, np.ndarray])
     p, q = (torch.tensor(logits, dtype=torch.float32).expand(MANY, V) for logits in case)
     draft_probs = torch.softmax(q, dim=-1)
     drafted = torch.multinomial(draft_probs[0], MANY, replacement=True, generator=torch.Generator().manual_seed(5))
-    seeds, places = torch.arange(MANY), torch.full((MANY,), 7)
-    found = settle(p, draft_probs, drafted, seeds, places, token_words(V, CPU)).numpy()
+    seeds, positions = torch.arange(MANY), torch.full((MANY,), 7)
+    found = rejection_sample(p, draft_probs, drafted, seeds, positions, WORDS).numpy()
     distribution = oracle.softmax(case[0].astype(np.float64))
     assert oracle.fit(np.bincount(found, minlength=V), distribution) > SAFE
     overlap = np.minimum(distribution, oracle.softmax(case[1].astype(np.float64))).sum()
@@ -79,7 +80,7 @@ def emitted(p: np.ndarray, q: np.ndarray, case: Case, num_rows: int = N) -> tupl
     for depth in range(width):
         logits = torch.tensor(q[depth], dtype=torch.float32).expand(num_rows, -1).contiguous()
         draws.draw(logits, rows, [2 + depth] * num_rows)
-    draws.forget()
+    draws.restore()
     drafts = draws.to_host()
     logits = torch.tensor(p, dtype=torch.float32).repeat(num_rows, 1)
     found = sampler.verify(logits, rows, [2] * num_rows, [drafts[row] for row in rows], draws).token_ids
@@ -93,14 +94,14 @@ def emitted(p: np.ndarray, q: np.ndarray, case: Case, num_rows: int = N) -> tupl
 def test_every_position_follows_the_target(case: tuple[np.ndarray, np.ndarray, Case]) -> None:
     p, q, transforms = case
     tokens, counts = emitted(p, q, transforms)
-    for place, logits in enumerate(p):
+    for position, logits in enumerate(p):
         distribution = oracle.distribution(logits, transforms, [1], [2])
-        here = tokens[counts > place, place]
+        here = tokens[counts > position, position]
         if len(here) > 500:
             assert oracle.fit(np.bincount(here, minlength=V), distribution) > SAFE
 
 
-def test_equal_laws_reject_nothing() -> None:
+def test_equal_distributions_reject_nothing() -> None:
     _, counts = emitted(P4, P4[:4], Case(temperature=0.8, top_p=0.9), 500)
     assert (counts == 5).all()
 
@@ -114,12 +115,14 @@ def test_neighbouring_positions_are_independent() -> None:
     assert oracle.fit(table.ravel(), np.outer(first, distribution).ravel()) > 1e-6
 
 
-def test_nothing_left_over_is_drawn_from_the_target() -> None:
-    """Rounding may reject where the two laws are equal: then there is no residual to draw from."""
+def test_without_a_residual_the_target_is_sampled() -> None:
+    """Rounding may reject where the two distributions are equal: then there is no residual to draw from."""
     scores = torch.tensor(P4[:1]).repeat(64, 1)
     distribution = torch.softmax(scores, dim=-1)
-    seeds, places = torch.arange(64), torch.zeros(64, dtype=torch.long)
-    found = settle(scores, distribution * 3, torch.zeros(64, dtype=torch.long), seeds, places, token_words(V, CPU))
+    seeds, positions = torch.arange(64), torch.zeros(64, dtype=torch.long)
+    found = rejection_sample(
+        scores, distribution * 3, torch.zeros(64, dtype=torch.long), seeds, positions, token_words(V, CPU)
+    )
     assert found.min() >= 0 and found.unique().numel() > 3
 
 
@@ -143,6 +146,6 @@ def test_drafts_leave_the_state_as_it_was() -> None:
             draws = sampler.begin_drafts()
             for depth in range(3):
                 draws.draw(torch.tensor(Q4[depth : depth + 1]), [0], [3 + depth])
-            draws.forget()
+            draws.restore()
         tokens.append([sampler.sample(torch.tensor(P4[i : i + 1]), [0], [3 + i]).token_ids.item() for i in range(4)])
     assert tokens[0] == tokens[1]

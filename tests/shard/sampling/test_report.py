@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lorikeet.shard.sampling import HostSampled, Sampler
-from lorikeet.shard.sampling.highest import arg_max, descending, most_likely
+from lorikeet.shard.sampling.filters import _descending, arg_max
+from lorikeet.shard.sampling.report import most_likely, prompt_logprobs
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import CPU
@@ -27,8 +28,8 @@ def sampled(logprobs: LogprobParams, params: SamplingParams = DRAWN, logits: tor
     return sampler.sample(logits, [0], [3]).to_host()
 
 
-@pytest.mark.parametrize(("raw", "law"), [(False, DISTRIBUTION), (True, RAW_LOGPROBS)])
-def test_logprobs_are_of_the_law_asked_for(raw: bool, distribution: np.ndarray) -> None:
+@pytest.mark.parametrize(("raw", "distribution"), [(False, DISTRIBUTION), (True, RAW_LOGPROBS)])
+def test_logprobs_are_of_the_distribution_asked_for(raw: bool, distribution: np.ndarray) -> None:
     host = sampled(LogprobParams(wanted=True, alternatives=4, raw=raw))
     assert host.logprobs[0] == pytest.approx(math.log(distribution[host.token_ids[0]]), abs=1e-5)
     assert host.alternative_ids[0] == np.argsort(-distribution)[:4].tolist()
@@ -60,7 +61,7 @@ def test_more_alternatives_than_tokens() -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(presence_penalty=1.0), DRAWN])
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
-def test_a_bad_row_is_told_and_alone(params: SamplingParams, value: float | None) -> None:
+def test_a_bad_row_is_reported_and_changes_no_other(params: SamplingParams, value: float | None) -> None:
     logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
     good = logits.clone()
     if value is None:
@@ -84,12 +85,12 @@ def test_a_bad_row_is_told_and_alone(params: SamplingParams, value: float | None
 def test_prompt_logprobs_are_the_models_own() -> None:
     logits = torch.randn(9, 5000, generator=torch.Generator().manual_seed(1)) * 2
     targets = torch.arange(9) * 11
-    host = Sampler(5000, 1, CPU).prompt_logprobs(logits, targets, 3).to_host()
+    host = prompt_logprobs(logits, targets, 3).to_host()
     distribution = np.log([oracle.softmax(row) for row in logits.double().numpy()])
     assert host.logprobs == pytest.approx(distribution[np.arange(9), targets].tolist(), abs=1e-5)
     assert host.alternative_ids == np.argsort(-distribution, axis=1)[:, :3].tolist()
     np.testing.assert_allclose(host.alternative_logprobs, -np.sort(-distribution, axis=1)[:, :3], atol=1e-5)
-    none = Sampler(5000, 1, CPU).prompt_logprobs(logits, targets, 0).to_host()
+    none = prompt_logprobs(logits, targets, 0).to_host()
     assert none.logprobs == host.logprobs
     assert none.alternative_ids == [[]] * 9
 
@@ -104,7 +105,7 @@ def test_the_first_highest_wins(vocab_size: int) -> None:
         k = min(vocab_size, 20)
         ranks = [sorted(range(vocab_size), key=lambda token: (-row[token], token))[:k] for row in scores.tolist()]
         assert most_likely(scores, k).tolist() == ranks
-        assert descending(scores).tolist() == [sorted(row, reverse=True) for row in scores.tolist()]
+        assert _descending(scores).tolist() == [sorted(row, reverse=True) for row in scores.tolist()]
 
 
 def test_negative_zero_is_zero() -> None:

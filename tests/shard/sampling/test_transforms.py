@@ -15,7 +15,7 @@ from transformers import (
 
 from lorikeet.shard.sampling import filters
 from tests.shard.sampling import oracle
-from tests.shard.sampling.drawing import params, shown_law
+from tests.shard.sampling.drawing import params, shown_distribution
 from tests.shard.sampling.oracle import Case
 
 KNOWN = [5, 9, 9, 17, 3, 3, 3, 40, 9]
@@ -67,26 +67,26 @@ def assert_same_distribution(found: np.ndarray, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize("vocab_size", [50, 1000, 9001])
 @pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN.keys())
-def test_same_law_as_transformers(case: Case, vocab_size: int) -> None:
+def test_same_distribution_as_transformers(case: Case, vocab_size: int) -> None:
     for seed in range(5):
         logits = logits_of(seed, vocab_size)
         expected = reference(case)(torch.tensor([KNOWN]), logits[None].clone())[0].softmax(-1).numpy()
-        assert_same_distribution(shown_law(logits, params(case), KNOWN, NUM_PROMPT), expected)
+        assert_same_distribution(shown_distribution(logits, params(case), KNOWN, NUM_PROMPT), expected)
 
 
 @pytest.mark.parametrize("case", [*PLAIN.values(), *OURS.values()], ids=[*PLAIN.keys(), *OURS.keys()])
-def test_same_law_as_numpy(case: Case) -> None:
+def test_same_distribution_as_numpy(case: Case) -> None:
     for seed in range(5):
         logits = logits_of(seed, 500)
         expected = oracle.distribution(logits.numpy(), case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
-        assert_same_distribution(shown_law(logits, params(case), KNOWN, NUM_PROMPT), expected)
+        assert_same_distribution(shown_distribution(logits, params(case), KNOWN, NUM_PROMPT), expected)
 
 
-def test_a_flat_law_is_filtered_rightly() -> None:
+def test_a_flat_distribution_is_filtered() -> None:
     """Where thousands of tokens are needed to reach the mass."""
     logits = logits_of(0, 20_000) * 0.01
     for case in (Case(top_p=0.9), Case(typical_p=0.9), Case(top_p=0.1), Case(top_k=300, top_p=0.99)):
-        found = shown_law(logits, params(case), KNOWN, NUM_PROMPT)
+        found = shown_distribution(logits, params(case), KNOWN, NUM_PROMPT)
         expected = oracle.distribution(logits.numpy(), case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
         # running sums over thousands of nearly equal tokens may end one token apart
         assert abs(np.count_nonzero(found) - np.count_nonzero(expected)) <= 1
@@ -94,7 +94,7 @@ def test_a_flat_law_is_filtered_rightly() -> None:
 
 
 def test_how_many_are_ordered_first_changes_nothing() -> None:
-    """Which depends on the neighbours; enough or not, the law keeps its bits."""
+    """Which depends on the neighbours; enough or not, the distribution keeps its bits."""
     scores = torch.stack([logits_of(seed, 3000) / (seed + 1) for seed in range(6)])
     mass = torch.tensor([0.05, 0.3, 0.6, 0.9, 0.999, 0.5])[:, None]
     for kept in (filters.top_p, filters.typical_p):
@@ -104,10 +104,10 @@ def test_how_many_are_ordered_first_changes_nothing() -> None:
             assert torch.equal(kept(scores.clone(), mass, first_check), whole)
 
 
-def test_equal_scores_stay_or_go_together() -> None:
+def test_equal_scores_are_kept_or_excluded_together() -> None:
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
     for case in (Case(top_k=2), Case(top_p=0.6), Case(top_k=3, top_p=0.9)):
-        assert np.flatnonzero(shown_law(logits, params(case), [0], 1)).tolist() == [0, 1, 2, 3]
+        assert np.flatnonzero(shown_distribution(logits, params(case), [0], 1)).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("case", OURS.values(), ids=OURS.keys())
@@ -115,5 +115,5 @@ def test_without_sampling_the_highest_penalised_score_wins(case: Case) -> None:
     for seed in range(20):
         logits = logits_of(seed, 60)
         scores = oracle.penalised(logits.numpy(), case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
-        found = shown_law(logits, params(case, do_sample=False), KNOWN, NUM_PROMPT)
+        found = shown_distribution(logits, params(case, do_sample=False), KNOWN, NUM_PROMPT)
         np.testing.assert_allclose(found, oracle.softmax(scores), atol=1e-6)

@@ -53,7 +53,7 @@ def test_a_marked_text_is_green(do_sample: bool) -> None:
         sampler = Sampler(300, 1, CPU, 0.5, 6.0)
         sampler.add(0, SamplingParams(do_sample=do_sample, watermark=watermark, seed=3), LogprobParams(), [7], 1)
         logits = torch.randn(200, 1, 300, generator=torch.Generator().manual_seed(0))
-        text = [7] + [sampler.sample(row, [0], [place]).to_host().token_ids[0] for place, row in enumerate(logits, 1)]
+        text = [7] + [sampler.sample(row, [0], [at]).to_host().token_ids[0] for at, row in enumerate(logits, 1)]
         return float(np.mean([green(before, token, 0.5) for before, token in pairwise(text)]))
 
     assert share(watermark=True) > 0.95

@@ -1,4 +1,4 @@
-"""Slots of adapters: any sequence of wishes, loads and ends keeps the limits, and nobody loses a slot in use."""
+"""Slots of adapters: any sequence of requests, loads and ends keeps the limits, and no slot in use is taken."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Device:
     """Remembers what each slot means."""
 
     def __init__(self, is_slow: bool = False) -> None:
-        """`is_slow`: slots are ready when `finish` says so."""
+        """`is_slow`: slots are ready once `finish` was called."""
         self.slots: dict[int, Content] = {}
         self.forgotten: list[str] = []
         self._is_slow = is_slow
@@ -116,7 +116,7 @@ class SlotsMachine(RuleBasedStateMachine):
     def step(self, copied: bool) -> None:
         if copied:
             self.device.finish()
-        self.slots.settle()
+        self.slots.poll_copies()
         assert not (copied and self.slots.is_copying)
 
     @rule(seconds=st.floats(0, 3))
@@ -134,7 +134,7 @@ class SlotsMachine(RuleBasedStateMachine):
         for digest in self.device.forgotten:
             self.held.remove(digest)
         self.device.forgotten.clear()
-        assert self.held == set(self.slots._held), "what is let go of is not what is held no more"
+        assert self.held == set(self.slots._cached), "the adapters in host memory differ"
         for digest, slot in self.running:
             content = self.device.slots[slot]
             assert isinstance(content, Weights) and content.digest == digest
@@ -180,7 +180,7 @@ def test_the_least_recently_used_makes_room_but_never_one_in_use_or_pinned() -> 
     assert not slots.is_resident("c")
 
 
-def test_whoever_waits_long_enough_gets_a_slot_although_another_is_always_in_use() -> None:
+def test_an_adapter_that_waits_long_gets_a_slot_of_one_in_use() -> None:
     slots, _ = make(num_slots=1)
     load(slots, "busy")
     assert slots.acquire("busy") is not None
@@ -209,7 +209,7 @@ def test_unloading_waits_for_running_requests_and_says_whose_kv_may_go() -> None
     assert slots.acquire("a") is None and asked == ["a", "a"]
 
 
-def test_one_that_is_unloaded_on_its_way_is_let_go_when_it_arrives() -> None:
+def test_an_adapter_unloaded_while_loading_is_dropped() -> None:
     slots, asked = make()
     slots.prefetch("a")
     slots.unload("a")
@@ -217,14 +217,14 @@ def test_one_that_is_unloaded_on_its_way_is_let_go_when_it_arrives() -> None:
     slots.loaded("a", Weights("a", 10))
     changes = slots.take_changes()
     assert (changes.unloaded, changes.states["a"]) == (["a"], (Residency.ABSENT, ""))
-    assert slots.num_resident == 0
+    assert not slots.is_resident("a")
     load(slots, "a")
     assert slots.is_resident("a") and asked == ["a", "a"]
 
 
 @pytest.mark.parametrize("wish", ["prefetch", "pin"])
 @pytest.mark.parametrize("is_in_use", [False, True])
-def test_one_that_is_wanted_again_while_it_goes_comes_back(wish: str, is_in_use: bool) -> None:
+def test_an_adapter_requested_while_unloading_is_loaded_again(wish: str, is_in_use: bool) -> None:
     slots, asked = make()
     slots.prefetch("a")
     if is_in_use:
@@ -245,7 +245,7 @@ def test_one_that_is_wanted_again_while_it_goes_comes_back(wish: str, is_in_use:
     assert slots.is_resident("a")
 
 
-def test_one_that_is_unloaded_once_more_stays_away() -> None:
+def test_an_adapter_unloaded_again_stays_unloaded() -> None:
     slots, asked = make()
     slots.prefetch("a")
     slots.unload("a")
@@ -271,12 +271,12 @@ def test_an_adapter_is_resident_once_it_is_copied_and_none_takes_its_slot_before
     assert is_copying and not slots.is_resident("a") and "a" not in residents(slots)
     device.finish()
     assert slots.acquire("a") is None, "within a step nothing changes"
-    slots.settle()
+    slots.poll_copies()
     assert not slots.is_copying and residents(slots) == {"a"}
     assert slots.acquire("a") is not None and slots.acquire("b") is None
 
 
-def test_an_adapter_that_is_unloaded_on_its_way_leaves_its_slot() -> None:
+def test_an_adapter_unloaded_while_copying_leaves_its_slot() -> None:
     device = Device(is_slow=True)
     slots = AdapterSlots(SlotLimits(1, 100, 100), device, lambda digest: None)
     load(slots, "a")
@@ -284,7 +284,7 @@ def test_an_adapter_that_is_unloaded_on_its_way_leaves_its_slot() -> None:
     assert not device.slots and not slots.is_copying
     load(slots, "b")
     device.finish()
-    slots.settle()
+    slots.poll_copies()
     assert slots.acquire("b") is not None
 
 

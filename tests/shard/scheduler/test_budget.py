@@ -1,6 +1,6 @@
 """What each adapter's prompts get of a step."""
 
-from lorikeet.shard.scheduler.budget import WHILE, Limits
+from lorikeet.shard.scheduler.budget import RECENT_STEPS, Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
@@ -13,7 +13,7 @@ def requests_of(adapter: str, count: int, first: int, num_prompt: int = 32) -> l
     ]
 
 
-def crowded(*requests: Request) -> Scheduler:
+def busy_scheduler(*requests: Request) -> Scheduler:
     scheduler = Scheduler(KvCache(9000, 4, prefix_caching=False), Limits(512, 64, adapter_prefill_tokens=16))
     for request in requests:
         scheduler.add(request)
@@ -24,17 +24,17 @@ def step(scheduler: Scheduler) -> tuple[dict[str, list[int]], int]:
     """Prompt tokens of the next step by adapter, and how many requests decode."""
     prompts: dict[str, list[int]] = {}
     num_decoding = 0
-    for share in scheduler.schedule():
-        if share.num_tokens > 1:
-            prompts.setdefault(share.request.adapter_digest, []).append(share.num_tokens)
+    for item in scheduler.schedule():
+        if item.num_tokens > 1:
+            prompts.setdefault(item.request.adapter_digest, []).append(item.num_tokens)
         else:
             num_decoding += 1
-        scheduler.commit(share, [7] if share.samples else [])
+        scheduler.commit(item, [7] if item.samples else [])
     return prompts, num_decoding
 
 
-def test_whoever_floods_takes_turns_with_others_and_a_bounded_part_of_a_step() -> None:
-    scheduler = crowded(*requests_of("flood", 8, 0), *requests_of("a", 1, 100), *requests_of("", 1, 200))
+def test_a_flooding_adapter_alternates_with_others_and_has_a_capped_part_of_a_step() -> None:
+    scheduler = busy_scheduler(*requests_of("flood", 8, 0), *requests_of("a", 1, 100), *requests_of("", 1, 200))
     assert step(scheduler) == ({"a": [32], "": [32]}, 0)
     assert step(scheduler) == ({"flood": [16]}, 2)
     assert step(scheduler) == ({"flood": [16]}, 2)
@@ -48,18 +48,18 @@ def test_whoever_floods_takes_turns_with_others_and_a_bounded_part_of_a_step() -
 
 
 def test_one_request_more_costs_little() -> None:
-    scheduler = crowded(*requests_of("a", 2, 0, num_prompt=100), *requests_of("b", 3, 100, num_prompt=100))
+    scheduler = busy_scheduler(*requests_of("a", 2, 0, num_prompt=100), *requests_of("b", 3, 100, num_prompt=100))
     assert [step(scheduler) for _ in range(3)] == [({"a": [100, 100]}, 0), ({"b": [48]}, 2), ({"b": [48]}, 2)]
 
 
 def test_as_many_requests_of_each_adapter_take_what_they_need() -> None:
-    scheduler = crowded(*requests_of("a", 2, 0), *requests_of("b", 2, 100), *requests_of("", 2, 200))
+    scheduler = busy_scheduler(*requests_of("a", 2, 0), *requests_of("b", 2, 100), *requests_of("", 2, 200))
     assert step(scheduler) == ({"a": [32] * 2, "b": [32] * 2, "": [32] * 2}, 0)
 
 
 def test_an_adapter_alone_has_the_step_but_not_for_a_while_after_others() -> None:
     other = requests_of("a", 1, 100, num_prompt=2)[0]
-    scheduler = crowded(*requests_of("flood", 5, 0))
+    scheduler = busy_scheduler(*requests_of("flood", 5, 0))
     assert step(scheduler) == ({"flood": [32] * 5}, 0)
     scheduler.add(other)
     assert step(scheduler) == ({"a": [2]}, 5)
@@ -67,14 +67,14 @@ def test_an_adapter_alone_has_the_step_but_not_for_a_while_after_others() -> Non
     for request in requests_of("flood", 2, 50):
         scheduler.add(request)
     assert step(scheduler) == ({"flood": [16]}, 5)
-    for _ in range(WHILE):
+    for _ in range(RECENT_STEPS):
         step(scheduler)
     for request in requests_of("flood", 5, 60):
         scheduler.add(request)
     assert step(scheduler) == ({"flood": [32] * 5}, 7)
 
 
-def test_prompts_that_are_computed_whole_know_no_turns() -> None:
+def test_prompts_computed_whole_have_no_caps() -> None:
     scheduler = Scheduler(KvCache(1000, 4), Limits(512, 64, chunked_prefill=False, adapter_prefill_tokens=16))
     for request in [*requests_of("flood", 4, 0), *requests_of("a", 1, 100)]:
         scheduler.add(request)

@@ -1,4 +1,4 @@
-"""What a share says of itself."""
+"""Properties of a scheduled request."""
 
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from tests.shard.rig import make_request

@@ -18,22 +18,22 @@ STOP_IDS = frozenset({3, 17})
 
 @dataclass
 class Device:
-    """Executes launched shares in order; its sampled tokens are known to the scheduler only at commit."""
+    """Executes launched scheduled in order; its sampled tokens are known to the scheduler only at commit."""
 
     cache: KvCache
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
     newest: dict[int, int] = field(default_factory=dict)
 
-    def run(self, shares: list[ScheduledRequest]) -> list[int | None]:
+    def run(self, scheduled: list[ScheduledRequest]) -> list[int | None]:
         written: set[tuple[int, int]] = set()
         sampled: list[int | None] = []
-        for share in shares:
-            sampled.append(self._run_one(share, written))
+        for item in scheduled:
+            sampled.append(self._run_one(item, written))
         return sampled
 
-    def _run_one(self, share: ScheduledRequest, written: set[tuple[int, int]]) -> int | None:
-        request, page_size = share.request, self.cache.page_size
-        for position in range(share.start, share.end):
+    def _run_one(self, item: ScheduledRequest, written: set[tuple[int, int]]) -> int | None:
+        request, page_size = item.request, self.cache.page_size
+        for position in range(item.start, item.end):
             slot = (request.page_ids[position // page_size], position % page_size)
             assert slot not in written, "two requests write one slot"
             assert slot[0] not in self.cache._hash_by_page, "a published page is written"
@@ -43,9 +43,9 @@ class Device:
             before = position - 1
             state = self.memory[request.page_ids[before // page_size], before % page_size] if position else 0
             self.memory[slot] = extend(state, token_id)
-        if not share.samples:
+        if not item.samples:
             return None
-        seen = [self.memory[request.page_ids[p // page_size], p % page_size] for p in range(share.end)]
+        seen = [self.memory[request.page_ids[p // page_size], p % page_size] for p in range(item.end)]
         self.newest[request.row] = next_token(seen)
         return self.newest[request.row]
 
@@ -139,10 +139,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fail_a_step(self) -> None:
         """A step that writes nothing. Those before it are committed as always."""
-        shares = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule()
         self.commit(0)
-        for share in shares:
-            self.scheduler.discard(share)
+        for item in scheduled:
+            self.scheduler.discard(item)
 
     def step(self) -> None:
         self.now += 1
@@ -152,27 +152,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request in self.scheduler.requests.values()
             if request.isolation_steps
         }
-        shares = self.scheduler.schedule()
-        self.check_plan(shares)
-        self.check_suspects(shares, suspects)
-        if shares:
-            self.launched.append((shares, self.device.run(shares)))
-        self.commit(self.lag if shares else 0)
+        scheduled = self.scheduler.schedule()
+        self.check_plan(scheduled)
+        self.check_suspects(scheduled, suspects)
+        if scheduled:
+            self.launched.append((scheduled, self.device.run(scheduled)))
+        self.commit(self.lag if scheduled else 0)
 
     def commit(self, num_open: int) -> None:
         while len(self.launched) > num_open:
-            for share, token_id in zip(*self.launched.pop(0), strict=True):
-                self.scheduler.commit(share, [] if token_id is None else [token_id])
+            for item, token_id in zip(*self.launched.pop(0), strict=True):
+                self.scheduler.commit(item, [] if token_id is None else [token_id])
 
-    def check_suspects(self, shares: list[ScheduledRequest], suspects: dict[tuple[int, int], int]) -> None:
+    def check_suspects(self, scheduled: list[ScheduledRequest], suspects: dict[tuple[int, int], int]) -> None:
         """A suspect has its steps for itself; the first to come is done with them before another begins."""
-        keys = [share.request.key for share in shares]
+        keys = [item.request.key for item in scheduled]
         assert self.scheduler.is_isolated == bool(suspects.keys() & set(keys))
         if self.scheduler.is_isolated:
-            (share,) = shares
+            (item,) = scheduled
             waited = [request for request in self.others if not request.finish_reason and request.row >= 0]
             assert not self.was_isolated or not waited, "others had no turn"
-            assert share.request.isolation_steps == suspects[share.request.key] - share.samples
+            assert item.request.isolation_steps == suspects[item.request.key] - item.samples
         self.was_isolated = self.scheduler.is_isolated
         self.others = [
             request
@@ -180,12 +180,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request.key not in suspects and request.num_launched == 0 and request.num_computed < request.num_known
         ]
 
-    def check_plan(self, shares: list[ScheduledRequest]) -> None:
+    def check_plan(self, scheduled: list[ScheduledRequest]) -> None:
         limits = self.scheduler.limits
-        assert len({share.request for share in shares}) == len(shares) <= limits.max_running
-        prompt_shares = [share for share in shares if share.num_tokens > 1]
-        num_prompt_tokens = sum(share.num_tokens for share in prompt_shares)
-        assert num_prompt_tokens <= limits.step_tokens or (not limits.chunked_prefill and len(prompt_shares) == 1)
+        assert len({item.request for item in scheduled}) == len(scheduled) <= limits.max_running
+        prompts = [item for item in scheduled if item.num_tokens > 1]
+        num_prompt_tokens = sum(item.num_tokens for item in prompts)
+        assert num_prompt_tokens <= limits.step_tokens or (not limits.chunked_prefill and len(prompts) == 1)
         for request in self.scheduler.running:
             is_complete = request.num_output + request.num_in_flight >= request.max_new_tokens
             assert is_complete or request.num_computed <= request.num_known

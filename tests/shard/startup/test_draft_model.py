@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from lorikeet.shard.scheduler.request import Method, Request, Schedule, Source, Speculation
-from lorikeet.shard.scheduler.speculation import DraftSources
+from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Source, Speculation
 from tests.shard.engine.test_speculation import (
     DISTRIBUTIONS,
     SETUPS,

@@ -1,1 +1,1 @@
-"""The HTTP surface, against the real application, dispatcher and wire, and a shard that says what it was told."""
+"""Tests of the HTTP routes with the real application, dispatcher and gRPC, and a scripted shard."""

@@ -1,4 +1,4 @@
-"""Fixtures of the HTTP tests: one served router per module, quiet again after each test."""
+"""Fixtures of the HTTP tests: one served router per module, idle again after each test."""
 
 from collections.abc import AsyncIterator
 
@@ -15,7 +15,7 @@ async def shared(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 async def server(shared: Serving) -> AsyncIterator[Serving]:
-    """Nothing may run on after a test."""
+    """No request may still run after a test."""
     shared.shard.submits.clear()
     shared.shard.abort_ids.clear()
     shared.shard.finished_ids.clear()

@@ -1,4 +1,4 @@
-"""Adapters on every generation route: which one a request gets, what the shard is told, what the answer names."""
+"""Adapters on every generation route: which one a request gets, what the shard receives, what the answer names."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ async def shared(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 async def server(shared: Serving) -> AsyncIterator[Serving]:
-    """Nothing may run on after a test, and nothing is known before one."""
+    """No request may still run after a test, and no adapter is loaded before one."""
     shared.shard.submits.clear()
     shared.loader.calls.clear()
     shared.loader.answer = finds_all
@@ -83,14 +83,14 @@ async def test_the_base_model_by_all_its_names(server: Serving, name: str | None
     assert server.loader.asked == []
 
 
-async def test_what_is_known_is_not_asked_again(server: Serving) -> None:
+async def test_loaded_adapters_are_not_loaded_again(server: Serving) -> None:
     for _ in range(3):
         assert (await server.client.post("/generate", json=body("/generate", "one"))).status_code == 200
     assert len(server.loader.asked) == 1
 
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
-async def test_a_changed_adapter_is_another_one_once_its_source_is_asked(tmp_path: Path, seconds: float) -> None:
+async def test_a_changed_adapter_is_used_once_its_source_is_checked(tmp_path: Path, seconds: float) -> None:
     async with serving(tmp_path, adapters=True, auth_cache_ttl_s=seconds) as server:
         server.adapter("one")
         first = await server.client.post("/generate", json=body("/generate", "one"))
@@ -100,7 +100,7 @@ async def test_a_changed_adapter_is_another_one_once_its_source_is_asked(tmp_pat
         assert changed == (seconds == 0.0)
 
 
-async def test_requests_of_others_overtake_one_that_waits_for_its_adapter(server: Serving) -> None:
+async def test_requests_overtake_one_that_waits_for_its_adapter(server: Serving) -> None:
     server.loader.may_answer.clear()
     waiting = [asyncio.create_task(server.client.post("/generate", json=body("/generate", "one"))) for _ in range(3)]
     await server.shard.until(lambda: len(server.loader.asked) == 1)
@@ -113,14 +113,14 @@ async def test_requests_of_others_overtake_one_that_waits_for_its_adapter(server
     assert len({answer.headers["x-adapter-digest"] for answer in answers}) == 1
 
 
-async def test_the_shard_is_warned_before_the_request_comes(server: Serving) -> None:
+async def test_the_shard_prefetches_before_the_request_arrives(server: Serving) -> None:
     server.shard.commands.clear()
     await server.client.post("/generate", json=body("/generate", "sub/three"))
-    told = [command for command in server.shard.commands if command.prefetches or command.submits]
-    assert told[0].prefetches[0].digest == told[-1].submits[0].adapter.digest
+    sent = [command for command in server.shard.commands if command.prefetches or command.submits]
+    assert sent[0].prefetches[0].digest == sent[-1].submits[0].adapter.digest
 
 
-async def test_a_client_that_leaves_takes_its_question_back(server: Serving) -> None:
+async def test_a_disconnect_cancels_the_load(server: Serving) -> None:
     server.loader.may_answer.clear()
     task = asyncio.create_task(server.client.post("/generate", json=body("/generate", "one")))
     await server.shard.until(lambda: len(server.loader.asked) == 1)
@@ -131,7 +131,7 @@ async def test_a_client_that_leaves_takes_its_question_back(server: Serving) -> 
     await server.idle()
 
 
-async def test_one_of_several_that_leaves_takes_nothing_with_it(server: Serving) -> None:
+async def test_a_disconnect_keeps_a_load_that_others_wait_for(server: Serving) -> None:
     server.loader.may_answer.clear()
     tasks = [asyncio.create_task(server.client.post("/generate", json=body("/generate", "one"))) for _ in range(2)]
     await server.shard.until(lambda: server.dispatcher.num_active == 2)
@@ -143,7 +143,7 @@ async def test_one_of_several_that_leaves_takes_nothing_with_it(server: Serving)
     assert not any("cancel" in call for call in server.loader.calls)
 
 
-async def test_a_long_wait_is_urgent(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_wait_makes_a_load_urgent(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.router.adapters.loading.URGENT_SECONDS", 0.05)
     server.loader.may_answer.clear()
     task = asyncio.create_task(server.client.post("/generate", json=body("/generate", "one")))
@@ -154,7 +154,7 @@ async def test_a_long_wait_is_urgent(server: Serving, monkeypatch: pytest.Monkey
     assert (await task).status_code == 200
 
 
-async def test_a_loader_that_dies_is_asked_again_by_whoever_comes_next(server: Serving) -> None:
+async def test_after_a_crash_of_the_loader_the_next_request_loads_again(server: Serving) -> None:
     server.loader.may_answer.clear()
     task = asyncio.create_task(server.client.post("/generate", json=body("/generate", "one")))
     await server.shard.until(lambda: len(server.loader.asked) == 1)
@@ -181,7 +181,7 @@ LEAD = "Request failed during generation: Server error: "
         (SourceUnreachable("no answer"), 503, "server_error"),
     ],
 )
-async def test_what_the_loader_refuses(server: Serving, error: Any, status: int, openai_type: str) -> None:
+async def test_errors_of_the_loader(server: Serving, error: Any, status: int, openai_type: str) -> None:
     async def refuse(call: dict[str, Any]) -> dict[str, Any]:
         raise error
 
@@ -190,26 +190,26 @@ async def test_what_the_loader_refuses(server: Serving, error: Any, status: int,
     assert (native.status_code, native.json()) == (status, {"error": f"{LEAD}{error}", "error_type": "generation"})
     assert ("retry-after" in native.headers) == (status == 503)
     openai = await server.client.post("/v1/completions", json=body("/v1/completions", "one"))
-    told = openai.json()["error"]
-    assert (openai.status_code, told["message"], told["type"]) == (status, str(error), openai_type)
+    error_body = openai.json()["error"]
+    assert (openai.status_code, error_body["message"], error_body["type"]) == (status, str(error), openai_type)
     (streamed,) = await server.events("/generate_stream", body("/generate_stream", "one"))
     assert streamed == native.json()
     assert server.shard.submits == []
 
 
 @pytest.mark.parametrize("path", NATIVE)
-async def test_an_adapter_that_is_nowhere(server: Serving, path: str) -> None:
+async def test_a_missing_adapter(server: Serving, path: str) -> None:
     response = await server.client.post(path, json=body(path, "none"))
     assert response.status_code == 404
     assert response.json()["error"].startswith(LEAD + "there is no adapter 'none'")
 
 
 @pytest.mark.parametrize("name", ["none", "../roots/one", "/etc", "\x00", "a\nb"])
-async def test_a_model_that_is_nowhere(server: Serving, name: str) -> None:
+async def test_a_missing_model(server: Serving, name: str) -> None:
     response = await server.client.post("/v1/completions", json=body("/v1/completions", name))
-    told = response.json()["error"]
-    assert (response.status_code, told["code"], told["param"]) == (404, "model_not_found", "model")
-    assert told["message"].startswith("The model `")
+    error_body = response.json()["error"]
+    assert (response.status_code, error_body["code"], error_body["param"]) == (404, "model_not_found", "model")
+    assert error_body["message"].startswith("The model `")
 
 
 @pytest.mark.parametrize(
@@ -221,22 +221,22 @@ async def test_a_model_that_is_nowhere(server: Serving, name: str) -> None:
         ({"adapter_id": "x" * 600}, "is not a name"),
     ],
 )
-async def test_words_that_name_nothing(server: Serving, parameters: dict[str, Any], part: str) -> None:
+async def test_invalid_names_and_sources(server: Serving, parameters: dict[str, Any], part: str) -> None:
     request = {"inputs": "Hi", "parameters": {"adapter_id": "one", **parameters}}
     response = await server.client.post("/generate", json=request)
     assert (response.status_code, response.json()["error_type"]) == (422, "validation")
     assert part in response.json()["error"]
 
 
-async def test_several_adapters_as_one(server: Serving) -> None:
+async def test_merged_adapters(server: Serving) -> None:
     merged = {"ids": ["one", "two"], "weights": [0.25, 0.75], "merge_strategy": "TIES", "density": 0.5}
     request = {"inputs": "Hi", "parameters": {"max_new_tokens": 2, "merged_adapters": merged}}
     response = await server.client.post("/generate", json=request)
     assert response.status_code == 200, response.text
     (call,) = server.loader.asked
-    told = call["merge"]
-    assert [pin["id"] for pin in told.pop("pins")] == ["one", "two"]
-    assert told == {"weights": [0.25, 0.75], "strategy": "ties", "density": 0.5, "majority_sign_method": "total"}
+    merge = call["merge"]
+    assert [pin["id"] for pin in merge.pop("pins")] == ["one", "two"]
+    assert merge == {"weights": [0.25, 0.75], "strategy": "ties", "density": 0.5, "majority_sign_method": "total"}
     assert response.headers["x-adapter-id"] == "one,two"
     assert len(response.headers["x-adapter-revision"].split(",")) == 2
     other = {**merged, "weights": [0.75, 0.25]}
@@ -272,7 +272,7 @@ async def test_best_of_shares_one_adapter(server: Serving) -> None:
     assert len(server.shard.submits) == 2
 
 
-async def test_a_flood_for_one_adapter_is_turned_away_alone(tmp_path: Path) -> None:
+async def test_overload_of_one_adapter_rejects_only_its_requests(tmp_path: Path) -> None:
     async with serving(tmp_path, adapters=True, max_queued_per_adapter=3) as server:
         for name in ("one", "two"):
             server.adapter(name)
@@ -288,7 +288,7 @@ async def test_a_flood_for_one_adapter_is_turned_away_alone(tmp_path: Path) -> N
         assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
 
 
-async def test_the_default_adapter_answers_those_who_name_none(tmp_path: Path) -> None:
+async def test_the_default_adapter_serves_requests_without_one(tmp_path: Path) -> None:
     (tmp_path / "roots" / "one").mkdir(parents=True)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / "roots" / "one" / name).write_text("{}")

@@ -1,4 +1,4 @@
-"""Administrators' routes: closed without a key, and what each of them does to loader and shard."""
+"""Routes of administrators: forbidden without the key, and what each of them does in loader and shard."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ async def admin(server: Serving, path: str, **fields: Any) -> tuple[int, Any]:
     return response.status_code, response.text if text else response.json()
 
 
-async def test_everything_is_closed_until_there_is_a_key(tmp_path: Path) -> None:
+async def test_all_routes_are_forbidden_without_an_admin_key(tmp_path: Path) -> None:
     async with serving(tmp_path, adapters=True) as server:
         for path in [f"/admin/adapters/{name}" for name in ROUTES] + [
             "/admin/catalogue/reload",
@@ -47,7 +47,7 @@ async def test_everything_is_closed_until_there_is_a_key(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer no"}, {"authorization": "Basic admin"}])
-async def test_nobody_else_comes_in(server: Serving, headers: dict[str, str]) -> None:
+async def test_other_tokens_are_forbidden(server: Serving, headers: dict[str, str]) -> None:
     response = await server.client.post("/admin/adapters/load", json={"adapter_id": "one"}, headers=headers)
     assert (response.status_code, response.json()["error_type"]) == (403, "forbidden")
     assert server.loader.calls == []
@@ -78,11 +78,11 @@ async def test_unload_waits_for_the_shard(server: Serving) -> None:
     server.loader.may_answer.clear()
     server.shard.tell(pb.AdapterState(digest=digest, residency=pb.AdapterState.ABSENT))
     await server.shard.until(lambda: any(call.get("forget") == digest for call in server.loader.calls))
-    assert not task.done()  # or who asks next could be told of a file that is about to go
+    assert not task.done()  # or the next request could be given a file that is about to be deleted
     server.loader.may_answer.set()
     assert await task == (200, {"adapter_id": "one", "unloaded": [digest]})
     assert server.loader.forgotten == [digest]
-    # Whoever asks for it has it loaded again.
+    # The next request loads it again.
     assert (await server.client.post("/generate", json=body("/generate", "one"))).status_code == 200
     assert len(server.loader.asked) == 2
 
@@ -101,7 +101,7 @@ async def test_refresh_asks_the_source_again(server: Serving) -> None:
         again = newer
 
 
-async def test_vllm_s_shapes(server: Serving) -> None:
+async def test_vllm_routes(server: Serving) -> None:
     added = await admin(server, "/v1/load_lora_adapter", lora_name="mine", lora_path=str(server.roots / "one"))
     assert added == (200, "Success: LoRA adapter 'mine' added successfully.")
     twice, answer = await admin(server, "/v1/load_lora_adapter", lora_name="mine", lora_path="two")

@@ -1,4 +1,4 @@
-"""Named adapters: aliases, their defaults, templates, shares and keys; reloads; what is listed."""
+"""Named adapters: aliases, their defaults, templates, weights and keys; reloads; the listing."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def write(folder: Path, text: str) -> str:
 
 
 def made(folder: Path, *names: str) -> None:
-    """Adapters that are there before the server is."""
+    """Adapters that exist before the server starts."""
     for name in names:
         (folder / "roots" / name).mkdir(parents=True)
         (folder / "roots" / name / "adapter_config.json").write_text("{}")
@@ -72,7 +72,7 @@ async def test_an_alias_is_a_model_on_every_route(tmp_path: Path) -> None:
         assert plain.status_code == 200 and server.shard.submits[-1].sampling.temperature == 1.0
 
 
-async def test_a_roll_out_keeps_to_each_user(tmp_path: Path) -> None:
+async def test_a_roll_out_is_sticky_per_user(tmp_path: Path) -> None:
     made(tmp_path, "v1", "v2")
     path = write(tmp_path, "a: {source: local, revisions: {v1: 0.75, v2: 0.25}, weight: 2}")
     async with serving(tmp_path, adapters=True, catalogue_path=path) as server:
@@ -106,14 +106,14 @@ async def test_keys(tmp_path: Path) -> None:
             assert names == [MODEL_ID, *(["mine"] if status == 200 else []), "ours"]
             one = await client.get("/v1/models/mine", headers=headers)
             assert one.status_code == (200 if status == 200 else 404)
-        # What team-a asks shares prefixes with nobody else's.
+        # Requests of team-a share prefixes only with each other.
         for headers, salt in ((bearer("secret a"), "key:team-a"), (bearer("secret b"), ""), ({}, "")):
             for name in ("ours", MODEL_ID):
                 await client.post("/v1/completions", json=body("/v1/completions", name), headers=headers)
                 assert server.shard.submits[-1].cache_salt == salt
 
 
-async def test_the_server_s_own_keys_are_never_shown_to_a_source(tmp_path: Path) -> None:
+async def test_the_server_s_keys_are_never_sent_to_a_source(tmp_path: Path) -> None:
     made(tmp_path, "v1")
     (tmp_path / "keys.yaml").write_text(KEYS)
     fields: dict[str, Any] = {"keys_path": str(tmp_path / "keys.yaml"), "admin_key_sha256": sha256("admin")}
@@ -160,11 +160,11 @@ async def test_templates(tmp_path: Path) -> None:
             response = await server.client.post("/v1/chat/completions", json=body("/v1/chat/completions", name))
             assert response.status_code == 400, response.text
             assert response.json()["error"]["message"].startswith("Failed applying chat template to inputs: ")
-        # What one of them did to its process is over with it.
+        # The process of a failed template is replaced.
         assert await prompt("jinja") == "JHi</s>"
 
 
-async def test_what_is_listed(tmp_path: Path) -> None:
+async def test_listed_models(tmp_path: Path) -> None:
     made(tmp_path, "v1", "broken")
     path = write(tmp_path, "good: {id: v1}\nbad: {weight: 2}\nabsent: {id: v9}\nbroken: {id: broken}\n")
 
@@ -195,7 +195,7 @@ async def test_what_is_listed(tmp_path: Path) -> None:
             assert response.status_code == status, response.text
 
 
-async def test_what_is_pinned_is_loaded_before_anyone_asks(tmp_path: Path) -> None:
+async def test_pinned_adapters_are_loaded_before_the_first_request(tmp_path: Path) -> None:
     made(tmp_path, "v1", "v2", "v3")
     path = write(tmp_path, "a: {id: v1, pin: true}\nb: {id: v2}\n")
     fields: dict[str, Any] = {"catalogue_path": path, "preloaded_adapter_ids": ("v3",)}
@@ -212,7 +212,7 @@ async def test_what_is_pinned_is_loaded_before_anyone_asks(tmp_path: Path) -> No
             return {digest for digest, is_pinned in state.items() if is_pinned}
 
         await server.shard.until(lambda: pinned() == digests)
-        # Others are loaded all the same.
+        # Others are still loaded.
         assert (await server.client.post("/generate", json=body("/generate", "b"))).status_code == 200
         write(tmp_path, "b: {id: v2, pin: true}\n")
         await server.service.reloading.reload()
@@ -237,7 +237,7 @@ async def test_a_reload_is_all_or_nothing(tmp_path: Path) -> None:
             response = await server.client.post("/generate", json=body("/generate", name))
             return server.shard.submits[-1].adapter.id if response.status_code == 200 else str(response.status_code)
 
-        # What was broken before does not stand in the way of what is new.
+        # Entries that were broken before do not block new ones.
         assert await reload("a: {id: v2}\nbroken: {id: none}\nb: {id: v3}\n") == (
             200,
             {"num_entries": 3, "num_changed": 2},
@@ -286,7 +286,7 @@ async def test_a_version_switched_under_load_never_mixes(tmp_path: Path) -> None
         assert by_digest == of_version
 
 
-async def test_the_queue_gives_by_weight(tmp_path: Path) -> None:
+async def test_the_queue_shares_by_weight(tmp_path: Path) -> None:
     made(tmp_path, "v1", "v2")
     path = write(tmp_path, "heavy: {id: v1, weight: 3}\nlight: {id: v2}")
     async with serving(tmp_path, adapters=True, catalogue_path=path) as server:

@@ -1,4 +1,4 @@
-"""Medusa heads as requests name them and operators offer them: which ones the shard is told of, and what is refused."""
+"""Medusa heads of requests and of operators: which ones reach the shard, and what is rejected."""
 
 import asyncio
 import shutil
@@ -54,7 +54,7 @@ async def server(shared: Serving) -> AsyncIterator[Serving]:
 
 @pytest.fixture
 async def default(shared_default: Serving) -> AsyncIterator[Serving]:
-    """A server that was started with heads as its adapter."""
+    """A server whose default adapter has heads only."""
     shared_default.shard.submits.clear()
     yield shared_default
     await shared_default.idle()
@@ -68,8 +68,8 @@ def request_to(path: str, adapter: str | None, **more: Any) -> dict[str, Any]:
     return body(path, adapter, **more)
 
 
-async def told(server: Serving, path: str, adapter: str | None, **more: Any) -> tuple[str, str, int]:
-    """What the shard was told of one request: the ids of adapter and heads, and guesses of heads at most."""
+async def sent(server: Serving, path: str, adapter: str | None, **more: Any) -> tuple[str, str, int]:
+    """What the shard received of one request: the ids of adapter and heads, and the maximum number of heads."""
     response = await server.client.post(path, json=request_to(path, adapter, **more))
     assert response.status_code == 200, response.text
     submit = server.shard.submits[-1]
@@ -84,28 +84,28 @@ def _pin(pin: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_heads_guess_beside_an_adapter(server: Serving, path: str) -> None:
+async def test_heads_with_an_adapter(server: Serving, path: str) -> None:
     most = 4 if path == "/predict" else 255
-    assert await told(server, path, "lora", heads_id="heads") == ("lora", "heads", most)
+    assert await sent(server, path, "lora", heads_id="heads") == ("lora", "heads", most)
     assert server.shard.submits[-1].speculation.method == "auto"
-    assert await told(server, path, "lora", heads_id="more", speculative_tokens=2) == ("lora", "more", 2)
-    assert await told(server, path, "lora", heads_id="both") == ("lora", "both", most)
-    assert await told(server, path, "both", heads_id="heads") == ("both", "heads", most)
-    assert await told(server, path, None, heads_id="heads") == ("", "heads", most)
+    assert await sent(server, path, "lora", heads_id="more", speculative_tokens=2) == ("lora", "more", 2)
+    assert await sent(server, path, "lora", heads_id="both") == ("lora", "both", most)
+    assert await sent(server, path, "both", heads_id="heads") == ("both", "heads", most)
+    assert await sent(server, path, None, heads_id="heads") == ("", "heads", most)
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_adapter_may_bring_its_own(server: Serving, path: str) -> None:
+async def test_adapters_with_heads(server: Serving, path: str) -> None:
     most = 4 if path == "/predict" else 255
-    assert await told(server, path, "both") == ("both", "", most)
-    # Heads alone leave the base model as it is, and its pages with it.
-    assert await told(server, path, "heads") == ("", "heads", most)
-    assert await told(server, path, "heads", heads_id="more") == ("", "more", most)
-    assert await told(server, path, "heads", speculative_tokens=0) == ("", "", 0)
-    assert await told(server, path, "heads", speculative_method="off") == ("", "", 0)
+    assert await sent(server, path, "both") == ("both", "", most)
+    # Heads alone do not change the base model, so its pages are shared.
+    assert await sent(server, path, "heads") == ("", "heads", most)
+    assert await sent(server, path, "heads", heads_id="more") == ("", "more", most)
+    assert await sent(server, path, "heads", speculative_tokens=0) == ("", "", 0)
+    assert await sent(server, path, "heads", speculative_method="off") == ("", "", 0)
 
 
-async def test_an_adapter_of_heads_alone_is_the_one_that_answers(server: Serving) -> None:
+async def test_an_adapter_of_heads_only_is_named_in_the_answer(server: Serving) -> None:
     response = await server.client.post("/generate", json=body("/generate", "heads", details=True))
     assert response.headers["x-adapter-id"] == "heads"
     assert response.headers["x-adapter-digest"] == server.shard.submits[-1].heads.digest
@@ -115,18 +115,18 @@ async def test_an_adapter_of_heads_alone_is_the_one_that_answers(server: Serving
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_default_heads_guess_for_all_that_bring_none(default: Serving, path: str) -> None:
+async def test_default_heads_serve_all_requests_without_heads(default: Serving, path: str) -> None:
     most = 4 if path == "/predict" else 255
-    assert await told(default, path, None) == ("", "heads", most)
-    assert await told(default, path, "__base_model__") == ("", "heads", most)
-    assert await told(default, path, "lora") == ("lora", "heads", most)
-    assert await told(default, path, "both") == ("both", "", most)
-    assert await told(default, path, "more") == ("", "more", most)
-    assert await told(default, path, "lora", heads_id="more") == ("lora", "more", most)
-    assert await told(default, path, "lora", heads_id="__base_model__") == ("lora", "", 4 if path == "/predict" else 0)
-    assert await told(default, path, "lora", speculative_method="medusa") == ("lora", "heads", most)
-    assert await told(default, path, "lora", speculative_method="lookup") == ("lora", "", 0)
-    assert await told(default, path, "lora", speculative_tokens=0) == ("lora", "", 0)
+    assert await sent(default, path, None) == ("", "heads", most)
+    assert await sent(default, path, "__base_model__") == ("", "heads", most)
+    assert await sent(default, path, "lora") == ("lora", "heads", most)
+    assert await sent(default, path, "both") == ("both", "", most)
+    assert await sent(default, path, "more") == ("", "more", most)
+    assert await sent(default, path, "lora", heads_id="more") == ("lora", "more", most)
+    assert await sent(default, path, "lora", heads_id="__base_model__") == ("lora", "", 4 if path == "/predict" else 0)
+    assert await sent(default, path, "lora", speculative_method="medusa") == ("lora", "heads", most)
+    assert await sent(default, path, "lora", speculative_method="lookup") == ("lora", "", 0)
+    assert await sent(default, path, "lora", speculative_tokens=0) == ("lora", "", 0)
 
 
 async def test_default_heads_are_shown(default: Serving) -> None:
@@ -138,23 +138,26 @@ async def test_default_heads_are_shown(default: Serving) -> None:
 
 async def test_an_alias_may_name_heads(tmp_path: Path) -> None:
     made(tmp_path, *HOLDS)
-    path = write(tmp_path, "fast: {id: lora, parameters: {heads_id: guess}}\nguess: {id: heads}")
+    path = write(tmp_path, "fast: {id: lora, parameters: {heads_id: extra}}\nextra: {id: heads}")
     async with serving(tmp_path, adapters=True, loader_answer=finds_heads, catalogue_path=path) as server:
         for route in ("/generate", "/v1/chat/completions"):
-            assert await told(server, route, "fast") == ("lora", "heads", 255)
-            assert await told(server, route, "fast", heads_id="more") == ("lora", "more", 255)
-            assert await told(server, route, "fast", speculative_method="lookup") == ("lora", "", 0)
-            assert await told(server, route, "fast", speculative_tokens=0) == ("lora", "", 0)
+            assert await sent(server, route, "fast") == ("lora", "heads", 255)
+            assert await sent(server, route, "fast", heads_id="more") == ("lora", "more", 255)
+            assert await sent(server, route, "fast", speculative_method="lookup") == ("lora", "", 0)
+            assert await sent(server, route, "fast", speculative_tokens=0) == ("lora", "", 0)
 
 
 @pytest.mark.parametrize(
     "words", [{"speculative_method": "ngram"}, {"speculative_tokens": 0}, {"speculative_method": "off"}]
 )
-async def test_heads_that_could_not_guess_are_refused(server: Serving, words: dict[str, Any]) -> None:
+async def test_heads_that_could_not_be_used_are_rejected(server: Serving, words: dict[str, Any]) -> None:
     for path in PATHS:
         response = await server.client.post(path, json=request_to(path, "lora", heads_id="heads", **words))
-        assert response.status_code in (400, 422) and "leaves none to them" in response.text
-        none = request_to(path, "lora", heads_id="__base_model__", **words)  # which names no heads
+        assert (
+            response.status_code in (400, 422)
+            and "`heads_id` needs `speculative_method` medusa or auto" in response.text
+        )
+        none = request_to(path, "lora", heads_id="__base_model__", **words)  # no heads
         assert (await server.client.post(path, json=none)).status_code == 200
 
 
@@ -182,7 +185,7 @@ async def test_heads_are_authorised_like_adapters(tmp_path: Path) -> None:
         ({"speculative_method": "medusa"}, (422, 422), "`speculative_method` medusa needs heads"),
     ],
 )
-async def test_what_is_refused(server: Serving, parameters: dict[str, Any], statuses: Any, part: str) -> None:
+async def test_rejected_heads(server: Serving, parameters: dict[str, Any], statuses: Any, part: str) -> None:
     for path in ("/generate", "/predict"):
         response = await server.client.post(path, json=request_to(path, "lora", **parameters))
         assert response.status_code == statuses[0], response.text
@@ -198,7 +201,7 @@ async def test_what_is_refused(server: Serving, parameters: dict[str, Any], stat
     await server.idle()
 
 
-async def test_a_server_of_the_base_model_alone_refuses_heads_by_name(tmp_path: Path) -> None:
+async def test_a_server_of_the_base_model_alone_rejects_heads(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         for path in ("/generate", "/v1/completions"):
             response = await server.client.post(path, json=request_to(path, None, heads_id="heads"))
@@ -206,18 +209,18 @@ async def test_a_server_of_the_base_model_alone_refuses_heads_by_name(tmp_path: 
             assert "`heads_id` is not supported" in response.text
 
 
-async def test_an_administrator_sees_how_many_there_are(tmp_path: Path) -> None:
+async def test_admin_routes_show_the_number_of_heads(tmp_path: Path) -> None:
     made(tmp_path, *HOLDS)
     fields: dict[str, Any] = {"loader_answer": finds_heads, "admin_key_sha256": sha256("admin")}
     async with serving(tmp_path, adapters=True, **fields) as server:
-        await told(server, "/generate", "lora", heads_id="heads")
+        await sent(server, "/generate", "lora", heads_id="heads")
         loaded = (await server.client.get("/admin/adapters", headers=bearer("admin"))).json()["loaded"]
         assert sorted((each["rank"], each["num_heads"]) for each in loaded) == [(0, 3), (8, 0)]
 
 
-async def test_who_leaves_while_heads_are_on_their_way_leaves_nothing_behind(server: Serving) -> None:
+async def test_a_disconnect_while_heads_load_leaks_nothing(server: Serving) -> None:
     loading = server.service.admission.loading
-    assert await told(server, "/generate", "lora") == ("lora", "", 0)
+    assert await sent(server, "/generate", "lora") == ("lora", "", 0)
     loading._known = type(loading._known)((name, each) for name, each in loading._known.items() if ":lora@" in name)
     server.loader.may_answer.clear()
     for adapter in ("lora", None):
@@ -228,23 +231,23 @@ async def test_who_leaves_while_heads_are_on_their_way_leaves_nothing_behind(ser
         await server.shard.until(lambda: loading.num_loading == 0 and server.dispatcher.num_active == 0)
     assert loading._num_waiting == {}
     server.loader.may_answer.set()
-    assert await told(server, "/generate", "lora", heads_id="heads") == ("lora", "heads", 255)
+    assert await sent(server, "/generate", "lora", heads_id="heads") == ("lora", "heads", 255)
 
 
-async def test_nobody_waits_for_default_heads(tmp_path: Path) -> None:
-    """Neither for their source nor for the loader, from whose death on requests for the base would stand still."""
+async def test_no_request_waits_for_default_heads(tmp_path: Path) -> None:
+    """Neither for their source nor for the loader, whose failure would block requests for the base model."""
     made(tmp_path, *HOLDS)
     fields: dict[str, Any] = {"loader_answer": finds_heads, "adapter_id": "heads", "auth_cache_ttl_s": 0.0}
     async with serving(tmp_path, adapters=True, **fields) as server:
         assert server.service.preloader is not None
         await server.service.preloader.settled.wait()
-        assert await told(server, "/generate", "lora") == ("lora", "heads", 255)
+        assert await sent(server, "/generate", "lora") == ("lora", "heads", 255)
         server.service.admission.loading._known.clear()
         server.loader.may_answer.clear()
         shutil.rmtree(tmp_path / "roots" / "heads")
-        assert await told(server, "/generate", None) == ("", "heads", 255)
+        assert await sent(server, "/generate", None) == ("", "heads", 255)
         server.loader.may_answer.set()
-        assert await told(server, "/generate", "lora") == ("lora", "heads", 255)
+        assert await sent(server, "/generate", "lora") == ("lora", "heads", 255)
 
 
 async def test_default_heads_may_be_an_alias_of_the_catalogue(tmp_path: Path) -> None:
@@ -254,9 +257,9 @@ async def test_default_heads_may_be_an_alias_of_the_catalogue(tmp_path: Path) ->
     async with serving(tmp_path, adapters=True, **fields) as server:
         assert server.service.preloader is not None
         await server.service.preloader.settled.wait()
-        assert await told(server, "/generate", None) == ("", "more", 255)
-        assert await told(server, "/generate", "lora") == ("lora", "more", 255)
+        assert await sent(server, "/generate", None) == ("", "more", 255)
+        assert await sent(server, "/generate", "lora") == ("lora", "more", 255)
         (tmp_path / "catalogue.yaml").write_text("general: {id: heads}")
         await server.service.reloading.reload()
         await server.shard.until(lambda: server.service.selection.directory.default_heads is not None)
-        assert await told(server, "/generate", "lora") == ("lora", "heads", 255)
+        assert await sent(server, "/generate", "lora") == ("lora", "heads", 255)

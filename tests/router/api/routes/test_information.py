@@ -1,4 +1,4 @@
-"""`/info`, `/tokenize`, `/metrics`, and the published schema, which must name what the readers read."""
+"""`/info`, `/tokenize`, `/metrics`, and the published schema, which must match the readers."""
 
 import dataclasses
 from typing import Any
@@ -92,7 +92,9 @@ async def test_documents(server: Serving) -> None:
     assert set(document["components"]["schemas"]["GenerateRequest"]["properties"]) == {"inputs", "parameters"}
 
 
-SPECULATIVE = {f"speculative_{name}" for name in ("tokens", "method", "schedule", "verify")} | {"heads_id"}
+SPECULATIVE = {f"speculative_{name}" for name in ("tokens", "method", "schedule", "verification", "verify")} | {
+    "heads_id"
+}
 
 
 def test_published_parameters_are_those_that_are_read() -> None:

@@ -1,4 +1,4 @@
-"""What surrounds a request: probes, draining, overload, time limits, vanished clients, ids, CORS, logs."""
+"""The life of a request: probes, draining, overload, time limits, disconnects, ids, CORS, logs."""
 
 import asyncio
 import itertools
@@ -59,7 +59,7 @@ async def test_a_shard_that_fails_a_startup_probe(server: Serving) -> None:
     assert (response.status_code, response.json()["error"]) == (503, "unhealthy")
 
 
-async def test_draining_closes_the_door_and_finishes_what_runs(tmp_path: Path, anyio_backend: str) -> None:
+async def test_draining_rejects_new_requests_and_finishes_running_ones(tmp_path: Path, anyio_backend: str) -> None:
     async with serving(tmp_path) as server:
         server.says("abcdefgh", step_seconds=0.1)
         running = asyncio.create_task(server.client.post("/generate", json={"inputs": "Hi"}))
@@ -113,8 +113,8 @@ async def test_overload(tmp_path: Path, anyio_backend: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
-async def test_what_would_be_refused_is_not_tokenized(tmp_path: Path, anyio_backend: str, path: str) -> None:
-    """Nor is a flood that has not got that far: at most as many texts are worked on as requests could be taken."""
+async def test_requests_that_are_rejected_are_not_tokenized(tmp_path: Path, anyio_backend: str, path: str) -> None:
+    """At most as many texts are tokenized as requests could be accepted."""
     async with serving(tmp_path, max_concurrent_requests=3) as server:
         server.says("ab", hangs=True)
         first = asyncio.create_task(server.client.post("/generate", json={"inputs": "Hi"}))
@@ -140,7 +140,7 @@ async def test_what_would_be_refused_is_not_tokenized(tmp_path: Path, anyio_back
         await server.idle()
 
 
-async def test_a_group_enters_whole_or_not_at_all(tmp_path: Path, anyio_backend: str) -> None:
+async def test_a_group_is_queued_completely_or_not_at_all(tmp_path: Path, anyio_backend: str) -> None:
     async with serving(tmp_path, max_concurrent_requests=2) as server:
         server.says("ab", hangs=True)
         first = asyncio.create_task(server.client.post("/generate", json={"inputs": "Hi"}))
@@ -178,7 +178,7 @@ async def test_time_limit_in_the_queue(tmp_path: Path, anyio_backend: str) -> No
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATING)
-async def test_a_vanished_client_frees_everything(server: Serving, path: str, body: dict[str, Any]) -> None:
+async def test_a_disconnect_frees_everything(server: Serving, path: str, body: dict[str, Any]) -> None:
     server.says("ab", hangs=True)
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         request = asyncio.create_task(client.post(path, json=body))
@@ -192,7 +192,7 @@ async def test_a_vanished_client_frees_everything(server: Serving, path: str, bo
     assert server.metrics.request_failure.values["dropped"] > 0
 
 
-async def test_a_client_that_leaves_between_events(server: Serving) -> None:
+async def test_a_disconnect_between_events(server: Serving) -> None:
     server.says("a" * 1000, step_seconds=0.005)
     body = {"inputs": "Hi"}
     async with (
@@ -233,7 +233,7 @@ async def test_cors_defaults(server: Serving) -> None:
     assert response.headers["access-control-allow-origin"] == "*"
 
 
-async def test_cors_as_told(tmp_path: Path, anyio_backend: str) -> None:
+async def test_cors_configuration(tmp_path: Path, anyio_backend: str) -> None:
     async with serving(
         tmp_path,
         cors_allow_origin=("https://a.example",),
@@ -272,7 +272,7 @@ async def test_counts(server: Serving) -> None:
 
 
 async def test_neither_prompts_nor_outputs_are_logged(tmp_path: Path, anyio_backend: str) -> None:
-    """A router process of its own, at its most talkative."""
+    """A separate router process with the most verbose log level."""
     shard = ScriptedShard(tmp_path, lambda submit: Script([]))
     model_folder = write_model_folder(tmp_path / "model")
     settings = {
@@ -298,7 +298,7 @@ async def test_neither_prompts_nor_outputs_are_logged(tmp_path: Path, anyio_back
             lines = [json.loads(line) for line in log_path.read_text().splitlines()]
             port = next(line["port"] for line in lines if line["event"] == "router_listening")
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-                for _ in range(600):  # connected, and perhaps not yet open for requests
+                for _ in range(600):  # connected, and perhaps not ready yet
                     if (await client.get("/ready")).status_code == 200:
                         break
                     await asyncio.sleep(0.1)
@@ -316,7 +316,7 @@ async def test_neither_prompts_nor_outputs_are_logged(tmp_path: Path, anyio_back
 
 
 async def _send_canaries(client: httpx.AsyncClient) -> int:
-    """Good, broken and mistyped requests on every route; the number of them."""
+    """Send valid, broken and mistyped requests to every route; returns their number."""
     headers = {"content-type": "application/json", "authorization": "Bearer CANARY-KEY", "x-request-id": "seen-id"}
     num_sent = 0
     for path, body in [*GENERATING, ("/tokenize", {"inputs": "Hi"})]:
@@ -330,7 +330,7 @@ async def _send_canaries(client: httpx.AsyncClient) -> int:
     return num_sent
 
 
-async def test_a_bug_in_a_route_is_told_without_the_prompt(tmp_path: Path, anyio_backend: str) -> None:
+async def test_a_bug_in_a_route_is_logged_without_the_prompt(tmp_path: Path, anyio_backend: str) -> None:
     async with serving(tmp_path) as server:
         server.dispatcher.submit = _broken  # type: ignore[method-assign]
         with structlog.testing.capture_logs() as lines:
@@ -338,7 +338,7 @@ async def test_a_bug_in_a_route_is_told_without_the_prompt(tmp_path: Path, anyio
             assert (response.status_code, response.json()["error_type"]) == (500, "internal")
             response = await server.client.post("/v1/chat/completions", json=CHAT)
             assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
-    broken = [line for line in lines if line["event"] == "request broke"]
+    broken = [line for line in lines if line["event"] == "unhandled_exception"]
     assert [line["kind"] for line in broken] == ["RuntimeError", "RuntimeError"]
     assert any("native.py" in frame for frame in broken[0]["where"])
     assert "CANARY" not in str(lines)
@@ -348,8 +348,8 @@ def _broken(request: Any, **_: Any) -> Any:
     raise RuntimeError(f"CANARY {request}")
 
 
-async def test_a_page_of_another_origin_gets_the_same_answers(server: Serving) -> None:
-    """Requests with an origin take the way through the framework, all others the short one."""
+async def test_requests_with_an_origin_get_the_same_answers(server: Serving) -> None:
+    """Requests with an origin pass through the framework, all others are handled directly."""
     server.says("abc")
     for path, body in GENERATING:
         for sent in (body, {}, {**body, "inputs": "", "n": 0}):

@@ -1,4 +1,4 @@
-"""LoRAX's own Python client against the server, unchanged. It talks to `/` alone and is strict about what it gets."""
+"""LoRAX's Python client against the server, unchanged. It uses `/` only and validates the answers strictly."""
 
 import os
 from typing import Any
@@ -28,7 +28,7 @@ async def calls(server: Serving, *operations: dict[str, Any]) -> list[Any]:
 
 
 def _unseeded(value: Any) -> Any:
-    """Without the seeds that the server drew."""
+    """Without the seeds that the server generated."""
     if isinstance(value, dict):
         return {name: _unseeded(item) for name, item in value.items() if name != "seed"}
     return [_unseeded(item) for item in value] if isinstance(value, list) else value

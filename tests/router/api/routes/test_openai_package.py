@@ -1,4 +1,4 @@
-"""The `openai` package itself against the server: what it sends is understood, what it gets it can read."""
+"""The `openai` package against the server: its requests are accepted, and it can parse the answers."""
 
 import openai
 import pytest

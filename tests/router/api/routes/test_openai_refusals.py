@@ -1,4 +1,4 @@
-"""What OpenAI's routes refuse: by name, with OpenAI's status and shape, before anything reaches the shard."""
+"""Rejected requests of OpenAI's routes: the field, OpenAI's status and shape, and that nothing reaches the shard."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
 @pytest.mark.parametrize(("param", "fields", "code"), REFUSED)
 @pytest.mark.parametrize(("path", "body"), BOTH)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_refusals(
+async def test_rejected_fields(
     server: Serving, path: str, body: dict[str, Any], param: str, fields: dict[str, Any], code: str | None, stream: bool
 ) -> None:
     if param == "stream_options":
@@ -96,7 +96,7 @@ async def test_refusals(
         ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
     ],
 )
-async def test_refusals_of_one_route(server: Serving, path: str, fields: dict[str, Any], param: str) -> None:
+async def test_rejected_fields_of_one_route(server: Serving, path: str, fields: dict[str, Any], param: str) -> None:
     body = COMPLETION if path == "/v1/completions" else CHAT
     response = await server.client.post(path, json={**body, **fields})
     error = response.json()["error"]

@@ -1,4 +1,4 @@
-"""`/predict` as clients of LLMSpeculativeSampling's server call it: a prompt in, a bare JSON string out."""
+"""`/predict` as clients of LLMSpeculativeSampling's server call it: from a prompt to a JSON string."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ async def test_the_answer_is_a_text_with_its_prompt(server: Serving) -> None:
     assert await predict(server, prompt="Hi") == "Hi there!"
 
 
-async def test_what_that_server_fixes_are_defaults(server: Serving) -> None:
+async def test_constants_of_that_server_are_defaults(server: Serving) -> None:
     server.says(" there!")
     await predict(server, prompt="Hi", top_p=None)
     [submit] = server.shard.submits
@@ -42,7 +42,7 @@ async def test_every_parameter_may_be_given(server: Serving) -> None:
     assert (submit.speculation.method, submit.speculation.num_tokens) == ("lookup", 2)
 
 
-async def test_aliases_go_between_request_and_defaults(tmp_path: Path) -> None:
+async def test_an_alias_overrides_defaults_and_a_request_both(tmp_path: Path) -> None:
     made(tmp_path, "v1")
     path = write(tmp_path, "short: {id: v1, parameters: {max_new_tokens: 3, top_k: 7}}")
     async with serving(tmp_path, adapters=True, catalogue_path=path, speculative_tokens_max=3) as server:
@@ -61,13 +61,13 @@ async def test_aliases_go_between_request_and_defaults(tmp_path: Path) -> None:
         ({"prompt": ""}, 422, "`prompt` cannot be empty"),
         ({"prompt": "Hi", "top_k": 0}, 422, "`top_k` must be strictly positive"),
         ({"prompt": "Hi", "max_new_tokens": 5000}, 422, "must be <= 2048"),
-        ({"prompt": "Hi", "details": True}, 422, "`details` has no place"),
-        ({"prompt": "Hi", "stream": True}, 422, "`stream` has no place"),
-        ({"prompt": "Hi", "speculative_method": "draft"}, 422, "needs a draft model"),
+        ({"prompt": "Hi", "details": True}, 422, "`details` is not supported by this route"),
+        ({"prompt": "Hi", "stream": True}, 422, "`stream` is not supported by this route"),
+        ({"prompt": "Hi", "speculative_method": "draft"}, 422, "requires --draft-model-id"),
         ([], 422, "expected a JSON object"),
     ],
 )
-async def test_what_is_wrong_is_said(server: Serving, body: Any, status: int, part: str) -> None:
+async def test_invalid_bodies(server: Serving, body: Any, status: int, part: str) -> None:
     response = await server.client.post("/predict", json=body)
     assert response.status_code == status
     assert part in response.text
@@ -81,7 +81,7 @@ async def test_other_bodies_and_methods(server: Serving) -> None:
     assert (await server.client.get("/predict")).status_code == 405
 
 
-async def test_a_failing_shard_is_an_error_in_words(server: Serving) -> None:
+async def test_a_failing_shard_is_an_error_with_a_message(server: Serving) -> None:
     server.says("ab", error="broken")
     response = await server.client.post("/predict", json={"prompt": "Hi"})
     assert (response.status_code, response.json()["error_type"]) == (424, "generation")

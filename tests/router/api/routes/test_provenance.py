@@ -1,4 +1,4 @@
-"""Where each token came from and what guessing gave, as answers, streams, headers, usage and metrics tell it."""
+"""The source of each token and the counts of speculation, in answers, streams, headers, usage and metrics."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ NAMES = ("prefill", "target", "lookup", "medusa", "draft", "resample", "bonus")
 def step(
     text: Sequence[int], sources: Sequence[int], drafted: Sequence[int] = (), accepted: int = 0
 ) -> pb.RequestOutput:
-    """What one step gives: its tokens, all with their sources, and what was guessed for them."""
+    """The output of one step: its tokens, all with their sources, and the counts of its draft tokens."""
     assert len(text) == len(sources)
     output = pb.RequestOutput(token_ids=text, sources=bytes(sources), step_ends=bytes([0] * (len(text) - 1) + [1]))
     output.logprobs.extend([-0.5] * len(text))
@@ -48,8 +48,8 @@ def coalesced(*steps: pb.RequestOutput) -> pb.RequestOutput:
     return whole
 
 
-def told(server: Serving) -> list[pb.RequestOutput]:
-    """A text of nine tokens whose steps met everything that can happen to guesses."""
+def steps_of_nine_tokens(server: Serving) -> list[pb.RequestOutput]:
+    """A text of nine tokens whose steps cover every outcome of draft tokens."""
     a, b, c, d, e, f, g, h, i = server.ids("abcdefghi")
     last = step([h, i], [DRAFT, DRAFT], [0, 0, 4], 2)
     last.finish_reason = pb.FINISH_LENGTH
@@ -66,7 +66,8 @@ SOURCES = [PREFILL, TARGET, LOOKUP, BONUS, RESAMPLE, MEDUSA, RESAMPLE, DRAFT, DR
 SKIPPED = [False, False, False, True, False, False, True, False, True]
 REPORT = {
     "method": "auto",
-    "verify": "coupled",
+    "verification": "shared-noise",
+    "verify": "shared-noise",
     "steps": 6,
     "drafted": 10,
     "accepted": 4,
@@ -79,12 +80,12 @@ REPORT = {
 }
 
 
-def tells(server: Serving) -> None:
-    server.shard.answer = lambda submit: Script((), outputs=told(server))
+def script(server: Serving) -> None:
+    server.shard.answer = lambda submit: Script((), outputs=steps_of_nine_tokens(server))
 
 
-async def test_every_token_has_one_source_and_details_add_them_up(server: Serving) -> None:
-    tells(server)
+async def test_every_token_has_one_source_and_details_sum_them(server: Serving) -> None:
+    script(server)
     parameters = {"max_new_tokens": 9, "details": True, "speculative_tokens": 4}
     response = await server.client.post("/generate", json={"inputs": "Hi", "parameters": parameters})
     details = response.json()["details"]
@@ -97,8 +98,8 @@ async def test_every_token_has_one_source_and_details_add_them_up(server: Servin
     assert details["speculation"]["steps"] == 9 - 3
 
 
-async def test_a_stream_tells_the_same(server: Serving) -> None:
-    tells(server)
+async def test_a_stream_reports_the_same(server: Serving) -> None:
+    script(server)
     parameters = {"max_new_tokens": 9, "details": True, "speculative_tokens": 4}
     events = await server.events("/generate_stream", {"inputs": "Hi", "parameters": parameters})
     assert [event["token"]["source"] for event in events] == [NAMES[source] for source in SOURCES]
@@ -106,10 +107,10 @@ async def test_a_stream_tells_the_same(server: Serving) -> None:
     assert events[-1]["details"]["speculation"] == REPORT
 
 
-async def test_openais_usage_tells_the_same(server: Serving) -> None:
+async def test_openais_usage_reports_the_same(server: Serving) -> None:
     expected = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 6, "speculation": REPORT}
     for path, body in BOTH:
-        tells(server)
+        script(server)
         asked = {**body, "max_tokens": 9, "speculative_tokens": 4}
         response = await server.client.post(path, json=asked)
         assert response.json()["usage"]["completion_tokens_details"] == expected
@@ -120,7 +121,7 @@ async def test_openais_usage_tells_the_same(server: Serving) -> None:
 
 async def test_several_choices_are_counted_together(server: Serving) -> None:
     for path, body in BOTH:
-        tells(server)
+        script(server)
         response = await server.client.post(path, json={**body, "n": 2, "max_tokens": 9, "speculative_tokens": 4})
         report = response.json()["usage"]["completion_tokens_details"]["speculation"]
         assert (report["steps"], report["drafted"], report["accepted"]) == (12, 20, 8)
@@ -132,10 +133,10 @@ async def test_several_choices_are_counted_together(server: Serving) -> None:
     [("bc", 3, 1, 3), ("d", 4, 1, 3), ("f", 6, 2, 6), ("h", 8, 3, 10)],
     ids=["inside a block, in a message of two steps", "at a bonus", "at an accepted draft", "before the last draft"],
 )
-async def test_what_a_stop_string_cut_off_is_not_counted_as_emitted(
+async def test_tokens_cut_off_by_a_stop_string_are_not_counted(
     server: Serving, stop: str, num_tokens: int, accepted: int, drafted: int
 ) -> None:
-    tells(server)
+    script(server)
     parameters = {"max_new_tokens": 9, "details": True, "speculative_tokens": 4, "stop": [stop]}
     details = (await generate(server, **parameters))["details"]
     report = details["speculation"]
@@ -156,7 +157,7 @@ async def test_an_accepted_draft_that_is_the_first_token_is_a_prefill_and_counte
     assert details["speculation"]["sources"] == {"prefill": 1, "bonus": 1}
 
 
-async def test_there_is_no_report_where_nothing_could_be_guessed(server: Serving) -> None:
+async def test_there_is_no_report_without_speculation(server: Serving) -> None:
     server.says(" there!")
     for own in ({}, {"speculative_tokens": 0}, {"speculative_method": "off"}):
         assert "speculation" not in (await generate(server, max_new_tokens=2, details=True, **own))["details"]
@@ -171,15 +172,15 @@ async def test_there_is_no_report_where_nothing_could_be_guessed(server: Serving
             assert "completion_tokens_details" not in usage
 
 
-async def test_there_is_one_of_zeros_where_nothing_was_guessed(server: Serving) -> None:
+async def test_the_report_has_zeros_without_draft_tokens(server: Serving) -> None:
     server.says(" there!")
     report = (await generate(server, max_new_tokens=2, details=True, speculative_tokens=3))["details"]["speculation"]
     assert (report["steps"], report["drafted"], report["accepted"]) == (2, 0, 0)
     assert report["sources"] == {"target": 2}
 
 
-async def test_metrics_count_what_texts_hold(server: Serving) -> None:
-    tells(server)
+async def test_metrics_count_the_tokens_of_texts(server: Serving) -> None:
+    script(server)
 
     def count(name: str, method: str) -> float:
         return server.metrics.speculation.values[name].get((method, "__base_model__"), 0)

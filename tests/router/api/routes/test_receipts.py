@@ -1,4 +1,4 @@
-"""Receipts as requests ask for them: where they stand, what they say, and that they lead to the same request again."""
+"""Receipts of answers: their place, their content, and that a replay sends the same request."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ async def asked(server: Serving, path: str, body: dict[str, Any]) -> dict[str, A
 
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("details", [False, True])
-async def test_an_answer_holds_it_in_its_details_if_it_has_some(server: Serving, path: str, details: bool) -> None:
+async def test_an_answer_has_it_in_its_details(server: Serving, path: str, details: bool) -> None:
     server.says(" there!")
     body = {"inputs": "Hi", "parameters": {"max_new_tokens": 2, "details": details, "receipt": True}}
     response = await server.client.post(path, json=body, headers={"x-request-id": "mine"})
@@ -65,7 +65,7 @@ async def test_an_answer_holds_it_in_its_details_if_it_has_some(server: Serving,
 
 
 @pytest.mark.parametrize("details", [False, True])
-async def test_a_stream_s_last_event_holds_it(server: Serving, details: bool) -> None:
+async def test_a_stream_has_it_in_its_last_event(server: Serving, details: bool) -> None:
     server.says(" there!")
     parameters = {"max_new_tokens": 2, "details": details, "receipt": True}
     events = await server.events("/generate_stream", {"inputs": "Hi", "parameters": parameters})
@@ -76,7 +76,7 @@ async def test_a_stream_s_last_event_holds_it(server: Serving, details: bool) ->
 
 @pytest.mark.parametrize(("path", "body"), BOTH)
 @pytest.mark.parametrize("with_usage", [False, True])
-async def test_openai_s_answers_and_streams_hold_it_beside_the_choices(
+async def test_openai_answers_and_streams_have_it_next_to_the_choices(
     server: Serving, path: str, body: dict[str, Any], with_usage: bool
 ) -> None:
     server.says(" there!")
@@ -89,7 +89,7 @@ async def test_openai_s_answers_and_streams_hold_it_beside_the_choices(
     assert all("receipt" not in event for event in before)
 
 
-async def test_nothing_is_told_and_no_file_is_read_unless_asked(tmp_path: Path) -> None:
+async def test_there_is_no_receipt_and_no_hashing_unless_asked(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         server.says(" there!")
         assert "receipt" not in await generate(server, max_new_tokens=2, receipt=False)
@@ -100,7 +100,7 @@ async def test_nothing_is_told_and_no_file_is_read_unless_asked(tmp_path: Path) 
         assert server.shard.num_digests == 1
 
 
-async def test_it_says_what_the_text_follows_from(server: Serving) -> None:
+async def test_it_holds_all_that_determines_the_text(server: Serving) -> None:
     server.says("ab", ends=True)
     parameters = {
         "adapter_id": "two", "do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25,
@@ -113,8 +113,8 @@ async def test_it_says_what_the_text_follows_from(server: Serving) -> None:
     assert receipt["tokenizer_digest"] == by_sha256sum(
         Path(config.model_path), "tokenizer.json", "tokenizer_config.json"
     )
-    told = {name: receipt[name] for name in ("model_id", "dtype", "device", "max_total_tokens", "receipt")}
-    assert told == {
+    shown = {name: receipt[name] for name in ("model_id", "dtype", "device", "max_total_tokens", "receipt")}
+    assert shown == {
         "model_id": MODEL_ID, "dtype": "float32", "device": "cuda", "max_total_tokens": 2048, "receipt": 1,
     }  # fmt: skip
     (call,) = [call for call in server.loader.asked if call["fetch"]["id"] == "two"]
@@ -153,16 +153,16 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def law(submit: pb.Submit) -> tuple[Any, ...]:
-    """All of a Submit that tokens follow from."""
+def determining(submit: pb.Submit) -> tuple[Any, ...]:
+    """Everything in a Submit that determines the tokens."""
     sampling = submit.sampling.SerializeToString(deterministic=True)
     adapter = (submit.adapter.digest, submit.adapter.id, submit.adapter.source)
-    assert submit.speculation.verify in ("", "coupled")
+    assert submit.speculation.verify in ("", "shared-noise")
     return (list(submit.prompt_ids), submit.max_new_tokens, submit.seed, sampling, list(submit.stop_ids), adapter)
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED, ids=range(len(ASKED)))
-async def test_it_leads_to_the_same_request_again(server: Serving, path: str, body: dict[str, Any]) -> None:
+async def test_a_replay_sends_the_same_request(server: Serving, path: str, body: dict[str, Any]) -> None:
     server.says("abcdef")
     wanted = {**body, "receipt": True}
     if path == "/generate":
@@ -170,15 +170,17 @@ async def test_it_leads_to_the_same_request_again(server: Serving, path: str, bo
     first = await asked(server, path, wanted)
     (read,) = found_in(json.dumps(first))
     again = await asked(server, *read.request())
-    assert law(server.shard.submits[0]) == law(server.shard.submits[1])
+    assert determining(server.shard.submits[0]) == determining(server.shard.submits[1])
     for receipt in (first, again):
-        del receipt["output"]["finish_reason"]  # each family has its own word for a stop string at the last token
+        del receipt["output"]["finish_reason"]  # the two APIs name a stop string at the last token differently
     for name in ("parameters", "adapter", "prompt", "output", "base_digest", "tokenizer_digest"):
         assert first[name] == again[name]
 
 
 @pytest.mark.parametrize(("path", "body"), [("/generate", {"inputs": "Hi there", "parameters": {}}), *BOTH])
-async def test_a_prompt_that_comes_beside_leads_there_too(server: Serving, path: str, body: dict[str, Any]) -> None:
+async def test_a_prompt_given_separately_gives_the_same_request(
+    server: Serving, path: str, body: dict[str, Any]
+) -> None:
     server.says("ab")
     wanted = {**body, "receipt": True}
     if path == "/generate":
@@ -187,21 +189,22 @@ async def test_a_prompt_that_comes_beside_leads_there_too(server: Serving, path:
     given = body.get("inputs") or body.get("prompt") or body["messages"]
     del first["prompt"]["token_ids"]
     await asked(server, *Receipt.read(first).request(given))
-    assert law(server.shard.submits[0]) == law(server.shard.submits[1])
+    assert determining(server.shard.submits[0]) == determining(server.shard.submits[1])
 
 
 @pytest.mark.parametrize(
     ("own", "is_given"),
     [
-        ({"speculative_verify": "rejection"}, False),
-        ({"speculative_verify": "google", "do_sample": True, "temperature": 0.5}, False),
-        ({"speculative_verify": "rejection", "seed": 4}, True),
-        ({"speculative_verify": "rejection", "speculative_method": "lookup"}, True),
-        ({"speculative_verify": "rejection", "speculative_tokens": 0}, True),
+        ({"speculative_verification": "rejection"}, False),
+        ({"speculative_verification": "google", "do_sample": True, "temperature": 0.5}, False),
+        ({"speculative_verification": "rejection", "seed": 4}, True),
+        ({"speculative_verification": "rejection", "speculative_method": "lookup"}, True),
+        ({"speculative_verification": "rejection", "speculative_tokens": 0}, True),
+        ({"speculative_verification": "shared-noise"}, True),
         ({"speculative_verify": "coupled"}, True),
     ],
 )
-async def test_a_text_of_the_rejection_rule_has_none(server: Serving, own: dict[str, Any], is_given: bool) -> None:
+async def test_a_text_verified_by_rejection_has_none(server: Serving, own: dict[str, Any], is_given: bool) -> None:
     server.says("ab")
     own = {**own, "receipt": True}
     paths = [("/generate", {"inputs": "Hi", "parameters": own}), ("/", {"inputs": "Hi", "parameters": own})]
@@ -210,7 +213,7 @@ async def test_a_text_of_the_rejection_rule_has_none(server: Serving, own: dict[
             assert (await asked(server, path, body))["output"]["num_tokens"] > 0
             continue
         response = await server.client.post(path, json=body)
-        assert response.status_code == 422 and "`receipt` needs a text that guesses cannot change" in response.text
+        assert response.status_code == 422 and "`receipt` needs a reproducible text" in response.text
     if not is_given:
         [event] = await server.events("/generate_stream", {"inputs": "Hi", "parameters": own})
         assert "`receipt` needs" in event["error"]
@@ -226,12 +229,10 @@ async def test_a_text_of_the_rejection_rule_has_none(server: Serving, own: dict[
         ("/v1/completions", {**COMPLETION, "prompt": ["a", "b"]}, "asks for 2"),
         ("/v1/completions", {**COMPLETION, "max_tokens": 0, "echo": True, "logprobs": 0}, "`max_tokens` is 0"),
         ("/v1/chat/completions", {**CHAT, "n": 2}, "asks for 2"),
-        ("/predict", {"prompt": "Hi"}, "`receipt` has no place"),
+        ("/predict", {"prompt": "Hi"}, "`receipt` is not supported by this route"),
     ],
 )
-async def test_who_asks_for_more_or_less_than_a_text_is_told(
-    server: Serving, path: str, body: dict[str, Any], part: str
-) -> None:
+async def test_a_receipt_covers_exactly_one_text(server: Serving, path: str, body: dict[str, Any], part: str) -> None:
     wanted = {**body, "receipt": True}
     if path == "/generate":
         wanted = {**body, "parameters": {**body["parameters"], "receipt": True}}
@@ -243,19 +244,19 @@ async def test_who_asks_for_more_or_less_than_a_text_is_told(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_without_the_base_s_digest_there_is_an_error_and_no_half_receipt(tmp_path: Path, stream: bool) -> None:
+async def test_without_the_digest_of_the_base_there_is_an_error(tmp_path: Path, stream: bool) -> None:
     async with serving(tmp_path) as server:
         server.shard.base_digest = ""
         server.says("ab")
         parameters = {"max_new_tokens": 2, "receipt": True}
         if stream:
             events = await server.events("/generate_stream", {"inputs": "Hi", "parameters": parameters})
-            said = events[-1]
+            last = events[-1]
         else:
             response = await server.client.post("/generate", json={"inputs": "Hi", "parameters": parameters})
             assert response.status_code == 424
-            said = response.json()
-        assert "there is no receipt: the model's files have changed" in said["error"]
+            last = response.json()
+        assert "there is no receipt: the model's files have changed" in last["error"]
         assert (await generate(server, max_new_tokens=2))["generated_text"] == "ab"
 
 
@@ -275,7 +276,7 @@ async def test_shards_with_different_files_give_no_receipt(tmp_path: Path) -> No
             assert response.status_code == 424 and "the shards hold different files" in response.text
 
 
-async def test_an_adapter_that_is_not_there_is_still_not_there(server: Serving) -> None:
+async def test_a_replay_with_a_missing_adapter_is_rejected(server: Serving) -> None:
     server.says("ab")
     first = await asked(
         server, "/generate", {"inputs": "Hi", "parameters": {"adapter_id": "one", "max_new_tokens": 2, "receipt": True}}
@@ -303,7 +304,7 @@ async def test_an_adapter_that_is_not_there_is_still_not_there(server: Serving) 
         ([True], 422, "invalid type: sequence, expected a string"),
     ],
 )
-async def test_what_are_no_token_ids(server: Serving, inputs: list[Any], status: int, part: str) -> None:
+async def test_invalid_token_ids(server: Serving, inputs: list[Any], status: int, part: str) -> None:
     response = await server.client.post("/generate", json={"inputs": inputs, "parameters": {"max_new_tokens": 2}})
     assert response.status_code == status and part in response.text
 

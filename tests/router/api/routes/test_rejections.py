@@ -1,4 +1,4 @@
-"""Bodies that are no request at all: the right status and text on every route, and never a server error."""
+"""Invalid bodies: the right status and text on every route, and never a server error."""
 
 import asyncio
 from typing import Any
@@ -98,7 +98,7 @@ async def test_wrong_types(server: Serving, path: str, body: dict[str, Any], tex
 
 @pytest.mark.parametrize("body", [b"[]", b'"Hi"', b"5", b"null", b"true"])
 @pytest.mark.parametrize("path", NATIVE + OPENAI)
-async def test_json_that_is_no_object(server: Serving, path: str, body: bytes) -> None:
+async def test_json_other_than_an_object(server: Serving, path: str, body: bytes) -> None:
     response = await server.client.post(path, content=body, headers=JSON)
     assert response.status_code == (400 if path in OPENAI else 422)
     assert "Failed to deserialize the JSON body into the target type: " in response.text
@@ -119,8 +119,8 @@ async def test_spellings_of_json(server: Serving, media_type: str) -> None:
     assert response.status_code == 200
 
 
-async def test_three_megabytes_are_read_and_judged(server: Serving) -> None:
-    """LoRAX refuses every body above 2 MB; here its length in tokens decides."""
+async def test_three_megabytes_are_read_and_validated(server: Serving) -> None:
+    """LoRAX rejects every body above 2 MB; here the number of tokens is limited."""
     body: dict[str, Any] = {"inputs": "there " * 5_000, "padding": "x" * 3_000_000}
     response = await server.client.post("/generate", json=body)
     assert response.status_code == 422
@@ -156,7 +156,7 @@ async def test_a_body_of_exactly_the_limit(tmp_path: Any, anyio_backend: str) ->
         assert response.status_code == 413
 
 
-async def test_a_client_that_leaves_while_it_sends(server: Serving) -> None:
+async def test_a_disconnect_while_the_body_is_sent(server: Serving) -> None:
     port = httpx.URL(server.url).port
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
@@ -178,7 +178,7 @@ async def test_unknown_routes_and_methods(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("path", ["/embed", "/classify", "/classify_batch", "/v1/embeddings"])
-async def test_routes_that_exist_by_name_only(server: Serving, path: str) -> None:
+async def test_unsupported_routes_answer_501(server: Serving, path: str) -> None:
     response = await server.client.post(path, json={"inputs": "Hi", "input": "Hi", "model": MODEL_ID})
     assert response.status_code == 501
     assert f"`{path}` is not supported by this server" in response.text

@@ -186,7 +186,7 @@ def test_steps_of_equal_bounds_lie_at_equal_addresses_and_give_what_others_give(
         wanted = world.wanted(x, plan)
         torch.testing.assert_close(got[8 : 8 + len(wanted)], wanted, rtol=1e-4, atol=1e-4)
     assert all(each == found[0] for each in found)
-    with pytest.raises(RuntimeError, match="21 guesses of heads"):
+    with pytest.raises(RuntimeError, match="21 draft tokens of heads"):
         world.run(x, [HeadsRow(row % 8, 3, 1) for row in range(21)])
     world.inputs.pad(Always(Bounds(num_rows=8, max_kv_len=1)))
     assert world.run(x, []).shape == (8, VOCAB)

@@ -1,1 +1,1 @@
-"""Tests of what guesses ahead."""
+"""Tests of speculative decoding apart from requests."""

@@ -1,4 +1,4 @@
-"""What is learnt of steps' costs: between numbers that were seen, and through minutes in which all steps are slow."""
+"""Estimated step times: between measured numbers of tokens, and while the whole machine is slow."""
 
 import random
 from statistics import fmean
@@ -22,12 +22,12 @@ def test_between_two_numbers_it_is_a_line() -> None:
     assert list(costs.expected([2, 4, 6])) == pytest.approx([1.02, 1.04, 1.06], rel=1e-3)
 
 
-def test_what_was_never_tried_looks_cheap() -> None:
+def test_unmeasured_numbers_look_cheap() -> None:
     costs = seen(2, 6)
     assert list(costs.expected([1, 9])) == pytest.approx([0.51, 1.06], rel=1e-3)
 
 
-def test_a_slow_minute_is_one_for_all_numbers() -> None:
+def test_a_slow_machine_is_slow_for_all_numbers() -> None:
     costs = seen(2, 6)
     for _ in range(100):
         costs.observe(6, 0, 1.5 * 1.06)
@@ -43,11 +43,11 @@ def test_one_slow_step_changes_little() -> None:
 
 
 @pytest.mark.parametrize(("drift", "most"), [(0.0, 0.25), (0.02, 0.25), (0.02, 8.0)])
-def test_attention_is_kept_apart(drift: float, most: float) -> None:
+def test_attention_is_estimated_separately(drift: float, most: float) -> None:
     """Texts grow and end; a number that is seen at their beginnings alone must not look cheap for that, nor the machine
-    slow at their ends, where attention takes so many seconds at most."""
+    slow at their ends, where attention takes up to `most` seconds."""
     costs, chance, slowness = StepCosts(), random.Random(5), 1.0
-    told: list[tuple[float, ...]] = []
+    estimates: list[tuple[float, ...]] = []
     for step in range(3000):
         slowness = 1 + (slowness - 1) * 0.98 + chance.gauss(0, drift / 5)
         attended = 25 * (step % 40)
@@ -55,8 +55,8 @@ def test_attention_is_kept_apart(drift: float, most: float) -> None:
         seconds = slowness * chance.gauss(1, 0.01) * (1 + number / 100 + most * attended / 1000)
         costs.observe(number, attended, 300.0 if step % 500 == 250 else seconds)
         narrow, wide = costs.expected([2, 6]) / slowness
-        told.append((wide, wide / narrow, costs.per_attended / slowness))
-    for part in (told[1000:2000], told[2000:]):
+        estimates.append((wide, wide / narrow, costs.per_attended / slowness))
+    for part in (estimates[1000:2000], estimates[2000:]):
         wide, ratio, per_attended = (fmean(values) for values in zip(*part, strict=True))
         assert wide == pytest.approx(1.06, rel=0.02 if most < 1 else 0.1)
         assert ratio == pytest.approx(1.06 / 1.02, rel=0.012 if most < 1 else 0.1)
@@ -80,7 +80,7 @@ def test_a_machine_that_stays_slow_attends_slowly() -> None:
 
 
 @pytest.mark.parametrize("num_attended", [0, 500])
-def test_what_is_used_does_not_grow_cheap(num_attended: int) -> None:
+def test_frequently_measured_numbers_do_not_look_cheaper(num_attended: int) -> None:
     """Steps are disturbed, never hurried: the mean lies above the median. What is measured all the time must not come
     to look faster for that, on a machine that looks slower and slower."""
     ratios = []
@@ -93,3 +93,12 @@ def test_what_is_used_does_not_grow_cheap(num_attended: int) -> None:
         narrow, wide = costs.expected([2, 6])
         ratios.append(float(wide / narrow))
     assert fmean(ratios) == pytest.approx(1.06 / 1.02, rel=0.06)
+
+
+def test_the_estimate_of_a_step_includes_attention() -> None:
+    costs = StepCosts()
+    assert costs.estimate(4, 100) == 0.0
+    for attended in 20 * (0, 100):
+        costs.observe(4, attended, 1.0 + attended / 1000)
+    assert costs.estimate(4, 50) == pytest.approx(1.05, rel=0.01)
+    assert costs.estimate(4, 500) == pytest.approx(1.5, rel=0.02)

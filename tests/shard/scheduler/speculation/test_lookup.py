@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.shard.scheduler.speculation import Lookup
+from lorikeet.shard.scheduler.speculation.lookup import Lookup
 
 TOKENS = st.integers(0, 3)
 
@@ -25,15 +25,15 @@ def test_the_longest_suffix_most_recently(text: list[int], shortest: int, more: 
     first = max(1, min(cut, len(text)))
     lookup = Lookup(text[:first], shortest, shortest + more)
     for end in range(first, len(text) + 1):
-        assert lookup.draft_token(5) == defined(text[:end], shortest, shortest + more, 5)
-        assert lookup.draft_token(0) == []
+        assert lookup.propose(5) == defined(text[:end], shortest, shortest + more, 5)
+        assert lookup.propose(0) == []
         lookup.extend(text[end : end + 1])
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=30), st.lists(TOKENS, min_size=1, max_size=30))
-def test_another_text_is_looked_at_but_never_as_one_with_this(before: list[int], text: list[int]) -> None:
+def test_another_text_is_searched_but_no_match_crosses_the_border(before: list[int], text: list[int]) -> None:
     lookup = Lookup(text, 1, 4, before)
-    drafted = lookup.draft_token(4)
+    drafted = lookup.propose(4)
     own = defined(text, 1, 4, 4)
     in_other = [
         before[end : end + 4]
@@ -44,7 +44,7 @@ def test_another_text_is_looked_at_but_never_as_one_with_this(before: list[int],
     assert drafted == own or drafted in in_other
 
 
-def test_what_occurs_nowhere_gives_no_guess() -> None:
-    assert Lookup([1, 2, 3]).draft_token(5) == []
-    assert Lookup([3]).draft_token(5) == []
-    assert Lookup([3, 1, 3], shortest=2).draft_token(5) == []
+def test_a_text_without_matches_gives_no_draft() -> None:
+    assert Lookup([1, 2, 3]).propose(5) == []
+    assert Lookup([3]).propose(5) == []
+    assert Lookup([3, 1, 3], shortest=2).propose(5) == []

@@ -1,4 +1,4 @@
-"""DraftTokens of several offers, weighed together: the widths that are chosen are the best of all there are."""
+"""The widths chosen for several offers give the highest throughput of all combinations."""
 
 import itertools
 
@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.shard.scheduler.request import Source
-from lorikeet.shard.scheduler.speculation import DraftSources, Offer
-from lorikeet.shard.scheduler.speculation.acceptance import Chances
-from lorikeet.shard.scheduler.speculation.draft_length import DraftLengthController, Load
-from lorikeet.shard.scheduler.speculation.draft_tokens import DraftTokens
-from tests.shard.scheduler.speculation.test_draft_length import make
+from lorikeet.shard.scheduler.draft_length import DraftLengthController
+from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
+from lorikeet.shard.scheduler.speculation.acceptance import AcceptanceRates
+from lorikeet.shard.scheduler.speculation.throughput import Candidates, Load
+from lorikeet.shard.scheduler.speculation.types import Source
+from tests.shard.scheduler.test_draft_length import make
 
 OFFERS = st.lists(
     st.tuples(
@@ -23,9 +23,9 @@ OFFERS = st.lists(
 )
 
 
-def test_the_likeliest_come_first_and_each_offer_in_order() -> None:
-    chances = np.array([(0.5, 0.5), (0.9, 0.5), (0.8, 0.8)])
-    drafts = DraftTokens.of(chances, np.array([2, 2, 0]), np.array([True, False, True]), np.array([5, 7, 9]))
+def test_the_most_probable_come_first_and_each_offer_in_order() -> None:
+    rates = np.array([(0.5, 0.5), (0.9, 0.5), (0.8, 0.8)])
+    drafts = Candidates.of(rates, np.array([2, 2, 0]), np.array([True, False, True]), np.array([5, 7, 9]))
     assert list(drafts.values) == pytest.approx([0.9, 0.5, 0.45, 0.25])
     assert list(drafts.owners) == [1, 0, 1, 0]
     assert list(drafts.passes) == [0, 1, 0, 2]
@@ -33,8 +33,8 @@ def test_the_likeliest_come_first_and_each_offer_in_order() -> None:
     assert (drafts.num_offers, drafts.num_drawn, drafts.num_passes) == (3, 1, 2)
 
 
-def test_offers_without_guesses_are_none() -> None:
-    drafts = DraftTokens.of(np.array([(0.5, 0.5)]), np.array([0]), np.array([True]), np.array([9]))
+def test_offers_without_drafts_have_no_candidates() -> None:
+    drafts = Candidates.of(np.array([(0.5, 0.5)]), np.array([0]), np.array([True]), np.array([9]))
     assert (len(drafts.values), drafts.num_drawn, drafts.num_passes) == (0, 0, 0)
 
 
@@ -51,14 +51,14 @@ def test_no_other_widths_give_more(
     draft_length.drafting.observe(max(1, num_drawn), 0, (first, further), 2)
     drafting = [0.0, *(first + further * depth for depth in range(9))]
     offers = [Offer(make(number=i), source, width, []) for i, (source, width, _, _) in enumerate(offered)]
-    chances = [Chances(first, further) for _, _, first, further in offered]
-    told = {id(draft_length._draft_state(offer)): each for offer, each in zip(offers, chances, strict=True)}
-    draft_length._chances = lambda draft_state: told[id(draft_state)]  # type: ignore[method-assign]
+    rates = [AcceptanceRates(first, further) for _, _, first, further in offered]
+    rates_of = {id(draft_length._draft_state(offer)): each for offer, each in zip(offers, rates, strict=True)}
+    draft_length._rates = lambda draft_state: rates_of[id(draft_state)]  # type: ignore[method-assign]
 
     def rate(widths: tuple[int, ...]) -> float:
         tokens, depth = float(len(offers)), 0
-        for offer, each, width in zip(offers, chances, widths, strict=True):
-            tokens += sum(each.first * each.further**place for place in range(width))
+        for offer, each, width in zip(offers, rates, widths, strict=True):
+            tokens += sum(each.first * each.further**depth for depth in range(width))
             depth = max(depth, width if offer.source is Source.DRAFT else 0)
         return tokens / (float(draft_length.plain.expected([len(offers) + sum(widths)])[0]) + drafting[depth])
 

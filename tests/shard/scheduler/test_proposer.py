@@ -1,26 +1,26 @@
-"""What a proposer tells the schedules of a step."""
+"""The load that a proposer passes to the draft lengths."""
 
 from unittest.mock import create_autospec
 
 from lorikeet.shard.scheduler.budget import Budget
+from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import Method, Schedule, Speculation
+from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.speculation import DraftSources
-from lorikeet.shard.scheduler.speculation.draft_length import Load
-from lorikeet.shard.scheduler.speculation.proposer import Proposer
+from lorikeet.shard.scheduler.speculation.throughput import Load
+from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Speculation
 from tests.shard.rig import make_request
 
 
-def test_the_load_is_that_of_all_shares() -> None:
+def test_the_load_counts_all_scheduled_requests() -> None:
     proposer = Proposer(create_autospec(KvCache), DraftSources())
     loads: list[Load] = []
     proposer.draft_length.choose = lambda offers, load: loads.append(load) or [0] * len(offers)  # type: ignore[method-assign,func-returns-value]
     wanted = Speculation(Method.LOOKUP, 3, schedule=Schedule.AUTO)
-    guessing = make_request(1, [5, 6, 7, 5], 10, speculation=wanted)
-    guessing.is_fresh = False
+    drafting = make_request(1, [5, 6, 7, 5], 10, speculation=wanted)
+    drafting.is_fresh = False
     prompt = make_request(2, [1] * 9, 10)
-    shares = [ScheduledRequest(guessing, 3, 4, samples=True), ScheduledRequest(prompt, 2, 6, samples=False)]
-    proposer.propose(shares, 2, create_autospec(Budget))
+    scheduled = [ScheduledRequest(drafting, 3, 4, samples=True), ScheduledRequest(prompt, 2, 6, samples=False)]
+    proposer.propose(scheduled, 2, create_autospec(Budget))
     (load,) = loads
     assert (load.num_sampled, load.num_tokens, load.num_attended) == (1, 5, 4 + (3 + 4 + 5 + 6))

@@ -4,14 +4,15 @@ import random
 
 import pytest
 
-from lorikeet.shard.scheduler.request import Method, Request, Schedule, Source, Speculation
+from lorikeet.shard.scheduler import draft_length
+from lorikeet.shard.scheduler.draft_length import DraftLengthController
+from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
+from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.speculation import DraftSources, Offer
-from lorikeet.shard.scheduler.speculation import draft_length as draft_length
-from lorikeet.shard.scheduler.speculation.acceptance import Chances
-from lorikeet.shard.scheduler.speculation.costs import StepCosts
-from lorikeet.shard.scheduler.speculation.draft_costs import DraftCosts
-from lorikeet.shard.scheduler.speculation.draft_length import DraftLengthController, Load
+from lorikeet.shard.scheduler.speculation.acceptance import AcceptanceRates
+from lorikeet.shard.scheduler.speculation.costs import DraftCosts, StepCosts
+from lorikeet.shard.scheduler.speculation.throughput import Load
+from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Source, Speculation
 from tests.shard.rig import make_request
 
 MOST = 8
@@ -23,7 +24,7 @@ def make(schedule: Schedule = Schedule.AUTO, number: int = 1) -> Request:
 
 
 class World:
-    """DraftTokens that are right with a given chance each, and steps that cost what is said."""
+    """Drafts that are right with a given chance each, and steps with given costs."""
 
     def __init__(self, chance: float, slope: float, pass_cost: float, num_requests: int = 1) -> None:
         self.draft_length = DraftLengthController(DraftSources(has_draft_model=True))
@@ -31,7 +32,7 @@ class World:
         self.chance, self._slope, self._pass_cost = chance, slope, pass_cost
         self._random = random.Random(3)
         self.slow: dict[int, int] = {}
-        """By number of guesses in a step: how many more such steps take longer by half."""
+        """By number of drafts in a step: how many more such steps take longer by half."""
         self.widths: list[int] = []
         """Of all steps, those of all requests together."""
 
@@ -42,14 +43,14 @@ class World:
         """Tokens and seconds."""
         tokens = seconds = 0.0
         for _ in range(num_steps):
-            wanting = [request for request in self.requests if not self.draft_length.passes(request, Source.DRAFT)]
+            wanting = [request for request in self.requests if not self.draft_length.skips(request, Source.DRAFT)]
             offers = [Offer(request, Source.DRAFT, MOST, []) for request in wanting]
             widths = self.draft_length.choose(offers, Load(len(self.requests), len(self.requests))) if offers else []
-            shares = [ScheduledRequest(request, 9, 10, samples=True) for request in self.requests]
+            scheduled = [ScheduledRequest(request, 9, 10, samples=True) for request in self.requests]
             for offer, width in zip(offers, widths, strict=True):
-                share = shares[self.requests.index(offer.request)]
-                share.draft_state = offer.draft_state
-                share.draft_ids, share.source = [0] * width, Source.DRAFT if width else Source.TARGET
+                item = scheduled[self.requests.index(offer.request)]
+                item.draft_state = offer.draft_state
+                item.draft_ids, item.source = [0] * width, Source.DRAFT if width else Source.TARGET
             self.widths.append(sum(widths))
             cost = self.cost(sum(widths), max(widths, default=0))
             if self.slow.get(sum(widths), 0):
@@ -57,13 +58,13 @@ class World:
                 cost += 0.5
             num_passes = max(widths, default=0)
             draft_seconds = (self._pass_cost * min(num_passes, 1), self._pass_cost * max(num_passes - 1, 0))
-            self.draft_length.observe(shares, cost, draft_seconds)
-            for share in shares:
-                width, right = len(share.draft_ids), 0
+            self.draft_length.observe(scheduled, cost, draft_seconds)
+            for item in scheduled:
+                width, right = len(item.draft_ids), 0
                 while right < width and self._random.random() < self.chance:
                     right += 1
                 if width:
-                    self.draft_length.verified(share, right, right < width)
+                    self.draft_length.verified(item, right, right < width)
                 tokens += 1 + right
             seconds += cost
         return tokens, seconds
@@ -91,7 +92,7 @@ def test_auto_is_as_fast_as_the_best_fixed_width(
 
 @pytest.mark.parametrize("chance", [0.5, 0.8, 0.94])
 def test_auto_stays_as_fast_over_many_requests(chance: float) -> None:
-    """One after the other, longer than costs are remembered: to try again what a step without guesses costs is no
+    """One after the other, longer than costs are remembered: to try again what a step without drafts costs is no
     reason to stay without."""
     world = World(chance, 0.01, 0.11)
     world.run(300)
@@ -103,7 +104,7 @@ def test_auto_stays_as_fast_over_many_requests(chance: float) -> None:
     assert tokens / seconds > 0.98 * world.best_fixed()
 
 
-def test_newcomers_are_not_told_what_was_only_a_try() -> None:
+def test_an_exploration_does_not_disable_new_requests() -> None:
     world = World(0.9, 0.01, 0.11)
     world.run(300)
     costs = world.draft_length.plain
@@ -113,8 +114,8 @@ def test_newcomers_are_not_told_what_was_only_a_try() -> None:
         world.run(1)
         if world.widths[-1] == 0:
             break
-    assert world.widths[-1] == 0  # a step without guesses, as if never measured, looks cheap
-    assert not world.draft_length.passes(make(number=9), Source.DRAFT)
+    assert world.widths[-1] == 0  # a step without drafts, as if never measured, looks cheap
+    assert not world.draft_length.skips(make(number=9), Source.DRAFT)
 
 
 @pytest.mark.parametrize("num_slow", [2, 6])
@@ -126,7 +127,7 @@ def test_steps_that_were_slow_at_first_are_tried_again(num_slow: int) -> None:
 
 
 def test_auto_finds_the_best_width_behind_a_stair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels take tokens by sixteen, so that one guess more may be worse and two better."""
+    """Kernels take tokens by sixteen, so that one draft more may be worse and two better."""
 
     class Stairs(World):
         def cost(self, num_drafts: int, depth: int) -> float:
@@ -135,18 +136,18 @@ def test_auto_finds_the_best_width_behind_a_stair(monkeypatch: pytest.MonkeyPatc
     world = Stairs(0.94, 0.0, 0.05, num_requests=8)
     world.run(300)
     monkeypatch.setattr(
-        world.draft_length, "_chances", lambda _: Chances(0.94, 0.94)
+        world.draft_length, "_rates", lambda _: AcceptanceRates(0.94, 0.94)
     )  # else widths differ, and try more
     world.draft_length.plain = StepCosts()
     for num_drafts in 10 * (0, 24, 32, 40, 48, 64):
         world.draft_length.plain.observe(8 + num_drafts, 0, world.cost(num_drafts, 0))
     world.requests = [make(number=100 + i) for i in range(8)]
-    world.run(300)  # five guesses give 0.96 of what seven do; on a line from six to eight those look worse
+    world.run(300)  # five drafts give 0.96 of what seven do; on a line from six to eight those look worse
     tokens, seconds = world.run(1000)
     assert tokens / seconds > 0.98 * world.best_fixed()
 
 
-def test_auto_comes_back_when_guesses_become_right() -> None:
+def test_auto_resumes_when_drafts_become_right() -> None:
     world = World(0.0, 0.01, 0.05)
     world.run(1000)
     world.chance = 0.95
@@ -159,11 +160,11 @@ def test_a_new_request_learns_from_others() -> None:
     world = World(0.0, 0.05, 0.3, num_requests=4)
     world.run(300)
     newcomer = make(number=2)
-    assert world.draft_length.passes(newcomer, Source.DRAFT)
+    assert world.draft_length.skips(newcomer, Source.DRAFT)
     assert not world.draft_length.wants(newcomer)
 
 
-def test_a_long_text_has_fewer_guesses_where_attention_is_what_they_cost() -> None:
+def test_a_long_text_has_fewer_drafts_where_attention_is_expensive() -> None:
     draft_length, chance, widths = (
         DraftLengthController(DraftSources(has_draft_model=True)),
         random.Random(7),
@@ -175,17 +176,17 @@ def test_a_long_text_has_fewer_guesses_where_attention_is_what_they_cost() -> No
             request.token_ids = [0] * length
             offer = Offer(request, Source.DRAFT, MOST, [])
             (width,) = draft_length.choose([offer], Load(1, 1, length))
-            share = ScheduledRequest(request, length - 1, length, True, [0] * width, Source.DRAFT, offer.draft_state)
-            draft_length.observe([share], 1 + 0.02 * width + 0.0005 * share.num_attended, (0.0, 0.0))
+            item = ScheduledRequest(request, length - 1, length, True, [0] * width, Source.DRAFT, offer.draft_state)
+            draft_length.observe([item], 1 + 0.02 * width + 0.0005 * item.num_attended, (0.0, 0.0))
             right = next((at for at in range(width) if chance.random() > 0.8), width)
-            draft_length.verified(share, right, right < width)
+            draft_length.verified(item, right, right < width)
             widths.setdefault(length, []).append(width)
     # by arithmetic: 8 and 3
     assert 7 <= sum(widths[20][-30:]) / 30 <= 8
     assert 2.5 <= sum(widths[490][-30:]) / 30 <= 4.5
 
 
-def test_what_steps_with_prompts_cost_says_nothing_of_guesses() -> None:
+def test_costs_of_steps_with_prompts_do_not_change_draft_lengths() -> None:
     """They have few rows for the head, and kernels of their own."""
     worlds = [World(0.9, 0.2, 0.1) for _ in range(2)]
     for world in worlds:
@@ -206,7 +207,7 @@ def test_decisions_hold_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 90 / (draft_length.KEPT_STEPS + 1) - 1 <= len(thought) <= 90 / draft_length.KEPT_STEPS + 1
 
 
-def test_nothing_is_tried_beside_prompts() -> None:
+def test_nothing_is_explored_in_steps_with_prompts() -> None:
     world = World(0.9, 0.01, 0.1)
     world.run(300)
     (request,) = world.requests
@@ -214,8 +215,8 @@ def test_nothing_is_tried_beside_prompts() -> None:
     assert len({tuple(world.draft_length.choose([offer], Load(2, 50))) for offer in offers}) == 1
 
 
-def test_fixed_guesses_of_long_texts_take_their_time() -> None:
-    """Beside them a step takes so long that further guesses are cheap."""
+def test_fixed_drafts_of_long_texts_count_as_load() -> None:
+    """With them a step takes so long that further drafts are cheap."""
     chosen: list[int] = []
     for length in (10, 10_000):
         draft_length = DraftLengthController(DraftSources(has_draft_model=True))
@@ -229,8 +230,8 @@ def test_fixed_guesses_of_long_texts_take_their_time() -> None:
     assert chosen[0] < chosen[1] == MOST
 
 
-def test_what_others_guess_counts() -> None:
-    """A step that is full to a stair with fixed guesses has no room below it."""
+def test_drafts_of_other_requests_count() -> None:
+    """A step that is full to a stair with fixed drafts has no room below it."""
     chosen: list[int] = []
     for num_constant in (0, 7):
         draft_length = DraftLengthController(DraftSources(has_draft_model=True))
@@ -245,7 +246,7 @@ def test_what_others_guess_counts() -> None:
 
 
 @pytest.mark.parametrize("with_prompts", [False, True])
-def test_steps_with_prompts_go_by_their_own_costs(with_prompts: bool) -> None:
+def test_steps_with_prompts_have_separate_costs(with_prompts: bool) -> None:
     draft_length = DraftLengthController(DraftSources(has_draft_model=True))
     for num_tokens in 10 * (1, 9, 50, 58):
         draft_length.plain.observe(num_tokens, 0, 1.0 + 10 * (num_tokens in (9, 58)))
@@ -254,7 +255,7 @@ def test_steps_with_prompts_go_by_their_own_costs(with_prompts: bool) -> None:
     assert draft_length.choose([offer], Load(1, 50 if with_prompts else 1)) == [MOST if with_prompts else 0]
 
 
-def test_long_texts_make_the_draft_model_dear_too() -> None:
+def test_long_texts_make_the_draft_model_expensive() -> None:
     draft_length = DraftLengthController(DraftSources(has_draft_model=True))
     for step in range(400):
         length = 100 * (step % 10)
@@ -267,19 +268,19 @@ def test_long_texts_make_the_draft_model_dear_too() -> None:
 
 
 def test_further_drafts_cost_what_further_passes_do() -> None:
-    """Where the first pass takes most of the time, one guess is not worth it and many are; were all passes alike, each
+    """Where the first pass takes most of the time, one draft is not worth it and many are; were all passes alike, each
     would look too dear.
     """
     draft_length = DraftLengthController(DraftSources(has_draft_model=True))
     draft_length.plain.observe(1, 0, 1.0)
     for step in range(40):
-        share = ScheduledRequest(make(), 9, 10, samples=True, draft_ids=[0] * (1 + step % 2), source=Source.DRAFT)
-        draft_length.observe([share], 2.0 + 0.01 * (step % 2), (1.0, 0.01 * (step % 2)))
+        item = ScheduledRequest(make(), 9, 10, samples=True, draft_ids=[0] * (1 + step % 2), source=Source.DRAFT)
+        draft_length.observe([item], 2.0 + 0.01 * (step % 2), (1.0, 0.01 * (step % 2)))
     assert draft_length.choose([Offer(make(), Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
     assert draft_length.drafting.expected(1, 0, 3).tolist() == pytest.approx([0.0, 1.0, 1.01, 1.02])
 
 
-def test_passes_beside_prompts_teach_nothing() -> None:
+def test_draft_passes_with_prompts_are_not_recorded() -> None:
     """The first one takes the prompts in."""
     draft_length = DraftLengthController(DraftSources(has_draft_model=True))
     prompt = ScheduledRequest(make(number=2), 0, 9, samples=False)
@@ -301,10 +302,10 @@ def test_heuristic_follows_its_rule() -> None:
         offer = Offer(request, Source.DRAFT, MOST, [])
         (width,) = draft_length.choose([offer], Load(1, 1))
         widths.append(width)
-        share = ScheduledRequest(
+        item = ScheduledRequest(
             request, 9, 10, samples=True, draft_ids=[0] * width, source=Source.DRAFT, draft_state=offer.draft_state
         )
-        draft_length.verified(share, min(right, width), right < width)
+        draft_length.verified(item, min(right, width), right < width)
     assert widths == [8, 7, 6, 8, 8]
 
 
@@ -314,14 +315,14 @@ def test_constant_takes_all() -> None:
     assert not draft_length.is_used
 
 
-def test_a_draft_model_that_does_not_pay_leaves_lookup_alone() -> None:
-    """One kind of guesses rests without another."""
+def test_a_draft_model_that_does_not_pay_does_not_disable_lookup() -> None:
+    """One kind of drafts is disabled without another."""
     draft_length = DraftLengthController(DraftSources(has_draft_model=True))
     request = make_request(1, [1, 2], 100, speculation=Speculation(Method.AUTO, 4, schedule=Schedule.AUTO))
     for _ in range(30):
         offer = Offer(request, Source.DRAFT, 4, [])
-        widths = [] if draft_length.passes(request, Source.DRAFT) else draft_length.choose([offer], Load(1, 1))
-        share = ScheduledRequest(
+        widths = [] if draft_length.skips(request, Source.DRAFT) else draft_length.choose([offer], Load(1, 1))
+        item = ScheduledRequest(
             request,
             9,
             10,
@@ -330,60 +331,60 @@ def test_a_draft_model_that_does_not_pay_leaves_lookup_alone() -> None:
             source=Source.DRAFT,
             draft_state=offer.draft_state,
         )
-        draft_length.observe([share], 1.0 + 0.2 * share.num_tokens, (0.5, 0.0))
-        if share.draft_ids:
-            draft_length.verified(share, 0, was_rejected=True)
-    assert draft_length.passes(request, Source.DRAFT)
+        draft_length.observe([item], 1.0 + 0.2 * item.num_tokens, (0.5, 0.0))
+        if item.draft_ids:
+            draft_length.verified(item, 0, was_rejected=True)
+    assert draft_length.skips(request, Source.DRAFT)
     found = Offer(request, Source.LOOKUP, 4, [1, 2, 3, 4], is_long=True)
     assert draft_length.choose([found], Load(1, 1))[0] > 0
 
 
-def test_what_costs_too_much_is_tried_again_under_a_lighter_load() -> None:
+def test_expensive_drafts_are_retried_under_a_lighter_load() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
-    assert all(world.draft_length.passes(request, Source.DRAFT) for request in world.requests)
+    assert all(world.draft_length.skips(request, Source.DRAFT) for request in world.requests)
     newcomers = [make(number=100 + i) for i in range(16)]
-    assert sum(world.draft_length.passes(newcomer, Source.DRAFT) for newcomer in newcomers) == 15
+    assert sum(world.draft_length.skips(newcomer, Source.DRAFT) for newcomer in newcomers) == 15
     del world.requests[1:]
     found = Offer(world.requests[0], Source.LOOKUP, 1, [5])
     world.draft_length.choose([found], Load(1, 1))  # a step of one request
-    assert not world.draft_length.passes(world.requests[0], Source.DRAFT)
+    assert not world.draft_length.skips(world.requests[0], Source.DRAFT)
 
 
-def test_newcomers_who_were_told_begin_when_it_pays_for_others() -> None:
-    """A moment in which the machine was slow must not leave a whole generation of requests without guesses."""
+def test_requests_disabled_by_a_prior_start_when_drafts_pay_for_others() -> None:
+    """A moment in which the machine was slow must not leave a whole generation of requests without drafts."""
     world = World(0.9, 0.01, 1.0, num_requests=16)
     world.run(300)
     world.requests = [make(number=100 + i) for i in range(16)]
-    assert sum(world.draft_length.passes(newcomer, Source.DRAFT) for newcomer in world.requests) == 15
+    assert sum(world.draft_length.skips(newcomer, Source.DRAFT) for newcomer in world.requests) == 15
     world._pass_cost, world.draft_length.drafting = 0.02, DraftCosts()  # it was but a moment
     world.run(60)
     tokens, seconds = world.run(60)
     assert tokens / seconds > 0.95 * world.best_fixed()
 
 
-def test_who_was_told_begins_when_the_others_have_gone() -> None:
+def test_requests_disabled_by_a_prior_start_when_the_others_have_ended() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
     world.requests = [make(number=100 + i) for i in range(15)]
-    assert all(world.draft_length.passes(newcomer, Source.DRAFT) for newcomer in world.requests)
+    assert all(world.draft_length.skips(newcomer, Source.DRAFT) for newcomer in world.requests)
     del world.requests[1:]
     world.run(3)
-    assert not world.draft_length.passes(world.requests[0], Source.DRAFT)
+    assert not world.draft_length.skips(world.requests[0], Source.DRAFT)
 
 
-def test_who_was_told_and_begins_rests_no_longer_than_others() -> None:
+def test_a_request_once_disabled_by_a_prior_is_rechecked_like_others() -> None:
     """Once it is known better, what it waited so far does not count."""
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
-    told = make(number=100)
-    assert all(world.draft_length.passes(told, Source.DRAFT) for _ in range(100))
+    newcomer = make(number=100)
+    assert all(world.draft_length.skips(newcomer, Source.DRAFT) for _ in range(100))
     world.draft_length._too_expensive.clear()
-    assert not world.draft_length.passes(told, Source.DRAFT)
-    offer = Offer(told, Source.DRAFT, MOST, [])
+    assert not world.draft_length.skips(newcomer, Source.DRAFT)
+    offer = Offer(newcomer, Source.DRAFT, MOST, [])
     for _ in range(2):
         assert world.draft_length.choose([offer], Load(32, 32)) == [0]  # of its own accord, and to think it over soon
-    assert [world.draft_length.passes(told, Source.DRAFT) for _ in range(2)] == [True, False]
+    assert [world.draft_length.skips(newcomer, Source.DRAFT) for _ in range(2)] == [True, False]
 
 
 def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
@@ -391,23 +392,23 @@ def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
     world.run(300)
     prompts = [ScheduledRequest(make(number=200 + i), 0, 9, samples=False) for i in range(32)]
     world.draft_length.observe(prompts, 5.0, (0.0, 0.0))
-    assert world.draft_length.passes(make(number=300), Source.DRAFT)
+    assert world.draft_length.skips(make(number=300), Source.DRAFT)
 
 
-def test_what_pays_for_one_request_is_dear_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_pay_for_one_request_are_too_expensive_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     draft_length, requests = DraftLengthController(DraftSources(has_draft_model=True)), [make(number=1), make(number=2)]
     monkeypatch.setattr(draft_length, "_best", lambda offers, *_: [4, 0][: len(offers)])
     for _ in range(8):
-        wanting = [request for request in requests if not draft_length.passes(request, Source.DRAFT)]
+        wanting = [request for request in requests if not draft_length.skips(request, Source.DRAFT)]
         draft_length.choose([Offer(request, Source.DRAFT, MOST, []) for request in wanting], Load(2, 2))
-    assert not draft_length.passes(make(number=3), Source.DRAFT)
+    assert not draft_length.skips(make(number=3), Source.DRAFT)
 
 
-def test_what_is_learnt_of_adapters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_adapters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_length, "MOST_KINDS", 5)
     world = World(0.9, 0.1, 0.1, num_requests=12)
     for number, request in enumerate(world.requests):
         request.adapter_digest = f"adapter {number}"
     world.run(30)
-    known = world.draft_length._groups, world.draft_length._waits, world.draft_length._too_expensive
+    known = world.draft_length._groups, world.draft_length._retry_after, world.draft_length._too_expensive
     assert all(len(each) <= 5 for each in known) and known[0]

@@ -1,9 +1,9 @@
-"""Which of several guessers guesses for a request."""
+"""Which draft source proposes for a request."""
 
 import pytest
 
-from lorikeet.shard.scheduler.request import Method, Source, Speculation
-from lorikeet.shard.scheduler.speculation import DraftSources
+from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.scheduler.speculation.types import Method, Source, Speculation
 from tests.shard.rig import make_request
 
 REPEATS = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
@@ -21,13 +21,13 @@ CASES = {
     "lookup alone": (Method.LOOKUP, REPEATS, HEADS, True, Source.LOOKUP, [5, 6, 1]),
     "lookup that finds nothing": (Method.LOOKUP, NEW, HEADS, True, None, []),
     "heads alone": (Method.MEDUSA, REPEATS, HEADS, True, Source.MEDUSA, [50, 51]),
-    "heads that said nothing": (Method.MEDUSA, REPEATS, (), True, None, []),
+    "heads without drafts": (Method.MEDUSA, REPEATS, (), True, None, []),
     "draft model alone": (Method.DRAFT, REPEATS, HEADS, True, Source.DRAFT, []),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_who_guesses(case: tuple[Method, list[int], tuple[int, ...], bool, Source | None, list[int]]) -> None:
+def test_the_source_of_drafts(case: tuple[Method, list[int], tuple[int, ...], bool, Source | None, list[int]]) -> None:
     method, known, heads, has_draft_model, source, draft_ids = case
     draft_sources = DraftSources(has_draft_model=has_draft_model)
     request = make_request(1, known, 40, speculation=Speculation(method, 3, num_heads=2))
@@ -42,7 +42,7 @@ def test_who_guesses(case: tuple[Method, list[int], tuple[int, ...], bool, Sourc
 
 
 @pytest.mark.parametrize("method", [Method.LOOKUP, Method.MEDUSA, Method.DRAFT])
-def test_no_guess_reaches_over_the_end_of_the_request(method: Method) -> None:
+def test_no_draft_exceeds_the_end_of_the_request(method: Method) -> None:
     request = make_request(1, REPEATS, 40, speculation=Speculation(method, 3, num_heads=3))
     request.num_heads, request.head_ids = 3, HEADS
     offer = DraftSources(has_draft_model=True).offer(request, room=1)
@@ -50,7 +50,7 @@ def test_no_guess_reaches_over_the_end_of_the_request(method: Method) -> None:
     assert len(offer.draft_ids) <= 1
 
 
-def test_heads_guess_where_nothing_else_is_asked_for() -> None:
+def test_heads_draft_where_nothing_else_is_requested() -> None:
     request = make_request(1, REPEATS, 40, speculation=Speculation(Method.AUTO, 0, num_heads=255))
     draft_sources = DraftSources(has_draft_model=True)
     assert not draft_sources.may_draft(request, num_running=1)

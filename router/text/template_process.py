@@ -1,7 +1,7 @@
-"""Chat templates that came with an adapter, rendered in a process of their own: what they do wrong ends there.
+"""Renders the chat templates of adapters in a separate process, with limits on time and memory.
 
-The sandbox keeps a template from the machine, but not from time and memory; a process can be ended. Run as
-`python -m lorikeet.router.text.outside`, it answers one JSON line with another until its input ends.
+Jinja's sandbox restricts what a template may access, but not its time and memory; a process can be killed. Run as
+`python -m lorikeet.router.text.template_process`, it answers each line of JSON with another until its input ends.
 """
 
 import asyncio
@@ -16,35 +16,35 @@ from lorikeet.router.errors import ChatTemplateError
 from lorikeet.router.text.chat_template import ChatTemplate
 
 SECONDS = 2.0
-"""So long one prompt may take."""
+"""Time limit of one prompt."""
 START_SECONDS = 20.0
-LONGEST_LINE = 64 << 20
-LONGEST_PROMPT = 8 << 20
-_MEMORY = 1 << 30
-_KEPT = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
+MAX_LINE_BYTES = 64 << 20
+MAX_PROMPT = 8 << 20
+_MAX_MEMORY = 1 << 30
+_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
 
 
-class OutsideTemplates:
-    """One process, started when first needed and after each that was ended; one prompt at a time."""
+class TemplateProcess:
+    """One process, started on demand and again after it was killed; it renders one prompt at a time."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def render(self, template: str, special_tokens: dict[str, str], messages: list[dict[str, Any]]) -> str:
         """The prompt. Raises ChatTemplateError."""
         question = {"template": template, "special_tokens": special_tokens, "messages": messages}
-        async with self._turn:
+        async with self._lock:
             process = self._process or await self._start()
             try:
                 async with asyncio.timeout(SECONDS):
                     answer = await self._ask(process, question)
             except BaseException as error:
-                # Whatever it was, an answer that nobody waits for any more must not be taken for the next one's.
+                # A late answer must not be taken for that of the next prompt.
                 await self.close()
                 if isinstance(error, TimeoutError):
                     raise ChatTemplateError(f"the adapter's template took longer than {SECONDS:g} s") from None
-                if isinstance(error, OSError | ValueError | EOFError):
+                if isinstance(error, OSError | ValueError):
                     raise ChatTemplateError("the adapter's template needs too much memory") from None
                 raise
         if "error" in answer:
@@ -52,7 +52,7 @@ class OutsideTemplates:
         return str(answer["text"])
 
     async def close(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process, if there is one."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -63,12 +63,12 @@ class OutsideTemplates:
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "lorikeet.router.text.outside",
+            "lorikeet.router.text.template_process",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _KEPT if name in os.environ},
-            limit=LONGEST_LINE,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            limit=MAX_LINE_BYTES,
         )
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -82,28 +82,25 @@ class OutsideTemplates:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps(question).encode() + b"\n")
         await process.stdin.drain()
-        line = await process.stdout.readline()
-        if not line:
-            raise EOFError
-        answer: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] = json.loads(await process.stdout.readline())  # ValueError at the end of the process
         return answer
 
 
 def main() -> None:
     """Answer until the input ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
         question = json.loads(line)
         try:
             template = ChatTemplate(question["template"], question["special_tokens"])
             text = template.render(question["messages"])
-            answer = {"text": text} if len(text) <= LONGEST_PROMPT else {"error": "the prompt is too long"}
+            answer = {"text": text} if len(text) <= MAX_PROMPT else {"error": "the prompt is too long"}
         except ChatTemplateError as error:
             answer = {"error": error.message}
         except MemoryError:
             answer = {"error": "the template needs too much memory"}
-        except Exception as error:  # a template's own mistakes come in any shape
+        except Exception as error:  # a template may raise anything
             answer = {"error": type(error).__name__}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

@@ -1,0 +1,98 @@
+"""Which source proposes drafts for a request: prompt lookup, Medusa heads or a draft model. Imports no torch."""
+
+from dataclasses import dataclass
+
+from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.scheduler.speculation.acceptance import DraftState
+from lorikeet.shard.scheduler.speculation.lookup import Lookup
+from lorikeet.shard.scheduler.speculation.types import DraftSource, Method, Source
+
+
+@dataclass(slots=True)
+class Offer:
+    """Draft tokens that a step may verify for one request."""
+
+    request: Request
+    source: Source
+    width: int
+    """How many tokens at most."""
+    draft_ids: list[int]
+    """These tokens; empty where a draft model has yet to draw them."""
+    draft_state: DraftState | None = None
+    """What chooses how many of them are taken; None with a constant schedule."""
+    is_long: bool = False
+    """Whether prompt lookup found a long match."""
+
+
+@dataclass(frozen=True)
+class DraftSources:
+    """What all requests of a shard have in common."""
+
+    max_batch_size: int = 32
+    """With more running requests nothing is drafted."""
+    ngram_min: int = 1
+    ngram_max: int = 8
+    ngram_long: int = 4
+    """Matched tokens from which prompt lookup comes before heads and draft model, with method `auto`."""
+    has_draft_model: bool = False
+
+    def may_draft(self, request: Request, num_running: int) -> bool:
+        """Whether the request may have drafts now."""
+        params = request.speculation
+        if params.method is Method.OFF or num_running > self.max_batch_size:
+            return False
+        return params.num_tokens > 0 or self.num_heads(request) > 0
+
+    def num_heads(self, request: Request) -> int:
+        """Draft tokens that the request takes from heads in a step."""
+        params = request.speculation
+        return min(request.num_heads, params.num_heads) if params.takes_heads else 0
+
+    def takes_draft_model(self, request: Request) -> bool:
+        """Whether a draft model may propose for the request: heads come before it."""
+        params = request.speculation
+        if not (self.has_draft_model and params.num_tokens):
+            return False
+        return params.method is Method.DRAFT or (params.method is Method.AUTO and not self.num_heads(request))
+
+    def offer(
+        self, request: Request, room: int, takes_heads: bool = True, takes_draft_model: bool = True
+    ) -> Offer | None:
+        """The next drafts of the request, at most `room` tokens. Method `auto` takes the first of: a long match of
+        prompt lookup, heads, the draft model, any match.
+        """
+        method, num_tokens = request.speculation.method, min(request.speculation.num_tokens, room)
+        takes_draft_model = takes_draft_model and num_tokens > 0 and self.takes_draft_model(request)
+        drawn = Offer(request, Source.DRAFT, num_tokens, []) if takes_draft_model else None
+        if method is Method.DRAFT:
+            return drawn
+        from_heads = self._from_heads(request, room) if takes_heads else None
+        if method is Method.MEDUSA:
+            return from_heads
+        found = self._from_lookup(request, num_tokens)
+        if method is Method.LOOKUP or (found is not None and found.is_long):
+            return found
+        return from_heads or drawn or found
+
+    def make(self, request: Request) -> DraftSource:
+        """An index of the request's tokens so far."""
+        return Lookup(request.token_ids, self.ngram_min, self.ngram_max, request.speculation.prediction_ids)
+
+    def _from_lookup(self, request: Request, num_tokens: int) -> Offer | None:
+        if num_tokens <= 0:
+            return None
+        if request.draft_source is None:
+            request.draft_source = self.make(request)
+        draft_ids = request.draft_source.propose(num_tokens)
+        if not draft_ids:
+            return None
+        is_long = request.draft_source.match_length >= self.ngram_long
+        return Offer(request, request.draft_source.source, len(draft_ids), draft_ids, is_long=is_long)
+
+    def _from_heads(self, request: Request, room: int) -> Offer | None:
+        draft_ids = list(request.head_ids[: max(0, min(room, self.num_heads(request)))])
+        return Offer(request, Source.MEDUSA, len(draft_ids), draft_ids) if draft_ids else None
+
+
+NO_DRAFT_SOURCES = DraftSources(max_batch_size=0)
+"""Without speculative decoding."""

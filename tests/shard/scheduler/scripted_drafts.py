@@ -1,0 +1,46 @@
+"""A draft source that is given the text and errs now and then, so that every number of accepted drafts occurs."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.scheduler.speculation.types import Source
+from tests.shard.fake_model import VOCAB_SIZE
+
+
+class ScriptedDraftSource:
+    """Proposes each token of a text with the given probability, by a hash of its position alone, else another one."""
+
+    source = Source.LOOKUP
+    match_length = 99
+
+    def __init__(self, text: Sequence[int], num_known: int, chance: float) -> None:
+        self._text = text
+        self._num_known = num_known
+        self._chance = chance
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self._num_known += len(token_ids)
+
+    def propose(self, num_tokens: int) -> list[int]:
+        first = self._num_known
+        return [self._token(position) for position in range(first, min(first + num_tokens, len(self._text) + 3))]
+
+    def _token(self, position: int) -> int:
+        choice = random.Random(position * 7919)
+        if position < len(self._text) and choice.random() < self._chance:
+            return self._text[position]
+        return choice.randrange(VOCAB_SIZE)
+
+
+@dataclass(frozen=True)
+class ScriptedDraftSources(DraftSources):
+    """For requests whose whole texts are known, by the request's id."""
+
+    texts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    chance: float = 0.8
+
+    def make(self, request: Request) -> ScriptedDraftSource:
+        return ScriptedDraftSource(self.texts[request.key[1]], len(request.token_ids), self.chance)
