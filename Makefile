@@ -3,7 +3,7 @@
 #   make serve [MODEL=hub/id or folder] [PORT=8080] [ARGS="more launcher flags"]
 #   make test  [ARGS="-k words"]      make t T=path [ARGS=…]      make test-long    make test-wheel
 #   make check                        make fmt
-#   make bench [ARGS=…]               make proof [PART=name]      make bench-cuda [PART=name]
+#   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
 #   make setup [DEV=dev-all]          make proto    make docs
 #
 # DEV names the extras of pyproject.toml to install for tests: dev, or dev-all, which adds Triton, Ray and Go (1.6 GB).
@@ -13,6 +13,7 @@ PYTHON ?= python3
 MODEL ?=
 PORT ?= 8080
 ARGS ?=
+SUITE ?= $(PART)
 PART ?=
 T ?= tests
 DEV ?= dev
@@ -79,14 +80,15 @@ fmt: $(VENV)/.installed-$(DEV)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# Lists the benchmarks; `make bench NAME=serving.start` runs one.
 bench: $(VENV)/.installed-$(DEV)
-	$(PY) -m benchmarks $(ARGS)
+	$(PY) -m benchmarks$(if $(NAME),.$(NAME)) $(ARGS)
 
 proof: $(VENV)/.installed-$(DEV)
-	$(PY) -m benchmarks.proof $(if $(PART),--part $(PART)) $(ARGS)
+	$(PY) -m benchmarks.proof $(if $(SUITE),--suite $(SUITE)) $(ARGS)
 
 bench-cuda: $(VENV)/.installed-$(DEV)
-	$(PY) -m benchmarks.cuda $(if $(PART),--part $(PART)) $(ARGS)
+	$(PY) -m benchmarks.cuda $(if $(SUITE),--suite $(SUITE)) $(ARGS)
 
 proto: $(VENV)/.installed-$(DEV)
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src lorikeet/proto/shard.proto

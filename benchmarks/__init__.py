@@ -1,1 +1,1 @@
-"""Speed and correctness at full size: what README claims, reproducible."""
+"""Benchmarks: speed and memory of the server and its parts, the published figures, and tools that search settings."""

@@ -1,189 +1,71 @@
-"""Runs every bar at full size and writes what was seen, missed and failed runs included, to results/proof.json.
+"""Prints which figures are out of date and how long they take, then measures those and writes the pages that show them.
 
-A part is at most ten minutes long. One that was interrupted goes on where it stopped when its settings and the measured
-code are the same. Knows files, commits and verdicts; `benchmarks/bars.py` is the list.
+A figure is out of date if it was never measured, or if the code it depends on or its settings have changed since.
 
-    python -m benchmarks.proof [--part NAME …] [--budget SECONDS] | --list | --check
+    python -m benchmarks.proof [--suite NAME …] [--all] [--list]
 """
 
-import argparse
-import contextlib
-import json
-import signal
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
-from benchmarks import entries, history
-from benchmarks.bars import BARS, PARTS
-from benchmarks.case import Bar, Case, Cases, Part
-from benchmarks.entries import machine, versions
-
-RESULTS = Path(__file__).parent / "results" / "proof.json"
-RUNS = Path(__file__).parent / ".runs"
-BUDGET_S = 585.0
+from benchmarks import report
+from benchmarks.catalogue import SUITES
+from benchmarks.evidence import arguments, results, runner
+from benchmarks.evidence.figure import Suite
+from benchmarks.evidence.results import Result
 
 
-@dataclass
-class Run:
-    """A part under way: what must stay the same for its finished cases to count."""
-
-    part: str
-    commit: str
-    settings: dict[str, Any]
-    began: str
-    cases: list[Case] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def path(self) -> Path:
-        return RUNS / f"{self.part}.json"
-
-    def save(self) -> None:
-        RUNS.mkdir(exist_ok=True)
-        unfinished = self.path.with_suffix(".part")
-        unfinished.write_text(json.dumps(asdict(self)))
-        unfinished.replace(self.path)
+def group_of(suite: Suite) -> str:
+    """The word that the names of related suites begin with."""
+    return suite.name.partition("-")[0]
 
 
-def resume(part: Part) -> Run:
-    """The interrupted run of a part, or a new one."""
-    commit = history.head()
-    settings = json.loads(json.dumps(dict(part.settings)))
-    path = RUNS / f"{part.name}.json"
-    if path.exists():
-        saved = json.loads(path.read_text())
-        if saved["settings"] == settings and history.same_code(saved["commit"], commit):
-            return Run(**{**saved, "cases": [Case(**case) for case in saved["cases"]]})
-    return Run(part.name, commit, settings, datetime.now(UTC).isoformat(timespec="seconds"))
+def plan(suites: Sequence[Suite], known: dict[str, Result], is_all: bool) -> list[Suite]:
+    """Print what is out of date, and return the suites to measure."""
+    chosen = []
+    total = 0.0
+    for suite in suites:
+        reason = results.out_of_date(suite, known) or ("asked for" if is_all else "")
+        if not reason:
+            continue
+        seconds = [known[figure.name]["seconds"] for figure in suite.figures if figure.name in known]
+        total += max(seconds, default=0.0)
+        duration = f"{max(seconds):.0f} s" if seconds else "unknown"
+        print(f"{suite.name} ({duration}): {reason}")
+        for figure in suite.figures:
+            print(f"    {figure.name}")
+        chosen.append(suite)
+    print(f"{len(chosen)} of {len(suites)} suites, about {total / 60:.0f} min")
+    return chosen
 
 
-def run(part: Part, budget_s: float) -> bool:
-    """Measure what is missing of a part. True when it is complete and its entries are written."""
-    current = resume(part)
-    wanted = max(bar.num_cases for bar in bars_of(part))
-    start = time.monotonic()
-    with contextlib.closing(part.measure(frozenset(case.name for case in current.cases))) as cases:
-        while case := _next(cases):
-            current.cases.append(case)
-            before, current.seconds = current.seconds, current.seconds + time.monotonic() - start
-            start = time.monotonic()
-            current.save()
-            print(f"{part.name}: {case.name} {'FAILED: ' + case.error if case.error else 'measured'}", flush=True)
-            budget_s -= current.seconds - before
-            if budget_s < current.seconds / len(current.cases) and len(current.cases) < wanted:
-                print(f"{part.name}: time is up after {len(current.cases)} cases; run it again to go on", flush=True)
-                return False
-    write([entry(bar, part, current) for bar in bars_of(part)])
-    current.path.unlink(missing_ok=True)
-    return True
-
-
-def _next(cases: Cases) -> Case | None:
-    """The next case; a measurement that breaks is a failed case and the last."""
-    try:
-        return next(cases, None)
-    except Exception as failure:  # whatever broke belongs into the file
-        return Case("broken", {}, f"{type(failure).__name__}: {failure}"[:2000])
-
-
-def names(part: Part) -> set[str]:
-    """What a part is chosen by: its own name, and the word before the dash, which stands for all that begin so."""
-    return {part.name, part.name.partition("-")[0]}
-
-
-def bars_of(part: Part) -> list[Bar]:
-    return [bar for bar in BARS if bar.part == part.name]
-
-
-def entry(bar: Bar, part: Part, run: Run) -> dict[str, Any]:
-    """What proof.json says about one bar."""
-    facts = {
-        "commit": run.commit,
-        "changed": history.changed(),
-        "began": run.began,
-        "seconds": round(run.seconds, 1),
-        "settings": run.settings,
-        "machine": machine(),
-        "versions": versions(),
-    }
-    return entries.entry(bar, part, run.cases, facts)
-
-
-def write(entries: Sequence[dict[str, Any]]) -> None:
-    """Add entries; nothing that is in the file leaves it."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    unfinished = RESULTS.with_suffix(".part")
-    unfinished.write_text(json.dumps([*kept, *entries], indent=1, ensure_ascii=False) + "\n")
-    unfinished.replace(RESULTS)
-    for told in entries:
-        sign = "≥" if told["at_least"] else "≤"
-        wanted = "" if told["wanted"] is None else f", wanted {sign} {told['wanted']} {told['unit']}"
-        print(f"{told['bar']}: {told['measured']} {told['unit']} {told['spread']}{wanted}: {told['verdict']}")
-
-
-def latest(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The newest entry of each bar."""
-    return {told["bar"]: told for told in entries}
-
-
-def standing(entries: Sequence[dict[str, Any]], commit: str) -> dict[str, str]:
-    """For each declared bar why it does not stand at `commit`, or an empty text."""
-    newest = latest(entries)
-    return {bar.name: _missing(newest.get(bar.name), commit) for bar in BARS}
-
-
-def _missing(told: dict[str, Any] | None, commit: str) -> str:
-    if told is None:
-        return "never measured"
-    if told["verdict"] != "holds":
-        return f"{told['verdict']}: {told['measured']} {told['reason']}".strip()
-    if told["changed"]:
-        return f"measured with uncommitted changes: {', '.join(told['changed'][:3])}"
-    return "" if history.same_code(told["commit"], commit) else f"measured at {told['commit'][:10]}, which differs"
-
-
-def check() -> int:
-    """Say which bars stand at HEAD."""
-    entries = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    state = standing(entries, history.head())
-    for name, reason in state.items():
-        print(f"{'stands' if not reason else 'MISSING'}  {name}  {reason}")
-    return int(any(state.values()))
-
-
-def _end(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", choices=sorted({name for part in PARTS for name in names(part)}))
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds after which a part stops to be resumed")
-    parser.add_argument("--list", action="store_true", help="parts and bars")
-    parser.add_argument("--check", action="store_true", help="which bars stand at HEAD")
-    arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, _end)  # so that servers under measurement end with us
-    if arguments.check:
-        return check()
-    chosen = [part for part in PARTS if not arguments.part or not names(part).isdisjoint(arguments.part)]
-    if arguments.list:
-        for part in chosen:
-            print(part.name, *(f"\n    {bar.name}: {bar.num_cases} cases" for bar in bars_of(part)))
+def main(given: Sequence[str] | None = None) -> int:
+    names = sorted({name for suite in SUITES for name in (suite.name, group_of(suite))})
+    parser = arguments.parser(__doc__)
+    parser.add_argument(
+        "--suite",
+        action="append",
+        choices=names,
+        metavar="NAME",
+        help=f"a suite, or a group of them: {', '.join(names)}",
+    )
+    parser.add_argument("--all", action="store_true", help="measure also what is up to date")
+    parser.add_argument("--list", action="store_true", help="only print what is out of date")
+    parser.add_argument("--here", action="store_true", help="measure in this process")
+    options = parser.parse_args(given)
+    runner.exit_on_sigterm()
+    asked = [each for each in SUITES if not options.suite or {each.name, group_of(each)} & set(options.suite)]
+    if options.here:
+        shared = results.facts()
+        return runner.worst(runner.run(suite, shared) for suite in asked)
+    chosen = plan(asked, results.latest(), options.all)
+    if options.list or not chosen:
         return 0
-    if arguments.part:
-        complete = [run(part, arguments.budget) for part in chosen]
-        return 0 if all(complete) else 3
-    for part in chosen:
-        while not run(part, arguments.budget):
-            pass
-    return check()
+    command = [sys.executable, "-m", "benchmarks.proof", "--here", "--suite"]
+    code = runner.run_apart({suite.name: [*command, suite.name] for suite in chosen}, {}, None)
+    for path in report.write():
+        print(f"wrote {path}")
+    return code
 
 
 if __name__ == "__main__":

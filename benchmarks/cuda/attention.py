@@ -1,7 +1,6 @@
 """Attention backends alone, by shape of a step: one layer of the large model over paged K and V.
 
-The layers that are called one after the other have pages of their own, so that none is found in a cache. Knows backends
-and seconds; no model.
+The layers that are called one after the other have pages of their own, so that none is found in a cache.
 """
 
 from collections.abc import Callable
@@ -9,11 +8,10 @@ from itertools import cycle
 
 import torch
 
-from benchmarks.case import Case, Cases, Raw
 from benchmarks.cuda import speeds
-from benchmarks.cuda.clock import seconds_of
-from benchmarks.cuda.setup import LlamaShape, Setup
-from benchmarks.cuda.shapes import Step, steps
+from benchmarks.cuda.setup import LlamaShape, Setup, Step, steps
+from benchmarks.cuda.timing import seconds_of
+from benchmarks.evidence.figure import Case, Cases, Raw
 from lorikeet.shard import attention
 from lorikeet.shard.attention import AttentionSpec
 from lorikeet.shard.batch.inputs import Segment, StepInputs
@@ -25,12 +23,10 @@ MOST_LAYERS = 8
 """… of which there are at most so many, and one at least."""
 
 
-def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
+def measure(setup: Setup) -> Cases:
     """One case per shape, with the seconds of every backend and what reading K and V takes at least."""
     found = speeds.measured(setup, setup.small)
     for step in steps(setup):
-        if step.name in finished:
-            continue
         times = {name: _seconds(setup, name, step) for name in BACKENDS}
         num_bytes = step.requests * step.context * setup.large.kv_bytes_per_token / setup.large.layers
         flops = 4 * setup.large.hidden * step.requests * _pairs(step)

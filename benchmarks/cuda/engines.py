@@ -1,13 +1,10 @@
 """Random models of true shapes, made on the device, and engines around them: everything but the weights is loaded as a
 shard loads it.
-
-Knows configurations and how weights are drawn; nothing of what is measured.
 """
 
 import gc
 import json
 import tempfile
-from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -20,11 +17,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.cuda.setup import LlamaShape, Setup
-from benchmarks.harness import Harness, Run, Wanted
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.moe import experts
+from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 
 def configured(setup: Setup, folder: Path, **settings: Any) -> ShardConfig:
@@ -67,8 +64,8 @@ def random_network(checkpoint: Any, dtype: torch.dtype, device: str, seed: int) 
 
 
 def room(setup: Setup, num_requests: int, num_tokens: int) -> dict[str, Any]:
-    """Settings with which so many requests of so many tokens fit, and no more; one alone may be as long as a server
-    usually lets it, since what is captured depends on that.
+    """Settings with which the given number of requests of so many tokens fit, and no more; one alone may be as long as
+    a server usually lets it, since what is captured depends on that.
     """
     memory = {} if setup.is_cuda else {"cpu_memory": 2**28}
     return {
@@ -79,19 +76,19 @@ def room(setup: Setup, num_requests: int, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def engine(setup: Setup, shape: LlamaShape, num_requests: int, num_tokens: int, **settings: Any) -> Harness:
-    """An engine of its own model with room for so many requests of so many tokens."""
+def engine(setup: Setup, shape: LlamaShape, num_requests: int, num_tokens: int, **settings: Any) -> EngineHarness:
+    """An engine of its own model with room for the given number of requests of so many tokens."""
     config, model = load(setup, shape, **room(setup, num_requests, num_tokens), **settings)
-    return Harness(config, model)
+    return EngineHarness(config, model)
 
 
-def full(setup: Setup, **settings: Any) -> Harness:
+def full(setup: Setup, **settings: Any) -> EngineHarness:
     """An engine of the large model for a full batch of the usual length."""
     return engine(setup, setup.large, setup.requests, setup.prompt + setup.text, **settings)
 
 
 @lru_cache(maxsize=1)
-def usual(setup: Setup) -> Harness:
+def usual(setup: Setup) -> EngineHarness:
     """The same with a shard's own settings, made once for all parts of a process."""
     return full(setup)
 
@@ -103,9 +100,9 @@ def prompts(setup: Setup, shape: LlamaShape, count: int, length: int, seed: int 
     return found
 
 
-def wanted(setup: Setup, shape: LlamaShape, count: int, **asked: Any) -> list[Wanted]:
+def wanted(setup: Setup, shape: LlamaShape, count: int, **asked: Any) -> list[EngineRequest]:
     """So many requests with prompts and texts of full length."""
-    return [Wanted(ids, setup.text, **asked) for ids in prompts(setup, shape, count, setup.prompt)]
+    return [EngineRequest(ids, setup.text, **asked) for ids in prompts(setup, shape, count, setup.prompt)]
 
 
 def step_of(runs: list[Run]) -> dict[str, float]:
@@ -134,7 +131,7 @@ def total(runs: list[Run]) -> dict[str, float]:
     return {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / seconds}
 
 
-def steadily(harness: Harness, requests: list[Wanted]) -> dict[str, float]:
+def steadily(harness: EngineHarness, requests: list[EngineRequest]) -> dict[str, float]:
     """What a step takes while all of these run. The collector does not go through what was loaded meanwhile."""
     gc.collect()
     gc.freeze()
@@ -142,13 +139,6 @@ def steadily(harness: Harness, requests: list[Wanted]) -> dict[str, float]:
         return step_of(harness.run(requests))
     finally:
         gc.unfreeze()
-
-
-def in_turn(ways: Mapping[str, Any], number: int) -> list[str]:
-    """The ways in the order of a round: each comes first once."""
-    names = list(ways)
-    first = number % len(names)
-    return [*names[first:], *names[:first]]
 
 
 def config_json(config: ShardConfig) -> str:

@@ -1,6 +1,6 @@
 """What adapters cost a full batch: none, distinct ones, mixed ranks, and many more in rotation than have slots.
 
-Two engines of equal models, one of which serves adapters, by turns in one process. Knows tokens per second, no bar.
+Two engines of equal models, one of which serves adapters, by turns in one process.
 """
 
 import tempfile
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.case import Case, Cases, Raw
 from benchmarks.cuda import engines
-from benchmarks.cuda.served import ALL, ATTENTION, Store
+from benchmarks.cuda.served import Store
 from benchmarks.cuda.setup import Setup
-from benchmarks.harness import Harness, Wanted
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load.rounds import in_turn
+from benchmarks.models.adapter_files import ALL, ATTENTION
+from tests.shard.engine.harness import EngineHarness, EngineRequest
 
 BARE, IDLE, DISTINCT, MIXED, RESIDENT, ROTATION = "bare", "idle", "distinct", "mixed ranks", "resident", "rotation"
 WAYS = (BARE, IDLE, DISTINCT, MIXED, RESIDENT, ROTATION)
@@ -36,14 +38,14 @@ class Served:
             ROTATION: store.loras(setup.adapters, [setup.rank], ATTENTION),
         }
         self.digests[RESIDENT] = self.digests[ROTATION][: setup.requests]
-        self.engine = Harness(config, model)
+        self.engine = EngineHarness(config, model)
         self._setup, self._next = setup, 0
 
     def bring_in(self, digests: Sequence[str]) -> None:
         """One token by each, so that it is in host memory, the last ones in slots."""
-        self.engine.run([Wanted([1, 2], 1, adapter_digest=digest) for digest in digests])
+        self.engine.run([EngineRequest([1, 2], 1, adapter_digest=digest) for digest in digests])
 
-    def rotate(self, way: str) -> list[Wanted]:
+    def rotate(self, way: str) -> list[EngineRequest]:
         """`laps` requests for each slot, of lengths around the usual one, each with the adapter whose turn it is."""
         setup, digests = self._setup, self.digests[way]
         count = setup.laps * setup.requests
@@ -52,7 +54,7 @@ class Served:
         self._next += count if way == ROTATION else 0
         shortest = setup.text // 2
         return [
-            Wanted(
+            EngineRequest(
                 prompt, shortest + (7 * number) % setup.text, adapter_digest=digests[(first + number) % len(digests)]
             )
             for number, prompt in enumerate(ids)
@@ -70,7 +72,7 @@ def settings_of(setup: Setup, folder: Path, num_slots: int) -> dict[str, object]
     }
 
 
-def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
+def measure(setup: Setup) -> Cases:
     """One case per round: tokens per second of every way, by turns."""
     longest = setup.prompt + 2 * setup.text
     bare = engines.engine(setup, setup.large, setup.requests, longest)
@@ -78,14 +80,12 @@ def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
         served = Served(setup, Path(folder))
         served.bring_in(served.digests[ROTATION])
         for number in range(-1, setup.long_rounds):
-            if f"round {number}" in finished:
-                continue
-            raw = {way: _run(setup, way, bare, served) for way in engines.in_turn(dict.fromkeys(WAYS), number)}
+            raw = {way: _run(setup, way, bare, served) for way in in_turn(WAYS, number)}
             if number >= 0:  # the first one warms up
                 yield Case(f"round {number}", raw)
 
 
-def _run(setup: Setup, way: str, bare: Harness, served: Served) -> Raw:
+def _run(setup: Setup, way: str, bare: EngineHarness, served: Served) -> Raw:
     plain = engines.wanted(setup, setup.large, setup.requests)
     if way == BARE:
         return engines.steadily(bare, plain)

@@ -1,8 +1,8 @@
-"""A random target that writes recorded texts and a random draft model with a dial, in one engine, with Medusa heads
-that are never right: what speculation costs and gives, free of what random models would say.
+"""A random target that writes recorded texts and a random draft model with a chosen acceptance, in one engine, with
+Medusa heads that are never right: the cost and effect of speculation, whatever random models would generate.
 
-Both run their real passes; then the dial says what came of them (`benchmarks.dialled`). The target's texts are forced,
-since rounding in bfloat16 would else let wide steps write others. Knows runs and seconds, no bar.
+Both run their real passes, then their logits are replaced (`benchmarks.speculation.synthetic_draft`). The target's
+texts are forced, since rounding in bfloat16 would let wide steps write others.
 """
 
 import gc
@@ -16,9 +16,9 @@ from benchmarks.cuda import engines
 from benchmarks.cuda.mixes import settings_of
 from benchmarks.cuda.served import Store
 from benchmarks.cuda.setup import LlamaShape, Setup
-from benchmarks.dial import Dial, DialledModel
-from benchmarks.harness import Harness, Run, Wanted
+from benchmarks.speculation.synthetic_draft import ForcedAcceptance, ForcedModel
 from lorikeet.shard.scheduler.speculation.types import Method, Speculation
+from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 CHANCE = 0.94
 NUM_HEADS = 3
@@ -35,34 +35,36 @@ class Pair:
             config, model = engines.load(setup, shape, **settings, speculation_max_batch_size=num_texts)
             _, own = engines.load(setup, draft, page_size=model.page_size, max_total_tokens=num_tokens + 64)
             self.weight_ratio = draft.num_multiplied / shape.num_multiplied
-            self._target, self._draft = DialledModel.of(model, is_target=True), DialledModel.of(own)
-            self._engine = Harness(config, self._target, self._draft)
+            self._target, self._draft = ForcedModel.of(model, is_target=True), ForcedModel.of(own)
+            self._engine = EngineHarness(config, self._target, self._draft)
             self.heads = Store(folder, model, setup.seed).heads(NUM_HEADS)
-            self._engine.run([Wanted([1, 2], 2, Speculation(Method.MEDUSA, 0, NUM_HEADS), heads_digest=self.heads)])
+            self._engine.run(
+                [EngineRequest([1, 2], 2, Speculation(Method.MEDUSA, 0, NUM_HEADS), heads_digest=self.heads)]
+            )
         self.recorded = engines.prompts(setup, shape, num_texts, num_tokens)
         self._num_prompt, self._num_tokens = setup.prompt, setup.text
         self._num_rounds = 0
 
     def run(self, batch: int, how: Speculation, chance: float = CHANCE, name: str = "") -> dict[str, float]:
-        """The first `batch` texts at once. Runs of one name learn for themselves what guesses are worth."""
+        """The first `batch` texts at once. Runs of one name share what schedules learn."""
         self._num_rounds += 1
         self._engine.learn_as(name)
-        dial = self._target.dial = self._draft.dial = Dial(chance, self.recorded, self._num_rounds)
+        forced = self._target.forced = self._draft.forced = ForcedAcceptance(chance, self.recorded, self._num_rounds)
         gc.collect()
         gc.freeze()
-        runs = self._engine.run([self._wanted(ids, how) for ids in self.recorded[:batch]], dial.began)
+        runs = self._engine.run([self._wanted(ids, how) for ids in self.recorded[:batch]], forced.began)
         gc.unfreeze()
-        self._target.dial = self._draft.dial = None
+        self._target.forced = self._draft.forced = None
         for run, ids in zip(runs, self.recorded, strict=False):
             if [*run.wanted.prompt_ids, *run.token_ids] != ids:
                 raise RuntimeError("the target did not write what is recorded")
         return {**engines.step_of(runs), **counts_of(runs)}
 
-    def _wanted(self, ids: Sequence[int], how: Speculation) -> Wanted:
+    def _wanted(self, ids: Sequence[int], how: Speculation) -> EngineRequest:
         if how.method is Method.LOOKUP:  # it finds the text itself, and so is always right
             how = replace(how, prediction_ids=tuple(ids[self._num_prompt :]))
         heads = self.heads if how.takes_heads else ""
-        return Wanted(ids[: self._num_prompt], self._num_tokens, how, heads_digest=heads)
+        return EngineRequest(ids[: self._num_prompt], self._num_tokens, how, heads_digest=heads)
 
 
 def counts_of(runs: Sequence[Run]) -> dict[str, float]:

@@ -1,7 +1,5 @@
 """Random adapters and heads in the served layout, as many as are wanted of few files: a store names files by digests,
 and a shard reads each name for itself.
-
-Knows the layout and a model's modules. Does not know what is measured.
 """
 
 import json
@@ -11,12 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.adapter_files import ALL, ATTENTION
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.lora.served_file import FORMAT
 from lorikeet.shard.model.lora.targets import LoraTarget
-
-__all__ = ["ALL", "ATTENTION", "Store"]
 
 
 class Store:

@@ -1,12 +1,11 @@
-"""What is measured: shapes of models, loads and rounds, at full size and as small as a test wants it.
-
-Knows sizes and one formula, how long a step takes at least; nothing of how anything is measured. Imports no torch.
+"""What is measured: shapes of models, loads and rounds, at full size and as small as a test wants it; and the shapes
+that kernels are measured with. Imports no torch.
 """
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.limit import Shape
+from benchmarks.models.limit import Shape
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Setup:
     adapters: int = 1024
     """In rotation over as many slots as there are requests …"""
     laps: int = 4
-    """… so many requests after each other in each of them in a round."""
+    """… the given number of requests after each other in each of them in a round."""
     swaps: int = 16
     """In a round."""
     swap_batch: int = 8
@@ -80,13 +79,9 @@ class Setup:
     contexts: tuple[int, ...] = (1024, 8192, 32_768)
     prefill: int = 2048
     loads: tuple[int, ...] = (1, 8, 32)
-    """Requests at once under which guessing is measured."""
+    """Requests at once under which speculation is measured."""
     width: int = 4
     """Drafts of a request in a step."""
-    architectures: tuple[str, ...] = ()
-    """Those whose texts are compared; none is all."""
-    workers: int = 8
-    """Processes that compare them."""
     is_smoke: bool = False
     """On CPU, where times mean nothing: what a smoke run leaves out for its length is left out."""
 
@@ -104,15 +99,51 @@ class Setup:
         """Of all other adapters."""
         return 2 if self.is_smoke else 16
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 SMOKE = Setup(
     "cpu", "float32", TINY, TINIER, TINIER, rounds=1, long_rounds=1, repeats=2, requests=4, prompt=6,
     text=8, longest=64, bytes_copied=1 << 20, adapters=8, laps=2, swaps=2, swap_batch=2, contexts=(24,), prefill=8,
-    loads=(1, 2), width=2, architectures=("llama",), workers=1, is_smoke=True,
+    loads=(1, 2), width=2, is_smoke=True,
 )  # fmt: skip
+
+
+def num_starts(setup: Setup) -> int:
+    return 1 if setup.is_smoke else 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """Requests with `tokens` new tokens each, that attend to `context` tokens in all."""
+
+    requests: int
+    tokens: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        kind = "decode" if self.tokens == 1 else "prefill" if self.requests == 1 else "verification"
+        return f"{kind} {self.requests} x {self.tokens} in {self.context}"
+
+
+def steps(setup: Setup) -> list[Step]:
+    """Decode alone, under a small load and in a full batch; verification; one long chunk of a prompt."""
+    loads = sorted({1, min(8, setup.requests), setup.requests})
+    found = []
+    for context in setup.contexts:
+        found += [Step(load, 1, context) for load in loads]
+        found += [Step(min(8, setup.requests), setup.width + 1, context)]
+        found += [Step(1, min(setup.prefill, context), context)]
+    return found
+
+
+def module_shapes(setup: Setup) -> list[tuple[int, int, int]]:
+    """(inputs, outputs, requests) of modules with adapters."""
+    hidden, mlp = setup.large.hidden, setup.large.mlp
+    loads = sorted({8, setup.requests}) if setup.is_cuda else [2]
+    return [(*sizes, load) for sizes in ((hidden, hidden), (hidden, mlp), (mlp, hidden)) for load in loads]
 
 
 @dataclass(frozen=True)

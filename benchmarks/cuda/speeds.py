@@ -1,13 +1,13 @@
-"""The card's own speeds: bandwidth, matrix products, copies from the host. Knows no model but its shapes."""
+"""The card's own speeds: bandwidth, matrix products, copies from the host."""
 
 from dataclasses import asdict
 
 import torch
 from torch.nn import functional
 
-from benchmarks.case import Case, Cases, Raw
-from benchmarks.cuda.clock import seconds_of
 from benchmarks.cuda.setup import LlamaShape, Setup, Speeds
+from benchmarks.cuda.timing import seconds_of
+from benchmarks.evidence.figure import Case, Cases, Raw
 
 ROWS = (64, 512, 2048, 8192)
 """Of matrix products: a full batch that decodes, up to long prompts."""
@@ -21,11 +21,9 @@ def measured(setup: Setup, shape: LlamaShape | None = None) -> Speeds:
     return Speeds(_copy(setup, device), _read(setup, device), max(rates.values()), _upload(setup, device))
 
 
-def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
+def measure(setup: Setup) -> Cases:
     """One case per round, with the rate of every matrix product of both models by rows."""
     for number in range(setup.rounds):
-        if f"round {number}" in finished:
-            continue
         rates = {
             name: matmuls(setup, shape, ROWS if setup.is_cuda else SMOKE_ROWS)
             for name, shape in (("large", setup.large), ("small", setup.small))

@@ -1,5 +1,6 @@
-"""A shard from its command to the moment when it takes requests, its model on local disk and in no cache; and what its
-log says of CUDA graphs. Knows the process, its configuration and its log.
+"""A shard from its command to the moment when it takes requests, with its model on local disk and in no cache; and what
+its log says of CUDA graphs. The checkpoint is random, in safetensors files of a few gigabytes, one of which is in
+memory at a time.
 """
 
 import json
@@ -9,55 +10,48 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case import Case, Cases, Raw
-from benchmarks.cuda.setup import Setup
-from benchmarks.servers import REPOSITORY, tail
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.cuda import engines
+from benchmarks.cuda.engines import write_config
+from benchmarks.cuda.setup import LlamaShape, Setup, num_starts
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load.servers import REPOSITORY, tail
 
 TIMEOUT_S = 240.0
 STOP_S = 30.0
 GRAPHS = "graphs_captured"
 """The event of the shard's log, with `seconds`, `num_graphs` and `bytes`."""
+FILE_BYTES = 4 << 30
+SPREAD = 0.02
+"""Of random weights, as transformers draws them."""
 
 
-def starts(setup: Setup) -> int:
-    return 1 if setup.is_smoke else 2
-
-
-def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
+def measure(setup: Setup) -> Cases:
     """One case per start."""
-    if all(f"start {number}" in finished for number in range(starts(setup))):
-        return
-    from benchmarks.cuda import checkpoint, engines  # torch
-
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         folder = Path(name)
         began = time.monotonic()
-        num_bytes = checkpoint.write(folder, setup.large, setup.dtype, setup.device)
+        num_bytes = write(folder, setup.large, setup.dtype, setup.device)
         written_s = time.monotonic() - began
-        free(setup)
-        for number in range(starts(setup)):
-            if f"start {number}" in finished:
-                continue
-            checkpoint.forget(folder)
+        if setup.is_cuda:
+            torch.cuda.empty_cache()
+        for number in range(num_starts(setup)):
+            drop_from_cache(folder)
             mark, listen = folder / f"ready-{number}", f"unix:{folder}/shard-{number}.sock"
             room = {} if setup.is_cuda else engines.room(setup, setup.requests, setup.longest)
             config = engines.configured(setup, folder, **room, json_output=True, ready_file=str(mark))
-            told = {**json.loads(engines.config_json(config)), "listen": listen, "parent_pid": os.getpid()}
-            raw, log = _start(told, mark, folder / f"shard-{number}.log")
+            result = {**json.loads(engines.config_json(config)), "listen": listen, "parent_pid": os.getpid()}
+            raw, log = _start(result, mark, folder / f"shard-{number}.log")
             raw |= {"bytes": num_bytes, "written_s": round(written_s, 1)}
             has_graphs = "graphs" in raw or not setup.is_cuda
             yield Case(f"start {number}", raw, "" if has_graphs else f"the log has no {GRAPHS!r}: {log[-500:]}")
-
-
-def free(setup: Setup) -> None:
-    """Give back what this process holds of the device."""
-    if setup.is_cuda:
-        import torch
-
-        torch.cuda.empty_cache()
 
 
 def _start(config: dict[str, Any], mark: Path, log: Path) -> tuple[dict[str, Any], str]:
@@ -93,16 +87,69 @@ def events(text: str) -> dict[str, Any]:
     for line in text.splitlines():
         if not line.startswith("{"):
             continue
-        told = json.loads(line)
-        if told.get("event") == GRAPHS:
-            graphs = {key: told[key] for key in ("seconds", "num_graphs", "bytes")}
+        result = json.loads(line)
+        if result.get("event") == GRAPHS:
+            graphs = {key: result[key] for key in ("seconds", "num_graphs", "bytes")}
             earlier = found.get("graphs", dict.fromkeys(graphs, 0))  # target and draft model each have their own
             found["graphs"] = {key: earlier[key] + value for key, value in graphs.items()}
-        if told.get("event") == "kv_memory":
-            found["num_kv_tokens"] = told["num_tokens"]
+        if result.get("event") == "kv_memory":
+            found["num_kv_tokens"] = result["num_tokens"]
     return found
 
 
 def capture_s(raw: Raw) -> float:
     """Seconds of capturing all graphs; none on CPU, where there are none."""
     return float(raw["graphs"]["seconds"]) if "graphs" in raw else 0.0
+
+
+def write(folder: Path, shape: LlamaShape, dtype: str, device: str, file_bytes: int = FILE_BYTES) -> int:
+    """Write configuration and weights, drawn on `device`. Returns their bytes. Nothing stays in the file cache."""
+    write_config(shape, folder, dtype)
+    files = list(_split(_shapes(shape), getattr(torch, dtype).itemsize, file_bytes))
+    places: dict[str, str] = {}
+    num_bytes = 0
+    for number, names in enumerate(files, start=1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        tensors = {each: _drawn(each, size, dtype, device) for each, size in names.items()}
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        save_file(tensors, folder / name, {"format": "pt"})
+        places |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    drop_from_cache(folder)
+    return num_bytes
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Let the file cache drop what it has of a folder's weights, so that they come from disk."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _shapes(shape: LlamaShape) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(LlamaConfig(**shape.config()))
+    return {name: parameter.shape for name, parameter in network.named_parameters()}  # a tied one once
+
+
+def _split(shapes: dict[str, torch.Size], itemsize: int, file_bytes: int) -> Iterator[dict[str, torch.Size]]:
+    """One after the other into files, each of at least one tensor."""
+    names: dict[str, torch.Size] = {}
+    taken = 0
+    for name, size in shapes.items():
+        num_bytes = size.numel() * itemsize
+        if names and taken + num_bytes > file_bytes:
+            yield names
+            names, taken = {}, 0
+        names[name] = size
+        taken += num_bytes
+    yield names
+
+
+def _drawn(name: str, size: torch.Size, dtype: str, device: str) -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    if name.endswith("norm.weight"):
+        return torch.ones(size, dtype=kind)
+    return torch.randn(size, dtype=kind, device=device).mul_(SPREAD).cpu()

@@ -1,7 +1,6 @@
-"""What a hot swap costs those who run meanwhile, and whoever waits for it: an adapter goes from host memory into a slot
-beside the steps of a batch.
-
-The same request by turns with an adapter that is in a slot and with one that is not. Knows moments, no bar.
+"""The effect of a hot swap on running requests and on the one that waits for it: an adapter is copied from host memory
+into a slot during the steps of a batch. The same request comes in turn with a resident adapter and with one that is
+not.
 """
 
 import gc
@@ -12,17 +11,18 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from benchmarks.case import Case, Cases, Raw
 from benchmarks.cuda import engines
 from benchmarks.cuda.mixes import settings_of
-from benchmarks.cuda.served import ALL, Store
+from benchmarks.cuda.served import Store
 from benchmarks.cuda.setup import Setup
-from benchmarks.harness import Harness, Run, Wanted
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.models.adapter_files import ALL
+from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 QUIET = 8
 """Steps between two requests, that nothing happens in."""
 SPARE = 2
-"""Slots beside those of the batch …"""
+"""Slots next to those of the batch …"""
 CYCLE = 6
 """… for so many adapters in turn, so that none of them is in a slot when it is asked for."""
 
@@ -35,7 +35,7 @@ class Met:
     first_at: float
 
 
-def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
+def measure(setup: Setup) -> Cases:
     """One case per round, with the length of every step before, and while each adapter came."""
     num_slots = setup.swap_batch + SPARE
     num_tokens = setup.swaps * 2 * (QUIET + 8)
@@ -44,19 +44,19 @@ def measure(setup: Setup, finished: frozenset[str] = frozenset()) -> Cases:
         room = engines.room(setup, num_slots, setup.prompt + num_tokens)
         config, model = engines.load(setup, setup.large, **room, **settings_of(setup, folder, num_slots))
         digests = Store(folder, model, setup.seed).loras(setup.swap_batch + CYCLE, [setup.rank], ALL)
-        engine = Harness(config, model)
+        engine = EngineHarness(config, model)
         ids = engines.prompts(setup, setup.large, setup.swap_batch, setup.prompt)
-        batch = [Wanted(each, num_tokens, adapter_digest=digest) for each, digest in zip(ids, digests, strict=False)]
+        pairs = zip(ids, digests, strict=False)
+        batch = [EngineRequest(each, num_tokens, adapter_digest=digest) for each, digest in pairs]
         spare = digests[setup.swap_batch :]
-        engine.run([Wanted([1, 2], 1, adapter_digest=digest) for digest in digests])
+        engine.run([EngineRequest([1, 2], 1, adapter_digest=digest) for digest in digests])
         for number in range(-1, setup.rounds):
-            if f"round {number}" not in finished:
-                raw = _round(engine, batch, spare, setup.swaps)
-                if number >= 0:  # the first one warms up
-                    yield Case(f"round {number}", raw)
+            raw = _round(engine, batch, spare, setup.swaps)
+            if number >= 0:  # the first one warms up
+                yield Case(f"round {number}", raw)
 
 
-def _round(engine: Harness, batch: Sequence[Wanted], spare: Sequence[str], swaps: int) -> Raw:
+def _round(engine: EngineHarness, batch: Sequence[EngineRequest], spare: Sequence[str], swaps: int) -> Raw:
     gc.collect()
     gc.freeze()
     running = engine.submit(batch)
@@ -66,16 +66,16 @@ def _round(engine: Harness, batch: Sequence[Wanted], spare: Sequence[str], swaps
     for number in range(swaps):
         digests = {"resident": batch[number % len(batch)].adapter_digest, "missing": spare[number % len(spare)]}
         for kind, digest in digests.items():
-            met[kind].append(_meet(engine, Wanted(list(batch[0].prompt_ids), 1, adapter_digest=digest)))
+            met[kind].append(_meet(engine, EngineRequest(list(batch[0].prompt_ids), 1, adapter_digest=digest)))
     if any(len(run.token_ids) == run.wanted.num_tokens for run in running):
         raise RuntimeError("the batch ended before the last adapter had come")
     times = [gave.at for gave in running[0].steps]
     engine.finish()
     gc.unfreeze()
-    return told(times, met)
+    return summary(times, met)
 
 
-def _meet(engine: Harness, wanted: Wanted) -> Met:
+def _meet(engine: EngineHarness, wanted: EngineRequest) -> Met:
     for _ in range(QUIET):
         engine.turn()
     run: Run = engine.submit([wanted])[0]
@@ -84,19 +84,20 @@ def _meet(engine: Harness, wanted: Wanted) -> Met:
     return Met(run.asked_at, run.steps[0].at)
 
 
-def told(times: Sequence[float], met: dict[str, list[Met]]) -> dict[str, object]:
-    """What a round gives. times: when each step of the batch was known.
+def summary(times: Sequence[float], met: dict[str, list[Met]]) -> dict[str, object]:
+    """The raw values of a round. times: when each step of the batch was known.
 
-    A step counts as one beside a copy if it ended between a request and its first token, but for the step that computed
-    the request's own prompt, which is the last of these. A quiet one ended in the same time before the request.
+    A step is during a copy if it ended between a request and its first token, except the step that computed the
+    request's own prompt, the last of these. Quiet steps ended in as long a time before the request.
     """
     steps = list(pairwise(times))
     during, quiet = [], []
     for each in met["missing"]:
-        beside = [end - start for start, end in steps if each.asked_at < end < each.first_at]
-        before = [end - start for start, end in steps if end <= each.asked_at][-len(beside) :] if beside else []
-        during += [max(beside)] if beside else []
-        quiet += [max(before)] if beside else []
+        during_copy = [end - start for start, end in steps if each.asked_at < end < each.first_at]
+        if during_copy:
+            before = [end - start for start, end in steps if end <= each.asked_at]
+            during.append(max(during_copy))
+            quiet.append(max(before[-len(during_copy) :]))
     return {
         "steps": [end - start for start, end in steps],
         "during": during,
@@ -106,12 +107,12 @@ def told(times: Sequence[float], met: dict[str, list[Met]]) -> dict[str, object]
 
 
 def lengthening(raw: Raw) -> float:
-    """The longest step beside a copy over the longest of as many quiet ones, at the median over copies."""
+    """The longest step during a copy over the longest of as many quiet ones, at the median over copies."""
     return median(raw["during"]) / median(raw["quiet"]) if raw["during"] else 1.0
 
 
 def longest(raw: Raw) -> float:
-    """The longest step beside any copy over a usual one."""
+    """The longest step during any copy over a usual one."""
     return max(raw["during"]) / median(raw["steps"]) if raw["during"] else 1.0
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import adapted
+from benchmarks.load import adapted
 
 
 @pytest.fixture(scope="session")

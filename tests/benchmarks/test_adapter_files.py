@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from benchmarks import adapted, adapter_files, oracle, plain_reading
+from benchmarks.adapters import plain_reading
+from benchmarks.load import adapted
+from benchmarks.models import adapter_files
+from tests.oracles import peft_texts
 
 
 def test_peft_reads_them_and_every_one_writes_its_own_text(small: adapted.Base, tmp_path: Path) -> None:
     one, other = adapter_files.make(small.model, tmp_path, ["one", "other"], adapter_files.ALL)
-    texts = [oracle.greedy(small.model, folder, [" abc abd"], 8)[0] for folder in (None, one, other)]
+    texts = [peft_texts.greedy(small.model, folder, [" abc abd"], 8)[0] for folder in (None, one, other)]
     assert len({tuple(ids) for ids in texts}) == 3
 
 

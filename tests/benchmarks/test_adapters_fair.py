@@ -2,12 +2,13 @@
 
 import pytest
 
-from benchmarks import adapted, adapters_fair
+from benchmarks.adapters import fairness
+from benchmarks.load import adapted
 
 
 @pytest.mark.long
 def test_a_small_flood(small: adapted.Base) -> None:
-    (case,) = adapters_fair.flood(base=small, size=adapters_fair.QUICK)
+    (case,) = fairness.flood(base=small, size=fairness.QUICK)
     assert case.error == ""
     calm, flood = case.raw["calm"], case.raw["flood"]
     assert len(calm["first_token_s"]) == len(flood["first_token_s"]) > 0
@@ -16,11 +17,11 @@ def test_a_small_flood(small: adapted.Base) -> None:
 
 @pytest.mark.long
 def test_small_shares(small: adapted.Base) -> None:
-    (case,) = adapters_fair.weights(base=small, size=adapters_fair.QUICK)
+    (case,) = fairness.weights(base=small, size=fairness.QUICK)
     assert case.error == ""
-    assert case.raw[adapters_fair.HEAVY] > case.raw[adapters_fair.LIGHT] > 0
+    assert case.raw[fairness.HEAVY] > case.raw[fairness.LIGHT] > 0
 
 
 def test_distance_from_the_weight() -> None:
-    assert adapters_fair.off_weight({"heavy": 270, "light": 100}) == pytest.approx(0.3)
-    assert adapters_fair.off_weight({"heavy": 320, "light": 100}) == pytest.approx(0.2)
+    assert fairness.off_weight({"heavy": 270, "light": 100}) == pytest.approx(0.3)
+    assert fairness.off_weight({"heavy": 320, "light": 100}) == pytest.approx(0.2)

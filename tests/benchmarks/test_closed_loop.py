@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.closed_loop import OURS, VLLM, over_vllm, share_of_limit, void
-from benchmarks.limit import Machine, tokens_per_second
+from benchmarks.load.rounds import OURS, VLLM, speedup
+from benchmarks.models.limit import Machine, tokens_per_second
+from benchmarks.serving.closed_loop import share_of_limit, void
 
 MACHINE = Machine(454e9, 33e9)
 
@@ -13,14 +14,14 @@ MACHINE = Machine(454e9, 33e9)
 def raw(ours: float, theirs: float, clients: int = 8) -> dict[str, Any]:
     """Shares of the limit as a round would tell them."""
     limit = tokens_per_second(MACHINE, clients)
-    told = {OURS: {"tokens_per_second": ours * limit}, VLLM: {"tokens_per_second": theirs * limit}}
-    return {"clients": clients, "flops": MACHINE.flops, "bytes_per_s": MACHINE.bytes_per_s, **told}
+    result = {OURS: {"tokens_per_second": ours * limit}, VLLM: {"tokens_per_second": theirs * limit}}
+    return {"clients": clients, "flops": MACHINE.flops, "bytes_per_s": MACHINE.bytes_per_s, **result}
 
 
 def test_shares_and_ratio() -> None:
     assert share_of_limit(raw(0.72, 0.6)) == pytest.approx(0.72)
     assert share_of_limit(raw(0.72, 0.6), VLLM) == pytest.approx(0.6)
-    assert over_vllm(raw(0.72, 0.6)) == pytest.approx(1.2)
+    assert speedup(OURS, VLLM, raw(0.72, 0.6)) == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize(("clients", "share", "says_nothing"), [(1, 0.56, True), (1, 0.58, False), (32, 0.59, True)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.limit import LLAMA_200M, Machine, tokens_per_second
+from benchmarks.models.limit import LLAMA_200M, Machine, tokens_per_second
 
 
 def test_sizes_of_the_model() -> None:

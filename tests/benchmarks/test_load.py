@@ -3,14 +3,14 @@
 import asyncio
 import json
 
-from benchmarks.load import Answer, Length, Target, closed_loop, complete, poisson, tokens_per_second
+from benchmarks.load.completions import Answer, Length, Target, closed_loop, complete, poisson, tokens_per_second
 
 LENGTH = Length(3, 4)
 
 
-def events(count: int, told: int) -> list[bytes]:
+def events(count: int, result: int) -> list[bytes]:
     parts = [json.dumps({"choices": [{"text": f"t{i}"}]}).encode() for i in range(count)]
-    usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": told}}).encode()
+    usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": result}}).encode()
     return [b"data: " + part + b"\n\n" for part in (*parts, usage, b"[DONE]")]
 
 

@@ -1,6 +1,6 @@
 """The search for the highest rate: what a probe says and which one counts."""
 
-from benchmarks.open_loop import FIRST_TOKEN_S, highest_rate, holds
+from benchmarks.serving.open_loop import FIRST_TOKEN_S, highest_rate, holds
 
 
 def probe(rate: float, slow: int) -> dict[str, object]:
@@ -13,5 +13,5 @@ def test_one_late_first_token_of_sixty_is_the_99th_percentile() -> None:
 
 
 def test_the_best_rate_that_held_counts() -> None:
-    assert highest_rate({"probes": [probe(1.25, 3), probe(0.75, 0), probe(1.0, 0)]}) == 1.0
-    assert highest_rate({"probes": [probe(1.25, 3)]}) == 0.0
+    assert highest_rate("ours", {"ours": [probe(1.25, 3), probe(0.75, 0), probe(1.0, 0)]}) == 1.0
+    assert highest_rate("ours", {"ours": [probe(1.25, 3)]}) == 0.0

@@ -1,7 +1,7 @@
 """Prompts have exactly as many tokens as asked for, and no two begin alike."""
 
-from benchmarks.models import tokenizer
-from benchmarks.prompts import prompts, words
+from benchmarks.models.prompts import prompts, words
+from benchmarks.models.random_llama import tokenizer
 
 VOCABULARY = 8192
 

@@ -5,9 +5,9 @@ from typing import cast
 
 import pytest
 
-from benchmarks.router import Client
-from benchmarks.simulated_shard import merge_outputs
+from benchmarks.router.throughput import Client
 from lorikeet.proto import shard_pb2 as pb
+from tests.router.simulated_shard import merge_outputs
 
 
 class Transport:

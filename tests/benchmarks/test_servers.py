@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.servers import REPOSITORY
+from benchmarks.load.servers import REPOSITORY
 
 MEASUREMENT = """
 import sys, time

@@ -16,8 +16,8 @@ from lorikeet.shard.model.kernels import tuning
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
-from benchmarks import tune
-from benchmarks.kernel_trials import Trial
+from benchmarks.kernels import tune
+from benchmarks.kernels.trials import Trial
 
 ROOT = Path(__file__).parents[2]
 KEY = ("expand", 20, torch.float32)
@@ -69,7 +69,7 @@ def test_a_tiny_search_writes_a_file_that_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "smoke.json"
     path.write_text(tuning.write({("head_block", 7, torch.float32): [16, 16, 1, 1]}, "smoke"))
     result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.tune", "--smoke", "--out", str(path)],
+        [sys.executable, "-m", "benchmarks.kernels.tune", "--smoke", "--out", str(path)],
         cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]

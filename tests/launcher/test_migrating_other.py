@@ -33,7 +33,9 @@ def test_every_named_flag_exists() -> None:
 def test_every_named_program_exists() -> None:
     assert all((ROOT / path).is_file() for path in re.findall(r"\bexamples/[\w.]+", PAGE.replace("## LMFlow", "")))
     modules = set(re.findall(r"python -m ([\w.]+)", PAGE))
-    assert modules and all((ROOT / (module.replace(".", "/") + ".py")).is_file() for module in modules)
+    stems = [ROOT.joinpath(*module.split(".")) for module in modules]
+    assert stems and all(stem.with_suffix(".py").is_file() or (stem / "__main__.py").is_file() for stem in stems)
     tables = set(re.findall(r"benchmarks\.speculation (\w+)", PAGE))
-    listed = re.search(r"python -m benchmarks\.speculation (.*)", (ROOT / "benchmarks" / "speculation.py").read_text())
+    source = (ROOT / "benchmarks" / "speculation" / "__main__.py").read_text()
+    listed = re.search(r"python -m benchmarks\.speculation (.*)", source)
     assert listed is not None and tables <= set(re.findall(r"\w+", listed[1]))

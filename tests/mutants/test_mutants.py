@@ -1,6 +1,6 @@
 """Every planted fault turns its test red, by a value; and without a fault the same tests are green in the same copy.
 
-A fixed sample: `python -m benchmarks.planted` plants all of them.
+A fixed sample; the long test plants all of them.
 """
 
 from pathlib import Path
@@ -10,6 +10,7 @@ import pytest
 from tests.mutants.faults import FAULTS, OF_DEVICES, OF_RECOVERY
 from tests.mutants.mutant import Mutant, copy_tree, is_noticed, results
 
+ALL = [*FAULTS, *OF_RECOVERY, *OF_DEVICES]
 SAMPLE = [*FAULTS[3:27:8], *OF_RECOVERY[2::6], *OF_DEVICES[6:7]]
 
 
@@ -24,7 +25,14 @@ def test_a_fault_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
     assert is_noticed(mutant, copy_tree(tmp_path)) == ""
 
 
-@pytest.mark.parametrize("mutant", [*FAULTS, *OF_RECOVERY, *OF_DEVICES], ids=lambda mutant: mutant.name)
+@pytest.mark.long
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
+def test_every_fault_is_noticed_by_a_test_that_passes_without_it(mutant: Mutant, tmp_path: Path) -> None:
+    assert not any(results(copy_tree(tmp_path / "sound"), [mutant.test])), f"{mutant.test} fails without a fault"
+    assert is_noticed(mutant, copy_tree(tmp_path / "planted")) == ""
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_every_fault_can_be_planted(mutant: Mutant, tmp_path: Path) -> None:
     mutant.plant(copy_tree(tmp_path))
 

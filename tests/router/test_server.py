@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks import simulated_shard
-from benchmarks.simulated_shard import SimulatedModel
 from lorikeet.router.server import SAME_REQUEST_S
+from tests.router import simulated_shard
+from tests.router.simulated_shard import SimulatedModel
 from tests.router.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.anyio

@@ -1,6 +1,6 @@
 """Tile sizes of the kernels for adapters and heads: a file per GPU in the folder `tuned`, or built-in values.
 
-`python -m benchmarks.tune` measures and writes such a file. An entry is selected by kernel, size of the module and
+`python -m benchmarks.kernels.tune` measures and writes such a file. An entry is selected by kernel, module size and
 dtype, never by the rows or adapters of a step: tile sizes determine the order of sums, and a row's bits must not depend
 on the batch.
 """

@@ -1,4 +1,4 @@
-"""Running parts: one that fails stops no other, and the exit code says so."""
+"""Running suites: one that fails stops no other, and the exit code says so."""
 
 import sys
 import time
@@ -7,24 +7,23 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cuda import __main__ as command
-from benchmarks.cuda.setup import SMOKE
+from benchmarks.evidence import runner
 
 
 def test_one_failing_group_stops_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ended = {"bandwidth": -11, "start": None, "decode-floor": 3, "swap": 0}
+    ended = {"bandwidth": -11, "start": None, "decode": 3, "swap": 0}
     asked: list[str] = []
 
     def exit_code(words: list[str], *_: object) -> int | None:
-        asked.append(words[words.index("--part") + 1])
-        return ended[asked[-1]]
+        asked.append(words[0])
+        return ended[words[0]]
 
-    monkeypatch.setattr(command, "exit_code", exit_code)
-    groups = {"bandwidth": ["bandwidth"], "start": ["start"], "decode": ["decode-floor"], "swap": ["swap"]}
-    assert command.run_apart(groups, [], SMOKE) == command.FAILED
-    assert asked == ["bandwidth", "start", "decode-floor", "swap"]
+    monkeypatch.setattr(runner, "exit_code", exit_code)
+    assert runner.run_apart({name: [name] for name in ended}, {}, 600.0) == runner.FAILED
+    assert asked == list(ended)
     assert capsys.readouterr().out.splitlines()[-1] == "bandwidth FAILED; start FAILED; decode missed; swap holds"
-    assert command.run_apart({"decode": ["decode-floor"], "swap": ["swap"]}, [], SMOKE) == command.MISSED
-    assert command.run_apart({"swap": ["swap"]}, [], SMOKE) == command.HOLDS
+    assert runner.run_apart({"decode": ["decode"], "swap": ["swap"]}, {}, None) == runner.MISSED
+    assert runner.run_apart({"swap": ["swap"]}, {}, None) == runner.HOLDS
 
 
 def test_nothing_that_a_process_started_is_left(tmp_path: Path) -> None:
@@ -34,7 +33,7 @@ def test_nothing_that_a_process_started_is_left(tmp_path: Path) -> None:
         "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
         f"pathlib.Path({str(note)!r}).write_text(str(left.pid)); raise SystemExit(3)"
     )
-    assert command.exit_code([sys.executable, "-c", code], {}, 300.0) == 3
+    assert runner.exit_code([sys.executable, "-c", code], {}, 300.0) == 3
     for _ in range(1000):
         if not is_running(int(note.read_text())):
             break
@@ -51,13 +50,13 @@ def is_running(pid: int) -> bool:
 
 
 def test_what_takes_too_long_is_ended() -> None:
-    assert command.exit_code([sys.executable, "-c", "import time; time.sleep(600)"], {}, 0.1) is None
+    assert runner.exit_code([sys.executable, "-c", "import time; time.sleep(600)"], {}, 0.1) is None
 
 
-def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_suite_is_rejected_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command.main(["--smoke", "--part", "decoding"])
-    assert "no part called decoding" in capsys.readouterr().err
+        command.main(["--smoke", "--suite", "decoding"])
+    assert "no suite called decoding" in capsys.readouterr().err
 
 
 def test_without_a_device_only_smoke_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

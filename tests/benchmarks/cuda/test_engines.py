@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.cuda import engines
 from benchmarks.cuda.setup import SMOKE
-from benchmarks.harness import Gave, Run, Wanted
+from tests.shard.engine.harness import EngineRequest, Run, StepResult
 
 
 def test_a_setting_that_the_shard_does_not_have_is_named(tmp_path: Path) -> None:
@@ -22,9 +22,13 @@ def test_the_same_seed_gives_the_same_numbers() -> None:
 
 def test_a_step_is_timed_while_all_requests_run() -> None:
     def run(*moments: float) -> Run:
-        return Run(Wanted([1], 9), 0.0, [Gave([7], 0, 0, moment, gap_us=round(1e5 * moment)) for moment in moments])
+        return Run(
+            EngineRequest([1], 9),
+            0.0,
+            [StepResult([7], 0, 0, moment, gap_us=round(1e5 * moment)) for moment in moments],
+        )
 
-    told = engines.step_of([run(1.0, 2.0, 3.0, 4.0), run(2.0, 3.0, 4.0, 5.0)])
-    assert told == {"seconds": 1.0, "steps": 2, "tokens": 4, "tokens_per_second": 2.0, "gap": 0.1}
+    result = engines.step_of([run(1.0, 2.0, 3.0, 4.0), run(2.0, 3.0, 4.0, 5.0)])
+    assert result == {"seconds": 1.0, "steps": 2, "tokens": 4, "tokens_per_second": 2.0, "gap": 0.1}
     with pytest.raises(RuntimeError, match="at once"):
         engines.step_of([run(1.0, 2.0), run(3.0, 4.0)])

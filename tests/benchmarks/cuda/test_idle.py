@@ -1,6 +1,6 @@
 """Time that nothing covers."""
 
-from benchmarks.cuda.idle import between
+from benchmarks.cuda.timing import between
 
 
 def test_gaps_between_spans_that_overlap() -> None:

@@ -1,4 +1,4 @@
-"""A pair of random models that write recorded texts, guessed at with a chosen chance."""
+"""A pair of random models that write recorded texts, with a chosen acceptance."""
 
 import pytest
 
@@ -13,21 +13,21 @@ def pair() -> Pair:
 
 
 def test_without_guesses_a_step_gives_a_token(pair: Pair) -> None:
-    told = pair.run(2, NO_SPECULATION)
-    assert told["tau"] == 1.0 and told["drafted"] == 0
+    result = pair.run(2, NO_SPECULATION)
+    assert result["tau"] == 1.0 and result["drafted"] == 0
 
 
 @pytest.mark.parametrize(("chance", "tau"), [(0.0, 1.0), (1.0, 3.0)])
 def test_a_draft_is_right_as_often_as_it_is_to_be(pair: Pair, chance: float, tau: float) -> None:
-    told = pair.run(2, Speculation(Method.DRAFT, 2), chance)
-    assert told["drafted"] > 0
-    assert told["accepted"] == chance * told["drafted"]
-    assert told["tau"] == tau
-    assert told["proposing"] > 0 and told["verifying"] > 0
+    result = pair.run(2, Speculation(Method.DRAFT, 2), chance)
+    assert result["drafted"] > 0
+    assert result["accepted"] == chance * result["drafted"]
+    assert result["tau"] == tau
+    assert result["proposing"] > 0 and result["verifying"] > 0
 
 
 def test_lookup_knows_the_text_and_heads_never_do(pair: Pair) -> None:
-    told = pair.run(1, Speculation(Method.LOOKUP, 2))
-    assert told["accepted"] == told["drafted"] > 0
-    told = pair.run(1, Speculation(Method.MEDUSA, 0, NUM_HEADS))
-    assert told["drafted"] > 0 and told["accepted"] == 0
+    result = pair.run(1, Speculation(Method.LOOKUP, 2))
+    assert result["accepted"] == result["drafted"] > 0
+    result = pair.run(1, Speculation(Method.MEDUSA, 0, NUM_HEADS))
+    assert result["drafted"] > 0 and result["accepted"] == 0

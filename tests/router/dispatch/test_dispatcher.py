@@ -11,8 +11,6 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks import simulated_shard
-from benchmarks.simulated_shard import SimulatedModel, SimulatedShard
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
@@ -20,6 +18,8 @@ from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoShard, 
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import FinishReason, GenerationRequest, Sampling
 from lorikeet.router.text.tokenizer import Tokenizer
+from tests.router import simulated_shard
+from tests.router.simulated_shard import SimulatedModel, SimulatedShard
 from tests.router.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.anyio

@@ -11,8 +11,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from benchmarks import simulated_shard
-from benchmarks.simulated_shard import SimulatedModel, SimulatedShard
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
@@ -22,6 +20,8 @@ from lorikeet.router.requests.routing import PoisonRequestTracker
 from lorikeet.router.requests.types import FinishReason, GenerationRequest
 from lorikeet.router.shards.client import HEARTBEAT_SECONDS, MAX_MISSED
 from lorikeet.router.text.tokenizer import Tokenizer
+from tests.router import simulated_shard
+from tests.router.simulated_shard import SimulatedModel, SimulatedShard
 from tests.router.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.anyio

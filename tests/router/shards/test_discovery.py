@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import simulated_shard
-from benchmarks.simulated_shard import SimulatedModel
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.version import version
 from lorikeet.router.config import RouterConfig
@@ -18,6 +16,8 @@ from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.shards import discovery
 from lorikeet.router.shards.discovery import addresses_of, incompatibility
 from lorikeet.router.text.tokenizer import Tokenizer
+from tests.router import simulated_shard
+from tests.router.simulated_shard import SimulatedModel
 from tests.router.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.anyio

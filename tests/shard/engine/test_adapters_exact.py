@@ -1,15 +1,12 @@
 """One batch of many adapters gives each request what PEFT gives it alone, with fewer slots than adapters.
 
-`python -m benchmarks.adapters_exact` does the same for all architectures, and with room for all.
+test_architectures.py does the same for all architectures, and with room for all.
 """
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks import adapters_exact
-from benchmarks.adapters_exact import FEW_SLOTS, check, configs_of
-from benchmarks.exact import MIN_DISTINCT
 from lorikeet.shard.adapters.reader import NOT_HERE
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
@@ -18,6 +15,9 @@ from lorikeet.shard.model import layers, load_model
 from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.startup.build import build_engine
 from tests import tiny
+from tests.shard.engine import adapter_exactness
+from tests.shard.engine.adapter_exactness import FEW_SLOTS, check, configs_of
+from tests.shard.engine.exactness import MIN_DISTINCT
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
@@ -31,10 +31,10 @@ def test_every_request_gets_what_peft_gives_it_alone(name: str, tmp_path: Path) 
 def test_experts_that_are_not_packed_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on devices, but for the kernels of adapters."""
     monkeypatch.setattr(layers, "can_pack", lambda dtype: False)
-    monkeypatch.setattr(adapters_exact, "NEW_TOKENS", 8)
-    monkeypatch.setattr(adapters_exact, "MIN_DISTINCT", 0)
+    monkeypatch.setattr(adapter_exactness, "NEW_TOKENS", 8)
+    monkeypatch.setattr(adapter_exactness, "MIN_DISTINCT", 0)
     some = {name: config for name, config in configs_of("mixtral").items() if name in ("experts", "dora", "attention")}
-    monkeypatch.setattr(adapters_exact, "configs_of", lambda name: some)
+    monkeypatch.setattr(adapter_exactness, "configs_of", lambda name: some)
     [tried] = check("mixtral", tmp_path, num_slots=[FEW_SLOTS])
     assert not tried.differences and tried.num_ties == 0 and tried.share_changed == 1, tried
 

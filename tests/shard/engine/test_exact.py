@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.exact import Tried, oracle, prompts_of, through_engine
 from lorikeet.shard.config import ShardConfig
 from tests import tiny
+from tests.shard.engine.exactness import Tried, oracle, prompts_of, through_engine
 
 CASES = {
     "default": {},

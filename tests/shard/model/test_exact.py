@@ -1,14 +1,14 @@
 """Greedy text of sixteen concurrent requests equals transformers' own, for a sample of architectures.
 
-`python -m benchmarks.exact` does the same for all of them.
+`python -m tests.shard.engine.exactness` does the same for all of them.
 """
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.exact import check
 from tests import tiny
+from tests.shard.engine.exactness import check
 
 SAMPLE = ("llama", "gemma2", "mixtral", "gpt2", "falcon_new", "mpt")
 LENGTHS = tiny.LENGTHS[::3]

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.exact import drive
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
 from tests import tiny
+from tests.shard.engine.exactness import drive
 
 ROOT = Path(__file__).parents[3]
 PROMPTS = [[1, 2, 3], [5, 4, 3, 2, 1, 0, 7], [11]]

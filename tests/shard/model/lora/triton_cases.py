@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import lora_kernels
+from benchmarks.kernels import lora
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.model.adapters.loading import AdapterFiles, Destination
@@ -360,6 +360,6 @@ def test_heads_from_a_file_draft_from_their_slot(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lora_kernels.main(["--smoke"]) == 0
+    assert lora.main(["--smoke"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert [result["mix"] for result in results] == list(lora_kernels.MIXES)
+    assert [result["mix"] for result in results] == list(lora.MIXES)

@@ -14,7 +14,6 @@ import peft
 import pytest
 import torch
 
-from benchmarks.adapters_exact import lay_out, load_plain, make_adapters
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Padding
 from lorikeet.shard.config import ShardConfig
@@ -33,6 +32,7 @@ from lorikeet.shard.model.lora.memory import PinnedMemory
 from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights, adapt_row
 from lorikeet.shard.model.moe.experts import Experts, is_experts
 from tests import tiny
+from tests.shard.engine.adapter_exactness import lay_out, load_plain, make_adapters
 from tests.shard.model.moe.test_cuda import NoHostReads, chosen, network_of, of_tokens
 from tests.shard.model.tape import TapeRecorder
 

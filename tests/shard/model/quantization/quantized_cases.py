@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, TorchAoConfig
 
-from benchmarks.exact import NEW_TOKENS, Continued
 from lorikeet.proto import quantization
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from tests import tiny
+from tests.shard.engine.exactness import NEW_TOKENS, Continued
 
 FOUR_BITS = ("bitsandbytes-nf4", "bitsandbytes-fp4")
 HQQ = ("hqq-4bit", "hqq-3bit", "hqq-2bit")

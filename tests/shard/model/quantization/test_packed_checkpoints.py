@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.exact import compare, drive, prompts_of
 from lorikeet.shard.model.quantization.layers import matrix_of
 from lorikeet.shard.model.quantization.matrices import KernelMatrix
+from tests.shard.engine.exactness import compare, drive, prompts_of
 from tests.shard.model.quantization import packed_checkpoints
 from tests.shard.model.quantization.quantized_cases import LENGTHS, base, needs, ours, write
 

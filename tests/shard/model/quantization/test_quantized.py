@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.exact import NEW_TOKENS, compare, drive, prompts_of
 from lorikeet.proto import quantization
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
@@ -22,6 +21,7 @@ from lorikeet.shard.model.layers import PackedLinear, quantized_matrices
 from lorikeet.shard.model.quantization.layers import check_batch_invariance, is_quantized, loading, matrix_of
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
 from tests import tiny
+from tests.shard.engine.exactness import NEW_TOKENS, compare, drive, prompts_of
 from tests.shard.model import test_invariance
 from tests.shard.model.quantization import packed_checkpoints
 from tests.shard.model.quantization.quantized_cases import (

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.adapters_exact import (
+from lorikeet.shard.config import ShardConfig
+from tests.shard.engine.adapter_exactness import (
     Tried,
     compare,
     configs_of,
@@ -19,8 +20,7 @@ from benchmarks.adapters_exact import (
     oracle,
     through_engine,
 )
-from benchmarks.exact import prompts_of
-from lorikeet.shard.config import ShardConfig
+from tests.shard.engine.exactness import prompts_of
 from tests.shard.model.quantization import packed_checkpoints
 from tests.shard.model.quantization.quantized_cases import FOUR_BITS, HQQ, IN_FILES, base, needs, theirs
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.exact import NEW_TOKENS, drive, prompts_of
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
@@ -14,6 +13,7 @@ from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from lorikeet.shard.startup.build import build_engine
 from lorikeet.shard.startup.draft_model import load_draft_model
+from tests.shard.engine.exactness import NEW_TOKENS, drive, prompts_of
 from tests.shard.model.quantization.quantized_cases import LENGTHS, base, needs
 
 

@@ -1,0 +1,1 @@
+"""The cost of adapters: throughput, waiting times, fairness, memory."""

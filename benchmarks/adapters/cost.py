@@ -1,0 +1,197 @@
+"""The cost of adapters: closed loops of eight clients over HTTP on the 200 M Llama, in alternating rounds.
+
+One server has no adapters, one has room for all, one has 16 slots that 256 adapters share. Only the server that is
+asked runs. `--idle` compares requests without an adapter, `--peer` serves the same eight adapters from vLLM.
+
+    python -m benchmarks.adapters.cost [--quick] [--idle | --peer] [--rounds N]
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import uvloop
+
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load import adapted, completions, peers, servers
+from benchmarks.load.rounds import EXTRA, LENGTH, OURS, VLLM, alone, in_turn, speedup, summary
+from benchmarks.models.prompts import prompts
+
+ROUNDS, IDLE_ROUNDS = 8, 12
+CLIENTS = 8
+REQUESTS_PER_CLIENT = 3
+RANK = 16
+NUM_ROTATING, NUM_SLOTS = 256, 16
+SEED, PEER_SEED = 9_000, 23_000
+BARE, ROOMY, TIGHT = "bare", "roomy", "tight"
+ATTENTION = tuple(f"attention-{i}" for i in range(CLIENTS))
+PEER_FLAGS = ("--enable-lora", "--max-loras", str(CLIENTS), "--max-lora-rank", str(RANK))
+PEER_REQUESTS = {OURS: 3, VLLM: 1}
+"""Of each client. vLLM gets fewer: with adapters it takes several times as long per token, and rounds should be short.
+"""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is asked."""
+
+    rounds: int = ROUNDS
+    rotating: int = NUM_ROTATING
+    requests_per_client: int = REQUESTS_PER_CLIENT
+    length: completions.Length = LENGTH
+
+
+QUICK = Size(1, 24, 1, completions.Length(16, 8))
+Ways = Mapping[str, tuple[str, Sequence[str]]]
+"""By name: a server, and the models that clients ask for in turn."""
+
+
+def measure(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+    """One case per round: every way, each first in turn, after a round that warms up."""
+    size = size or Size()
+    with _running(base, size, (BARE, ROOMY, TIGHT)) as (model, running):
+        for number in range(-1, size.rounds):
+            case = _round(number, ways(number, model, size), running, size)
+            if number >= 0:
+                yield case
+
+
+def without(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+    """One case per round: requests without an adapter to the server that has eight and to the one that has none, each
+    twice, the first one last.
+    """
+    size = size or Size(IDLE_ROUNDS, NUM_SLOTS, 2)
+    with _running(base, size, (BARE, ROOMY)) as (model, running):
+        for number in range(-1, size.rounds):
+            first, second = in_turn((ROOMY, BARE), number)
+            order = (first, second, second, first)
+            asked = {f"{server} {place}": (server, [model]) for place, server in enumerate(order)}
+            case = _round(number, asked, running, size)
+            if number >= 0:
+                yield case
+
+
+def against_vllm(rounds: int = ROUNDS) -> Cases:
+    """One case per round: the same eight adapters from both servers, one for each client."""
+    from benchmarks.models import adapter_files  # torch
+
+    base = adapted.full()
+    folders = adapter_files.make(base.model, base.root, ATTENTION, rank=RANK)
+    modules = [f"{name}={folder}" for name, folder in zip(ATTENTION, folders, strict=True)]
+    with contextlib.ExitStack() as stack:
+        command = peers.vllm(base.model, *PEER_FLAGS, "--lora-modules", *modules)
+        both = {VLLM: stack.enter_context(servers.running(VLLM, command))}
+        both[OURS] = stack.enter_context(adapted.serving(OURS, base))
+        for number in range(-1, rounds):
+            asked = {name: (name, ATTENTION) for name in in_turn((OURS, VLLM), number)}
+            case = _round(number, asked, both, Size(), PEER_SEED)
+            if number >= 0:
+                yield case
+
+
+@contextlib.contextmanager
+def _running(
+    base: adapted.Base | None, size: Size, names: Sequence[str]
+) -> Iterator[tuple[str, dict[str, servers.Server]]]:
+    """The base's name and the servers, which have loaded the adapters they will be asked for before."""
+    from benchmarks.models import adapter_files  # torch
+
+    base = base or adapted.full()
+    rotating = [f"attention-{i}" for i in range(size.rotating)]
+    adapter_files.make(base.model, base.root, rotating, rank=RANK)
+    wide = [f"all-{i}" for i in range(CLIENTS)]
+    adapter_files.make(base.model, base.root, wide, adapter_files.ALL, rank=RANK, seed=NUM_ROTATING)
+    tight = adapted.command(base, "--max-active-adapters", str(NUM_SLOTS))
+    commands = {BARE: servers.lorikeet(base.model, *base.flags), ROOMY: adapted.command(base), TIGHT: tight}
+    with contextlib.ExitStack() as stack:
+        running = {name: stack.enter_context(servers.running(name, commands[name])) for name in names}
+        for name, adapters in ((ROOMY, ATTENTION), (TIGHT, rotating)):
+            if name in running:
+                uvloop.run(_load(running[name].port, adapters))
+        yield str(base.model), running
+
+
+def ways(number: int, model: str, size: Size) -> Ways:
+    """What is asked in a round."""
+    count = CLIENTS * size.requests_per_client
+    start = count * (number + 1)
+    asked: Ways = {
+        "base": (BARE, [model]),
+        "attention": (ROOMY, ATTENTION),
+        "all": (ROOMY, [f"all-{i}" for i in range(CLIENTS)]),
+        "rotation": (TIGHT, [f"attention-{i % size.rotating}" for i in range(start, start + count)]),
+    }
+    return {way: asked[way] for way in in_turn(list(asked), number)}
+
+
+def _round(number: int, asked: Ways, running: Mapping[str, servers.Server], size: Size, seed: int = SEED) -> Case:
+    raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
+    errors: list[str] = []
+    for way, (name, models) in asked.items():
+        extra = EXTRA[VLLM if name == VLLM else OURS]
+        chosen = replace(size, requests_per_client=PEER_REQUESTS.get(name, size.requests_per_client))
+        with alone(name, running, errors):
+            answers = uvloop.run(ask(running[name].port, models, seed + 1 + number, chosen, extra))
+        raw[way] = summary(answers)
+        errors += [f"{way}: {answer.error}" for answer in answers if answer.error]
+    return Case(f"round {number}", raw, "; ".join(errors[:3]))
+
+
+async def _load(port: int, names: Sequence[str]) -> None:
+    """Bring every adapter into the disk tier."""
+    for first in range(0, len(names), CLIENTS):
+        asked = (adapted.generate(port, "x", name, 1) for name in names[first : first + CLIENTS])
+        for reply in await asyncio.gather(*asked):
+            if reply.status != 200:
+                raise RuntimeError(f"{reply.status} {reply.body[:300]!r}")
+
+
+async def ask(
+    port: int, models: Sequence[str], seed: int, size: Size, extra: Mapping[str, Any]
+) -> list[completions.Answer]:
+    """A closed loop in which each client asks for the models in turn, beginning with its own."""
+    texts = prompts(CLIENTS * size.requests_per_client, size.length.num_prompt, seed)
+
+    async def client(index: int) -> list[completions.Answer]:
+        answers = []
+        for turn in range(size.requests_per_client):
+            number = turn * CLIENTS + index
+            target = completions.Target(port, models[number % len(models)], extra)
+            answers.append(await completions.complete(target, texts[number], size.length))
+        return answers
+
+    return [answer for answers in await asyncio.gather(*map(client, range(CLIENTS))) for answer in answers]
+
+
+def idle_share(raw: Raw) -> float:
+    """Tokens per second of the server that has adapters over the one without, over the round's four runs."""
+    seconds = {
+        server: sum(1 / raw[way]["tokens_per_second"] for way in raw if way.startswith(server))
+        for server in (BARE, ROOMY)
+    }
+    return seconds[BARE] / seconds[ROOMY]
+
+
+def main() -> int:
+    parser = arguments.parser(__doc__, rounds=ROUNDS, quick=True)
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--idle", action="store_true", help="requests without an adapter")
+    other.add_argument("--peer", action="store_true", help="against vLLM")
+    options = parser.parse_args()
+    if options.peer:
+        return arguments.print_cases(against_vllm(options.rounds), {"over vLLM": partial(speedup, OURS, VLLM)})
+    base, size = (adapted.small(), QUICK) if options.quick else (None, Size(options.rounds))
+    if options.idle:
+        return arguments.print_cases(without(base, size), {"without an adapter": idle_share})
+    pairs = (("attention", "base"), ("all", "base"), ("rotation", "attention"))
+    return arguments.print_cases(measure(base, size), {f"{a}/{b}": partial(speedup, a, b) for a, b in pairs})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

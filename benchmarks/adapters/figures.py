@@ -1,0 +1,62 @@
+"""The figures of adapters, and what they depend on."""
+
+from functools import partial
+
+from benchmarks.adapters import alias_memory, catalogue_check, cost, fairness, loading, replica_misses, tiers
+from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
+from benchmarks.evidence.sources import ADAPTERS, HTTP_LOAD, RANDOM_MODEL, SERVER
+from benchmarks.load.peers import VLLM_VERSION
+from benchmarks.load.rounds import OURS, VLLM, speedup
+
+LLAMA, TINY = "random Llama, 200 M", "random Llama, tiny"
+HTTP = (*SERVER, *ADAPTERS, *RANDOM_MODEL, *HTTP_LOAD)
+
+SUITES: tuple[Suite, ...] = (
+    Suite("adapters-cost", cost.measure, cost.ROUNDS,
+          (Figure("8 adapters on q, k, v, o over the base", partial(speedup, "attention", "base"), 0.88),
+           Figure("8 adapters on all linears over the base", partial(speedup, "all", "base"), 0.78),
+           Figure("256 adapters over 16 slots, of 8 resident", partial(speedup, "rotation", "attention"), 0.80)),
+          (*HTTP, "benchmarks/adapters/cost.py"), LLAMA, "bfloat16"),
+    Suite("adapters-idle", cost.without, cost.IDLE_ROUNDS,
+          (Figure("requests without an adapter, over a server without adapters", cost.idle_share, 0.99),),
+          (*HTTP, "benchmarks/adapters/cost.py"), LLAMA, "bfloat16"),
+    Suite("adapters-peer", cost.against_vllm, cost.ROUNDS,
+          (Figure("throughput over vLLM, 8 adapters", partial(speedup, OURS, VLLM), 4.0, unit="×"),),
+          (*HTTP, "benchmarks/adapters/cost.py"), LLAMA, "bfloat16", f"vLLM {VLLM_VERSION} (CPU)"),
+    Suite("adapters-loading", loading.measure, loading.ROUNDS,
+          (Figure("p99 time between tokens while 64 adapters load, over without", loading.active, 1.2, at_least=False),
+           Figure("p99 time between tokens while 64 adapters are requested at once, over without",
+                  loading.active_at_once, at_least=False),
+           Figure("loading 64 adapters on an idle shard, over reading and checking them", loading.over_plain, 2.0,
+                  at_least=False),
+           Figure("longest wait for an adapter while both cores are busy", loading.longest_wait, 5.0, at_least=False,
+                  unit="s", over=Over.WORST)),
+          (*HTTP, "benchmarks/adapters/loading.py", "benchmarks/adapters/plain_reading.py",
+           "benchmarks/evidence/statistics.py"), LLAMA, "bfloat16"),
+    Suite("adapters-tiers", tiers.measure, tiers.ROUNDS,
+          (Figure("time to first token, adapter in host memory over resident", partial(tiers.over_resident, "host"),
+                  1.3, at_least=False),
+           Figure("time to first token, adapter on disk over resident", partial(tiers.over_resident, "disk"), 3.0,
+                  at_least=False)),
+          (*HTTP, "benchmarks/adapters/tiers.py"), LLAMA, "bfloat16"),
+    Suite("adapters-flood", fairness.flood, fairness.FLOOD_ROUNDS,
+          (Figure("p99 time to first token of other adapters during a flood, over without", fairness.others_wait, 1.5,
+                  at_least=False, over=Over.POOLED),),
+          (*HTTP, "benchmarks/adapters/fairness.py", "benchmarks/evidence/statistics.py"), LLAMA, "bfloat16"),
+    Suite("adapters-weights", fairness.weights, fairness.ROUNDS,
+          (Figure("distance of the token ratio from weights 3 and 1", fairness.off_weight, 0.3, at_least=False),),
+          (*HTTP, "benchmarks/adapters/fairness.py", "benchmarks/evidence/statistics.py"), LLAMA, "bfloat16"),
+    Suite("adapters-catalogue", catalogue_check.measure, catalogue_check.ROUNDS,
+          (Figure("check of a catalogue of 200 adapters", partial(raw_value, "seconds"), 10.0, at_least=False,
+                  unit="s"),),
+          (*ADAPTERS, *RANDOM_MODEL, *HTTP_LOAD, "benchmarks/adapters/catalogue_check.py",
+           "tests/endurance/catalogue.py"), LLAMA, "bfloat16"),
+    Suite("adapters-known", alias_memory.measure, 1,
+          (Figure("router memory of 10 000 known aliases", alias_memory.added_mb, 50.0, at_least=False, unit="MB",
+                  over=Over.WORST),),
+          (*HTTP, "benchmarks/adapters/alias_memory.py"), TINY, "float32"),
+    Suite("adapters-misses", replica_misses.measure, replica_misses.ROUNDS,
+          (Figure("adapter loads, two replicas of 8 slots over round robin", replica_misses.over_peer, 0.5,
+                  at_least=False),),
+          (*HTTP, "benchmarks/adapters/replica_misses.py"), TINY, "float32"),
+)  # fmt: skip

@@ -1,0 +1,112 @@
+"""The time to first token of a request whose adapter is in a slot, in host memory, or on disk, on an idle server.
+
+One request at a time with a prompt of 256 tokens. An adapter is evicted from its slot by others, and from memory by the
+operator, who unloads it; its served file is then dropped from the system's cache if that is permitted. The server's own
+counters confirm the tier that each request met.
+
+    python -m benchmarks.adapters.tiers [--quick] [--rounds N]
+"""
+
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load import adapted, completions
+from benchmarks.models.prompts import prompts
+
+ROUNDS = 8
+TIMES = 6
+"""Requests per tier and round."""
+SLOTS = 2
+NAMES = tuple(f"attention-{i}" for i in range(SLOTS + 1))
+SEED = 37_000
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is asked."""
+
+    rounds: int = ROUNDS
+    times: int = TIMES
+    num_prompt: int = 256
+
+
+QUICK = Size(1, 2, 32)
+
+
+def measure(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+    """One case per round; the tiers take turns inside of it."""
+    from benchmarks.models import adapter_files  # torch
+
+    base, size = base or adapted.full(), size or Size()
+    adapter_files.make(base.model, base.root, list(NAMES))
+    with adapted.serving("tiers", base, "--max-active-adapters", str(SLOTS)) as server:
+        uvloop.run(_round(server.port, base, Size(1, 1, size.num_prompt), SEED))
+        for number in range(size.rounds):
+            raw, error = uvloop.run(_round(server.port, base, size, SEED + 1 + number))
+            yield Case(f"round {number}", raw, error)
+
+
+async def _round(port: int, base: adapted.Base, size: Size, seed: int) -> tuple[dict[str, Any], str]:
+    """Time to first token by tier; an error if the adapter was in another tier."""
+    texts = iter(prompts((4 + SLOTS) * size.times + 1, size.num_prompt, seed))
+    raw: dict[str, Any] = {"resident": [], "host": [], "disk": []}
+    wrong: list[str] = []
+    first, *others = NAMES
+
+    async def ask(name: str) -> float:
+        length = completions.Length(size.num_prompt, 1)
+        answer = await completions.complete(
+            completions.Target(port, name, {"ignore_eos_token": True}), next(texts), length
+        )
+        if answer.error:
+            wrong.append(answer.error)
+        return answer.first_token_s if answer.events else 0.0
+
+    async def timed(place: str, tier: str) -> None:
+        before = adapted.samples(port)
+        raw[place].append(round(await ask(first), 4))
+        after = adapted.samples(port)
+        hits = f'lorikeet_adapter_hits_total{{tier="{tier}"}}'
+        if after.get(hits, 0) != before.get(hits, 0) + 1:
+            wrong.append(f"{place}: the adapter was not {tier}")
+        loads = 'lorikeet_adapter_loads_total{tier="disk"}'
+        if after.get(loads, 0) - before.get(loads, 0) != (place == "disk"):
+            wrong.append(f"{place}: the loader was asked {after.get(loads, 0) - before.get(loads, 0)} times")
+
+    await ask(first)
+    for _ in range(size.times):
+        await timed("resident", "slot")
+        for name in others:
+            await ask(name)  # they take all slots
+        await timed("host", "elsewhere")
+        for digest in (await adapted.admin(port, "unload", adapter_id=first)).json["unloaded"]:
+            for path in base.store.rglob(f"{digest}.safetensors"):
+                _uncache(path)
+        await timed("disk", "elsewhere")
+    return raw, "; ".join(wrong[:3])
+
+
+def _uncache(path: Path) -> None:
+    """Drop a file from the system's cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def over_resident(place: str, raw: Raw) -> float:
+    return float(statistics.median(raw[place]) / statistics.median(raw["resident"]))
+
+
+if __name__ == "__main__":
+    chosen = arguments.parser(__doc__, rounds=ROUNDS, quick=True).parse_args()
+    cases = measure(adapted.small(), QUICK) if chosen.quick else measure(None, Size(chosen.rounds))
+    sys.exit(arguments.print_cases(cases, {tier: partial(over_resident, tier) for tier in ("host", "disk")}))

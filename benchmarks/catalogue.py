@@ -1,0 +1,12 @@
+"""All suites of figures that are published. Each folder defines its own next to its benchmarks."""
+
+from benchmarks.adapters import figures as adapters
+from benchmarks.evidence.figure import Suite
+from benchmarks.recovery import figures as recovery
+from benchmarks.router import figures as router
+from benchmarks.serving import figures as serving
+from benchmarks.speculation import figures as speculation
+
+SUITES: tuple[Suite, ...] = (
+    *serving.SUITES, *router.SUITES, *adapters.SUITES, *speculation.SUITES, *recovery.SUITES,
+)  # fmt: skip

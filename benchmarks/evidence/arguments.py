@@ -1,0 +1,31 @@
+"""The command line that benchmarks share: options for rounds and a small run, and how cases are printed.
+
+No benchmark measures before its arguments are parsed, so `--help` never starts one.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+
+from benchmarks.evidence.figure import Cases, Raw
+
+
+def parser(doc: str | None, *, rounds: int = 0, quick: bool = False) -> argparse.ArgumentParser:
+    """A parser described by a module's docstring. `rounds` is the default of --rounds, which exists if it isn't 0."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds:
+        made.add_argument("--rounds", type=int, default=rounds, help=f"rounds to measure (default {rounds})")
+    if quick:
+        made.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
+    return made
+
+
+def print_cases(cases: Cases, figures: Mapping[str, Callable[[Raw], float]]) -> int:
+    """Print the figures and the raw values of each case as it is measured. Returns the exit code."""
+    has_failed = False
+    for case in cases:
+        values = "" if case.error else ", ".join(f"{name} {value(case.raw):.4g}" for name, value in figures.items())
+        raw = json.dumps(case.raw, ensure_ascii=False)
+        print(f"{case.name}: {values or f'FAILED: {case.error}'}  {raw}", flush=True)
+        has_failed = has_failed or bool(case.error)
+    return int(has_failed)

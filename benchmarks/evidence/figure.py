@@ -1,0 +1,133 @@
+"""Terms of the evidence: a case is one measured thing with its raw values, a suite measures cases together, and a
+figure is what follows from the cases of a suite, with the target it should reach.
+
+A suite declares the source files that its figures depend on. How anything is measured is the business of the suites.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from benchmarks.evidence.statistics import Estimate, bootstrap, median_of
+
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured thing. A failed case has an error and keeps the values it has."""
+
+    name: str
+    raw: Raw
+    error: str = ""
+
+
+Cases = Generator[Case, None, None]
+"""Measured one by one; closing the generator stops what it started."""
+
+
+class Over(Enum):
+    """How the values of all cases become one figure."""
+
+    MEDIAN = "median over rounds, 95 % bootstrap interval"
+    SUM = "sum over cases"
+    WORST = "worst case"
+    POOLED = "of all rounds' samples together, 95 % bootstrap interval over rounds"
+    """For high percentiles of rounds with few samples each: the 99th of a hundred is the slowest one."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A published number."""
+
+    name: str
+    value: Callable[[Raw], float]
+    """The value of one case, from its raw values alone."""
+    target: float | None = None
+    """None for a figure without a target."""
+    at_least: bool = True
+    unit: str = ""
+    over: Over = Over.MEDIAN
+
+    def estimate(self, raws: Sequence[Raw]) -> Estimate:
+        if self.over is Over.POOLED:
+            return bootstrap(raws, lambda chosen: self.value(pooled(chosen)))
+        values = [self.value(raw) for raw in raws]
+        if self.over is Over.MEDIAN:
+            return median_of(values)
+        total = sum(values) if self.over is Over.SUM else (min(values) if self.at_least else max(values))
+        return Estimate(total, total, total)
+
+    def is_reached(self, estimate: Estimate) -> bool:
+        """A target of ≥ is reached by the interval's lower end, one of ≤ by its upper end."""
+        if self.target is None:
+            return True
+        return estimate.low >= self.target if self.at_least else estimate.high <= self.target
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cases that are measured by one run, and the figures that follow from them."""
+
+    name: str
+    measure: Callable[[], Cases]
+    num_cases: int
+    figures: tuple[Figure, ...]
+    sources: tuple[str, ...]
+    """Globs of the files that the figures depend on, relative to the repository; `!` excludes."""
+    model: str = ""
+    dtype: str = ""
+    peer: str = ""
+    void: Callable[[Sequence[Raw]], str] = lambda raws: ""
+    """Why the run says nothing, or an empty text."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings other than the constants of the module that measures."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The constants of the module that measures: lengths, rounds, seeds, flags."""
+        measure = self.measure.func if isinstance(self.measure, partial) else self.measure
+        module = vars(sys.modules[measure.__module__])
+        plain = {name.lower(): value for name, value in module.items() if name.isupper() and _is_plain(value)}
+        return dict(json.loads(json.dumps({**plain, **self.options})))
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def pooled(raws: Sequence[Raw]) -> dict[str, Any]:
+    """One round with the samples of all: lists are joined, other values are the last round's."""
+    joined: dict[str, Any] = {}
+    for name in raws[-1]:
+        values = [raw[name] for raw in raws]
+        if isinstance(values[-1], Mapping):
+            joined[name] = pooled(values)
+        else:
+            joined[name] = [each for value in values for each in value] if isinstance(values[-1], list) else values[-1]
+    return joined
+
+
+def raw_value(name: str, raw: Raw) -> float:
+    """One of the raw values as it is."""
+    return float(raw[name])
+
+
+def status(figure: Figure, suite: Suite, cases: Sequence[Case]) -> tuple[str, str, Estimate | None]:
+    """`holds`, `missed`, `void` or `failed`, the reason of the last two, and the estimate if every case has a value."""
+    error = next((case.error for case in cases if case.error), "")
+    if error or len(cases) != suite.num_cases:
+        return "failed", error or f"{len(cases)} of {suite.num_cases} cases", None
+    raws = [case.raw for case in cases]
+    estimate = figure.estimate(raws)
+    if reason := suite.void(raws):
+        return "void", reason, estimate
+    return ("holds" if figure.is_reached(estimate) else "missed"), "", estimate

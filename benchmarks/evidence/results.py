@@ -1,0 +1,153 @@
+"""Results of figures: the latest of each as a small JSON file, and every run, with its raw cases, in an archive that
+only grows.
+
+A void run says nothing and leaves the latest result as it is; it is in the archive alone.
+"""
+
+import json
+import lzma
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.figure import Case, Figure, Suite, status
+from benchmarks.evidence.sources import REPOSITORY, digest
+
+RESULTS = Path(__file__).parents[1] / "results"
+VERSIONS = ("torch", "transformers", "tokenizers", "grpcio", "fastapi", "uvicorn", "uvloop", "numpy", "triton")
+Result = dict[str, Any]
+
+
+def slug(name: str) -> str:
+    """The name of a figure's file."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("χ²", "chi2")).strip("-")
+
+
+def facts(commit: str = "", extra: Mapping[str, Any] | None = None) -> Result:
+    """What all results of a run share. `commit`: of an unchanged copy that is no repository."""
+    return {
+        "commit": commit or git("rev-parse", "HEAD").strip(),
+        "changed": [] if commit else [line[3:] for line in git("status", "--porcelain").splitlines()],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {**machine(), **(extra or {})},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in VERSIONS}},
+    }
+
+
+def git(*arguments: str) -> str:
+    """Raises ValueError where there is no repository."""
+    try:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (subprocess.CalledProcessError, OSError):
+        raise ValueError("this is no git repository: name the commit it is a copy of with --commit") from None
+
+
+def printed(*command: str) -> str:
+    """The first word that a program prints, `unknown` if it fails."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
+
+
+def machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = [flag for flag in named.get("flags", "").split() if flag.startswith(("avx512_bf16", "amx", "avx512f"))]
+    name = (
+        f"{named.get('model name', platform.processor())} family {named.get('cpu family')} model {named.get('model')}"
+    )
+    return {
+        "processor": name,
+        "cores": len(os.sched_getaffinity(0)),
+        "flags": flags,
+        "memory_mib": int(Path("/proc/meminfo").read_text().split()[1]) // 1024,
+        "kernel": platform.release(),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def result_of(figure: Figure, suite: Suite, cases: Sequence[Case], shared: Mapping[str, Any], seconds: float) -> Result:
+    """The result of one figure, without raw cases."""
+    state, reason, estimate = status(figure, suite, cases)
+    return {
+        "figure": figure.name,
+        "suite": suite.name,
+        "unit": figure.unit,
+        "target": figure.target,
+        "at_least": figure.at_least,
+        "over": figure.over.value,
+        "status": state,
+        "reason": reason,
+        "median": None if estimate is None else round(estimate.median, 6),
+        "interval": None if estimate is None else [round(estimate.low, 6), round(estimate.high, 6)],
+        "rounds": len(cases),
+        "seconds": round(seconds, 1),
+        "model": suite.model,
+        "dtype": suite.dtype,
+        "peer": suite.peer,
+        "settings": suite.settings,
+        "hash": digest(suite.sources),
+        **shared,
+    }
+
+
+def write(results: Sequence[Result], cases: Sequence[Case], folder: Path = RESULTS) -> None:
+    """Make these the latest results, and append them to the archive with the raw cases of their suite."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for result in results:
+        if result["status"] != "void":
+            path = folder / f"{slug(result['figure'])}.json"
+            unfinished = path.with_suffix(".part")
+            unfinished.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+            unfinished.replace(path)
+    archive([*results, {"suite": results[0]["suite"], "cases": [asdict(case) for case in cases]}], folder)
+
+
+def archive(rows: Iterable[Mapping[str, Any]], folder: Path = RESULTS) -> None:
+    """Append rows to this year's archive, as one more xz stream."""
+    path = folder / "archive" / f"{datetime.now(UTC).year}.jsonl.xz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with path.open("ab") as file:
+        file.write(lzma.compress(text.encode()))
+
+
+def archived(folder: Path = RESULTS) -> Iterator[Result]:
+    """Every row of the archive, the oldest first."""
+    for path in sorted((folder / "archive").glob("*.jsonl.xz")):
+        with lzma.open(path, "rt", encoding="utf-8") as file:
+            yield from (json.loads(line) for line in file)
+
+
+def latest(folder: Path = RESULTS) -> dict[str, Result]:
+    """The latest result of each figure, by name."""
+    found = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
+    return {result["figure"]: result for result in found}
+
+
+def out_of_date(suite: Suite, known: Mapping[str, Result]) -> str:
+    """Why a suite's figures have to be measured again, or an empty text."""
+    results = [known.get(figure.name) for figure in suite.figures]
+    if None in results:
+        return "never measured"
+    stated = [result for result in results if result is not None]
+    if any(result["status"] == "failed" for result in stated):
+        return "failed"
+    if any(result["settings"] != suite.settings for result in stated):
+        return "settings changed"
+    return "" if {result["hash"] for result in stated} == {digest(suite.sources)} else "code changed"

@@ -1,0 +1,1 @@
+"""Kernels for adapters and heads on a GPU: their times, and the search for their configurations."""

@@ -1,0 +1,193 @@
+"""The cost of one module's adapters on CUDA, computed in three ways: the specification row by row, grouped torch
+products, and the kernels of shard/model/lora/triton.py, for usual mixes of adapters in a step.
+
+Prints a table, times as multiples of the kernels', and one line of JSON. With TRITON_INTERPRET=1 and `--smoke`, or
+other small sizes, it runs on CPU, where its times mean nothing.
+
+    python -m benchmarks.kernels.lora [--smoke]
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.evidence import arguments
+from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.model.kernels import tuning
+from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_row
+
+MIXES = ("distinct", "uniform", "zipf", "identical")
+TOLERANCE = 2**-6
+"""Of the largest output: the grouped products round h to bfloat16."""
+
+SMOKE = {"in": 24, "out": 20, "rank": 3, "requests": 3, "tokens": 1, "repeats": 1}
+
+
+@dataclass(frozen=True)
+class Size:
+    """One module and one step."""
+
+    num_in: int
+    num_out: int
+    rank: int
+    num_requests: int
+    num_tokens: int
+    """Of each request."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Times of one mix."""
+
+    mix: str
+    kernels_us: float
+    grouped: float
+    """As multiples of the kernels' time."""
+    by_row: float
+
+
+class Case:
+    """A step in which each request has an adapter of a mix."""
+
+    def __init__(
+        self,
+        size: Size,
+        mix: str,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        tuned: tuning.Tuned | None = None,
+    ) -> None:
+        """`tuned`: how the kernels are cut up, what is read for this device if None."""
+        from lorikeet.shard.model.adapters.tables import DeviceKernels
+
+        generator = torch.Generator(device).manual_seed(0)
+        num_rows = size.num_requests * size.num_tokens
+        self.inputs = StepInputs(16, device)
+        self.inputs.reserve_groups(num_rows, size.num_requests)
+        self.site = LoraTarget("module", size.num_in, size.num_out, self.inputs)
+        self.site.allocate(size.num_requests)
+        tuned = tuning.read(device) if tuned is None else tuned
+        kernels = DeviceKernels([self.site], size.num_requests, device, tuned)
+        self.weights: list[SlotWeights] = []
+        self.memories: list[torch.Tensor] = []
+        for slot in range(size.num_requests):
+            num_a = size.rank * size.num_in
+            num_values = num_a + size.rank * size.num_out
+            values = torch.randn(num_values, generator=generator, device=device).div_(64).to(dtype)
+            memory = values.view(torch.uint8)
+            a, b = values[:num_a].view(size.rank, -1), values[num_a:].view(size.rank, -1)
+            weights = SlotWeights(a, b)
+            entries = np.array([[size.rank, 0, a.nbytes, -1, -1]])
+            kernels.bind(slot, kernels.image([self.site], entries), memory)
+            self.weights.append(weights)
+            self.memories.append(memory)
+        self.slots = choose(mix, size.num_requests)
+        segments = [Segment(0, size.num_tokens, range(num_rows), slot) for slot in self.slots]
+        self.inputs.fill(segments, torch.zeros(num_rows, dtype=torch.long, device=device), torch.arange(1), [0])
+        self.x, self.y = (
+            torch.randn(num_rows, width, generator=generator, device=device).to(dtype)
+            for width in (size.num_in, size.num_out)
+        )
+        row_slots = torch.tensor(np.repeat(self.slots, size.num_tokens))
+        # (slot, its rows) of each adapter
+        self.owners = [(slot, (row_slots == slot).nonzero()[:, 0].to(device)) for slot in sorted(set(self.slots))]
+        self.stacked: tuple[torch.Tensor, ...] | None = None
+        """Rows, [adapters, rank, in] and [adapters, rank, out], where each adapter has as many rows."""
+        if len({len(rows) for _, rows in self.owners}) == 1:
+            factors = [self.weights[slot].tensors for slot, _ in self.owners]
+            stacks = (torch.stack([each[name] for each in factors]) for name in ("a", "b"))
+            self.stacked = (torch.stack([rows for _, rows in self.owners]), *stacks)
+
+    def kernels(self, y: torch.Tensor) -> None:
+        adapt(self.inputs.adapter_rows, Product(self.site, self.x, y))
+
+    def grouped(self, y: torch.Tensor) -> None:
+        """Two products per adapter over its rows gathered, in one torch.bmm where each has as many rows."""
+        if self.stacked is not None:
+            rows, a, b = self.stacked
+            y[rows] += torch.bmm(torch.bmm(self.x[rows], a.transpose(1, 2)), b)
+            return
+        for slot, rows in self.owners:
+            weights = self.weights[slot]
+            assert weights.a is not None and weights.b is not None
+            y[rows] += self.x[rows] @ weights.a.t() @ weights.b
+
+    def by_row(self, y: torch.Tensor) -> None:
+        for slot, rows in self.owners:
+            for row in rows.tolist():
+                adapt_row(self.weights[slot], None, self.x[row], y[row])
+
+
+def choose(mix: str, num_requests: int) -> list[int]:
+    """The slot of each request."""
+    generator = np.random.default_rng(0)
+    if mix == "distinct":
+        return list(range(num_requests))
+    if mix == "identical":
+        return [0] * num_requests
+    if mix == "uniform":
+        return generator.integers(0, max(1, round(num_requests**0.5)), num_requests).tolist()
+    return np.minimum(generator.zipf(1.5, num_requests) - 1, num_requests - 1).tolist()
+
+
+def measure(call: Callable[[torch.Tensor], None], y: torch.Tensor, repeats: int) -> float:
+    """Microseconds of one call, the least of `repeats`, after one to warm up."""
+    call(y)
+    best = float("inf")
+    for _ in range(repeats):
+        wait(y.device)
+        started = time.perf_counter()
+        call(y)
+        wait(y.device)
+        best = min(best, time.perf_counter() - started)
+    return best * 1e6
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.inference_mode()
+def compare(size: Size, mix: str, device: torch.device, repeats: int) -> Result:
+    """Raises RuntimeError where the three ways differ."""
+    case = Case(size, mix, device)
+    ways = (case.kernels, case.grouped, case.by_row)
+    outputs = [case.y.clone() for _ in ways]
+    for way, output in zip(ways, outputs, strict=True):
+        way(output)
+    wanted = outputs[-1].float()
+    if any(float((output.float() - wanted).abs().max()) > TOLERANCE * float(wanted.abs().max()) for output in outputs):
+        raise RuntimeError(f"{mix}: the ways give different outputs")
+    kernels, grouped, by_row = (measure(way, case.y.clone(), repeats) for way in ways)
+    return Result(mix, kernels, grouped / kernels, by_row / kernels)
+
+
+def main(given_arguments: Sequence[str] | None = None) -> int:
+    parser = arguments.parser(__doc__)
+    for name, default in {"in": 4096, "out": 4096, "rank": 16, "requests": 32, "tokens": 1, "repeats": 20}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
+    given = vars(parser.parse_args(given_arguments))
+    if given["smoke"]:
+        given |= SMOKE
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not (is_interpreted or torch.cuda.is_available()):
+        parser.error("needs a CUDA device")
+    device = torch.device("cpu" if is_interpreted else "cuda")
+    size = Size(given["in"], given["out"], given["rank"], given["requests"], given["tokens"])
+    results = [compare(size, mix, device, given["repeats"]) for mix in MIXES]
+    print(f"{size}\n{'mix':<10} {'kernels':>10} {'grouped':>10} {'by row':>10}")
+    for result in results:
+        print(f"{result.mix:<10} {result.kernels_us:>8.1f}us {result.grouped:>9.2f}x {result.by_row:>9.1f}x")
+    print(json.dumps({"size": asdict(size), "results": [asdict(result) for result in results]}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Servers under load: their processes, the requests they are sent, and the peers they are compared with."""

@@ -1,0 +1,1 @@
+"""How long streams pause when a shard ends, hangs or is replaced."""

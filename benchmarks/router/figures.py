@@ -1,0 +1,20 @@
+"""The figures of the router by itself, and what they depend on."""
+
+from functools import partial
+
+from benchmarks.evidence.figure import Figure, Suite, raw_value
+from benchmarks.evidence.sources import ROUTER
+from benchmarks.router import four_shards, throughput
+
+SOURCES = (*ROUTER, "benchmarks/router/throughput.py", "benchmarks/load/servers.py", "tests/router/simulated_shard.py")
+
+SUITES: tuple[Suite, ...] = (
+    Suite("router", throughput.measure, throughput.NUM_ROUNDS,
+          (Figure("router throughput, 256 streams", partial(raw_value, "tokens_per_second"), 40_000, unit="tokens/s"),
+           Figure("time to first token added by the router, 64 clients", throughput.added_first_token_ms, 5.0,
+                  at_least=False, unit="ms")),
+          SOURCES, "simulated shard"),
+    Suite("router-shards", four_shards.measure, four_shards.ROUNDS,
+          (Figure("throughput of one router over four shards, of four times one", four_shards.share, 0.9),),
+          (*SOURCES, "benchmarks/router/four_shards.py"), "simulated shards"),
+)  # fmt: skip

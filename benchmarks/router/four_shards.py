@@ -1,0 +1,85 @@
+"""One router over four shards against one over one: streamed tokens per second, in alternating rounds.
+
+Simulated shards of 64 requests and 8 ms a step give 8 000 tokens/s each. They and the clients share a core, the router
+has the other.
+
+    python -m benchmarks.router.four_shards [--rounds N] [--profile FILE]
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator
+
+import uvloop
+
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load.servers import cpu_seconds
+from benchmarks.router import throughput
+
+ROUNDS = 8
+ROUND_S, WARM_UP_S = 3.0, 1.0
+SHARDS = 4
+STREAMS, STEP_MS = 64, 8.0
+"""Of each shard."""
+NEW_TOKENS = 256
+
+
+async def loaded(servers: throughput.Servers, num_shards: int) -> dict[str, float]:
+    """Tokens per second of as many streams as the shards take at once, and the router's time for each."""
+    async with throughput.clients(servers.port, [NEW_TOKENS] * STREAMS * num_shards) as running:
+        await asyncio.sleep(WARM_UP_S)
+        before, start = sum(client.num_events for client in running), time.perf_counter()
+        cpu_before = cpu_seconds(servers.router_pid)
+        await asyncio.sleep(ROUND_S)
+        seconds = time.perf_counter() - start
+        num_tokens = sum(client.num_events for client in running) - before
+        cpu = cpu_seconds(servers.router_pid) - cpu_before
+    return {"tokens_per_s": round(num_tokens / seconds, 1), "router_us_per_token": round(1e6 * cpu / num_tokens, 2)}
+
+
+def measure(rounds: int = ROUNDS) -> Cases:
+    """One case per round: one shard, then four."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        each = rounds_of(rounds)
+        try:
+            for number in range(rounds):
+                raw = runner.run(anext(each))
+                yield Case(f"round {number}", raw)
+        finally:
+            runner.run(each.aclose())
+
+
+async def rounds_of(rounds: int) -> AsyncGenerator[dict[str, dict[str, float]], None]:
+    """The raw values of each round."""
+    async with (
+        throughput.servers(STEP_MS, max_running=STREAMS) as one,
+        throughput.servers(STEP_MS, num_shards=SHARDS, max_running=STREAMS) as four,
+    ):
+        for _ in range(rounds):
+            yield {"one": await loaded(one, 1), "four": await loaded(four, SHARDS)}
+
+
+def share(raw: Raw) -> float:
+    """Of four times one."""
+    return float(raw["four"]["tokens_per_s"] / (SHARDS * raw["one"]["tokens_per_s"]))
+
+
+async def profiled(path: str) -> None:
+    async with throughput.servers(STEP_MS, path, SHARDS, STREAMS) as four:
+        print(await loaded(four, SHARDS))
+
+
+def main() -> int:
+    parser = arguments.parser(__doc__, rounds=ROUNDS)
+    parser.add_argument("--profile", metavar="FILE", help="write a cProfile of a router over four shards here")
+    options = parser.parse_args()
+    if options.profile:
+        uvloop.run(profiled(options.profile))
+        return 0
+    return arguments.print_cases(measure(options.rounds), {f"of {SHARDS} times one": share})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

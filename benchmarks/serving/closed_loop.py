@@ -1,0 +1,93 @@
+"""Closed loop over HTTP against the machine's limit and vLLM, in alternating rounds.
+
+python -m benchmarks.serving.closed_loop [--clients 1|8|32]
+"""
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import uvloop
+
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load import completions, peers, servers
+from benchmarks.load.rounds import EXTRA, LENGTH, OURS, VLLM, alone, in_turn, summary
+from benchmarks.models.limit import PROMPT_TOKENS, Machine
+from benchmarks.models.limit import tokens_per_second as limit
+from benchmarks.models.prompts import prompts
+
+ROUNDS = 8
+REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
+"""Fixed by a pilot: rounds of about ten seconds, twice that at 32 clients."""
+VOID_BELOW = {1: 0.57, 8: 0.60, 32: 0.60}
+"""vLLM's share of the limit below which the machine was too disturbed for a conclusion."""
+SEED = 7_000
+VLLM_VERSION, VLLM_FLAGS, VLLM_ENVIRONMENT = peers.VLLM_VERSION, peers.VLLM_FLAGS, peers.VLLM_ENVIRONMENT
+
+
+def measure(clients: int, rounds: int = ROUNDS) -> Cases:
+    """One case per round: the limit, then both servers in turn."""
+    model = peers.model_folder()
+    with contextlib.ExitStack() as stack:
+        both = {
+            VLLM: stack.enter_context(servers.running(VLLM, peers.vllm(model))),
+            OURS: stack.enter_context(servers.running(OURS, servers.lorikeet(model))),
+        }
+        targets = {name: completions.Target(server.port, str(model), EXTRA[name]) for name, server in both.items()}
+        for name in both:
+            _run(targets[name], clients, SEED)
+        for number in range(rounds):
+            raw: dict[str, Any] = {"clients": clients, "load_average": os.getloadavg()[0], **speeds()}
+            errors: list[str] = []
+            for name in in_turn((OURS, VLLM), number):
+                with alone(name, both, errors):
+                    answers = _run(targets[name], clients, SEED + 1 + number)
+                raw[name] = summary(answers)
+                errors += [f"{name}: {answer.error}" for answer in answers if answer.error]
+            yield Case(f"round {number}", raw, "; ".join(errors[:3]))
+
+
+def _run(target: completions.Target, clients: int, seed: int) -> list[completions.Answer]:
+    texts = prompts(clients * REQUESTS_PER_CLIENT[clients], PROMPT_TOKENS, seed)
+    return uvloop.run(completions.closed_loop(target, texts, clients, LENGTH))
+
+
+def speeds() -> dict[str, float]:
+    """The machine's two speeds at this moment, measured by a process that is gone when the servers run."""
+    command = [sys.executable, "-m", "benchmarks.serving.machine"]
+    output = subprocess.run(command, cwd=servers.REPOSITORY, check=True, capture_output=True, text=True).stdout
+    measured: dict[str, float] = json.loads(output.splitlines()[-1])
+    return measured
+
+
+def share_of_limit(raw: Raw, server: str = OURS) -> float:
+    """Tokens per second over the limit of the same round."""
+    machine = Machine(raw["flops"], raw["bytes_per_s"])
+    return float(raw[server]["tokens_per_second"] / limit(machine, raw["clients"]))
+
+
+def void(raws: Sequence[Raw]) -> str:
+    """A run in which vLLM was far below what it can do is no evidence."""
+    clients = raws[0]["clients"]
+    share = statistics.median(share_of_limit(raw, VLLM) for raw in raws)
+    if share >= VOID_BELOW[clients]:
+        return ""
+    return f"vLLM reached {share:.2f} of the limit at {clients} clients, below {VOID_BELOW[clients]}"
+
+
+def main() -> int:
+    parser = arguments.parser(__doc__, rounds=ROUNDS)
+    parser.add_argument("--clients", type=int, choices=list(REQUESTS_PER_CLIENT), default=8)
+    options = parser.parse_args()
+    figures = {"of the limit": share_of_limit, "vLLM": lambda raw: share_of_limit(raw, VLLM)}
+    return arguments.print_cases(measure(options.clients, options.rounds), figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

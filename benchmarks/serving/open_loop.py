@@ -1,0 +1,71 @@
+"""Open loop: requests arrive by a Poisson process whatever the server does; the highest rate with a 99th percentile of
+the time to first token within two seconds.
+
+    python -m benchmarks.serving.open_loop
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import uvloop
+
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.evidence.statistics import percentile
+from benchmarks.load import completions, peers, servers
+from benchmarks.load.rounds import EXTRA, LENGTH, OURS, VLLM
+from benchmarks.models.limit import PROMPT_TOKENS
+from benchmarks.models.prompts import prompts
+
+RATES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
+"""Requests per second that are tried, by bisection: three probes find the highest good one."""
+REQUESTS = 60
+FIRST_TOKEN_S = 2.0
+SEED = 11_000
+
+
+def measure() -> Cases:
+    """One case: every probe of each server, which is alone on the machine."""
+    model = peers.model_folder()
+    raw: dict[str, Any] = {}
+    errors: list[str] = []
+    for name, command in {OURS: servers.lorikeet(model), VLLM: peers.vllm(model)}.items():
+        with servers.running(name, command) as server:
+            target = completions.Target(server.port, str(model), EXTRA[name])
+            uvloop.run(completions.closed_loop(target, prompts(4, PROMPT_TOKENS, SEED), 2, LENGTH))
+            raw[name] = _search(target, errors)
+    yield Case("search", raw, "; ".join(errors[:3]))
+
+
+def _search(target: completions.Target, errors: list[str]) -> list[dict[str, Any]]:
+    """The probes of a bisection over `RATES`: the first rate that fails is above the highest that holds."""
+    probes: list[dict[str, Any]] = []
+    low, high = 0, len(RATES)
+    while low < high and not errors:
+        middle = (low + high) // 2
+        answers = uvloop.run(completions.poisson(target, _texts(middle), RATES[middle], LENGTH, SEED + middle))
+        errors += [answer.error for answer in answers if answer.error]
+        seconds = [round(answer.first_token_s, 4) for answer in answers if not answer.error]
+        probes.append({"rate": RATES[middle], "first_token_s": seconds})
+        low, high = (middle + 1, high) if holds(probes[-1]) else (low, middle)
+    return probes
+
+
+def _texts(number: int) -> Sequence[str]:
+    return prompts(REQUESTS, PROMPT_TOKENS, SEED + number)
+
+
+def holds(probe: Raw) -> bool:
+    return percentile(probe["first_token_s"], 99) <= FIRST_TOKEN_S
+
+
+def highest_rate(server: str, raw: Raw) -> float:
+    """Requests per second of the best probe that held; 0 where none did."""
+    return max((float(probe["rate"]) for probe in raw[server] if holds(probe)), default=0.0)
+
+
+if __name__ == "__main__":
+    arguments.parser(__doc__).parse_args()
+    sys.exit(arguments.print_cases(measure(), {name: partial(highest_rate, name) for name in (OURS, VLLM)}))

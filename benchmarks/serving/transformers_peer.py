@@ -1,0 +1,118 @@
+"""Our server against transformers' own continuous batching on the same prompts, one after the other in every round.
+
+transformers runs in a process of its own (`--worker MODEL`), which reads lines with a JSON list of prompts and answers
+each with a JSON object.
+
+    python -m benchmarks.serving.transformers_peer [--rounds N]
+"""
+
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load import completions, peers, servers
+from benchmarks.load.rounds import EXTRA, LENGTH, OURS
+from benchmarks.models.limit import OUTPUT_TOKENS, PROMPT_TOKENS
+from benchmarks.models.prompts import prompts
+
+ROUNDS = 8
+REQUESTS = 8
+SEED = 13_000
+ATTENTION = "sdpa"
+
+
+def measure(rounds: int = ROUNDS) -> Cases:
+    """One case per round."""
+    model = peers.model_folder()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(servers.running(OURS, servers.lorikeet(model)))
+        peer = stack.enter_context(_worker(model))
+        target = completions.Target(server.port, str(model), EXTRA[OURS])
+        _ask(peer, prompts(2, PROMPT_TOKENS, SEED))
+        uvloop.run(completions.closed_loop(target, prompts(2, PROMPT_TOKENS, SEED), 2, LENGTH))
+        for number in range(rounds):
+            texts = prompts(REQUESTS, PROMPT_TOKENS, SEED + 1 + number)
+            answers = uvloop.run(completions.closed_loop(target, texts, REQUESTS, LENGTH))
+            theirs = _ask(peer, texts)
+            errors = [answer.error for answer in answers if answer.error]
+            if theirs["counts"] != [OUTPUT_TOKENS] * REQUESTS:
+                errors.append(f"transformers generated {theirs['counts']} tokens")
+            raw = {
+                OURS: 0.0 if errors else round(completions.tokens_per_second(answers), 3),
+                "transformers": round(sum(theirs["counts"]) / theirs["seconds"], 3),
+                "first_token_s": 0.0 if errors else round(statistics.median(a.first_token_s for a in answers), 4),
+            }
+            yield Case(f"round {number}", raw, "; ".join(errors[:3]))
+
+
+def over_transformers(raw: Raw) -> float:
+    return float(raw[OURS] / raw["transformers"])
+
+
+@contextlib.contextmanager
+def _worker(model: Path) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "benchmarks.serving.transformers_peer", "--worker", str(model)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=servers.REPOSITORY, stdin=pipe, stdout=pipe, text=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()  # it is ready
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ask(process: "subprocess.Popen[str]", texts: list[str]) -> dict[str, Any]:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(texts) + "\n")
+    process.stdin.flush()
+    answer: dict[str, Any] = json.loads(process.stdout.readline())
+    return answer
+
+
+def work(folder: str) -> None:
+    """The worker: `generate_batch` for every line of prompts."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+    model.eval()
+    generation = GenerationConfig(max_new_tokens=OUTPUT_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(allow_block_sharing=False)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        ids = [tokenizer(text)["input_ids"] for text in json.loads(line)]
+        start = time.monotonic()
+        outputs = model.generate_batch(
+            ids, generation_config=generation, continuous_batching_config=batching, progress_bar=False
+        )
+        seconds = time.monotonic() - start
+        counts = [len(output.generated_tokens) for output in outputs.values()]
+        print(json.dumps({"counts": counts, "seconds": seconds}), flush=True)
+
+
+def main() -> int:
+    parser = arguments.parser(__doc__, rounds=ROUNDS)
+    parser.add_argument("--worker", metavar="MODEL", help="be the process that runs transformers")
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker)
+        return 0
+    return arguments.print_cases(measure(options.rounds), {"over transformers": over_transformers})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Speculative decoding: tokens per step, the cost of drafts, schedules, and the tables that other systems publish."""

@@ -1,0 +1,164 @@
+"""The tables that other systems publish about speculative decoding, measured with the embedded model from the server's
+counters, with their figures and the replay oracle's. Exits with 1 if an answer's counts are not the oracle's.
+
+    python -m benchmarks.speculation [--quick] [gamma] [rows] [chat] [sampled] [copied] [uncopied] [medusa]
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.speculation import counts, published
+from benchmarks.speculation.counts import QUICK, Size, counts_of, oracle, speed, tau
+from tests.oracles.replay import fitted_chance, fitted_cost, iid_tokens_per_step
+
+Rows = Iterable[Sequence[object]]
+
+
+def table(title: str, head: Sequence[str], rows: Rows) -> None:
+    """Markdown, numbers with three digits."""
+    print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for row in rows:
+        print("| " + " | ".join(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row) + " |")
+    sys.stdout.flush()
+
+
+def by_width(found: Sequence[Case]) -> dict[int, Raw]:
+    return {int(case.name.split()[1]): case.raw for case in found if case.name.startswith("width ")}
+
+
+def gamma(found: Sequence[Case]) -> None:
+    """LMFlow's table, both columns."""
+    raws = by_width(found)
+    plain = raws.pop(0)
+    rows = [
+        (width, speed(raw) / speed(plain), published.LMFLOW_TIME[width], tau(raw), oracle(raw).tokens_per_step,
+         published.LMFLOW_FORWARDS[width], raw["miscounted"], raw["ties"])
+        for width, raw in raws.items()
+    ]  # fmt: skip
+    head = ("drafts", "times faster", "LMFlow", "tokens per step", "oracle", "LMFlow", "unlike the oracle", "ties")
+    table("Drafts of a draft model, greedy (LMFlow's table)", head, rows)
+    taus = [(width, tau(raw)) for width, raw in raws.items()]
+    chance = fitted_chance(taus)
+    cost = fitted_cost([(width, tau(raw), speed(raw) / speed(plain)) for width, raw in raws.items()])
+    worst = max(abs(iid_tokens_per_step(chance, width) - value) for width, value in taus)
+    print(f"\nfit: α {chance:.3f} (LMFlow's {published.LMFLOW_CHANCE}), largest error {worst:.3f}; ", end="")
+    print(f"c {cost:.3f} (LMFlow's {published.LMFLOW_COST}); tokens in repeated 8-grams {plain['repeated']:.1%}")
+
+
+def rows(found: Sequence[Case]) -> None:
+    """LLMSpeculativeSampling's three rows and a sweep."""
+    raws = {case.name: case.raw for case in found}
+    alone, target = speed(raws["draft alone"]), speed(raws["target alone"])
+    theirs = published.LLMSS
+    cost, its_cost = target / alone, theirs.target / theirs.draft
+    table(
+        "Three speeds, temperature 1, top-k 20, top-p 0.9 (LLMSpeculativeSampling's)",
+        ("", "tokens/s", "over target", "theirs over target"),
+        [("draft alone", alone, alone / target, 1 / its_cost), ("target alone", target, 1.0, 1.0)],
+    )
+    sweep = by_width(found)
+    head = ("drafts", "tokens/s", "over target", "theirs", "tokens per step", "oracle", "accepted/drafted")
+    shown = [
+        (width, speed(raw), speed(raw) / target, theirs.speculative / theirs.target if width == published.LLMSS_WIDTH
+         else "", tau(raw), oracle(raw).tokens_per_step, counts_of(raw).share_accepted)
+        for width, raw in sweep.items()
+    ]  # fmt: skip
+    table(f"Speculative, by drafts (c {cost:.3f}, theirs {its_cost:.3f})", head, shown)
+
+
+def chat(found: Sequence[Case]) -> None:
+    """Xinference's accepted over drafted, its phases and its speed-up."""
+    raws = {case.name: case.raw for case in found}
+    off, on = raws["off"], raws["width 4"]
+    head = ("", "accepted/drafted", "times faster", "drafting s", "verifying s", "accepting s", "tokens/s")
+    phases = [on[f"{phase}_seconds"] for phase in ("draft", "verify", "accept")]
+    wanted = oracle(on).share_accepted
+    table(
+        "Four drafts, temperature 0.7, top-p 0.95, top-k 40 (Xinference's)",
+        head,
+        [
+            ("ours", counts_of(on).share_accepted, speed(on) / speed(off), *phases, speed(on)),
+            ("oracle", wanted, "", "", "", "", ""),
+            ("Xinference", published.XINFERENCE_ACCEPTED, published.XINFERENCE_FASTER, "", "", "", ""),
+        ],
+    )
+
+
+def sampled(found: Sequence[Case]) -> None:
+    """The draft model with both verification rules, and the expected counts."""
+    head = ("rule, drafts", "tokens per step", "oracle", "standard error", "distance in standard errors")
+    shown = [
+        (case.name, tau(case.raw), oracle(case.raw).tokens_per_step, oracle(case.raw).standard_error,
+         counts.distance(case.raw))
+        for case in found
+    ]  # fmt: skip
+    table("A draft model at temperature 0.8", head, shown)
+
+
+def lookup(found: Sequence[Case]) -> None:
+    """Prompt lookup by corpus, and LoRAX's rule."""
+    head = (
+        "corpus, drafts",
+        "tokens per step",
+        "oracle",
+        "LoRAX's rule",
+        "times",
+        "drafts per step",
+        "LoRAX's",
+        "share",
+    )
+    shown = [
+        (case.name, tau(case.raw), oracle(case.raw).tokens_per_step, counts_of(case.raw["lorax"]).tokens_per_step,
+         counts.over_lorax(case.raw), counts_of(case.raw).drafted_per_step,
+         counts_of(case.raw["lorax"]).drafted_per_step, counts.rows_over_lorax(case.raw))
+        for case in found
+    ]  # fmt: skip
+    table("Prompt lookup", head, shown)
+    table("Published for prompt lookup", ("rule", "summaries", "questions with context", "chat, first turn"),
+          [(rule, *values) for rule, values in published.LOOKUP_TAU.items()])  # fmt: skip
+
+
+def medusa(found: Sequence[Case]) -> None:
+    """Chains of heads by corpus."""
+    head = ("texts", "tokens per step", "oracle", "accepted/drafted", "unlike the oracle", "ties")
+    shown = [
+        (case.name, tau(case.raw), oracle(case.raw).tokens_per_step, counts_of(case.raw).share_accepted,
+         case.raw["miscounted"], case.raw["ties"])
+        for case in found
+    ]  # fmt: skip
+    low, high = published.MEDUSA_CHAIN
+    table(f"Three Medusa heads (Vicuna-7B's in a chain: {low} to {high})", head, shown)
+
+
+TABLES: dict[str, tuple[Callable[..., Cases], Callable[[Sequence[Case]], None]]] = {
+    "gamma": (counts.gamma, gamma),
+    "rows": (counts.three_rows, rows),
+    "chat": (counts.chat, chat),
+    "sampled": (counts.sampled, sampled),
+    "copied": (counts.copied, lookup),
+    "uncopied": (counts.uncopied, lookup),
+    "medusa": (counts.medusa, medusa),
+}
+
+
+def main() -> int:
+    parser = arguments.parser(__doc__, quick=True)
+    parser.add_argument("tables", nargs="*", choices=[*TABLES, []], metavar="TABLE", help="all if none is named")
+    options = parser.parse_args()
+    size = QUICK if options.quick else Size()
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in options.tables or TABLES:
+        measure, show = TABLES[name]
+        cases = list(measure(size=size))
+        show(cases)
+        found[name] = [{"case": case.name, **case.raw, "error": case.error} for case in cases]
+    print(json.dumps(found))
+    return int(any(case["error"] or case.get("miscounted") for cases in found.values() for case in cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The figures of speculative decoding, and what they depend on."""
+
+from functools import partial
+
+from benchmarks.evidence.figure import Figure, Over, Suite
+from benchmarks.evidence.sources import ADAPTERS, EMBEDDED_MODEL, ENGINE, HTTP_LOAD, RANDOM_MODEL, SERVER
+from benchmarks.load.peers import VLLM_VERSION
+from benchmarks.load.rounds import OURS, VLLM, speedup
+from benchmarks.speculation import counts, heads, lookup, speed
+
+LLAMA, EMBEDDED = "random Llama, 200 M", "embedded model"
+FAMILY = (*SERVER, *ADAPTERS, *EMBEDDED_MODEL, *HTTP_LOAD, "tests/oracles/*.py")
+COUNTS = (*FAMILY, "benchmarks/speculation/counts.py")
+TIMED = (*ENGINE, *RANDOM_MODEL, "benchmarks/speculation/speed.py", "benchmarks/speculation/timed_pair.py",
+         "benchmarks/speculation/synthetic_draft.py", "tests/oracles/replay.py", "tests/shard/engine/harness.py",
+         *HTTP_LOAD)  # fmt: skip
+
+
+def _schedule(load: int) -> tuple[Suite, Suite]:
+    """Under one load: schedule auto against the best fixed width, and the cost of drafts that are never accepted."""
+    ratio = partial(partial, speedup)
+    return (
+        Suite(f"speculation-schedule-{load}", partial(speed.schedules, load), speed.SCHEDULE_ROUNDS,
+              (Figure(f"schedule auto over the best fixed draft length, {load} at once",
+                      ratio(speed.AUTO, speed.FIXED), 0.98),), TIMED, LLAMA, "bfloat16"),
+        Suite(f"speculation-rejected-{load}", partial(speed.rejected, load), speed.ROUNDS,
+              (Figure(f"schedule auto over off, nothing accepted, {load} at once", ratio(speed.REJECTED, speed.OFF),
+                      0.97),
+               Figure(f"one request above the batch limit of speculation, over off, {load} at once",
+                      ratio(speed.LIMITED, speed.OFF), 0.97)), TIMED, LLAMA, "bfloat16"),
+    )  # fmt: skip
+
+
+SUITES: tuple[Suite, ...] = (
+    Suite("speculation-copied", counts.copied, len(counts.LOOKUP_WIDTHS),
+          (Figure("tokens per step of prompt lookup over LoRAX's rule, copied texts", counts.over_lorax, 1.08,
+                  over=Over.WORST),
+           Figure("rows drafted by prompt lookup over LoRAX's rule, copied texts", counts.rows_over_lorax, 0.9,
+                  at_least=False, over=Over.WORST),
+           Figure("tokens per step of prompt lookup, copied texts", counts.tau, 2.53, over=Over.WORST)),
+          COUNTS, EMBEDDED, "float32"),
+    Suite("speculation-uncopied", counts.uncopied, counts.NUM_UNCOPIED,
+          (Figure("tokens per step of prompt lookup, median of other kinds of text", counts.tau, unit="tokens"),),
+          COUNTS, EMBEDDED, "float32"),
+    Suite("speculation-heads", counts.medusa, counts.NUM_HEADS_KINDS,
+          (Figure("tokens per step of Medusa heads, median of kinds of text", counts.tau, unit="tokens"),),
+          COUNTS, EMBEDDED, "float32"),
+    Suite("speculation-speed", speed.measure, speed.ROUNDS,
+          (Figure("step of 4 tokens over one of 1", partial(speed.cost, 4), 1.15, at_least=False),
+           Figure("step of 8 tokens over one of 1", partial(speed.cost, 8), 1.30, at_least=False),
+           Figure("draft token over a step, over the ratio of weights", speed.cost_over_bytes, 1.5, at_least=False),
+           Figure("speed-up over what acceptance and costs allow, 1 request", partial(speed.efficiency, 1), 0.90),
+           Figure("speed-up over what acceptance and costs allow, 8 requests", partial(speed.efficiency, 8), 0.85),
+           Figure("speed-up over the ideal of free verification, 1 request", speed.efficiency_of_bytes, 0.75),
+           Figure("8-grams repeated in the timed texts", speed.repeated, 0.2, at_least=False, over=Over.WORST)),
+          TIMED, LLAMA, "bfloat16"),
+    *(suite for load in speed.LOADS for suite in _schedule(load)),
+    Suite("speculation-lookup", lookup.measure, lookup.ROUNDS,
+          (Figure("throughput with prompt lookup over without, copy-heavy adapter",
+                  partial(speedup, lookup.ON, lookup.OFF), 2.0, unit="×"),),
+          (*FAMILY, "benchmarks/speculation/lookup.py"), EMBEDDED, "bfloat16"),
+    Suite("speculation-peer", lookup.against_peer, lookup.ROUNDS,
+          (Figure("throughput over vLLM with n-grams, copy-heavy adapter", partial(speedup, OURS, VLLM), 2.0,
+                  unit="×"),),
+          (*FAMILY, "benchmarks/speculation/lookup.py"), EMBEDDED, "bfloat16", f"vLLM {VLLM_VERSION} (CPU)"),
+    Suite("speculation-heads-cost", heads.measure, heads.ROUNDS,
+          (Figure("step with three Medusa heads over a plain one", partial(heads.over_plain, "one"), 1.10,
+                  at_least=False),
+           Figure("step of four requests with four sets of heads over a plain one", partial(heads.over_plain, "four"),
+                  1.15, at_least=False)),
+          (*ENGINE, *RANDOM_MODEL, *HTTP_LOAD, "benchmarks/speculation/heads.py"), LLAMA, "bfloat16"),
+)  # fmt: skip

@@ -1,0 +1,136 @@
+"""The speed-up of prompt lookup over HTTP: the embedded model with its copy-heavy adapter, with lookup and without;
+with `--peer` the same adapter from vLLM with its n-gram speculation. Alternating rounds of fresh prompts; the server
+that is not asked is stopped.
+
+    python -m benchmarks.speculation.lookup [--quick] [--peer] [--rounds N]
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import uvloop
+
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases
+from benchmarks.load import adapted, peers, servers
+from benchmarks.load.rounds import OURS, VLLM, alone, in_turn, speedup
+from tests.oracles import family
+
+ROUNDS = 8
+CLIENTS = 1
+PROMPTS = 24
+"""In each round and way."""
+WIDTH = 10
+MOST_TOKENS = 96
+ADAPTER = "adapters/citation"
+RANK = 32
+ON, OFF = "on", "off"
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    ON: {"speculative_method": "lookup", "speculative_tokens": WIDTH},
+    OFF: {"speculative_method": "off"},
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": WIDTH, "prompt_lookup_max": 8, "prompt_lookup_min": 1}
+PEER_FLAGS = (
+    "--enable-lora", "--max-loras", "1", "--max-lora-rank", str(RANK), "--speculative-config", json.dumps(NGRAM),
+    "--lora-modules", f"{ADAPTER}={family.FAMILY / ADAPTER}",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many rounds, and prompts in each."""
+
+    rounds: int = ROUNDS
+    prompts: int = PROMPTS
+
+
+QUICK = Size(1, 3)
+
+
+def command() -> servers.Command:
+    """Our server in the model's own bfloat16, without a draft model."""
+    own = ("--default-adapter-source", "local", "--local-adapter-root", str(family.FAMILY))
+    return servers.lorikeet(family.BASE, *own, "--adapter-store", str(family.STORE), "--cpu-memory", "512MiB")
+
+
+def measure(size: Size | None = None) -> Cases:
+    """One case per round: with lookup and without, each first in turn, after a round that warms up."""
+    size = size or Size()
+    with servers.running("lookup", command()) as server:
+        for number in range(-1, size.rounds):
+            raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
+            for place, way in enumerate(in_turn((OFF, ON), number)):
+                raw[way] = uvloop.run(ask(server.port, _prompts(size, number, place), WAYS[way]))
+            if number >= 0:
+                yield Case(f"round {number}", raw)
+
+
+def against_peer(size: Size | None = None) -> Cases:
+    """One case per round: our server with lookup and vLLM's with n-grams, on the same prompts."""
+    size = size or Size()
+    with contextlib.ExitStack() as stack:
+        both = {
+            VLLM: stack.enter_context(servers.running(VLLM, peers.vllm(family.BASE, *PEER_FLAGS))),
+            OURS: stack.enter_context(servers.running(OURS, command())),
+        }
+        for number in range(-1, size.rounds):
+            raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
+            errors: list[str] = []
+            for name in in_turn((VLLM, OURS), number):
+                with alone(name, both, errors):
+                    extra = WAYS[ON] if name == OURS else {}
+                    raw[name] = uvloop.run(ask(both[name].port, _prompts(size, number, 0), extra))
+            if number >= 0:
+                yield Case(f"round {number}", raw, "; ".join(errors))
+
+
+def _prompts(size: Size, number: int, place: int) -> list[str]:
+    """Prompts of this round and way alone, so that none is found in the prefix cache."""
+    count = size.prompts
+    first = (2 * (number + 1) + place) * count
+    return family.prompts("citation", 2 * count * (size.rounds + 1))[first : first + count]
+
+
+async def ask(port: int, prompts: Sequence[str], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Greedy texts up to their ends, by OpenAI's completions; tokens and seconds."""
+    waiting = itertools.count()
+    num_tokens = []
+
+    async def client() -> None:
+        for index in waiting:
+            if index >= len(prompts):
+                return
+            body = {"model": ADAPTER, "prompt": prompts[index], "max_tokens": MOST_TOKENS, "temperature": 0, **extra}
+            reply = await adapted.send(port, "/v1/completions", body)
+            if reply.status != 200:
+                raise RuntimeError(f"{reply.status} {reply.body[:300]!r}")
+            num_tokens.append(reply.json["usage"]["completion_tokens"])
+
+    start = time.monotonic()
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    seconds = time.monotonic() - start
+    tokens = sum(num_tokens)
+    return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+
+
+def main() -> int:
+    parser = arguments.parser(__doc__, rounds=ROUNDS, quick=True)
+    parser.add_argument("--peer", action="store_true", help="against vLLM with n-grams")
+    options = parser.parse_args()
+    size = QUICK if options.quick else Size(options.rounds)
+    if options.peer:
+        return arguments.print_cases(against_peer(size), {"over vLLM": partial(speedup, OURS, VLLM)})
+    return arguments.print_cases(measure(size), {"over without": partial(speedup, ON, OFF)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

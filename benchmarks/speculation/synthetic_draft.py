@@ -1,0 +1,106 @@
+"""A draft model with a chosen acceptance probability: it runs its real forward pass, then its logits are replaced.
+
+The outputs of the target are recorded first. At each position of a recorded text the draft proposes the recorded token
+with probability α, drawn once per text and position from a fixed seed, and any other token else. Everything but α is
+the engine's own: planning, the draft model's passes and KV, verification, counts. The engine has no branch for this.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.transfer import to_device
+from lorikeet.shard.model import Model
+from lorikeet.shard.scheduler.request import Request
+
+SEED = 20_260_711
+"""Of the accepted positions; fixed before anything was measured."""
+FORCED = 1e9
+"""A logit that no other reaches."""
+
+
+@dataclass
+class ForcedAcceptance:
+    """Which positions of the recorded texts are accepted."""
+
+    chance: float
+    recorded: Sequence[Sequence[int]]
+    """By number of text, prompt and output."""
+    round: int = 0
+    """Each round has other positions."""
+    _live: list[tuple[Request, npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = field(default_factory=list)
+
+    def began(self, number: int, request: Request) -> None:
+        """`request` generates recorded text `number`, modulo their count."""
+        ids = np.asarray(self.recorded[number % len(self.recorded)], np.int64)
+        self._live.append((request, ids, self.right(number, len(ids))))
+
+    def right(self, number: int, length: int) -> npt.NDArray[np.bool_]:
+        """The positions of text `number` that are accepted."""
+        draw: npt.NDArray[np.float64] = np.random.default_rng([SEED, self.round, number]).random(length)
+        return draw < self.chance
+
+    def set(self, inputs: StepInputs, logits: torch.Tensor) -> None:
+        """logits: [S, V], of the first S segments of a pass of the draft model; changed in place."""
+        by_pages = self._by_pages()
+        forced: list[tuple[int, int]] = []
+        forbidden: list[tuple[int, int]] = []
+        for row, segment in enumerate(inputs.segments[: logits.shape[0]]):
+            ids, right = by_pages.get(id(segment.page_ids), ((), ()))
+            if segment.kv_len < len(ids):
+                (forced if right[segment.kv_len] else forbidden).append((row, int(ids[segment.kv_len])))
+        _put(logits, forced, FORCED)
+        _put(logits, forbidden, -torch.inf)
+
+    def force(self, inputs: StepInputs, logits: torch.Tensor) -> None:
+        """Make the target generate the recorded texts. logits: [S + E, V], of one of its passes; changed in place."""
+        by_pages = self._by_pages()
+        forced: list[tuple[int, int]] = []
+        for row, at in enumerate(inputs.host_rows):
+            place = int(inputs.first_rows.searchsorted(at, side="right")) - 1
+            segment = inputs.segments[place]
+            ids, _ = by_pages.get(id(segment.page_ids), ((), ()))
+            following = segment.start + at - int(inputs.first_rows[place]) + 1
+            if following < len(ids):
+                forced.append((row, int(ids[following])))
+        _put(logits, forced, FORCED)
+
+    def _by_pages(self) -> dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
+        """Recorded texts and accepted positions, by the identity of a request's list of pages."""
+        self._live = [each for each in self._live if not each[0].finish_reason]
+        return {id(request.page_ids): (ids, right) for request, ids, right in self._live}
+
+
+def _put(logits: torch.Tensor, places: Sequence[tuple[int, int]], value: float) -> None:
+    """logits: [rows, V]; places: (row, token). The host does not wait for the device."""
+    if places:
+        rows, tokens = to_device(torch.tensor(places).T.contiguous(), logits.device)
+        logits.index_put_((rows, tokens), to_device(torch.tensor(value), logits.device))
+
+
+class ForcedModel(Model):
+    """A loaded model whose logits are replaced."""
+
+    forced: ForcedAcceptance | None = None
+    is_target: bool = False
+    """Whether it generates the recorded texts, or proposes them as a draft."""
+
+    @classmethod
+    def of(cls, model: Model, is_target: bool = False) -> Self:
+        made = object.__new__(cls)
+        made.__dict__.update(model.__dict__)
+        made.is_target = is_target
+        return made
+
+    @torch.inference_mode()
+    def forward(self) -> torch.Tensor:
+        """[S, V]"""
+        logits = super().forward()
+        if self.forced is not None:
+            (self.forced.force if self.is_target else self.forced.set)(self.inputs, logits)
+        return logits

@@ -1,0 +1,1 @@
+"""Tests of benchmarks/evidence and of what is published."""

@@ -1,0 +1,172 @@
+"""Results: small files, an archive with raw cases, what is out of date; and the pages that show them."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks import catalogue, proof, report
+from benchmarks.evidence import results, runner
+from benchmarks.evidence.figure import Case, Figure, Suite, raw_value
+from benchmarks.evidence.sources import REPOSITORY, digest
+
+SHARED = {"commit": "c0ffee", "changed": [], "date": "2026-01-02T03:04:05+00:00", "machine": {}, "versions": {}}
+MOST_BYTES = 300_000
+MACHINE = {"processor": "a processor", "cores": 2, "memory_mib": 2048}
+
+
+class Measured:
+    """A suite of four cases, which may break."""
+
+    def __init__(self, folder: Path) -> None:
+        self.breaks_at = -1
+        self.num_closed = 0
+        self.folder = folder
+        figure = Figure("made up", partial(raw_value, "x"), 1.0)
+        source = "tests/benchmarks/evidence/test_results.py"
+        self.suite = Suite("suite", self.measure, 4, (figure,), (source,), "a model", "float32")  # type: ignore[arg-type]
+
+    def measure(self) -> Iterator[Case]:
+        try:
+            for number in range(4):
+                if number == self.breaks_at:
+                    raise RuntimeError("the server ended")
+                yield Case(f"round {number}", {"x": 2.0 + number / 10})
+        finally:
+            self.num_closed += 1
+
+    def run(self) -> int:
+        return runner.run(self.suite, SHARED, self.folder)
+
+    def latest(self) -> results.Result:
+        return results.latest(self.folder)["made up"]
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Measured:
+    return Measured(tmp_path)
+
+
+def test_a_run_is_written_small_and_archived_with_its_cases(measured: Measured) -> None:
+    assert measured.run() == runner.HOLDS
+    found = measured.latest()
+    assert (found["status"], found["rounds"], found["median"], found["commit"]) == ("holds", 4, 2.15, "c0ffee")
+    assert "cases" not in found and found["hash"] == digest(measured.suite.sources)
+    row, cases = results.archived(measured.folder)
+    assert row == found
+    assert [case["raw"]["x"] for case in cases["cases"]] == [2.0, 2.1, 2.2, 2.3]
+
+
+def test_a_broken_run_is_a_result_and_stays_in_the_archive(measured: Measured) -> None:
+    measured.breaks_at = 2
+    assert measured.run() == runner.FAILED
+    assert (measured.latest()["status"], measured.num_closed) == ("failed", 1)
+    assert "the server ended" in measured.latest()["reason"]
+    assert results.out_of_date(measured.suite, results.latest(measured.folder)) == "failed"
+    measured.breaks_at = -1
+    assert measured.run() == runner.HOLDS
+    states = [row["status"] for row in results.archived(measured.folder) if "figure" in row]
+    assert states == ["failed", "holds"]
+
+
+def test_a_void_run_is_archived_alone(measured: Measured) -> None:
+    measured.run()
+    measured.suite = replace(measured.suite, void=lambda raws: "the machine was busy")
+    measured.run()
+    assert measured.latest()["status"] == "holds"
+    states = [row["status"] for row in results.archived(measured.folder) if "figure" in row]
+    assert states == ["holds", "void"]
+
+
+def test_other_code_and_other_settings_are_out_of_date(measured: Measured) -> None:
+    assert results.out_of_date(measured.suite, {}) == "never measured"
+    measured.run()
+    known = results.latest(measured.folder)
+    assert results.out_of_date(measured.suite, known) == ""
+    assert results.out_of_date(replace(measured.suite, options={"length": 4}), known) == "settings changed"
+    assert results.out_of_date(measured.suite, {"made up": {**known["made up"], "hash": None}}) == "code changed"
+
+
+def test_settings_are_the_constants_of_the_module(measured: Measured) -> None:
+    assert measured.suite.settings["most_bytes"] == MOST_BYTES
+    assert "measured" not in measured.suite.settings
+
+
+def test_current_results_are_small_and_belong_to_figures() -> None:
+    files = list(results.RESULTS.rglob("*"))
+    assert sum(path.stat().st_size for path in files if path.is_file()) <= MOST_BYTES
+    declared = {figure.name for suite in catalogue.SUITES for figure in suite.figures}
+    assert results.latest().keys() <= declared
+    assert {path.name for path in files if path.suffix == ".json"} == {
+        f"{results.slug(name)}.json" for name in results.latest()
+    }
+
+
+def test_figures_have_different_files_and_suites_have_sources() -> None:
+    names = [figure.name for suite in catalogue.SUITES for figure in suite.figures]
+    assert len({results.slug(name) for name in names}) == len(names)
+    assert all(digest(suite.sources) for suite in catalogue.SUITES)
+
+
+def test_the_archive_keeps_every_miss_and_void_run() -> None:
+    rows = [row for row in results.archived() if "bar" in row]
+    states = [row["verdict"] for row in rows]
+    assert (len(rows), states.count("missed"), states.count("void"), states.count("failed")) == (319, 16, 14, 6)
+
+
+def test_what_is_out_of_date_is_listed_with_its_duration(capsys: pytest.CaptureFixture[str]) -> None:
+    known = results.latest()
+    chosen = proof.plan(catalogue.SUITES[:2], known, is_all=True)
+    assert chosen == list(catalogue.SUITES[:2])
+    assert re.search(r"2 of 2 suites, about \d+ min", capsys.readouterr().out)
+
+
+def test_pages_show_the_latest_results() -> None:
+    """Without the mark of figures whose code has changed: changes of code are no failure of a test."""
+    known = results.latest()
+    pages = {report.PAGE: report.page(known, frozenset()), report.README: ""}
+    readme = report.README.read_text()
+    pages[report.README] = report.readme(readme, known, frozenset())
+    for path, wanted in pages.items():
+        shown = path.read_text().replace(report.OLD, "")
+        assert shown == wanted.replace(report.OLD, ""), f"{path.relative_to(REPOSITORY)}: python -m benchmarks.report"
+
+
+def test_readme_shows_ten_figures_at_most_and_the_page_misses_first() -> None:
+    assert len(report.SHOWN) <= 10
+    assert set(report.SHOWN) <= results.latest().keys()
+    page = report.page(results.latest(), frozenset())
+    assert page.index("## Missed") < page.index("## All others")
+
+
+def test_a_figure_is_shown_with_where_and_when_it_was_measured(measured: Measured) -> None:
+    measured.run()
+    result = {**measured.latest(), "machine": MACHINE}
+    letters = report.machines([result])
+    text = " | ".join(report.cells(result, frozenset({"made up"}), letters))
+    assert (
+        text == f"made up | 2.15 | 2 – 2.3 | ≥ 1 | holds | a model, float32 | – | A | 2026-01-02{report.OLD} | `c0ffee`"
+    )
+    assert report.legend(letters) == "- Machine A: a processor, 2 cores, 2 GiB\n"
+
+
+def test_readme_needs_its_markers() -> None:
+    with pytest.raises(ValueError, match="README needs"):
+        report.readme("no markers", {}, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.72, "0.72"), (43211.7, "43212"), (2.8e-8, "2.8e-08"), (0.0, "0"), (None, "–"), (12.0, "12")]
+)
+def test_numbers_are_short(value: float | None, shown: str) -> None:
+    assert report.number(value) == shown
+
+
+def test_the_archive_is_json_lines(measured: Measured) -> None:
+    results.archive([{"a": 1}], measured.folder)
+    results.archive([{"b": 2}], measured.folder)
+    assert [json.dumps(row) for row in results.archived(measured.folder)] == ['{"a": 1}', '{"b": 2}']

@@ -1,0 +1,70 @@
+"""The embedded models on held-out data, as `python -m lorikeet.demo.evaluation` measures them: what demo/README
+promises.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.demo.training.lora import RECIPES
+
+ROOT = Path(__file__).parents[3]
+SOURCES = {".py", ".md"}
+
+
+def evaluated(*words: str) -> Any:
+    """The last line that an evaluation prints, which is JSON."""
+    command = [sys.executable, "-m", "lorikeet.demo.evaluation", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1500:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.long
+def test_the_base_compresses_and_continues_code() -> None:
+    found = evaluated("base")
+    assert found["model_bits_per_byte"] <= found["xz_bits_per_byte"]
+    assert found["compiled"] >= 0.60 * found["continuations"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_adapter_does_its_task_and_the_base_does_not(name: str) -> None:
+    (found,) = evaluated("adapters", "--only", name)
+    assert found["examples"] >= 500
+    assert found["exact"] >= 0.95
+    assert found["base_exact"] <= 0.05
+    if name != "value":  # whose answers may be short
+        assert found["mean_answer_tokens"] >= 16
+    if name == "citation":  # whose answers are copied from the context
+        assert found["min_answer_tokens"] >= 48
+
+
+@pytest.mark.long
+def test_the_draft_model_is_small_and_agrees_with_the_base() -> None:
+    found = evaluated("draft")
+    assert found["overlap"] >= 0.7
+    assert found["draft_parameters"] <= 0.1 * found["base_parameters"]
+
+
+@pytest.mark.long
+def test_heads_give_several_tokens_per_step() -> None:
+    taus = {f"{row['heads']} on {row['text']}": row["tokens_per_step"] for row in evaluated("heads")}
+    assert taus["base on base"] >= 1.5
+    assert taus["citation on citation"] >= 2.2
+    assert taus["citation-joined on citation"] >= 2.2
+
+
+@pytest.mark.long
+def test_the_tool_trains_heads_as_good_as_the_committed_ones() -> None:
+    found = evaluated("tool")
+    assert found["by_tool"]["tokens_per_step"] >= 0.95 * found["committed"]["tokens_per_step"]
+
+
+def test_all_that_is_committed_is_small() -> None:
+    files = [path for path in (ROOT / "demo").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files if path.suffix not in SOURCES) <= 25e6

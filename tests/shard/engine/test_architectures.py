@@ -1,0 +1,34 @@
+"""Greedy texts of every architecture: against transformers in every way of running, and under many adapters against
+PEFT.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.shard.engine import adapter_exactness, architecture_runs
+from tests.shard.engine.exactness import MIN_DISTINCT
+
+TIES_PER_TOKEN = 1 / 1_000
+"""The most ties among the tokens of one architecture; over all of them there is one in ten thousand at most."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_texts_equal_transformers_in_every_way_of_running(name: str, tmp_path: Path) -> None:
+    for run in architecture_runs.run(name, tmp_path):
+        assert run["differences"] == [], run
+        assert run["num_ties"] <= max(1, TIES_PER_TOKEN * run["num_tokens"]), run
+        assert run.get("num_distinct", MIN_DISTINCT) >= MIN_DISTINCT
+        assert run.get("worst_logprob", 0.0) <= 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", adapter_exactness.ARCHITECTURES)
+def test_texts_under_adapters_equal_peft(name: str, tmp_path: Path) -> None:
+    for tried in adapter_exactness.check(name, tmp_path):
+        assert tried.differences == [], tried
+        assert tried.num_ties <= max(1, TIES_PER_TOKEN * tried.num_tokens), tried
+        assert tried.num_distinct >= MIN_DISTINCT
+        assert tried.share_changed >= 0.9
