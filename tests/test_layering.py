@@ -37,7 +37,7 @@ FOLDERS = {
     "router": ("text", "requests", "schemas", "metrics", "usage", "shards", "receipts",
                "adapters", "dispatch", "api/routes", "api", ""),
     "shard": (
-        "system", "scheduler/speculation", "scheduler", "sampling", "batch", "attention",
+        "system", "scheduler/speculation", "scheduler", "batch", "sampling", "attention",
         "model/kernels", "model/quantization", "model/lora", "model/moe", "model/tensor_parallel", "model/medusa",
         "model/adapters",
         "model/fusion", "model", "ranks", "grpc", "engine", "adapters", "startup", "",

@@ -46,7 +46,7 @@ def example(server: Client, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
             with launch(model, **flags) as client:
                 yield client
         else:
-            assert (Path(model), Path(draft)) == (ROOT / "demo" / "base", ROOT / "demo" / "draft")
+            assert (Path(model).resolve(), Path(draft).resolve()) == (ROOT / "demo" / "base", ROOT / "demo" / "draft")
             assert settings["speculative-tokens"] in (None, 4)
             yield server
 

@@ -75,7 +75,7 @@ def test_plain_search_finds_what_the_index_finds(shortest: int, longest: int, be
         ids = [choice.randrange(4) for _ in range(choice.randrange(1, 40))]
         index = Lookup(ids[:1], shortest, longest, before)
         index.extend(ids[1:])
-        draft_token = index.draft_token(5)
+        draft_token = index.propose(5)
         assert list(rule(Known(ids, 1, 1), 5)) == draft_token
         num_found += bool(draft_token)
     assert num_found > 10

@@ -37,7 +37,7 @@ class SimulatedModel:
     """What requests emit, by seed and position."""
     coalesce: bool = True
     on_command: Callable[[pb.Command], None] = lambda command: None
-    """Told of each message that arrives, for tests that count them."""
+    """Called with each message that arrives, for tests that count them."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class _Running:
 
 @dataclass
 class _Stream:
-    """One router's requests and what it was not told yet."""
+    """One router's requests and what it has not been sent yet."""
 
     running: dict[int, _Running] = field(default_factory=dict)
     arrived: list[pb.Submit] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Random models, and what is refused by name."""
+"""Random models, and the options that are rejected."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ def pair() -> Pair:
     return Pair(SMOKE, SMOKE.large, SMOKE.small)
 
 
-def test_without_guesses_a_step_gives_a_token(pair: Pair) -> None:
+def test_without_drafts_a_step_produces_one_token(pair: Pair) -> None:
     result = pair.run(2, NO_SPECULATION)
     assert result["tau"] == 1.0 and result["drafted"] == 0
 

@@ -18,7 +18,7 @@ def test_the_steps_between_a_request_and_its_first_token_but_for_its_own() -> No
     assert swap.later_ms(raw) == pytest.approx(4500.0)
 
 
-def test_a_swap_that_no_step_ends_beside_lengthens_none() -> None:
+def test_a_swap_within_one_step_lengthens_no_step() -> None:
     raw = swap.summary([0.0, 1.0, 2.0], {"missing": [Met(1.1, 2.0)], "resident": [Met(0.1, 1.0)]})
     assert raw["during"] == []
     assert swap.lengthening(raw) == swap.longest(raw) == 1.0

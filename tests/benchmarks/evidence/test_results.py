@@ -114,7 +114,7 @@ def test_figures_have_different_files_and_suites_have_sources() -> None:
 
 def test_the_archive_keeps_every_miss_and_void_run() -> None:
     rows = [row for row in results.archived() if "bar" in row]
-    states = [row["verdict"] for row in rows]
+    states = [row["state"] for row in rows]
     assert (len(rows), states.count("missed"), states.count("void"), states.count("failed")) == (319, 16, 14, 6)
 
 

@@ -13,4 +13,4 @@ NUM_SEEDS = 40_000
 def test_many_draws_follow_the_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_distribution, "NUM_SEEDS", NUM_SEEDS)
     case: Case = test_distribution.CASES[name]
-    test_distribution.test_draws_follow_the_law(case)
+    test_distribution.test_samples_follow_the_distribution(case)
