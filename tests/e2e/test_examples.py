@@ -137,7 +137,7 @@ def test_autogluon_rag_s_second_fragment(
 ) -> None:
     monkeypatch.chdir(ROOT)
     text = (EXAMPLES / "rag.yaml").read_text()
-    above, first, second = re.split(r"(?=# Transformers' words)|# vLLM's words.*\n#\n", text)
+    above, first, second = re.split(r"(?=# In Transformers' terms)|# In vLLM's terms.*\n#\n", text)
     assert "assistant_model" in first
     file = tmp_path / "rag.yaml"
     file.write_text(above + second.replace("# ", "", 1).replace("\n# ", "\n"))
