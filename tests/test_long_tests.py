@@ -1,0 +1,21 @@
+"""docs/tests.md lists every file with tests that `make test` leaves out."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TABLE = dict(re.findall(r"^\| `(tests/\S+)` \| (\w+) \| \S", (ROOT / "docs" / "tests.md").read_text(), re.MULTILINE))
+
+
+def marks(path: Path) -> set[str]:
+    text = path.read_text()
+    return set(re.findall(r"pytest\.mark\.(long|device)\b", text)) | ({"device"} if "KernelsApart" in text else set())
+
+
+def test_every_file_with_a_mark_is_listed() -> None:
+    marked = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if marks(path)}
+    assert marked == TABLE.keys()
+
+
+def test_every_listed_mark_is_there() -> None:
+    assert [name for name, mark in TABLE.items() if mark not in marks(ROOT / name)] == []
