@@ -9,7 +9,8 @@ TABLE = dict(re.findall(r"^\| `(tests/\S+)` \| (\w+) \| \S", (ROOT / "docs" / "t
 
 def marks(path: Path) -> set[str]:
     text = path.read_text()
-    return set(re.findall(r"pytest\.mark\.(long|device)\b", text)) | ({"device"} if "KernelsApart" in text else set())
+    inherited = {"device"} if "(KernelsApart):" in text else set[str]()
+    return set(re.findall(r"pytest\.mark\.(long|device)\b", text)) | inherited
 
 
 def test_every_file_with_a_mark_is_listed() -> None:

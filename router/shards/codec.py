@@ -6,6 +6,7 @@ from typing import Any
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.types import Speculation
 
 _SAMPLING = [name for name in pb.Sampling.DESCRIPTOR.fields_by_name if not name.startswith("bias_")]
 _SPECULATION = list(pb.Speculation.DESCRIPTOR.fields_by_name)
@@ -45,10 +46,18 @@ def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms:
         cache_salt=request.cache_salt,
         adapter=None if adapter is None else adapter_pin(*adapter),
         heads=None if heads is None else adapter_pin(*heads),
-        speculation=pb.Speculation(**_fields(speculation, _SPECULATION)) if adapters.can_speculate else None,
+        speculation=_speculation(speculation) if adapters.can_speculate else None,
         prediction_ids=speculation.prediction_ids,
         isolation_steps=generation.routing.poison_tracker.isolation_steps,
     )
+
+
+def _speculation(speculation: Speculation) -> pb.Speculation:
+    """The default rule is sent as "", because shards of version 0.1 know it by another name."""
+    message = pb.Speculation(**_fields(speculation, _SPECULATION))
+    if message.verify == "shared-noise":
+        message.ClearField("verify")
+    return message
 
 
 def _fields(source: object, names: Iterable[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from benchmarks.load.servers import REPOSITORY
 
 MEASUREMENT = """
 import sys, time
-from benchmarks import servers
+from benchmarks.load import servers
 command = servers.Command((sys.executable, "-m", "http.server", "{port}", "--bind", "127.0.0.1"), {}, "/")
 with servers.running("nothing", command) as server:
     print(server.process.pid, flush=True)

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.anyio
 
 
 FIELDS = ("method", "num_tokens", "num_heads", "schedule", "verify")
+DEFAULTS = {"num_tokens": 0, "num_heads": 0, "verify": "shared-noise"}
+"""What an empty field stands for on the wire."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,9 @@ async def drafting(shared_drafting: Serving) -> AsyncIterator[Serving]:
 def sent_of(server: Serving) -> list[tuple[Any, ...]]:
     """The speculation settings that the shard received, by request; empty where there were none."""
     return [
-        tuple(getattr(submit.speculation, name) for name in FIELDS) if submit.HasField("speculation") else ()
+        tuple(getattr(submit.speculation, name) or DEFAULTS.get(name, "") for name in FIELDS)
+        if submit.HasField("speculation")
+        else ()
         for submit in server.shard.submits
     ]
 
