@@ -65,6 +65,7 @@ def test_the_shapes_are_those_of_the_model() -> None:
     assert (shapes.hidden_size, shapes.vocab_size) == (4096, 128256)
 
 
+@pytest.mark.long
 def test_a_tiny_search_writes_a_file_that_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "smoke.json"
     path.write_text(tuning.write({("head_block", 7, torch.float32): [16, 16, 1, 1]}, "smoke"))

@@ -153,7 +153,11 @@ def test_sighup_reloads_a_catalogue_over_two_shards(scene: Scene, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "flags", [("--adapter-id", "nowhere"), ("--preloaded-adapter-ids", "nowhere", "--strict-adapters")]
+    "flags",
+    [
+        ("--adapter-id", "nowhere"),
+        pytest.param(("--preloaded-adapter-ids", "nowhere", "--strict-adapters"), marks=pytest.mark.long),
+    ],
 )
 def test_a_missing_default_or_strict_adapter_ends_the_start(scene: Scene, flags: tuple[str, ...]) -> None:
     arguments = ["--model-id", str(scene.base), "--adapter-source", "local", "--threads", "1"]

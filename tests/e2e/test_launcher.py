@@ -116,6 +116,7 @@ def test_routes_agree_on_the_text(server: Launched) -> None:
         assert answers[0] == answers[1] != text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", ["router", pytest.param("adapters", marks=pytest.mark.long)])
 def test_a_killed_helper_is_restarted(server: Launched, module: str) -> None:
     """A router's connections are lost with it; the shards stay as they are."""
@@ -131,6 +132,7 @@ def test_a_killed_helper_is_restarted(server: Launched, module: str) -> None:
     assert (server.child("shard"), server.child(module) == killed) == (shard, False)
 
 
+@pytest.mark.long
 def test_a_request_cut_by_the_drain_timeout_gets_an_error_event(model: Path) -> None:
     with Launched("--model-id", str(model), "--drain-timeout-s", "0.2", *SMALL) as server:
         server.wait_until_ready()
@@ -261,6 +263,7 @@ def test_a_killed_launcher_leaves_no_process(model: Path) -> None:
         folder.rmdir()
 
 
+@pytest.mark.long
 def test_an_unsupported_model_is_an_error(model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -273,6 +276,7 @@ def test_an_unsupported_model_is_an_error(model: Path, tmp_path: Path) -> None:
         assert "shard 0 ended with exit code 1 before the server was ready" in server.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", [None, pytest.param("weights", marks=pytest.mark.long)])
 def test_with_json_output_every_line_is_json(model: Path, tmp_path: Path, damage: str | None) -> None:
     """On a machine without a compiler, with libraries that warn, and with broken weights."""

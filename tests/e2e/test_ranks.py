@@ -100,6 +100,7 @@ def whole(arguments: list[str]) -> list[list[int]]:
         return answers(launched.wait_until_ready())
 
 
+@pytest.mark.long
 def test_every_request_gets_what_the_whole_model_gives(split: Launched, whole: list[list[int]]) -> None:
     assert answers(split) == whole
     given = dict(zip([(prompt, name, str(distribution)) for prompt, name, distribution in ASKED], whole, strict=True))

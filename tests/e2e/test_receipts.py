@@ -115,6 +115,7 @@ def receipts(server: Launched, folder: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_replays_are_identical_on_any_replica_under_load(server: Launched, receipts: Path) -> None:
     with busy(Client(server.url)):
         for _ in range(2):

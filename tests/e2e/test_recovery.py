@@ -115,6 +115,7 @@ def test_answers_are_the_same_when_a_shard_is_lost(
     assert server.shard(index) != dead
 
 
+@pytest.mark.long
 def test_answers_are_the_same_when_every_shard_is_lost(server: Launched, undisturbed: list[tuple[Any, ...]]) -> None:
     health: list[int] = []
     ended = threading.Event()

@@ -25,6 +25,8 @@ from tests.e2e.launched import ROOT, Launched
 from tests.hub_server import HubServer, Repository, hub
 from tests.router.usage.receiver import Receiver
 
+pytestmark = pytest.mark.long
+
 CALLERS_TOKEN, OTHER_TOKEN, KEY = "hf_zqCALLERzq", "hf_zqOTHERzq", "zqKEYzq"
 """Of a caller with access to the private adapter, of one without, and an API key of the server."""
 OPERATORS_TOKEN, ADMIN_KEY, PASSWORD = "hf_zqOPERATORzq", "zqADMINzq", "zqPASSWORDzq"
@@ -122,7 +124,7 @@ def adapter_files() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.fixture(scope="module", params=["plain", pytest.param("json", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["plain", "json"])
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("secrets")
     keys = folder / "keys.yaml"

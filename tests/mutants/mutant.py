@@ -27,8 +27,13 @@ class Mutant:
     test: str
     more: tuple[tuple[str, str, str], ...] = ()
 
+    @property
+    def changes(self) -> tuple[tuple[str, str, str], ...]:
+        """(path, old, new) of each change."""
+        return ((self.path, self.old, self.new), *self.more)
+
     def plant(self, tree: Path) -> None:
-        for path, old, new in ((self.path, self.old, self.new), *self.more):
+        for path, old, new in self.changes:
             target = tree / path
             text = target.read_text()
             if text.count(old) != 1:

@@ -21,12 +21,9 @@ class KernelsApart:
     cases: tuple[Path, ...]
     """Files of tests that pytest does not collect by itself."""
     sample: str
-    """The tests that always run, as for `pytest -k`."""
+    """The tests that `make test` runs, as for `pytest -k`: see test_triton_samples.py."""
     compiles: str
     """The module that compiles the kernels and checks their instructions."""
-
-    def test_a_sample_in_the_interpreter(self) -> None:
-        self._run("-k", self.sample, interpreted="1")
 
     @pytest.mark.device
     def test_in_the_interpreter(self) -> None:
@@ -41,8 +38,8 @@ class KernelsApart:
     def test_compiles_for_hopper(self) -> None:
         run(self.compiles, interpreted="0")
 
-    def _run(self, *options: str, interpreted: str) -> None:
-        run("pytest", "-q", "-p", "no:cacheprovider", *map(str, self.cases), *options, interpreted=interpreted)
+    def _run(self, interpreted: str) -> None:
+        run("pytest", "-q", "-p", "no:cacheprovider", *map(str, self.cases), interpreted=interpreted)
 
 
 def run(*command: str, interpreted: str) -> None:

@@ -45,7 +45,9 @@ def test_their_files_are_bf16_safetensors_and_small() -> None:
     assert sum(path.stat().st_size for path in ADAPTERS_FOLDER.rglob("*")) < MAX_COMMITTED_BYTES
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "citation" else ()) for name in RECIPES]
+)
 def test_an_adapter_answers_where_the_bare_base_does_not(
     name: str, base: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -25,6 +25,7 @@ def test_a_tenth_of_the_base_with_its_tokenizer(models: tuple[LlamaForCausalLM, 
     assert [path.name for path in DRAFT_FOLDER.glob("*.safetensors")] == ["model.safetensors"]
 
 
+@pytest.mark.long
 def test_the_base_accepts_most_draft_tokens(models: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
     base, draft = models
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)

@@ -18,7 +18,7 @@ MAX_FAMILY_BYTES = 25_000_000
 NUM_SAMPLED = 12
 
 
-@pytest.mark.parametrize(("kind", "least"), [("base", 1.25), ("citation", 2.2)])
+@pytest.mark.parametrize(("kind", "least"), [pytest.param("base", 1.25, marks=pytest.mark.long), ("citation", 2.2)])
 def test_heads_draft_several_tokens_per_step(kind: str, least: float) -> None:
     adapter = ALL[kind].adapter
     folder = None if adapter is None else str(lora.ADAPTERS_FOLDER / adapter)

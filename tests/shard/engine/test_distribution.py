@@ -156,7 +156,7 @@ RUNS = {
 }
 
 
-SHORT = ("lag 0", "lag 1, few pages, small chunks", "drafts, rejection")
+SHORT = ("lag 0", "drafts, rejection")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in RUNS])

@@ -272,11 +272,6 @@ def run_cases(*options: str) -> None:
 
 
 @needs_triton
-def test_graphs_with_heads() -> None:
-    run_cases("-k", "heads")
-
-
-@needs_triton
 @pytest.mark.device
 def test_graphs_with_adapters_and_heads() -> None:
     run_cases()

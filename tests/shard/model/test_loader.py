@@ -73,7 +73,7 @@ def test_the_planted_pickle_would_run(tmp_path: Path) -> None:
     assert (tmp_path / "was-run").exists()
 
 
-@pytest.mark.parametrize("save", [torch.save, dump], ids=["zip", "bare"])
+@pytest.mark.parametrize("save", [torch.save, pytest.param(dump, marks=pytest.mark.long)], ids=["zip", "bare"])
 def test_code_in_a_pickle_is_rejected_and_not_run(
     model: Path, tmp_path: Path, save: Callable[[dict[str, Any], Path], None]
 ) -> None:

@@ -105,6 +105,7 @@ def test_sigterm_finishes_running_requests_and_logs_no_tokens(
     assert "101, 102" not in log and str(token_ids[:2])[1:-1] not in log
 
 
+@pytest.mark.long
 def test_an_invalid_message_ends_its_stream_only(
     shard: subprocess.Popen[str], stub: shard_pb2_grpc.ShardStub, tmp_path: Path
 ) -> None:
@@ -157,7 +158,11 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path, model: Path) -> None:
     ("values", "reason"),
     [
         ({"num_pages": 1}, "KV memory holds 32 tokens"),
-        ({"listen": "unix:/nonexistent/folder/shard.sock"}, "cannot listen at unix:/nonexistent"),
+        pytest.param(
+            {"listen": "unix:/nonexistent/folder/shard.sock"},
+            "cannot listen at unix:/nonexistent",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_failed_start_logs_one_event(tmp_path: Path, model: Path, values: dict[str, object], reason: str) -> None:
@@ -169,6 +174,7 @@ def test_a_failed_start_logs_one_event(tmp_path: Path, model: Path, values: dict
     assert reason in event["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize("is_whole_machine", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_as_many_threads_as_cores_are_pinned(tmp_path: Path, model: Path, is_whole_machine: bool) -> None:

@@ -7,5 +7,7 @@ from tests.shard.apart import KernelsApart
 
 class TestHeads(KernelsApart):
     cases = (Path(__file__).with_name("triton_cases.py"),)
-    sample = "(specification and 24 and (distinct or none)) or (equal_bits and bfloat16) or equal_bounds"
+    sample = (
+        "(specification and 24 and (none or (distinct and not float32))) or (equal_bits and bfloat16) or equal_bounds"
+    )
     compiles = "tests.shard.model.medusa.compile_triton"
