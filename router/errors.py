@@ -139,7 +139,7 @@ class AdapterUnavailable(AdapterProblem):
     """Its source cannot be reached."""
 
 
-class AdapterBroke(AdapterProblem):
+class AdapterLoadFailed(AdapterProblem):
     """The loader failed."""
 
 
@@ -154,7 +154,7 @@ _BY_STATUS: dict[int, type[AdapterProblem]] = {
 
 def adapter_problem(error: AdapterError) -> AdapterProblem:
     """An error of a source or of the loader as an answer."""
-    return _BY_STATUS.get(error.status, AdapterBroke)(str(error), error.retry_after)
+    return _BY_STATUS.get(error.status, AdapterLoadFailed)(str(error), error.retry_after)
 
 
 class AdminOnly(InvalidRequest):
@@ -265,7 +265,7 @@ ANSWERS: dict[type[RouterError], Answer] = {
     AdapterUnavailable: Answer(
         503, "generation", "download_adapter", 503, "server_error", "adapter_source_unavailable"
     ),
-    AdapterBroke: Answer(500, "generation", "load_adapter", 500, "server_error", "adapter_load_failed"),
+    AdapterLoadFailed: Answer(500, "generation", "load_adapter", 500, "server_error", "adapter_load_failed"),
     AdminOnly: Answer(403, "forbidden", "bad_request", 403, "permission_error", "admin_only"),
     AlreadyLoaded: Answer(400, "validation", "validation", 400),
     ReloadRefused: Answer(409, "validation", "validation", 409),

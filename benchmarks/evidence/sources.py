@@ -28,7 +28,7 @@ ENGINE = (
 """The shard on a CPU."""
 ADAPTERS = ("adapters/**/*.py", "!adapters/medusa/*.py")
 """The loader and the command that checks catalogues."""
-SERVER = (*ENGINE, *ROUTER, *ADAPTERS, "launcher/**/*.py", "!launcher/cli/*.py")
+SERVER = (*ENGINE, *ROUTER, *ADAPTERS, "adapters/medusa/format.py", "launcher/**/*.py", "!launcher/cli/*.py")
 EMBEDDED_MODEL = ("demo/base/*", "demo/adapters/**/*", "demo/heads/**/*", "demo/draft/*", "demo/data/**/*.py")
 RANDOM_MODEL = ("benchmarks/models/*.py",)
 HTTP_LOAD = ("benchmarks/load/*.py", *RANDOM_MODEL)

@@ -56,8 +56,8 @@ class Flag:
     choices: tuple[str, ...] = ()
     synonyms: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of choices."""
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     repeated: bool = False
     separator: str = ","
     """Between the values of a repeated flag in its variable."""
@@ -107,10 +107,10 @@ class Flag:
         value = _READERS[self.kind](self.synonyms.get(text, text))
         if self.choices and value not in self.choices:
             raise ValueError(f"must be one of {', '.join(self.choices)}, not {text!r}")
-        if self.least is not None and value < self.least:
-            raise ValueError(f"must be at least {self.least:g}, not {text}")
-        if self.most is not None and value > self.most:
-            raise ValueError(f"must be at most {self.most:g}, not {text}")
+        if self.minimum is not None and value < self.minimum:
+            raise ValueError(f"must be at least {self.minimum:g}, not {text}")
+        if self.maximum is not None and value > self.maximum:
+            raise ValueError(f"must be at most {self.maximum:g}, not {text}")
         return value
 
 

@@ -38,11 +38,11 @@ PARKED_WAIT_S = 0.05
 COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
 STEP_TIME_CHANGE_S, STEP_TIME_CHANGE = 0.004, 0.2
-"""An expected step time is sent to the routers if it differs from the last one by this, in seconds and as a part."""
+"""An expected step time is sent to the routers if it differs from the last one by more than both: seconds, fraction."""
 ACK_TIMEOUT_S = 0.1
 """The step of an isolated request, and the one after it, wait this long at most until the routers know of them."""
 STICKY_ERRORS = ("illegal", "misaligned", "unspecified launch failure", "assert", "hardware stack")
-"""Words of a failed Triton launch where an earlier kernel has broken the device; other errors are its own."""
+"""Parts of a Triton launch error that mean that an earlier kernel left the device unusable."""
 
 
 @dataclass(frozen=True)

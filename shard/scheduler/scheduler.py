@@ -153,7 +153,9 @@ class Scheduler:
         if request.num_committed >= (request.num_published + 1) * self.cache.page_size:
             self.cache.publish(request)
         if item.draft_ids:
-            self.cache.shrink(request, len(request.token_ids))  # frees the pages of rejected drafts
+            self.cache.shrink(
+                request, len(request.token_ids)
+            )  # frees pages of rejected drafts; their KV in the last page is overwritten
         if reason:
             self.finish(request, reason)
         return len(taken)

@@ -49,19 +49,21 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "merge-adapter-weights", "merge --adapter-id into the base model", SWITCH, False, harmless=(False,),
             refused="adapters are never merged into the base model: --adapter-id alone answers the same requests",
         ),
-        Flag("max-active-adapters", "maximum number of adapters in device slots", INTEGER, 1024, SHARD, least=1),
+        Flag("max-active-adapters", "maximum number of adapters in device slots", INTEGER, 1024, SHARD, minimum=1),
         Flag(
             "adapter-cycle-time-s", "seconds an adapter waits for a slot before one in use is evicted", INTEGER, 2,
-            SHARD, least=0,
+            SHARD, minimum=0,
         ),
-        Flag("adapter-memory-fraction", "fraction of device memory for adapters", NUMBER, 0.1, SHARD, least=0, most=1),
+        Flag(
+            "adapter-memory-fraction", "fraction of device memory for adapters", NUMBER, 0.1, SHARD, minimum=0, maximum=1
+        ),
         Flag(
             "adapter-host-memory", "host memory for adapters, in addition to device memory", BYTES, to=SHARD,
-            default_text="four times the memory of the slots", least=0, new=True,
+            default_text="four times the memory of the slots", minimum=0, new=True,
         ),
         Flag(
             "adapter-disk-cache", "disk space for converted adapters; least recently used ones are removed first",
-            BYTES, 64 << 30, LOADER, "store_bytes", least=1, new=True,
+            BYTES, 64 << 30, LOADER, "store_bytes", minimum=1, new=True,
         ),
         Flag(
             "adapter-store", "folder of converted adapters; may be shared between servers", to=SHARD | LOADER,
@@ -69,19 +71,19 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "max-adapter-size", "maximum size of an adapter's weights; above it 422, before the download", BYTES,
-            8 << 30, ROUTER | LOADER, computed=True, least=1, new=True,
+            8 << 30, ROUTER | LOADER, computed=True, minimum=1, new=True,
         ),
         Flag(
             "max-queued-per-adapter", "maximum number of queued requests per adapter; above it 429", INTEGER, to=ROUTER,
-            default_text="max-concurrent-requests", least=1, new=True,
+            default_text="max-concurrent-requests", minimum=1, new=True,
         ),
         Flag(
             "auth-cache-ttl-s", "seconds for which a source's authorization result, positive or negative, is cached",
-            NUMBER, 60.0, ROUTER, least=0, new=True,
+            NUMBER, 60.0, ROUTER, minimum=0, new=True,
         ),
         Flag(
             "auth-stale-s", "seconds for which a positive result stays valid while its source is unreachable", NUMBER,
-            900.0, ROUTER, least=0, new=True,
+            900.0, ROUTER, minimum=0, new=True,
         ),
         Flag(
             "lorax-use-global-hf-token", "requests without a token use the server's HF_TOKEN", SWITCH, False, ROUTER,

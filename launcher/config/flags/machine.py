@@ -22,16 +22,16 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Throughput and memory": (
         Flag(
             "max-concurrent-requests", "maximum number of requests in the server; above it 429", INTEGER, 1024, ROUTER,
-            least=1,
+            minimum=1,
         ),
         Flag(
             "max-batch-prefill-tokens", "maximum number of prompt tokens per step", INTEGER, to=SHARD,
-            field_name="step_tokens", default_text="max-input-length + 50", least=1,
+            field_name="step_tokens", default_text="max-input-length + 50", minimum=1,
             differs="a budget per step: smaller values reduce the latency of running requests",
         ),
         Flag(
             "max-batch-total-tokens", "maximum number of tokens in the KV cache", INTEGER, to=SHARD,
-            default_text="what memory allows", least=1,
+            default_text="what memory allows", minimum=1,
         ),
         Flag(
             "chunked-prefill", "split long prompts over several steps", BOOLEAN, True, SHARD,
@@ -46,22 +46,22 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             default="auto", to=SHARD, computed=True, choices=("auto", "fp8"), new=True,
         ),
         Flag(
-            "cuda-memory-fraction", "fraction of device memory to use", NUMBER, 1.0, SHARD, least=0.01, most=1,
+            "cuda-memory-fraction", "fraction of device memory to use", NUMBER, 1.0, SHARD, minimum=0.01, maximum=1,
             no_effect="there is no CUDA device in use", no_effect_on="cpu",
         ),
         Flag(
             "memory-wiggle-room", "fraction of the memory left after loading that the KV cache uses", NUMBER, 0.9,
-            SHARD, computed=True, least=0.01, most=1,
+            SHARD, computed=True, minimum=0.01, maximum=1,
         ),
         Flag(
             "cpu-memory", "memory for KV cache and adapters on CPU, such as 4GiB", BYTES, to=SHARD,
-            default_text="a part of the free memory", least=1, new=True, no_effect="the KV cache is on the CUDA device",
-            no_effect_on="cuda",
+            default_text="a part of the free memory", minimum=1, new=True,
+            no_effect="the KV cache is on the CUDA device", no_effect_on="cuda",
         ),
-        Flag("validation-workers", "tokenizer threads", INTEGER, 2, ROUTER, least=1),
+        Flag("validation-workers", "tokenizer threads", INTEGER, 2, ROUTER, minimum=1),
         Flag(
             "threads", "compute threads of a shard; on CPU pinned to cores, if there are as many cores", INTEGER,
-            to=SHARD, computed=True, default_text="all cores", least=1, new=True,
+            to=SHARD, computed=True, default_text="all cores", minimum=1, new=True,
         ),
         Flag("waiting-served-ratio", "when waiting requests preempt running ones", NUMBER, 1.2, no_effect=_NO_PHASES),
         Flag("max-waiting-tokens", "steps before waiting requests are admitted", INTEGER, 20, no_effect=_NO_PHASES),
@@ -74,7 +74,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "replicas", "number of model replicas behind the router; on CUDA each has its own device", INTEGER, 1,
-            least=1, most=64, new=True,
+            minimum=1, maximum=64, new=True,
         ),
         Flag(
             "engine", "what starts shards: the launcher (`local`) or a Ray cluster", default="local",
@@ -86,12 +86,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "num-shard", "tensor-parallel size: number of devices, on CPU of processes", INTEGER, to=SHARD,
-            computed=True, default_text="devices in CUDA_VISIBLE_DEVICES, else 1", least=1, most=64,
+            computed=True, default_text="devices in CUDA_VISIBLE_DEVICES, else 1", minimum=1, maximum=64,
         ),
         Flag("master-addr", "rendezvous address of tensor-parallel ranks", default="localhost", to=SHARD),
         Flag(
             "master-port", "rendezvous port; each replica uses the next one", INTEGER, to=SHARD, computed=True,
-            default_text="a free one", least=1, most=65535,
+            default_text="a free one", minimum=1, maximum=65535,
             differs="a free port by default, so that several servers run on one machine",
         ),
         Flag(
@@ -102,15 +102,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("eager", "never use CUDA graphs", SWITCH, False, SHARD, computed=True),
         Flag(
             "compile-max-batch-size", "maximum number of requests, and half the number of tokens, of a CUDA graph",
-            INTEGER, 128, SHARD, computed=True, least=1, most=1024, no_effect=_CPU_GRAPHS, no_effect_on="cpu",
+            INTEGER, 128, SHARD, computed=True, minimum=1, maximum=1024, no_effect=_CPU_GRAPHS, no_effect_on="cpu",
             differs="draft and prompt tokens count too",
         ),
         Flag(
-            "compile-max-rank", "maximum adapter rank with CUDA graphs", INTEGER, 64, least=0,
+            "compile-max-rank", "maximum adapter rank with CUDA graphs", INTEGER, 64, minimum=0,
             no_effect="graphs support adapters of any rank",
         ),
         Flag(
-            "compile-batch-size", "maximum batch size traced at startup", INTEGER, 32, least=1,
+            "compile-batch-size", "maximum batch size traced at startup", INTEGER, 32, minimum=1,
             no_effect="all graphs are captured at startup, so that no request waits for a capture",
         ),
         Flag(
@@ -126,7 +126,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "hostname", "listen address (HOSTNAME is ignored if it is the machine's own name, as set by shells)",
             default="0.0.0.0", to=ROUTER,
         ),
-        Flag("port", "listen port", INTEGER, 3000, ROUTER, short="p", least=1, most=65535),
+        Flag("port", "listen port", INTEGER, 3000, ROUTER, short="p", minimum=1, maximum=65535),
         Flag(
             "shard-uds-path", "path prefix of the private folder of this run",
             default_text="lorikeet- in the temporary folder",
@@ -161,15 +161,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "step-timeout-s",
             "seconds before a hanging shard is restarted and its requests are retried; 0 disables this", NUMBER, 120.0,
-            ROUTER | SHARD, least=0, new=True,
+            ROUTER | SHARD, minimum=0, new=True,
         ),
         Flag(
-            "recovery-timeout-s", "seconds requests wait for a shard when all are down", NUMBER, 300.0, ROUTER, least=0,
-            new=True,
+            "recovery-timeout-s", "seconds requests wait for a shard when all are down", NUMBER, 300.0, ROUTER,
+            minimum=0, new=True,
         ),
         Flag(
             "drain-timeout-s", "seconds running requests get to finish after SIGTERM", NUMBER, 60.0, ROUTER | LAUNCHER,
-            least=0, new=True,
+            minimum=0, new=True,
         ),
         Flag("cors-allow-origin", "allowed CORS origins", default=(), to=ROUTER, repeated=True),
         Flag("cors-allow-header", "allowed CORS request headers", default=(), to=ROUTER, repeated=True),

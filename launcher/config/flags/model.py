@@ -47,29 +47,29 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Limits of a request": (
         Flag(
             "max-input-length", "maximum prompt length in tokens", INTEGER, to=ROUTER | LAUNCHER,
-            default_text="max-total-tokens − 1", least=1,
+            default_text="max-total-tokens − 1", minimum=1,
         ),
         Flag(
             "max-total-tokens", "maximum length of prompt and output together, in tokens", INTEGER, to=ROUTER | SHARD,
-            default_text="min(max_position_embeddings, 4096)", least=2,
+            default_text="min(max_position_embeddings, 4096)", minimum=2,
         ),
-        Flag("max-best-of", "maximum `best_of`", INTEGER, 2, ROUTER, least=1),
-        Flag("max-stop-sequences", "maximum number of stop sequences", INTEGER, 4, ROUTER, least=0),
+        Flag("max-best-of", "maximum `best_of`", INTEGER, 2, ROUTER, minimum=1),
+        Flag("max-stop-sequences", "maximum number of stop sequences", INTEGER, 4, ROUTER, minimum=0),
         Flag(
-            "max-body-bytes", "maximum size of a request body; above it 413", BYTES, 16 << 20, ROUTER, least=1,
+            "max-body-bytes", "maximum size of a request body; above it 413", BYTES, 16 << 20, ROUTER, minimum=1,
             new=True,
         ),
         Flag(
             "request-timeout-s", "time limit of a request, in seconds; above it 504", NUMBER, to=ROUTER,
-            default_text="none", least=0.001, new=True,
+            default_text="none", minimum=0.001, new=True,
         ),
         Flag(
             "max-queue-seconds", "maximum time in the queue, in seconds; above it 429", NUMBER, to=ROUTER,
-            default_text="none", least=0.001, new=True,
+            default_text="none", minimum=0.001, new=True,
         ),
     ),
     "Sampling": (
-        Flag("watermark-gamma", "fraction of green tokens of the watermark", NUMBER, 0.5, SHARD, least=0, most=1),
+        Flag("watermark-gamma", "fraction of green tokens of the watermark", NUMBER, 0.5, SHARD, minimum=0, maximum=1),
         Flag("watermark-delta", "added to the logits of green tokens", NUMBER, 2.0, SHARD),
     ),
 }  # fmt: skip

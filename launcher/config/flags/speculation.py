@@ -11,15 +11,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Speculation": (
         Flag(
             "speculative-tokens", "draft tokens per step, unless the request says otherwise", INTEGER, to=ROUTER,
-            default_text="4 with a draft model, else 0", least=0,
+            default_text="4 with a draft model, else 0", minimum=0,
         ),
         Flag(
-            "speculative-tokens-max", "maximum of `speculative_tokens` in requests", INTEGER, 16, ROUTER, least=0,
-            most=64, new=True,
+            "speculative-tokens-max", "maximum of `speculative_tokens` in requests", INTEGER, 16, ROUTER, minimum=0,
+            maximum=64, new=True,
         ),
         Flag(
             "speculation-max-batch-size", "disable speculation when more than this many requests are running", INTEGER,
-            32, SHARD, least=0,
+            32, SHARD, minimum=0,
         ),
         Flag(
             "speculative-method", "source of draft tokens, unless the request says otherwise; `ngram` is `lookup`",
@@ -38,11 +38,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             synonyms={"coupled": "shared-noise", "google": "rejection", "deepmind": "rejection"}, new=True,
             formerly="verify",
         ),
-        Flag("ngram-min", "minimum n-gram length of prompt lookup", INTEGER, 1, SHARD, least=1, most=32, new=True),
-        Flag("ngram-max", "maximum n-gram length of prompt lookup", INTEGER, 8, SHARD, least=1, most=32, new=True),
+        Flag("ngram-min", "minimum n-gram length of prompt lookup", INTEGER, 1, SHARD, minimum=1, maximum=32, new=True),
+        Flag("ngram-max", "maximum n-gram length of prompt lookup", INTEGER, 8, SHARD, minimum=1, maximum=32, new=True),
         Flag(
             "ngram-long", "n-gram length from which prompt lookup takes precedence over heads and draft model", INTEGER,
-            4, SHARD, least=1, most=32, new=True,
+            4, SHARD, minimum=1, maximum=32, new=True,
         ),
         Flag(
             "draft-model-id", "draft model: hub id, `id@revision` or local folder; needs the base model's tokenizer",
