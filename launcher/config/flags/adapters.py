@@ -55,7 +55,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             SHARD, minimum=0,
         ),
         Flag(
-            "adapter-memory-fraction", "fraction of device memory for adapters", NUMBER, 0.1, SHARD, minimum=0, maximum=1
+            "adapter-memory-fraction", "fraction of device memory for adapters", NUMBER, 0.1, SHARD,
+            minimum=0, maximum=1,
         ),
         Flag(
             "adapter-host-memory", "host memory for adapters, in addition to device memory", BYTES, to=SHARD,
