@@ -33,6 +33,9 @@ class RouterConfig(ConfigFile):
     trust_remote_code: bool = False
     hostname: str = "0.0.0.0"
     port: int = 3000
+    trusted_proxies: tuple[str, ...] = ()
+    """Networks of proxies whose `Forwarded` and `X-Forwarded-For` are believed."""
+    hash_client_addresses: bool = False
     listen_fd: int | None = None
     """An inherited, bound socket that is used instead of `hostname` and `port`."""
     ready_file: str | None = None

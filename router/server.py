@@ -73,6 +73,7 @@ class RouterServer:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 backlog=4096,
                 timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
                 lifespan="off",

@@ -1,6 +1,7 @@
 """Which settings conflict, which are not supported, and which have no effect: checked before anything is started."""
 
 import importlib.util
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def check(settings: Settings) -> None:
     _check_speculation(settings)
     _check_quantization(settings)
     _check_files(settings)
+    _check_clients(settings)
 
 
 def check_device(settings: Settings, device: str) -> None:
@@ -209,6 +211,15 @@ def _check_quantization(settings: Settings) -> None:
             refuse(f"{settings.given[name]} {method} is refused: --kv-cache-dtype fp8 applies to both models")
         if method is not None and not settings["shard-address"] and (reason := quantization.reason_against(method)):
             refuse(f"{settings.given[name]} {method} is refused: {reason}")
+
+
+def _check_clients(settings: Settings) -> None:
+    """Proxies in front of the server."""
+    for network in settings["trusted-proxies"]:
+        try:
+            ip_network(network)
+        except ValueError as error:
+            refuse(f"--trusted-proxies must be networks such as 10.0.0.0/8 or 192.0.2.1: {error}")
 
 
 def _check_files(settings: Settings) -> None:

@@ -27,6 +27,7 @@ from lorikeet.router.errors import (
     lorax_body,
     openai_body,
 )
+from lorikeet.router.http.address import Addresses
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.usage.record import Ending
 
@@ -45,6 +46,7 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, generating: Mapping[str, Handle], service: Service, metrics: Metrics) -> None:
         self._app = app
+        self._addresses = Addresses(service.config.trusted_proxies, hashed=service.config.hash_client_addresses)
         self._generating = generating
         self._service = service
         self._metrics = metrics
@@ -56,8 +58,10 @@ class RequestMiddleware:
             return
         headers = Headers(scope=scope)
         identity = request_id(headers.get("x-request-id"))
-        scope.setdefault("state", {})["request_id"] = identity
+        state = scope.setdefault("state", {})
+        state["request_id"], state["address"] = identity, self._addresses.of(scope)
         call = _RequestScope(scope, send, identity, closes=self._service.dispatcher.is_leaving)
+        call.client = self._addresses.shown(state["address"])
         handle = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
         if handle is not None:
             self._metrics.request_arrived()
@@ -110,6 +114,8 @@ class _RequestScope:
         self._headers = [(b"x-request-id", identity.encode())]
         if closes:  # so that the next request goes to another router
             self._headers.append((b"connection", b"close"))
+        self.client = ""
+        """The client's address, as the log shows it."""
         self._began_at = now()
         self.status = 0
 
@@ -133,6 +139,7 @@ class _RequestScope:
         ending = Ending(path, self.status, error, self._began_at, now())
         seconds, fields = round(ending.ended_at - ending.began_at, 6), state.get("log_fields", {})
         write = _log.debug if method == "GET" else _log.info
+        fields = {"client": self.client, **fields}
         write("request", method=method, path=path[:128], status=self.status, seconds=seconds, **fields)
         return ending
 

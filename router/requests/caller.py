@@ -1,4 +1,6 @@
-"""The caller of a request: the bearer token, or the API key that it matches, and the salt of its cached prefixes."""
+"""The caller of a request: the bearer token, or the API key that it matches, its address, and the salt of its cached
+prefixes.
+"""
 
 from dataclasses import dataclass, field
 
@@ -16,6 +18,13 @@ class Caller:
     """The server's own API key that it sent."""
     token: str | None = field(default=None, repr=False)
     """Any other bearer token, for example of a source."""
+    address: str = ""
+    """The client's IPv4 address or IPv6 /64, resolved through trusted proxies; empty where there is none."""
+
+    @property
+    def identity(self) -> str:
+        """What limits and turns per caller count by: the key, else the address."""
+        return f"key:{self.key.name}" if self.key is not None else f"address:{self.address}"
 
     @property
     def cache_salt(self) -> str:
@@ -29,7 +38,10 @@ def caller(request: Request, keys: Keys) -> Caller:
     if found is None:
         token = bearer(request)
         key = keys.find(token)
-        request.state.caller = found = Caller(request.state.request_id, key, None if key is not None else token)
+        address = getattr(request.state, "address", "")
+        request.state.caller = found = Caller(
+            request.state.request_id, key, None if key is not None else token, address
+        )
     return found
 
 

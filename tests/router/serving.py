@@ -154,7 +154,16 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
     dispatcher = Dispatcher(config, tokenizer, metrics)
     app = create_app(dispatcher, tokenizer, config, metrics)
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, http="httptools", ws="none", log_config=None, access_log=False, lifespan="off")
+        uvicorn.Config(
+            app,
+            port=0,
+            http="httptools",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            lifespan="off",
+        )
     )
     backend = tokenizers.Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     async with shard, loader:

@@ -128,6 +128,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("port", "listen port", INTEGER, 3000, ROUTER, short="p", minimum=1, maximum=65535),
         Flag(
+            "trusted-proxies",
+            "networks (CIDR) of reverse proxies whose `Forwarded` or `X-Forwarded-For` gives the client's address",
+            default=(), to=ROUTER, repeated=True, new=True,
+        ),
+        Flag(
             "shard-uds-path", "path prefix of the private folder of this run",
             default_text="lorikeet- in the temporary folder",
             differs="a private folder (0700) per run, not a path shared by all runs",
@@ -190,6 +195,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "log-level", "log level", default="info", to=ROUTER | SHARD | LOADER,
             choices=("debug", "info", "warning", "error"), new=True,
+        ),
+        Flag(
+            "hash-client-addresses", "replace client addresses in log lines by hashes, with a random key per process",
+            SWITCH, False, ROUTER, new=True,
         ),
         Flag(
             "usage-log", "append a JSON line to this file for every finished request; reopened on SIGHUP", to=ROUTER,

@@ -284,3 +284,9 @@ def test_an_fp8_kv_cache_needs_cuda(arguments: list[str]) -> None:
 
 def test_both_models_have_one_kv_cache_dtype() -> None:
     assert "both models" in refusal("--draft-model-id", "a/b", "--draft-quantize", "fp8-kv")
+
+
+def test_trusted_proxies_are_networks() -> None:
+    assert "10.0.0.1/8 has host bits set" in refusal("--trusted-proxies", "10.0.0.1/8")
+    assert "'proxy'" in refusal("--trusted-proxies", "proxy")
+    rules.check(settings("--trusted-proxies", "10.0.0.0/8", "--trusted-proxies", "2001:db8::/32"))

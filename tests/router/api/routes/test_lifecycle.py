@@ -250,6 +250,25 @@ async def test_cors_configuration(tmp_path: Path, anyio_backend: str) -> None:
         assert "access-control-allow-origin" not in response.headers
 
 
+async def test_log_lines_have_the_client_address(tmp_path: Path, anyio_backend: str) -> None:
+    forwarded = {"x-forwarded-for": "203.0.113.7"}
+    shown = {}
+    for name, fields in {
+        "plain": {},
+        "proxy": {"trusted_proxies": ("127.0.0.1/32",)},
+        "hashed": {"trusted_proxies": ("127.0.0.1/32",), "hash_client_addresses": True},
+    }.items():
+        async with serving(tmp_path / name, **fields) as server:
+            server.says("x")
+            with structlog.testing.capture_logs() as lines:
+                for _ in range(2):
+                    await server.client.post("/generate", json={"inputs": "Hi"}, headers=forwarded)
+            shown[name] = {line["client"] for line in lines if line["event"] == "request"}
+    assert shown["plain"] == {"127.0.0.1"} and shown["proxy"] == {"203.0.113.7"}
+    [hashed] = shown["hashed"]
+    assert len(hashed) == 16 and hashed != "203.0.113.7"
+
+
 async def test_counts(server: Serving) -> None:
     metrics = server.metrics
 
