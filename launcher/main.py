@@ -18,6 +18,7 @@ from lorikeet.launcher.processes import configs, serving
 from lorikeet.launcher.processes import download as models
 from lorikeet.launcher.processes.supervisor import Signals
 from lorikeet.proto import logs
+from lorikeet.proto.process import raise_file_limit
 from lorikeet.proto.version import version
 
 _LONGEST_SOCKET_PATH = 103
@@ -53,6 +54,7 @@ def _run(read: Settings) -> int:
     rules.check_device(read, device)
     for sentence in (*read.deprecated, *rules.without_effect(read, device, num_ranks)):
         log.warning("%s", sentence)
+    raise_file_limit()
     with Signals().caught() as signals, _private_folder(read) as folder:
         plan = _plan(read, (device, num_ranks), folder, signals)
         if plan is None:

@@ -1,6 +1,7 @@
-"""A process that must not outlive its parent."""
+"""What a process asks of the kernel: to end with its parent, and as many open files as it may have."""
 
 import ctypes
+import resource
 import signal
 import sys
 
@@ -11,3 +12,17 @@ def signal_at_parent_death(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send `number` to this process when the thread that started it ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+MOST_FILES = 1 << 20
+"""More are never needed, and some libraries go through all possible descriptors."""
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard limit, for this process and its children; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft

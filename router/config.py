@@ -36,6 +36,10 @@ class RouterConfig(ConfigFile):
     trusted_proxies: tuple[str, ...] = ()
     """Networks of proxies whose `Forwarded` and `X-Forwarded-For` are believed."""
     hash_client_addresses: bool = False
+    header_timeout_s: float = 10.0
+    keep_alive_timeout_s: float = 75.0
+    max_connections_per_address: int = 2048
+    """0 is no limit."""
     listen_fd: int | None = None
     """An inherited, bound socket that is used instead of `hostname` and `port`."""
     ready_file: str | None = None
@@ -85,6 +89,8 @@ class RouterConfig(ConfigFile):
     use_hub_token_for_all: bool = False
     """Requests without a token use `hub_token`."""
     max_body_bytes: int = 16 * 1024 * 1024
+    max_body_memory: int = 128 * 1024 * 1024
+    """Of all request bodies together, while they are read, decoded and parsed."""
     validation_workers: int = 2
     receipts_path: str | None = None
     """File of receipts, one JSON line per finished request."""

@@ -3,7 +3,8 @@
 RouterError
 ├── InvalidRequest              the client can correct it
 │   ├── BodyRejected            plain text on LoRAX's routes
-│   │   ├── NotJson, WrongJsonType, WrongMediaType, BodyTooLarge
+│   │   ├── NotJson, WrongJsonType, WrongMediaType, BodyTooLarge, BodyTooDetailed, BodyTimeout
+│   │   └── BadContentEncoding, UnsupportedContentEncoding
 │   ├── ValidationError         "Input validation error: …"
 │   │   └── UnsupportedField
 │   │       └── NoHeads
@@ -12,7 +13,7 @@ RouterError
 │   ├── AdminOnly, AlreadyLoaded, ReloadRefused
 │   └── ChatTemplateError, ModelNotFound, UnknownRoute, UnknownMethod
 ├── Refused                     the server cannot accept it now
-│   └── Overloaded (QueueTimeout), ShuttingDown, NoShard, Unhealthy, NotServed
+│   └── Overloaded (QueueTimeout), BodyMemoryFull, ShuttingDown, NoShard, Unhealthy, NotServed
 └── Failed                      it started and failed
     └── GenerationFailed, PoisonRequest, IncompleteGeneration, DeadlineExceeded, InternalError
 """
@@ -64,6 +65,27 @@ class WrongMediaType(BodyRejected):
 
 class BodyTooLarge(BodyRejected):
     template = "Failed to buffer the request body: length limit exceeded"
+
+
+class BodyTooDetailed(BodyRejected):
+    """So many values that they would take too much memory."""
+
+    template = "Failed to parse the request body as JSON: its values would take more than {} bytes of memory"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(str(limit))
+
+
+class BodyTimeout(BodyRejected):
+    template = "Failed to buffer the request body: it arrived too slowly"
+
+
+class BadContentEncoding(BodyRejected):
+    template = "Failed to decode the request body as gzip: {}"
+
+
+class UnsupportedContentEncoding(BodyRejected):
+    template = "`Content-Encoding: {}` is not supported: send the body as it is, or with gzip"
 
 
 class ValidationError(InvalidRequest):
@@ -193,6 +215,13 @@ class QueueTimeout(Overloaded):
     """It waited longer for a shard than `max_queue_seconds`."""
 
 
+class BodyMemoryFull(Refused):
+    """The request bodies that are being read take all of `max_body_memory`, or the caller's share."""
+
+    template = "Too many large request bodies at once"
+    retry_after = 1.0
+
+
 class ShuttingDown(Refused):
     template = "The server is shutting down"
 
@@ -252,6 +281,10 @@ ANSWERS: dict[type[RouterError], Answer] = {
     WrongJsonType: Answer(422, "invalid_type", "bad_request", 400),
     WrongMediaType: Answer(415, "unsupported_media_type", "bad_request", 415),
     BodyTooLarge: Answer(413, "payload_too_large", "bad_request", 413),
+    BodyTooDetailed: Answer(413, "payload_too_large", "bad_request", 413),
+    BodyTimeout: Answer(408, "timeout", "bad_request", 408),
+    BadContentEncoding: Answer(400, "invalid_encoding", "bad_request", 400),
+    UnsupportedContentEncoding: Answer(415, "unsupported_content_encoding", "bad_request", 415),
     ValidationError: Answer(422, "validation", "validation", 400),
     UnsupportedField: Answer(422, "validation", "validation", 422),
     ChatTemplateError: Answer(422, "template_error", "template", 400),
@@ -270,6 +303,7 @@ ANSWERS: dict[type[RouterError], Answer] = {
     AlreadyLoaded: Answer(400, "validation", "validation", 400),
     ReloadRefused: Answer(409, "validation", "validation", 409),
     Overloaded: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
+    BodyMemoryFull: Answer(503, "overloaded", "overloaded", 503, "server_error", "overloaded"),
     ShuttingDown: Answer(503, "shutting_down", "shutting_down", 503, "server_error", "shutting_down"),
     NoShard: Answer(503, "unavailable", "unavailable", 503, "server_error", "unavailable"),
     Unhealthy: Answer(503, "healthcheck", "unavailable", 503, "server_error", "unhealthy"),
@@ -313,6 +347,8 @@ def failure_headers(error: RouterError) -> dict[str, str]:
         headers["www-authenticate"] = "Bearer"
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after)))
-    if isinstance(error, ShuttingDown | BodyTooLarge):
+    if isinstance(error, UnsupportedContentEncoding):
+        headers["accept-encoding"] = "gzip, identity"
+    if isinstance(error, ShuttingDown | BodyTooLarge | BodyTimeout):
         headers["connection"] = "close"
     return headers

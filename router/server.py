@@ -6,26 +6,25 @@ SIGUSR1 hands over to another router on the same socket: the open connections ar
 """
 
 import asyncio
-import contextlib
+import errno
 import gc
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
-import uvicorn
 import uvloop
 
-from lorikeet.proto.process import signal_at_parent_death
+from lorikeet.proto.process import raise_file_limit, signal_at_parent_death
 from lorikeet.router.api.app import create_app
 from lorikeet.router.api.service import Service
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import RouterError
+from lorikeet.router.http.server import HttpServer
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.text.tokenizer import Tokenizer
 
@@ -33,16 +32,6 @@ log = structlog.get_logger()
 
 SAME_REQUEST_S = 0.5
 """Signals that are less than this apart count as one: `timeout` sends two at once."""
-FLUSH_TIMEOUT_S = 5
-"""How long connections may take to flush after the last generation has ended."""
-
-
-class _Uvicorn(uvicorn.Server):
-    """Uvicorn without its signal handlers: ours drain first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class RouterServer:
@@ -55,7 +44,7 @@ class RouterServer:
         self._draining = asyncio.Event()
         self._handing_over = asyncio.Event()
         self._signalled_at: float | None = None
-        self._server: _Uvicorn | None = None
+        self._server: HttpServer | None = None
         self._problem: str | None = None
         """Why it ends without a signal."""
         self._reloads: set[asyncio.Task[None]] = set()
@@ -65,20 +54,7 @@ class RouterServer:
         dispatcher = Dispatcher(self._config, self._tokenizer, self._metrics)
         app = create_app(dispatcher, self._tokenizer, self._config, self._metrics)
         service: Service = app.state.service
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                backlog=4096,
-                timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
-                lifespan="off",
-            )
-        )
+        self._server = HttpServer(app, self._config)
         self._handle_signals(service)
         await dispatcher.start()
         await self._serve(self._server, service)
@@ -86,10 +62,11 @@ class RouterServer:
         await service.templates.close()
         await dispatcher.stop()
         await asyncio.to_thread(service.usage.close)
+        service.bodies.close()
         self._tokenizer.close()
         return 0 if self._problem is None else 1
 
-    async def _serve(self, server: _Uvicorn, service: Service) -> None:
+    async def _serve(self, server: HttpServer, service: Service) -> None:
         """Serve until a signal or a broken adapter, then drain or hand over."""
         config, dispatcher = self._config, service.dispatcher
         preloading = asyncio.create_task(self._preload(service))
@@ -100,7 +77,8 @@ class RouterServer:
         gc.collect()
         gc.freeze()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        background = [preloading, *map(asyncio.create_task, (self._watch_parent(), self._touch_ready_file(service)))]
+        watches = (self._watch_parent(), self._touch_ready_file(service), _watch_files(listener))
+        background = [preloading, *map(asyncio.create_task, watches)]
         log.info("router_listening", hostname=config.hostname, port=listener.getsockname()[1])
         signals = [asyncio.create_task(event.wait()) for event in (self._draining, self._handing_over)]
         await asyncio.wait([serving, preloading, *signals], return_when=asyncio.FIRST_COMPLETED)
@@ -114,9 +92,10 @@ class RouterServer:
         for task in (*background, *signals):
             task.cancel()
 
-    async def _finish_connections(self, server: _Uvicorn, dispatcher: Dispatcher) -> None:
+    async def _finish_connections(self, server: HttpServer, dispatcher: Dispatcher) -> None:
         """Wait for the open connections, and end them at `drain_timeout_s`."""
         log.info("router_handover", num_active=dispatcher.num_active)
+        server.leave()
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 while server.server_state.connections:  # noqa: ASYNC110 - uvicorn has no event for it
@@ -205,6 +184,22 @@ class RouterServer:
             await asyncio.sleep(1.0)
 
 
+async def _watch_files(listener: socket.socket) -> None:
+    """Log once when no file can be opened: new connections are closed without a trace then."""
+    is_exhausted = False
+    while True:
+        try:
+            os.close(os.dup(listener.fileno()))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not is_exhausted:
+                advice = "raise the hard limit of open files (ulimit -Hn), or lower --max-connections-per-address"
+                log.error("file_descriptors_exhausted", reason=error.strerror, advice=advice)
+                is_exhausted = True
+        else:
+            is_exhausted = False
+        await asyncio.sleep(1.0)
+
+
 def _listen(config: RouterConfig) -> socket.socket:
     """A listening socket: the inherited one, so that no connection is refused between two routers, or a new one.
 
@@ -232,6 +227,7 @@ def serve(config: RouterConfig) -> int:
     """Run a router until a signal ends it; returns the exit code. A failure is logged in one line."""
     if config.parent_pid is not None:
         signal_at_parent_death()
+    raise_file_limit()
     try:
         return uvloop.run(_run(config))
     except (ValueError, OSError) as error:

@@ -214,12 +214,24 @@ def _check_quantization(settings: Settings) -> None:
 
 
 def _check_clients(settings: Settings) -> None:
-    """Proxies in front of the server."""
+    """Browsers, and proxies in front of the server."""
+    origins = settings["cors-allow-origin"]
+    if settings["cors-allow-credentials"] and (not origins or "*" in origins):
+        refuse(
+            "--cors-allow-credentials true needs --cors-allow-origin with the sites that may send credentials: with any"
+            " origin, every site could use a visitor's"
+        )
     for network in settings["trusted-proxies"]:
         try:
             ip_network(network)
         except ValueError as error:
             refuse(f"--trusted-proxies must be networks such as 10.0.0.0/8 or 192.0.2.1: {error}")
+    most, together = settings["max-body-bytes"], settings["max-body-memory"]
+    if most > together // 4:
+        refuse(
+            f"--max-body-bytes {most} must be at most a quarter of --max-body-memory {together}, which is what one"
+            " caller gets"
+        )
 
 
 def _check_files(settings: Settings) -> None:

@@ -1,14 +1,15 @@
-"""The HTTP application: the table of routes, CORS, and the handlers that turn failures into answers."""
+"""The HTTP application: the table of routes, and the handlers that turn failures into answers."""
 
 import functools
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from lorikeet.router.api import openapi
+from lorikeet.router.api.cors import Cors
 from lorikeet.router.api.middleware import Handle, RequestMiddleware, failure_response
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
@@ -22,13 +23,11 @@ from lorikeet.router.errors import InternalError, RouterError, UnknownMethod, Un
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.text.tokenizer import Tokenizer
 
-_CORS_HEADERS = ("content-type", "authorization", "x-request-id")
-
 
 def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> FastAPI:
     """All routes for one dispatcher, which the caller starts and stops."""
     service = make_service(dispatcher, tokenizer, config, metrics)
-    app = FastAPI(title="Lorikeet", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="Lorikeet", docs_url="/docs", redoc_url=None, redirect_slashes=False)
     app.state.service = service
     app.openapi = functools.cache(openapi.document)  # type: ignore[method-assign]
     generating = _generating(service)
@@ -38,15 +37,7 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
     app.add_exception_handler(RouterError, _answer_failure)
     app.add_exception_handler(HTTPException, _answer_unknown)
     app.add_exception_handler(Exception, _answer_bug)
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=config.cors_allow_origin or ("*",),
-        allow_methods=config.cors_allow_method or ("GET", "POST"),
-        allow_headers=config.cors_allow_header or _CORS_HEADERS,
-        expose_headers=config.cors_expose_header,
-        allow_credentials=bool(config.cors_allow_credentials),
-    )
-    app.middleware_stack = RequestMiddleware(app.build_middleware_stack(), generating, service, metrics)
+    app.middleware_stack = RequestMiddleware(app.build_middleware_stack(), generating, service, metrics, Cors(config))
     return app
 
 
@@ -112,10 +103,23 @@ async def _answer_failure(request: Request, error: Exception) -> Response:
 
 async def _answer_unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    failure = UnknownMethod() if error.status_code == 405 else UnknownRoute()
-    response = await _answer_failure(request, failure)
-    response.headers.update(error.headers or {})
+    if error.status_code != 405:
+        return await _answer_failure(request, UnknownRoute())
+    allowed = {"allow": ", ".join(_methods(request))}
+    if request.method == "OPTIONS":
+        return Response(status_code=204, headers=allowed)
+    response = await _answer_failure(request, UnknownMethod())
+    response.headers.update(allowed)
     return response
+
+
+def _methods(request: Request) -> list[str]:
+    """All methods of the path: several routes may have it."""
+    found = {"OPTIONS"}
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found)
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:

@@ -1,9 +1,12 @@
-"""The outermost ASGI middleware: request ids, rejection while draining, log lines, metrics, usage, unexpected errors.
+"""The outermost ASGI middleware: request ids, client addresses, spellings of paths, CORS, rejection while draining, log
+lines, metrics, usage, unexpected errors.
 
 It calls the generation routes directly, without the framework's layers: each layer costs a stream one call and one
 resumption per token.
 """
 
+import asyncio
+import re
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -14,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorikeet.router.api.cors import Cors
 from lorikeet.router.api.disconnect import ClientGone
 from lorikeet.router.api.headers import request_id
 from lorikeet.router.api.service import Service, now
@@ -33,6 +37,9 @@ from lorikeet.router.usage.record import Ending
 
 _OPEN_WHILE_DRAINING = frozenset(("/health", "/ping", "/ready", "/startup", "/metrics", "/info"))
 
+_SLASHES = re.compile("/{2,}")
+_MODEL_ROUTE = "/v1/models/"
+
 CLIENT_CLOSED_REQUEST = 499
 """The logged status of a request whose client disconnected before the answer."""
 
@@ -44,8 +51,11 @@ _log = structlog.get_logger(__name__)
 class RequestMiddleware:
     """Wraps the application; `generating` are the POST routes to the model, which it counts and calls directly."""
 
-    def __init__(self, app: ASGIApp, generating: Mapping[str, Handle], service: Service, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, generating: Mapping[str, Handle], service: Service, metrics: Metrics, cors: Cors
+    ) -> None:
         self._app = app
+        self._cors = cors
         self._addresses = Addresses(service.config.trusted_proxies, hashed=service.config.hash_client_addresses)
         self._generating = generating
         self._service = service
@@ -58,19 +68,27 @@ class RequestMiddleware:
             return
         headers = Headers(scope=scope)
         identity = request_id(headers.get("x-request-id"))
+        scope["path"] = normal_path(scope["path"])
         state = scope.setdefault("state", {})
         state["request_id"], state["address"] = identity, self._addresses.of(scope)
-        call = _RequestScope(scope, send, identity, closes=self._service.dispatcher.is_leaving)
+        preflight = self._cors.preflight(scope)
+        cors = [] if preflight is not None else self._cors.headers(headers.get("origin"))
+        call = _RequestScope(scope, send, identity, cors)
         call.client = self._addresses.shown(state["address"])
+        if self._service.dispatcher.is_leaving:  # so that the next request goes to another router
+            call.headers.append((b"connection", b"close"))
         handle = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
         if handle is not None:
             self._metrics.request_arrived()
-        # CORS headers are added by the framework's layers.
-        direct = None if "origin" in headers else handle
         with structlog.contextvars.bound_contextvars(request_id=identity):
             try:
-                await self._answer(scope, receive, call, direct)
+                if preflight is not None:
+                    await preflight(scope, receive, call.send)
+                else:
+                    await self._answer(scope, receive, call, handle)
             finally:
+                if (charge := state.get("body_charge")) is not None:
+                    charge.shrink(0)
                 ending = call.finish()
                 if handle is not None:
                     if ending.error is None:
@@ -93,6 +111,8 @@ class RequestMiddleware:
             await call.fail(error, receive)
         except (ClientGone, ClientDisconnect):
             call.status = CLIENT_CLOSED_REQUEST
+        except asyncio.CancelledError:  # the server ends, and this request was not complete
+            await call.fail(ShuttingDown(), receive)
         except Exception as error:
             # The exception's text and locals may hold a prompt, so neither is logged.
             frames = traceback.extract_tb(error.__traceback__)
@@ -105,15 +125,20 @@ def _stays_open(scope: Scope) -> bool:
     return scope["path"] in _OPEN_WHILE_DRAINING or (scope["path"] == "/" and scope["method"] == "GET")
 
 
-class _RequestScope:
-    """One request: adds its id to the response and records the status."""
+def normal_path(path: str) -> str:
+    """Without trailing and doubled slashes, except in the id of a model, which may be an absolute path."""
+    path = path.rstrip("/") or "/"
+    return path if path.startswith(_MODEL_ROUTE) else _SLASHES.sub("/", path)
 
-    def __init__(self, scope: Scope, send: Send, identity: str, *, closes: bool) -> None:
+
+class _RequestScope:
+    """One request: adds headers to the response and records the status."""
+
+    def __init__(self, scope: Scope, send: Send, identity: str, headers: list[tuple[bytes, bytes]]) -> None:
         self._scope = scope
         self._send = send
-        self._headers = [(b"x-request-id", identity.encode())]
-        if closes:  # so that the next request goes to another router
-            self._headers.append((b"connection", b"close"))
+        self.headers = [(b"x-request-id", identity.encode()), *headers]
+        """To add to the response."""
         self.client = ""
         """The client's address, as the log shows it."""
         self._began_at = now()
@@ -122,7 +147,7 @@ class _RequestScope:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", []), *self._headers]
+            message["headers"] = [*message.get("headers", []), *self.headers]
         await self._send(message)
 
     async def fail(self, error: RouterError, receive: Receive) -> None:

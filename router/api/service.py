@@ -25,7 +25,8 @@ from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import FinishReason, GenerationRequest, Speculation
 from lorikeet.router.schemas.adapters import AdapterFields
-from lorikeet.router.schemas.body import read_json
+from lorikeet.router.schemas.body import BodyReader
+from lorikeet.router.schemas.body_memory import BodyMemory
 from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage.writer import Usage
@@ -54,6 +55,7 @@ class Service:
     reloading: Reloading
     receipts: Receipts
     usage: Usage
+    bodies: BodyReader
 
     @property
     def admission(self) -> Admission:
@@ -105,8 +107,8 @@ class Service:
         return {} if entry is None else dict(entry.parameters)
 
     async def body(self, request: Request) -> dict[str, Any]:
-        """The request's JSON object. Raises a leaf of BodyRejected."""
-        return await read_json(request, self.config.max_body_bytes)
+        """The request's JSON object. Raises a leaf of BodyRejected, or BodyMemoryFull."""
+        return await self.bodies.read(request, self.caller(request).identity)
 
     def caller(self, request: Request) -> Caller:
         """Who sent `request`."""
@@ -147,6 +149,8 @@ class Service:
         limit = self.config.request_timeout_s
         deadline = None if limit is None else arrived_at + limit
         generations: list[Generation] = []
+        if (charge := getattr(request.state, "body_charge", None)) is not None:
+            charge.settle()
         request.state.wanted, request.state.generations = wanted, generations
         try:
             for each in wanted:
@@ -186,6 +190,7 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         Reloading(config, selection, preloader),
         receipts,
         Usage(config, metrics, lambda request: caller(request, selection.keys)),
+        BodyReader(config.max_body_bytes, BodyMemory(config.max_body_memory), config.header_timeout_s),
     )
 
 

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from lorikeet.router.api.disconnect import ClientWatch
 
 KEEP_ALIVE_SECONDS = 15.0
+COMMENT = b":\n\n"
 
 DONE = b"data: [DONE]\n\n"
 
@@ -47,6 +48,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         keep_alive = _KeepAlive(send, self._keep_alive_s)
+        scope.setdefault("state", {})["filler"] = COMMENT
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async with ClientWatch(receive), aclosing(self._events):
@@ -83,7 +85,7 @@ class _KeepAlive:
 
     async def _send_comment(self) -> None:
         self._last = self._loop.time()
-        await self._send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
+        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     def stop(self) -> None:
         self._timer.cancel()

@@ -11,6 +11,7 @@ STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties", "cat")
 SIGN_METHODS = ("total", "frequency")
 _PRUNING = ("ties", "dare_linear", "dare_ties")
 MAX_MERGED = 32
+_UNEQUAL = "number of adapter IDs must match number of adapter weights"
 
 BASE_NAMES = ("__base_model__",)
 """Adapter names that stand for the base model, in addition to its id."""
@@ -41,10 +42,14 @@ class AdapterFields:
 
 
 def read_merge(value: dict[str, Any] | None, adapter_id: str | None) -> MergeFields | None:
-    """`merged_adapters`, with LoRAX's rules and texts. Raises WrongJsonType or ValidationError."""
+    """`merged_adapters`, with LoRAX's rules and texts; lengths before elements.
+
+    Raises WrongJsonType or ValidationError.
+    """
     if value is None:
         return None
     fields = Fields(value, "parameters.merged_adapters.")
+    _check_num_merged(value)
     ids, weights = fields.texts("ids"), fields.numbers("weights")
     strategy = (fields.text("merge_strategy") or "linear").lower()
     density = fields.number("density")
@@ -54,9 +59,7 @@ def read_merge(value: dict[str, Any] | None, adapter_id: str | None) -> MergeFie
     if not ids:
         raise ValidationError("at least one adapter ID must be provided when setting `adapters`", "merged_adapters")
     if len(ids) != len(weights):
-        raise ValidationError("number of adapter IDs must match number of adapter weights", "merged_adapters")
-    if len(ids) > MAX_MERGED:
-        raise ValidationError(f"`adapters` supports up to {MAX_MERGED} adapters. Given: {len(ids)}", "merged_adapters")
+        raise ValidationError(_UNEQUAL, "merged_adapters")
     if strategy not in STRATEGIES:
         raise ValidationError(f"`merge_strategy` must be one of {', '.join(STRATEGIES)}", "merge_strategy")
     if sign_method not in SIGN_METHODS:
@@ -68,3 +71,14 @@ def read_merge(value: dict[str, Any] | None, adapter_id: str | None) -> MergeFie
     elif density is None or not 0.0 < density <= 1.0:
         raise ValidationError(f"`density` must be > 0 and <= 1 for {strategy}", "density")
     return MergeFields(tuple(ids), Merging(tuple(weights), strategy, density, sign_method))
+
+
+def _check_num_merged(value: dict[str, Any]) -> None:
+    """Values of other types are left to the reader."""
+    ids, weights = value.get("ids"), value.get("weights")
+    lengths = [len(each) for each in (ids, weights) if isinstance(each, list)]
+    if len(lengths) == 2 and ids and lengths[0] != lengths[1]:
+        raise ValidationError(_UNEQUAL, "merged_adapters")
+    if max(lengths, default=0) > MAX_MERGED:
+        message = f"`adapters` supports up to {MAX_MERGED} adapters. Given: {max(lengths)}"
+        raise ValidationError(message, "merged_adapters")

@@ -1,69 +1,179 @@
-"""Reads the body of a request as a JSON object: media type, size limit, UTF-8 and syntax."""
+"""Reads the body of a request as a JSON object: media type, encoding, size, time, UTF-8 and syntax."""
 
+import asyncio
 import re
-import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
-from lorikeet.router.errors import BodyTooLarge, NotJson, WrongJsonType, WrongMediaType
+from lorikeet.router.errors import (
+    BadContentEncoding,
+    BodyTimeout,
+    BodyTooDetailed,
+    BodyTooLarge,
+    NotJson,
+    UnsupportedContentEncoding,
+    WrongJsonType,
+    WrongMediaType,
+)
+from lorikeet.router.schemas.body_memory import BodyCharge, BodyMemory
 
 _JSON_MEDIA_TYPE = re.compile(r"application/(?:[\w.!#$&^-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
-_DISCARD_BYTES = 64 * 1024 * 1024
-_DISCARD_SECONDS = 30.0
+OFF_LOOP_BYTES = 256 * 1024
+"""Above this size a body is parsed in a thread."""
+MIN_BYTES_PER_S = 8 * 1024
+"""Average rate at which a body has to arrive, after a grace period."""
+_DECODED_STEPS = (32 * 1024, 1024 * 1024)
+"""Bytes that are decoded at once: the first step, and the longest."""
+_GZIP_WINDOW = 31
+"""zlib's number for gzip with the largest window."""
+
+_COSTS = {b",": 40, b"[": 64, b"{": 256, b'"': 28}
+"""Bytes of memory that a parsed value takes, by the character that announces it."""
+_PIECE_BYTES = 64 * 1024
+"""How much of a large body is examined without a break for other threads."""
 
 
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object. Raises one leaf of BodyRejected, or ClientDisconnect."""
-    if not _JSON_MEDIA_TYPE.match(request.headers.get("content-type", "")):
-        raise WrongMediaType()
-    body = await _read(request, max_bytes)
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        # The exception object holds the whole document, so only its text is kept.
-        raise NotJson(str(error)) from None
-    if not isinstance(value, dict):
-        raise WrongJsonType(f"invalid type: {kind_of(value)}, expected a JSON object")
-    return value
+class BodyReader:
+    """Reads the bodies of one router."""
+
+    def __init__(self, max_bytes: int, memory: BodyMemory, grace_s: float) -> None:
+        """`max_bytes` limits one body, as sent and decoded; within `grace_s` a body may arrive at any rate."""
+        self._max_bytes = max_bytes
+        self._memory = memory
+        self._grace_s = grace_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="body")
+
+    async def read(self, request: Request, caller: str) -> dict[str, Any]:
+        """The body as a JSON object; `request.state.body_charge` is what it holds of the memory.
+
+        Raises one leaf of BodyRejected, BodyMemoryFull, or ClientDisconnect.
+        """
+        if not _JSON_MEDIA_TYPE.match(request.headers.get("content-type", "")):
+            raise WrongMediaType()
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("identity", "gzip", "x-gzip"):
+            raise UnsupportedContentEncoding(encoding[:64])
+        charge = request.state.body_charge = self._memory.body(caller)
+        body = await self._received(request, charge)
+        if encoding != "identity":
+            body = await self._decoded(body, charge)
+        value = await self._parsed(body, charge)
+        if not isinstance(value, dict):
+            raise WrongJsonType(f"invalid type: {kind_of(value)}, expected a JSON object")
+        return value
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False)
+
+    async def _received(self, request: Request, charge: BodyCharge) -> bytes:
+        """Collect the body without holding more than the limit. The declared length is counted at once."""
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal():
+            if len(declared) > 18 or int(declared) > self._max_bytes:
+                raise BodyTooLarge()
+            await charge.resize(int(declared))
+        parts: list[bytes] = []
+        size, waited_s, more = 0, 0.0, True
+        loop = asyncio.get_running_loop()
+        while more:
+            began_at = loop.time()
+            try:
+                async with asyncio.timeout(self._grace_s + size / MIN_BYTES_PER_S - waited_s):
+                    message = await request.receive()
+            except TimeoutError:
+                raise BodyTimeout() from None
+            waited_s += loop.time() - began_at
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect()
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            size += len(part)
+            if size > self._max_bytes:
+                raise BodyTooLarge()
+            if size > charge.size:
+                await charge.resize(size)
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _decoded(self, body: bytes, charge: BodyCharge) -> bytes:
+        """`body` without gzip, one member. Raises BodyTooLarge above the limit."""
+        parts: list[bytes] = []
+        size, rest, decoder = 0, body, zlib.decompressobj(_GZIP_WINDOW)
+        step, longest = _DECODED_STEPS
+        while True:
+            await charge.resize(len(rest) + size + step)
+            try:
+                part: bytes = await self._in_thread(decoder.decompress, rest, step)
+            except zlib.error:
+                raise BadContentEncoding("it is not valid") from None
+            parts.append(part)
+            size, step = size + len(part), min(2 * step, longest)
+            if size > self._max_bytes:
+                raise BodyTooLarge()
+            if decoder.eof:
+                break
+            rest = decoder.unconsumed_tail
+            if not part and not rest:
+                raise BadContentEncoding("it ends too early")
+        if decoder.unused_data:
+            raise BadContentEncoding("more follows after its end")
+        charge.shrink(size)
+        return b"".join(parts)
+
+    async def _parsed(self, body: bytes, charge: BodyCharge) -> Any:
+        most = self._memory.max_per_caller - len(body)
+        is_small = len(body) <= OFF_LOOP_BYTES
+        size = _values_size(body, most) if is_small else await self._in_thread(_values_size, body, most)
+        await charge.resize(len(body) + size)
+        charge.num_text = len(body)
+        try:
+            return orjson.loads(body) if is_small else await self._in_thread(orjson.loads, body)
+        except orjson.JSONDecodeError as error:
+            # The exception object holds the whole document, so only its text is kept.
+            raise NotJson(str(error)) from None
+
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
-    """Collect the body without holding more than `max_bytes`."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        await _discard(request)
-        raise BodyTooLarge()
-    parts: list[bytes] = []
-    size = 0
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect()
-        part = message.get("body", b"")
-        more = message.get("more_body", False)
-        size += len(part)
-        if size > max_bytes:
-            if more:
-                parts.clear()
-                await _discard(request)
-            raise BodyTooLarge()
-        parts.append(part)
-    return b"".join(parts)
+def _values_size(body: bytes, most: int) -> int:
+    """Bytes of memory of the parsed values, in addition to their texts. Raises BodyTooDetailed above `most`.
+
+    The first figure counts characters inside texts too; only where it is above `most` they are left out.
+    """
+    pieces = range(0, len(body), _PIECE_BYTES)
+    size = sum(_cost(body, start, start + _PIECE_BYTES) for start in pieces)
+    if size > most:
+        size = _exact_values_size(body, most)
+    if size > most:
+        raise BodyTooDetailed(most + len(body))
+    return size
 
 
-async def _discard(request: Request) -> None:
-    """Read the rest for a while: closing on unread bytes resets the connection before the client reads the answer."""
-    size = 0
-    deadline = time.monotonic() + _DISCARD_SECONDS
-    while size < _DISCARD_BYTES and time.monotonic() < deadline:
-        message = await request.receive()
-        size += len(message.get("body", b""))
-        if message["type"] == "http.disconnect" or not message.get("more_body", False):
-            return
+def _cost(body: bytes, start: int, end: int) -> int:
+    return sum(cost * body.count(character, start, end) for character, cost in _COSTS.items())
+
+
+def _exact_values_size(body: bytes, most: int) -> int:
+    """The same without characters inside texts; it ends early above `most`."""
+    size, is_in_text, position = 0, False, 0
+    while position < len(body) and size <= most:
+        piece = body[position : position + _PIECE_BYTES]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # no piece ends inside an escape sequence
+            piece = body[position : position + _PIECE_BYTES + 1]
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[is_in_text::2])
+        size += _cost(outside, 0, len(outside)) + _COSTS[b'"'] * (len(parts) - 1)
+        is_in_text ^= len(parts) % 2 == 0
+        position += len(piece)
+    return size
 
 
 def kind_of(value: object) -> str:

@@ -150,7 +150,7 @@ class Fields:
 
 def are_token_ids(items: list[Any]) -> bool:
     """Whether all items could be token ids, of any vocabulary."""
-    return bool(items) and all(type(item) is int and 0 <= item < 2**31 for item in items)
+    return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 2**31
 
 
 _RANGES = {"i32": (-(2**31), 2**31 - 1), "u32": (0, 2**32 - 1), "u64": (0, 2**64 - 1), "usize": (0, 2**64 - 1)}

@@ -99,7 +99,7 @@ def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionReq
     """Type and check. Raises WrongJsonType or ValidationError."""
     fields = Fields(body)
     model = _model(fields)
-    prompts = _prompts(fields.take("prompt"))
+    prompts = _prompts(fields.take("prompt"), config)
     echo = fields.flag("echo")
     max_tokens = fields.integer("max_tokens", "u32")
     num_logprobs = _num_logprobs(fields, "logprobs")
@@ -117,7 +117,7 @@ def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
     """Type and check. Raises WrongJsonType or ValidationError."""
     fields = Fields(body)
     model = _model(fields)
-    messages = _messages(fields.take("messages"))
+    messages = _messages(fields.take("messages"), config)
     max_tokens = fields.integer("max_tokens", "u32")
     max_completion_tokens = fields.integer("max_completion_tokens", "u32")
     if max_tokens is not None and max_completion_tokens is not None and max_tokens != max_completion_tokens:
@@ -146,11 +146,7 @@ def check_lengths(num_prompt: int, max_tokens: int | None, config: RouterConfig)
     """The maximum number of tokens to generate. Raises ValidationError when prompt and output don't fit."""
     allowed = config.max_total_tokens - num_prompt if max_tokens is None else max_tokens
     if num_prompt > config.max_input_length or allowed < 1:
-        raise ValidationError(
-            f"a prompt may have {config.max_input_length} tokens of the maximum context length of "
-            f"{config.max_total_tokens}. Given: {num_prompt}",
-            code="context_length_exceeded",
-        )
+        raise _too_long(num_prompt, config)
     if num_prompt + allowed > config.max_total_tokens:
         raise ValidationError(
             f"prompt and `max_tokens` must fit the maximum context length of {config.max_total_tokens} tokens. "
@@ -159,6 +155,14 @@ def check_lengths(num_prompt: int, max_tokens: int | None, config: RouterConfig)
             "context_length_exceeded",
         )
     return allowed
+
+
+def _too_long(num_prompt: int, config: RouterConfig) -> ValidationError:
+    return ValidationError(
+        f"a prompt may have {config.max_input_length} tokens of the maximum context length of "
+        f"{config.max_total_tokens}. Given: {num_prompt}",
+        code="context_length_exceeded",
+    )
 
 
 def _model(fields: Fields) -> str:
@@ -290,11 +294,15 @@ def _check_num_sequences(num_sequences: int, config: RouterConfig) -> None:
         )
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
-    """A text, texts, token ids, or lists of token ids: always as a list of prompts."""
+def _prompts(value: Any, config: RouterConfig) -> list[str | list[int]]:
+    """A text, texts, token ids, or lists of token ids: always as a list of prompts. Lengths before elements."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
+        if not isinstance(value[0], int):
+            _check_num_sequences(len(value), config)
+        elif len(value) > config.max_input_length:
+            raise _too_long(len(value), config)
         if all(isinstance(item, str) for item in value):
             return value
         if are_token_ids(value):
@@ -304,9 +312,13 @@ def _prompts(value: Any) -> list[str | list[int]]:
     raise ValidationError("`prompt` must be a string, strings, token ids, or lists of token ids", "prompt")
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def _messages(value: Any, config: RouterConfig) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise ValidationError("`messages` must be a list of at least one message", "messages")
+    if len(value) > config.max_input_length:
+        raise ValidationError(
+            f"`messages` supports up to {config.max_input_length} messages. Given: {len(value)}", "messages"
+        )
     return [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
 
 

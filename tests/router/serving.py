@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import tokenizers
-import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
 from lorikeet.adapters.sources.registry import SourceSettings
@@ -22,6 +21,7 @@ from lorikeet.router.api.app import create_app
 from lorikeet.router.api.service import Service
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
+from lorikeet.router.http.server import HttpServer
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.scripted_loader import ScriptedLoader, finds_all
@@ -72,6 +72,7 @@ class Serving:
     roots: Path
     """The folder of local adapters."""
     service: Service
+    server: HttpServer
 
     def ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -153,18 +154,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
     metrics = Metrics(config.max_input_length, config.max_total_tokens)
     dispatcher = Dispatcher(config, tokenizer, metrics)
     app = create_app(dispatcher, tokenizer, config, metrics)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            port=0,
-            http="httptools",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            lifespan="off",
-        )
-    )
+    server = HttpServer(app, config, port=0)
     backend = tokenizers.Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     async with shard, loader:
         if connected:
@@ -178,7 +168,16 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             url = f"http://127.0.0.1:{port}"
             async with httpx.AsyncClient(base_url=url, timeout=120) as client:
                 yield Serving(
-                    client, url, shard, dispatcher, metrics, backend, loader, folder / "roots", app.state.service
+                    client,
+                    url,
+                    shard,
+                    dispatcher,
+                    metrics,
+                    backend,
+                    loader,
+                    folder / "roots",
+                    app.state.service,
+                    server,
                 )
         finally:
             server.should_exit = True
@@ -188,4 +187,5 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             await app.state.service.templates.close()
             await dispatcher.stop()
             await asyncio.to_thread(app.state.service.usage.close)
+            app.state.service.bodies.close()
             tokenizer.close()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from lorikeet.proto.process import MOST_FILES
 from lorikeet.router.server import SAME_REQUEST_S
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel
@@ -239,3 +241,23 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
         done = run_router(path)
     assert done.returncode == 1
     assert "can't listen on 127.0.0.1" in done.stderr.splitlines()[-1]
+
+
+async def test_exhausted_files_are_logged_once_and_end(tmp_path: Path) -> None:
+    async with shard(tmp_path), router(tmp_path) as started:
+        await started.until("/ready", 200)
+        limits = resource.prlimit(started.process.pid, resource.RLIMIT_NOFILE)
+        assert limits[0] == min(limits[1], MOST_FILES)
+        num_open = len(os.listdir(f"/proc/{started.process.pid}/fd"))
+        resource.prlimit(started.process.pid, resource.RLIMIT_NOFILE, (num_open + 20, limits[1]))
+        port = httpx.URL(started.client.base_url).port
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+        async with asyncio.timeout(20):
+            while "file_descriptors_exhausted" not in started.log_path.read_text():  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(1.1)
+        for client in clients:
+            client.close()
+        await started.until("/ready", 200)
+        events = [event["event"] for event in started.events()]
+        assert events.count("file_descriptors_exhausted") == 1

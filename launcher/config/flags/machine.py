@@ -133,6 +133,20 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             default=(), to=ROUTER, repeated=True, new=True,
         ),
         Flag(
+            "header-timeout-s", "seconds a client gets to send the head of a request; above it 408", NUMBER, 10.0,
+            ROUTER, minimum=0.1, new=True,
+        ),
+        Flag(
+            "keep-alive-timeout-s",
+            "seconds an idle connection stays open; set it above the idle timeout of a load balancer", NUMBER, 75.0,
+            ROUTER, minimum=0.1, new=True,
+        ),
+        Flag(
+            "max-connections-per-address",
+            "maximum number of connections from one client address (IPv6: /64); trusted proxies have no limit; 0"
+            " disables this", INTEGER, 2048, ROUTER, minimum=0, new=True,
+        ),
+        Flag(
             "shard-uds-path", "path prefix of the private folder of this run",
             default_text="lorikeet- in the temporary folder",
             differs="a private folder (0700) per run, not a path shared by all runs",

@@ -60,6 +60,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             new=True,
         ),
         Flag(
+            "max-body-memory",
+            "memory for all request bodies together; above it bodies wait, then 503. One caller gets a quarter", BYTES,
+            128 << 20, ROUTER, minimum=1 << 20, new=True,
+        ),
+        Flag(
             "request-timeout-s", "time limit of a request, in seconds; above it 504", NUMBER, to=ROUTER,
             default_text="none", minimum=0.001, new=True,
         ),

@@ -286,7 +286,20 @@ def test_both_models_have_one_kv_cache_dtype() -> None:
     assert "both models" in refusal("--draft-model-id", "a/b", "--draft-quantize", "fp8-kv")
 
 
+@pytest.mark.parametrize("listed", [(), ("*",), ("https://a", "*")])
+def test_credentials_need_listed_origins(listed: tuple[str, ...]) -> None:
+    origins = [text for origin in listed for text in ("--cors-allow-origin", origin)]
+    assert "needs --cors-allow-origin" in refusal("--cors-allow-credentials", "true", *origins)
+    rules.check(settings("--cors-allow-credentials", "true", "--cors-allow-origin", "https://a"))
+    rules.check(settings("--cors-allow-credentials", "false", *origins))
+
+
 def test_trusted_proxies_are_networks() -> None:
     assert "10.0.0.1/8 has host bits set" in refusal("--trusted-proxies", "10.0.0.1/8")
     assert "'proxy'" in refusal("--trusted-proxies", "proxy")
     rules.check(settings("--trusted-proxies", "10.0.0.0/8", "--trusted-proxies", "2001:db8::/32"))
+
+
+def test_one_body_fits_the_share_of_a_caller() -> None:
+    assert "at most a quarter of --max-body-memory" in refusal("--max-body-memory", "32MiB")
+    rules.check(settings("--max-body-memory", "32MiB", "--max-body-bytes", "8MiB"))

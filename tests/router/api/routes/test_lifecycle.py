@@ -192,6 +192,22 @@ async def test_a_disconnect_frees_everything(server: Serving, path: str, body: d
     assert server.metrics.request_failure.values["dropped"] > 0
 
 
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_a_disconnect_with_a_request_behind_frees_everything(server: Serving, path: str) -> None:
+    """Pipelined requests, as in a flood of connections that close at once."""
+    server.says("ab", hangs=True)
+    body = b'{"inputs":"Hi"}'
+    fields = b"host: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+    request = b"POST %b HTTP/1.1\r\n%b\r\n%b" % (path.encode(), fields, body)
+    for _ in range(20):
+        _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(server.url).port)
+        writer.write(request + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        await server.shard.until(lambda: server.shard.num_running > 0)
+        writer.close()
+    await server.idle()
+    assert sorted(server.shard.abort_ids) == sorted(submit.id for submit in server.shard.submits)
+
+
 async def test_a_disconnect_between_events(server: Serving) -> None:
     server.says("a" * 1000, step_seconds=0.005)
     body = {"inputs": "Hi"}
@@ -219,18 +235,39 @@ async def test_request_ids(server: Serving) -> None:
 
 
 async def test_cors_defaults(server: Serving) -> None:
+    """Any origin, with any header: OpenAI's package sends a dozen of its own."""
     asks = {
         "origin": "https://a.example",
         "access-control-request-method": "POST",
-        "access-control-request-headers": "content-type, authorization",
+        "access-control-request-headers": "content-type, authorization, x-stainless-os",
     }
     response = await server.client.options("/generate", headers=asks)
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == "*"
     assert "GET" in response.headers["access-control-allow-methods"]
-    assert "authorization" in response.headers["access-control-allow-headers"].lower()
-    response = await server.client.get("/health", headers={"origin": "https://a.example"})
-    assert response.headers["access-control-allow-origin"] == "*"
+    assert response.headers["access-control-allow-headers"] == asks["access-control-request-headers"]
+
+
+async def test_every_answer_to_a_browser_has_cors_headers(tmp_path: Path, anyio_backend: str) -> None:
+    origin = {"origin": "https://a.example"}
+    async with serving(tmp_path) as server:
+        answers = [await server.client.get(path, headers=origin) for path in ("/health", "/nope", "/generate", "/info")]
+        answers.append(await server.client.post("/generate", content=b"{", headers=origin))
+        server.dispatcher.submit = _broken  # type: ignore[method-assign]
+        answers.append(await server.client.post("/generate", json={"inputs": "Hi"}, headers=origin))
+        await server.dispatcher.drain(0)
+        answers.append(await server.client.post("/generate", json={"inputs": "Hi"}, headers=origin))
+    assert [answer.status_code for answer in answers] == [200, 404, 405, 200, 415, 500, 503]
+    for answer in answers:
+        assert answer.headers["access-control-allow-origin"] == "*"
+        assert "access-control-allow-credentials" not in answer.headers
+
+
+async def test_no_origin_gets_credentials_unless_it_is_listed(tmp_path: Path, anyio_backend: str) -> None:
+    for origins in ((), ("*",), ("https://a.example", "*")):
+        with pytest.raises(ValueError, match="cors_allow_origin"):
+            async with serving(tmp_path, cors_allow_origin=origins, cors_allow_credentials=True):
+                pass
 
 
 async def test_cors_configuration(tmp_path: Path, anyio_backend: str) -> None:
@@ -248,6 +285,33 @@ async def test_cors_configuration(tmp_path: Path, anyio_backend: str) -> None:
         assert response.headers["access-control-expose-headers"] == "x-request-id"
         response = await server.client.get("/health", headers={"origin": "https://b.example"})
         assert "access-control-allow-origin" not in response.headers
+        assert response.headers["vary"] == "Origin"
+        assert (await server.client.get("/health")).headers["vary"] == "Origin"
+
+
+@pytest.mark.parametrize("path", ["/generate/", "//generate", "/generate//", "///generate/"])
+async def test_more_slashes_than_needed(server: Serving, path: str) -> None:
+    server.says("x")
+    response = await server.client.post(server.url + path, json={"inputs": "Hi"})
+    assert (response.status_code, response.json()) == (200, {"generated_text": "x"})
+
+
+async def test_slashes_of_other_routes(server: Serving) -> None:
+    models = ("/v1/models/", "/v1//models", "//v1/models", f"/v1/models/{MODEL_ID}/")
+    for path in (*models, "/health/", "//health", "/docs/"):
+        assert (await server.client.get(server.url + path)).status_code == 200, path
+    response = await server.client.get("/v1/models//absolute/path")
+    assert response.json()["error"]["message"] == "The model `/absolute/path` does not exist"
+
+
+async def test_the_methods_of_a_path(server: Serving) -> None:
+    reads = "GET, HEAD, OPTIONS"
+    for path, methods in (("/generate", "OPTIONS, POST"), ("/", f"{reads}, POST"), ("/health", reads)):
+        response = await server.client.put(path)
+        assert (response.status_code, response.headers["allow"]) == (405, methods)
+        response = await server.client.options(path)
+        assert (response.status_code, response.headers["allow"]) == (204, methods)
+    assert (await server.client.options("/nope")).status_code == 404
 
 
 async def test_log_lines_have_the_client_address(tmp_path: Path, anyio_backend: str) -> None:
@@ -267,6 +331,20 @@ async def test_log_lines_have_the_client_address(tmp_path: Path, anyio_backend: 
     assert shown["plain"] == {"127.0.0.1"} and shown["proxy"] == {"203.0.113.7"}
     [hashed] = shown["hashed"]
     assert len(hashed) == 16 and hashed != "203.0.113.7"
+
+
+async def test_a_slow_body_while_draining_is_503(tmp_path: Path, anyio_backend: str) -> None:
+    """The server cancels what is not complete at its end."""
+    async with serving(tmp_path) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(server.url).port)
+        fields = b"host: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n"
+        writer.write(b"POST /generate HTTP/1.1\r\n" + fields + b"\r\n")
+        await server.shard.until(lambda: len(server.server.server_state.tasks) == 1)
+        [task] = server.server.server_state.tasks
+        task.cancel()
+        answer = await reader.readuntil(b"}")
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"shutting_down" in answer
+        writer.close()
 
 
 async def test_counts(server: Serving) -> None:
@@ -368,7 +446,6 @@ def _broken(request: Any, **_: Any) -> Any:
 
 
 async def test_requests_with_an_origin_get_the_same_answers(server: Serving) -> None:
-    """Requests with an origin pass through the framework, all others are handled directly."""
     server.says("abc")
     for path, body in GENERATING:
         for sent in (body, {}, {**body, "inputs": "", "n": 0}):

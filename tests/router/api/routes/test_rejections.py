@@ -172,7 +172,7 @@ async def test_unknown_routes_and_methods(server: Serving) -> None:
     response = await server.client.get("/nope")
     assert (response.status_code, response.json()["error_type"]) == (404, "not_found")
     response = await server.client.get("/generate")
-    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert (response.status_code, response.headers["allow"]) == (405, "OPTIONS, POST")
     response = await server.client.get("/v1/nope")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
 

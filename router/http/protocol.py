@@ -1,0 +1,273 @@
+"""HTTP/1.1 on one connection: Uvicorn's protocol on httptools, with limits and time limits on what a client sends.
+
+One request at a time: what a client sends before its answer is complete is discarded, and the connection closes after
+the answer, so that clients send it again on another one (RFC 9112, 9.3.2). The connection is always read, because only
+then its end is noticed.
+"""
+
+import asyncio
+from asyncio import TimerHandle
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote
+
+import httptools
+import structlog
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from lorikeet.router.http.connections import MAX_HEAD_BYTES, MAX_HEADER_FIELDS, Connections
+from lorikeet.router.http.exchange import Exchange
+
+LINGER_S = 2.0
+"""How long input is discarded before a connection closes: closing on unread bytes resets it, and the answer is lost."""
+DISCARD_S = 30.0
+DISCARD_BYTES = 64 * 1024 * 1024
+"""Of the rest of a body that is not read; the connection closes earlier where nothing arrives for LINGER_S."""
+FIRST_PROBE_S = 0.05
+LAST_PROBE_S = 5.0
+
+_log = structlog.get_logger(__name__)
+
+
+class _Stop(Exception):
+    """Ends the parser's run inside one of its callbacks."""
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection."""
+
+    cycle: Exchange
+
+    def __init__(self, connections: Connections, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._shared = connections
+        self._peer = ""
+        self._is_counted = False
+        self._timer: TimerHandle | None = None
+        """Of the head of a request, or of a connection that is about to close."""
+        self._probe: TimerHandle | None = None
+        self._ignores_input = False
+        self._reads_head = True
+        self._is_half_closed = False
+        self._num_pending = 0
+        """Bytes since the last part of a body or the end of a head."""
+        self._head_size = 0
+        self._num_fields = 0
+        self._num_discarded = 0
+
+    # The connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._peer = self.client[0] if self.client else ""
+        self._is_counted = self._shared.open(self._peer)
+        if self._is_counted:
+            self._expect_head()
+        else:
+            self._close_with(429, "Too many connections from this address")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_counted:
+            self._is_counted = False
+            self._shared.close(self._peer)
+        self._cancel_timers()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether to keep the connection open: the client may have closed its side only, and wait for its answer.
+
+        It may also be gone. Bytes without a meaning are sent until it is known: a client that is gone resets the
+        connection, and the next write fails.
+        """
+        exchange: Exchange | None = self.cycle
+        if exchange is None or exchange.response_complete or exchange.more_body or exchange.is_http_1_0:
+            return False
+        if exchange.disconnected:
+            return False
+        exchange.keep_alive = False
+        if not self._is_half_closed:
+            self._is_half_closed = True
+            self._send_probe(FIRST_PROBE_S)
+        return True
+
+    def _send_probe(self, pause_s: float) -> None:
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        if filler := self.cycle.filler:
+            self.transport.write(filler)
+        self._probe = self.loop.call_later(pause_s, self._send_probe, min(2 * pause_s, LAST_PROBE_S))
+
+    def _cancel_timers(self) -> None:
+        for timer in (self._timer, self._probe):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._probe = None
+
+    # What the client sends
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._ignores_input:
+            self._num_discarded += len(data)
+            return
+        self._num_pending += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._ignores_input = True  # the request is answered without the upgrade, and the connection closes
+        except httptools.HttpParserError:
+            if not self._ignores_input:
+                self._refuse(400, "Invalid HTTP request received.")
+            return
+        if self._num_pending > MAX_HEAD_BYTES and not self._ignores_input:
+            self._refuse_head()
+        elif self._reads_head and self._num_pending and self._timer is None:
+            self._expect_head()
+
+    def _expect_head(self) -> None:
+        self._timer = self.loop.call_later(self._shared.header_timeout_s, self._head_overdue)
+
+    def _head_overdue(self) -> None:
+        self._timer = None
+        if self._num_pending:
+            self._refuse(408, f"The head of the request took longer than {self._shared.header_timeout_s:g} seconds")
+        else:
+            self.transport.close()
+
+    def _refuse_head(self) -> None:
+        what = "Request header fields" if self._reads_head else "Trailer fields or chunk extensions"
+        limits = f"{MAX_HEAD_BYTES} bytes or {MAX_HEADER_FIELDS} fields"
+        self._refuse(431, f"{what} too large: the limit is {limits}")
+
+    def _refuse(self, status: int, reason: str) -> None:
+        """Answer with `status` unless an answer has begun, and close."""
+        _log.info("request_rejected", status=status, reason=reason)
+        exchange: Exchange | None = self.cycle
+        has_begun = False
+        if exchange is not None and not exchange.response_complete:
+            exchange.disconnected = True
+            exchange.message_event.set()
+            has_begun = exchange.response_started
+        if has_begun:
+            self._close_later(LINGER_S)
+        else:
+            self._close_with(status, reason)
+
+    def _close_with(self, status: int, reason: str) -> None:
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain; charset=utf-8\r\n"
+        answer = f"{head}content-length: {len(reason)}\r\nconnection: close\r\n\r\n{reason}"
+        self.transport.write(answer.encode())
+        self._close_later(LINGER_S)
+
+    def _close_later(self, within_s: float) -> None:
+        """Discard what the client sends, and close after `within_s`, or earlier once it sends nothing."""
+        self._ignores_input = True
+        self._cancel_timers()
+        if self.transport.is_closing():
+            return
+        if not self._is_half_closed:
+            self.transport.write_eof()
+        self._linger(self.loop.time() + within_s, self._num_discarded)
+
+    def _linger(self, end: float, num_before: int) -> None:
+        is_over = self.loop.time() + LINGER_S > end or self._num_discarded > DISCARD_BYTES
+        is_quiet = self._timer is not None and self._num_discarded == num_before
+        if self._timer is not None and (is_over or is_quiet):
+            self.transport.close()
+            return
+        self._timer = self.loop.call_later(LINGER_S, self._linger, end, self._num_discarded)
+
+    # What the parser finds
+
+    def on_message_begin(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+            self._ignores_input = True
+            raise _Stop
+        super().on_message_begin()
+        self._head_size = self._num_fields = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A field of the head; trailers are counted and dropped."""
+        self._num_fields += 1
+        self._count(len(name) + len(value) + 4)
+        if self._reads_head:
+            super().on_header(name, value)
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_size += num_bytes
+        if self._head_size > MAX_HEAD_BYTES or self._num_fields > MAX_HEADER_FIELDS:
+            self._refuse_head()
+            raise _Stop
+
+    def on_headers_complete(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._reads_head = False
+        self._num_pending = self._head_size = self._num_fields = 0
+        version = self.parser.get_http_version()
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        self.scope |= {
+            "method": self.parser.get_method().decode("ascii"),
+            "http_version": version,
+            "path": self.root_path + (unquote(path) if "%" in path else path),
+            "raw_path": self.root_path.encode("ascii") + url.path,
+            "query_string": url.query or b"",
+        }
+        keeps_alive = version != "1.0" and self.parser.should_keep_alive() and not self.parser.should_upgrade()
+        self.cycle = Exchange(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue and version != "1.0",
+            keep_alive=keeps_alive,
+            on_response=self.on_response_complete,
+        )
+        self._start_asgi_task(self.cycle, self.app)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_pending = 0
+        if not self.cycle.response_complete:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._reads_head = True
+        self._num_pending = 0
+        self.cycle.more_body = False
+        if not self.cycle.response_complete:
+            self.cycle.message_event.set()
+
+    # What the server sends
+
+    def on_response_complete(self) -> None:
+        if self._probe is not None:
+            self._probe.cancel()
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.cycle.closes_late:  # nobody reads the rest of the body
+            self._close_later(DISCARD_S)
+        else:
+            self._await_next(self._shared.keep_alive_timeout_s)
+
+    def _await_next(self, timeout_s: float) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(timeout_s, self.timeout_keep_alive_handler)
+
+    def leave(self, timeout_s: float) -> None:
+        """The server ends: an idle connection stays open for `timeout_s` at most."""
+        if self.timeout_keep_alive_task is not None:
+            self._await_next(timeout_s)

@@ -1,0 +1,123 @@
+"""A budget of bytes for all request bodies: what is read, decoded and parsed is counted before it is allocated.
+
+A body that does not fit waits, and is rejected where nothing becomes free in time. One caller holds at most a quarter,
+and large bodies leave an eighth free, so that small ones are never in their way.
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+
+from lorikeet.router.errors import BodyMemoryFull, BodyTooDetailed
+
+MAX_WAIT_S = 10.0
+MAX_WAITING_PER_CALLER = 16
+SMALL_BYTES = 64 * 1024
+"""Up to this size a body may use the part of the memory that is kept free."""
+
+SETTLED_BYTES = 256 * 1024
+"""Up to this size a body is no longer counted once its request is validated."""
+
+
+class BodyMemory:
+    """The budget of one router."""
+
+    def __init__(self, max_bytes: int, max_wait_s: float | None = None) -> None:
+        """A body waits for `max_wait_s` at most, MAX_WAIT_S by default."""
+        self.max_per_caller = max_bytes // 4
+        self._max_bytes = max_bytes
+        self._max_wait_s = MAX_WAIT_S if max_wait_s is None else max_wait_s
+        self._used = 0
+        self._used_by: Counter[str] = Counter()
+        self._waiting: list[_Waiting] = []
+
+    @property
+    def num_used(self) -> int:
+        """Bytes in use."""
+        return self._used
+
+    @property
+    def num_waiting(self) -> int:
+        """Bodies that wait."""
+        return len(self._waiting)
+
+    def body(self, caller: str) -> "BodyCharge":
+        """The charge of one body of `caller`, empty at first."""
+        return BodyCharge(self, caller)
+
+    async def take(self, charge: "BodyCharge", num_bytes: int) -> None:
+        """Add to `charge`. Raises BodyMemoryFull, and BodyTooDetailed where it could never fit."""
+        if charge.size + num_bytes > self.max_per_caller:
+            raise BodyTooDetailed(self.max_per_caller)
+        if self._fits(charge, num_bytes):
+            self._add(charge, num_bytes)
+            return
+        if sum(each.charge.caller == charge.caller for each in self._waiting) >= MAX_WAITING_PER_CALLER:
+            raise BodyMemoryFull()
+        waiting = _Waiting(charge, num_bytes, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        try:
+            async with asyncio.timeout(self._max_wait_s):
+                await waiting.granted
+        except BaseException as error:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            else:
+                self.give_back(charge, num_bytes)
+            raise (BodyMemoryFull() if isinstance(error, TimeoutError) else error) from None
+
+    def give_back(self, charge: "BodyCharge", num_bytes: int) -> None:
+        """Reduce `charge`, and let others in."""
+        self._add(charge, -num_bytes)
+        for waiting in list(self._waiting):
+            if self._fits(waiting.charge, waiting.num_bytes):
+                self._waiting.remove(waiting)
+                self._add(waiting.charge, waiting.num_bytes)
+                waiting.granted.set_result(None)
+
+    def _fits(self, charge: "BodyCharge", num_bytes: int) -> bool:
+        is_small = charge.size + num_bytes <= SMALL_BYTES
+        limit = self._max_bytes if is_small else self._max_bytes - self._max_bytes // 8
+        return self._used + num_bytes <= limit and self._used_by[charge.caller] + num_bytes <= self.max_per_caller
+
+    def _add(self, charge: "BodyCharge", num_bytes: int) -> None:
+        charge.size += num_bytes
+        self._used += num_bytes
+        self._used_by[charge.caller] += num_bytes
+        if not self._used_by[charge.caller]:
+            del self._used_by[charge.caller]
+
+
+class BodyCharge:
+    """What one body holds of the budget."""
+
+    def __init__(self, memory: BodyMemory, caller: str) -> None:
+        self.caller = caller
+        self.size = 0
+        """Bytes."""
+        self.num_text = 0
+        """Bytes of the body itself, without the cost of its values."""
+        self._memory = memory
+
+    async def resize(self, num_bytes: int) -> None:
+        """Hold `num_bytes` from now on, waiting for them if need be. Raises what `BodyMemory.take` raises."""
+        if num_bytes > self.size:
+            await self._memory.take(self, num_bytes - self.size)
+        else:
+            self.shrink(num_bytes)
+
+    def settle(self) -> None:
+        """The request is validated: what is left of its body are texts, and not worth counting where it was short."""
+        self.shrink(self.num_text if self.num_text > SETTLED_BYTES else 0)
+
+    def shrink(self, num_bytes: int) -> None:
+        """Hold at most `num_bytes`."""
+        if num_bytes < self.size:
+            self._memory.give_back(self, self.size - num_bytes)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    charge: BodyCharge
+    num_bytes: int
+    granted: "asyncio.Future[None]"

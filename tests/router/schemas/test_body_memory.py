@@ -1,0 +1,90 @@
+"""The budget of all request bodies: who waits, who is rejected, and what is given back."""
+
+import asyncio
+
+import pytest
+
+from lorikeet.router.errors import BodyMemoryFull, BodyTooDetailed
+from lorikeet.router.schemas.body_memory import MAX_WAITING_PER_CALLER, SETTLED_BYTES, SMALL_BYTES, BodyMemory
+
+pytestmark = pytest.mark.anyio
+
+MIB = 1 << 20
+
+
+async def test_a_caller_holds_at_most_a_quarter() -> None:
+    memory = BodyMemory(64 * MIB, max_wait_s=0.05)
+    first = memory.body("a")
+    await first.resize(10 * MIB)
+    with pytest.raises(BodyMemoryFull):
+        await memory.body("a").resize(10 * MIB)
+    await memory.body("b").resize(10 * MIB)
+    with pytest.raises(BodyTooDetailed):
+        await memory.body("c").resize(17 * MIB)
+    first.shrink(0)
+    await memory.body("a").resize(16 * MIB)
+    assert (memory.num_used, memory.num_waiting) == (26 * MIB, 0)
+
+
+async def test_small_bodies_have_room_of_their_own() -> None:
+    memory = BodyMemory(64 * MIB, max_wait_s=0.05)
+    for caller in "abcd":
+        await memory.body(caller).resize(14 * MIB)
+    with pytest.raises(BodyMemoryFull):
+        await memory.body("e").resize(1 * MIB)
+    small = [memory.body("f") for _ in range(100)]
+    for each in small:
+        await each.resize(SMALL_BYTES)
+
+
+async def test_a_body_waits_until_there_is_room() -> None:
+    memory = BodyMemory(64 * MIB)
+    first = memory.body("a")
+    await first.resize(16 * MIB)
+    large, short = memory.body("a"), memory.body("a")
+    waiting = [asyncio.create_task(each.resize(size)) for each, size in ((large, 12 * MIB), (short, 4 * MIB))]
+    await asyncio.sleep(0)
+    assert memory.num_waiting == 2
+    first.shrink(10 * MIB)
+    await waiting[1]
+    assert not waiting[0].done(), "a body that fits does not wait for one that doesn't"
+    first.shrink(0)
+    await waiting[0]
+    assert memory.num_used == 16 * MIB
+
+
+async def test_a_caller_has_a_limited_number_of_waiting_bodies() -> None:
+    memory = BodyMemory(64 * MIB)
+    await memory.body("a").resize(16 * MIB)
+    waiting = [asyncio.create_task(memory.body("a").resize(MIB)) for _ in range(MAX_WAITING_PER_CALLER)]
+    await asyncio.sleep(0)
+    with pytest.raises(BodyMemoryFull):
+        await memory.body("a").resize(MIB)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (memory.num_used, memory.num_waiting) == (16 * MIB, 0)
+
+
+async def test_a_body_that_is_cancelled_as_it_gets_room_gives_it_back() -> None:
+    memory = BodyMemory(64 * MIB)
+    first = memory.body("a")
+    await first.resize(16 * MIB)
+    waiting = asyncio.create_task(memory.body("a").resize(MIB))
+    await asyncio.sleep(0)
+    first.shrink(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert memory.num_used == 0
+
+
+async def test_a_validated_request_counts_with_its_text_alone() -> None:
+    memory = BodyMemory(64 * MIB)
+    for text, kept in ((SETTLED_BYTES, 0), (SETTLED_BYTES + 1, SETTLED_BYTES + 1)):
+        charge = memory.body("a")
+        await charge.resize(8 * MIB)
+        charge.num_text = text
+        charge.settle()
+        assert charge.size == kept
+        charge.shrink(0)
