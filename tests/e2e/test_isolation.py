@@ -7,7 +7,6 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from lorikeet.adapters.keys import sha256
-from lorikeet.launcher.exits import Exit
+from tests.e2e.conftest import KEYS, Replicas
 from tests.e2e.launched import Launched
 
 NUM_WORDS = 700
 """Of a prompt: many pages, and a measurable time."""
-ALONE, OTHER, SHARING = "alone", "other", "sharing"
+ALONE, OTHER, SHARING = KEYS
 """Keys: the first two are isolated."""
 
 
@@ -55,21 +53,9 @@ class Scene:
         return [json.loads(line) for line in lines[-number:]]
 
 
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    folder = tmp_path_factory.mktemp("isolation")
-    keys, usage = folder / "keys.yaml", folder / "usage.jsonl"
-    lines = [
-        f"- {{name: {name}, sha256: {sha256(f'secret {name}')}, isolate: {str(name != SHARING).lower()}}}\n"
-        for name in (ALONE, OTHER, SHARING)
-    ]
-    keys.write_text("".join(lines))
-    arguments = ["--replicas", "2", "--cpu-memory", "256MiB", "--threads", "1"]
-    with Launched(*arguments, "--api-keys", str(keys), "--usage-log", str(usage)) as launched:
-        launched.wait_until_ready(2)
-        yield Scene(launched, usage)
-        launched.signal(signal.SIGTERM)
-        assert launched.wait() == Exit.OK
+@pytest.fixture
+def scene(replicas: Replicas) -> Scene:
+    return Scene(replicas.launched, replicas.usage)
 
 
 def prompt(name: str) -> str:

@@ -14,11 +14,10 @@ import pytest
 
 from lorikeet.launcher import Client
 from lorikeet.launcher.cli.receipt import found_in
+from tests.e2e.conftest import Replicas
 from tests.e2e.launched import ROOT, Launched
 
 SMALL = ("--cpu-memory", "256MiB", "--threads", "1")
-EXACT = (*SMALL, "--dtype", "float32")
-DRAFTING = ("--draft-model-id", str(ROOT / "demo" / "draft"), "--speculative-verification", "rejection")
 SECRET = "def zyzzyva(quixotry):\n    return "
 RECORD = 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
@@ -97,11 +96,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Launched]:
-    """Two replicas with rejection sampling by default."""
-    file = ("--receipts", str(folder / "all.jsonl"))
-    with Launched(*EXACT, *DRAFTING, "--replicas", "2", "--speculative-tokens", "4", *file) as launched:
-        yield launched.wait_until_ready(2)
+def server(replicas: Replicas) -> Launched:
+    return replicas.launched
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +119,8 @@ def test_replays_are_identical_on_any_replica_under_load(server: Launched, recei
             assert (code, printed.splitlines()[-1]) == (0, f"{len(ASKED)} of {len(ASKED)} identical"), printed
 
 
-def test_the_operator_s_file_holds_no_tokens(server: Launched, receipts: Path, folder: Path) -> None:
-    text = (folder / "all.jsonl").read_text()
+def test_the_operator_s_file_holds_no_tokens(replicas: Replicas, receipts: Path) -> None:
+    text = replicas.receipts.read_text()
     assert "token_ids" not in text and "zyzzyva" not in text and "Wamiko" not in text
     kept = {receipt.request_id: receipt.values for receipt in reversed(list(found_in(text)))}  # replays come later
     for receipt in found_in(receipts.read_text()):
@@ -135,17 +131,17 @@ def test_the_operator_s_file_holds_no_tokens(server: Launched, receipts: Path, f
         assert {**line, "created": 0} == {**receipt.values, "created": 0}
 
 
-def test_a_line_of_the_operator_s_file_is_replayed(server: Launched, receipts: Path, folder: Path) -> None:
-    lines = {receipt.request_id: receipt for receipt in found_in((folder / "all.jsonl").read_text())}
+def test_a_line_of_the_operator_s_file_is_replayed(replicas: Replicas, receipts: Path, folder: Path) -> None:
+    lines = {receipt.request_id: receipt for receipt in found_in(replicas.receipts.read_text())}
     given = list(found_in(receipts.read_text()))
     prompts = {0: RECORD, 3: SECRET, 8: json.dumps(CHAT)}
     for index, prompt in prompts.items():
         (folder / "line.json").write_text(json.dumps(lines[given[index].request_id].values))
         (folder / "prompt").write_text(prompt)
-        code, printed = replayed(server.url, folder / "line.json", "--prompt", str(folder / "prompt"))
+        code, printed = replayed(replicas.launched.url, folder / "line.json", "--prompt", str(folder / "prompt"))
         assert (code, printed) == (0, f"identical: {given[index].num_tokens} tokens\n")
     (folder / "prompt").write_text("def other():")
-    code, printed = replayed(server.url, folder / "line.json", "--prompt", str(folder / "prompt"))
+    code, printed = replayed(replicas.launched.url, folder / "line.json", "--prompt", str(folder / "prompt"))
     assert code == 1 and "different prompt: " in printed
 
 

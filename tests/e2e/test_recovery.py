@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,21 +13,26 @@ import pytest
 
 from lorikeet.launcher import Client
 from lorikeet.launcher.cli.client import Answer
-from lorikeet.launcher.exits import Exit
-from tests.e2e.launched import ROOT, Launched
+from tests.e2e.conftest import Replicas
+from tests.e2e.launched import Launched
 
 NUM_TOKENS = 250
 DISTRIBUTIONS: tuple[dict[str, Any], ...] = (
     {"speculative_tokens": 0},
     {"speculative_method": "lookup", "speculative_schedule": "constant"},
-    {"speculative_method": "draft", "speculative_schedule": "constant", "do_sample": True, "seed": 5},
+    {
+        "speculative_method": "draft",
+        "speculative_verification": "shared-noise",
+        "speculative_schedule": "constant",
+        "do_sample": True,
+        "seed": 5,
+    },
     {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 6, "decoder_input_details": True},
     {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
     {"do_sample": True, "seed": 9, "watermark": True, "top_n_tokens": 2},
 )
 PROMPTS = ("def add(a, b):\n    return a + b\n\n", "class A:\n    def __init__(self, name):\n")
 ASKED = [(prompt, distribution) for prompt in PROMPTS for distribution in DISTRIBUTIONS]
-SMALL = ("--cpu-memory", "256MiB", "--threads", "1", "--speculative-tokens", "4")
 
 
 def ask(client: Client, prompt: str, distribution: dict[str, Any]) -> Answer:
@@ -84,19 +89,14 @@ def until_back(server: Launched, index: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Launched]:
-    draft = ("--model-id", str(ROOT / "demo" / "base"), "--draft-model-id", str(ROOT / "demo" / "draft"))
-    with Launched(*draft, "--replicas", "2", *SMALL) as launched:
-        launched.wait_until_ready(2)
-        yield launched
-        launched.signal(signal.SIGTERM)
-        assert launched.wait() == Exit.OK
+@pytest.fixture
+def server(replicas: Replicas) -> Launched:
+    return replicas.launched
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Launched) -> list[tuple[Any, ...]]:
-    return ask_all(Client(server.url))
+def undisturbed(replicas: Replicas) -> list[tuple[Any, ...]]:
+    return ask_all(Client(replicas.launched.url))
 
 
 @pytest.mark.parametrize(("index", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
