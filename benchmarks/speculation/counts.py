@@ -26,7 +26,7 @@ CODE = KINDS["code"]
 GENERAL = Kind("citation with general heads", "adapters/citation", "heads/base")
 WITH_HEADS = (CODE, KINDS["record"], GENERAL, KINDS["citation"], KINDS["joined"])
 NUM_HEADS_KINDS, NUM_UNCOPIED = len(WITH_HEADS), len(UNCOPIED) * len(LOOKUP_WIDTHS)
-SAMPLED = tuple((verify, width) for verify in ("coupled", "rejection") for width in (1, 4, 8))
+SAMPLED = tuple((verify, width) for verify in ("shared-noise", "rejection") for width in (1, 4, 8))
 NUM_SAMPLED = len(SAMPLED)
 LLMSS_SAMPLING: Mapping[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9}
 CHAT_SAMPLING: Mapping[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 40}
@@ -68,7 +68,7 @@ class Corpus:
 
 def run(name: str, port: int, corpus: Corpus, how: DraftOptions | None, clients: int = 1) -> Case:
     """A corpus with one method: the server's counts, and the oracle's of the same texts."""
-    verify = (how.verify or "coupled") if how else ""
+    verify = (how.verify or "shared-noise") if how else ""
     asked = corpus.asked(is_seeded=verify != "rejection")
     start = time.monotonic()
     answers = uvloop.run(family.ask_all(port, [(each, how) for each in asked], clients))
