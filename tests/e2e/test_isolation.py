@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.conftest import KEYS, Replicas
 from tests.e2e.launched import Launched
 
-NUM_WORDS = 700
+NUM_WORDS = 400
 """Of a prompt: many pages, and a measurable time."""
 ALONE, OTHER, SHARING = KEYS
 """Keys: the first two are isolated."""

@@ -1,4 +1,4 @@
-"""Prompt lookup and Medusa heads in the whole server: texts are the same as without them, and draft tokens are accepted."""
+"""Prompt lookup and Medusa heads in the whole server: texts are the same without them, and drafts are accepted."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -90,7 +90,9 @@ def test_texts_are_the_same_with_and_without_prompt_lookup(server: Client) -> No
     widths = [{"speculative_tokens": width} for width in (0, 5, 1, 10)]
     usual = {"max_new_tokens": 48, "ignore_eos_token": False}
     with ThreadPoolExecutor(8) as pool:  # batched as they arrive
-        found = [[pool.submit(ask, server, prompt, **usual, **asked, **width) for width in widths] for prompt, asked in cases]
+        found = [
+            [pool.submit(ask, server, prompt, **usual, **asked, **width) for width in widths] for prompt, asked in cases
+        ]
         answers = [[each.result() for each in row] for row in found]
     accepted = 0
     for plain, *drafted in answers:
