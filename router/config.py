@@ -88,6 +88,10 @@ class RouterConfig(ConfigFile):
     """The operator's token, for adapters that the operator names."""
     use_hub_token_for_all: bool = False
     """Requests without a token use `hub_token`."""
+    unknown_fields: str = "reject"
+    """`ignore` ignores fields that LoRAX's routes do not have, as LoRAX does."""
+    trust_request_chat_template: bool = False
+    """Requests may bring their own chat template."""
     max_body_bytes: int = 16 * 1024 * 1024
     max_body_memory: int = 128 * 1024 * 1024
     """Of all request bodies together, while they are read, decoded and parsed."""

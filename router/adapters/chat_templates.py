@@ -10,7 +10,8 @@ from lorikeet.adapters.refs import Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.router.errors import adapter_problem
 from lorikeet.router.requests.adapter_ref import Adapter
-from lorikeet.router.text.chat_template import template_of
+from lorikeet.router.schemas.messages import Conversation
+from lorikeet.router.text.chat_template import Rendered, template_of
 from lorikeet.router.text.template_process import TemplateProcess
 from lorikeet.router.text.tokenizer import Tokenizer
 
@@ -29,19 +30,22 @@ class Templates:
         """Templates of adapters; None for adapters without one."""
         self._outside = TemplateProcess()
 
-    async def render(self, adapter: Adapter | None, messages: list[dict[str, Any]]) -> str:
-        """The prompt for `messages`. Raises ChatTemplateError or a leaf of AdapterProblem."""
+    async def render(self, adapter: Adapter | None, conversation: Conversation) -> Rendered:
+        """The prompt for a conversation. Raises ChatTemplateError or a leaf of AdapterProblem."""
+        messages, options = conversation.messages, conversation.options
+        if conversation.source is not None:
+            return await self._outside.render(conversation.source, self._tokenizer.named_tokens, messages, options)
         if adapter is None:
-            return await self._tokenizer.render_chat(messages)
+            return await self._tokenizer.render_chat(messages, options)
         if adapter.chat_template is not None:
-            return await self._tokenizer.render_chat(messages, source=adapter.chat_template)
+            return await self._tokenizer.render_chat(messages, options, source=adapter.chat_template)
         try:
             own = await self._of(adapter)
         except AdapterError as error:
             raise adapter_problem(error) from None
         if own is None or own == self._tokenizer.template_source:
-            return await self._tokenizer.render_chat(messages)
-        return await self._outside.render(own, self._tokenizer.named_tokens, messages)
+            return await self._tokenizer.render_chat(messages, options)
+        return await self._outside.render(own, self._tokenizer.named_tokens, messages, options)
 
     async def close(self) -> None:
         await self._outside.close()

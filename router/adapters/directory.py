@@ -25,6 +25,7 @@ class Listed:
     problem: str
     """Why it is not served; "" for one that is."""
     created: int
+    """When it was loaded, else listed, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Directory:
         """Problems that the validation of an entry's adapter has found."""
         self._heads: DefaultHeads | None = None
         self._created = int(time.time())
+        self._loaded_at: dict[str, tuple[Entry, int]] = {}
+        """When an entry's contents were loaded, or the entry was added."""
         self.on_change: list[Callable[[], None]] = []
         if catalogue is not None:
             self.replace(catalogue)
@@ -85,7 +88,9 @@ class Directory:
     def listed(self) -> Iterator[Listed]:
         """All entries, with those that are not served."""
         for entry in self.entries():
-            yield Listed(entry.alias, entry, self.problem(entry.alias), self._created)
+            loaded = self._loaded_at.get(entry.alias)
+            created = loaded[1] if loaded is not None and loaded[0] == entry else self._created
+            yield Listed(entry.alias, entry, self.problem(entry.alias), created)
         for alias, problem in self._unread.items():
             if self.find(alias) is None:
                 yield Listed(alias, None, problem, self._created)
@@ -101,6 +106,8 @@ class Directory:
 
     def set_loaded(self, entry: Entry, versions: Mapping[Ref, Heads]) -> None:
         """The contents of an entry's versions, which are loaded and pinned."""
+        if self.find(entry.alias) == entry:
+            self._loaded_at.setdefault(entry.alias, (entry, int(time.time())))
         if entry.alias == self.default:
             contents = [heads.content for heads in versions.values()]
             is_heads_only = all(content is not None and content.is_heads_only for content in contents)
@@ -122,6 +129,7 @@ class Directory:
 
     def replace(self, catalogue: Catalogue) -> None:
         """Take a new file."""
+        self._loaded_at |= {entry.alias: (entry, int(time.time())) for entry in self.changed_entries(catalogue)}
         self._file.clear()
         self._file.update(catalogue.entries)
         self._unread = dict(catalogue.problems)
@@ -129,7 +137,8 @@ class Directory:
         self._changed()
 
     def add(self, entry: Entry) -> None:
-        """Add an entry until the server ends or the entry is removed."""
+        """Add a loaded entry until the server ends or the entry is removed."""
+        self._loaded_at[entry.alias] = (entry, int(time.time()))
         self._added[entry.alias] = entry
         self._changed()
 
@@ -139,6 +148,7 @@ class Directory:
         for entries in self._entries.maps:
             entries.pop(alias, None)
         self._wrong.pop(alias, None)
+        self._loaded_at.pop(alias, None)
         self._changed()
         return was_listed
 

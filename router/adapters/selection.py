@@ -44,8 +44,8 @@ class Selection:
             if isinstance(error, AdapterNotFound) and fields.is_model:
                 raise ModelNotFound((fields.name or "")[:256], str(error)) from None
             problem = adapter_problem(error)
-            if fields.field != "adapter_id":
-                problem.param = fields.field
+            if not fields.is_model:
+                problem.param = "merged_adapters" if fields.merge is not None else fields.field
             raise problem from None
 
     async def choose_heads(self, fields: AdapterFields, caller: Caller) -> Heads | None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from lorikeet.router.api.service import Service, Timing, now
 from lorikeet.router.requests.generation import Generation
+from lorikeet.router.schemas.fields import MAX_IGNORED
 
 _UNSAFE = re.compile(r"[^\x20-\x7e]")
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:-]")
 
-_MAX_IGNORED = 32
 _MAX_NAME = 64
 
 
@@ -32,7 +32,7 @@ def ignored_fields(names: list[str]) -> dict[str, str]:
     """`x-ignored-fields`, absent when nothing was ignored."""
     if not names:
         return {}
-    shown = [safe(name[:_MAX_NAME]).replace(",", "?") for name in names[:_MAX_IGNORED]]
+    shown = [safe(name[:_MAX_NAME]).replace(",", "?") for name in names[:MAX_IGNORED]]
     return {"x-ignored-fields": ", ".join(shown)}
 
 

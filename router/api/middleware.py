@@ -73,7 +73,7 @@ class RequestMiddleware:
         state["request_id"], state["address"] = identity, self._addresses.of(scope)
         preflight = self._cors.preflight(scope)
         cors = [] if preflight is not None else self._cors.headers(headers.get("origin"))
-        call = _RequestScope(scope, send, identity, cors)
+        call = _RequestScope(scope, send, cors)
         call.client = self._addresses.shown(state["address"])
         if self._service.dispatcher.is_leaving:  # so that the next request goes to another router
             call.headers.append((b"connection", b"close"))
@@ -134,11 +134,11 @@ def normal_path(path: str) -> str:
 class _RequestScope:
     """One request: adds headers to the response and records the status."""
 
-    def __init__(self, scope: Scope, send: Send, identity: str, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, scope: Scope, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._scope = scope
         self._send = send
-        self.headers = [(b"x-request-id", identity.encode()), *headers]
-        """To add to the response."""
+        self.headers = headers
+        """To add to the response, with the request's id."""
         self.client = ""
         """The client's address, as the log shows it."""
         self._began_at = now()
@@ -147,7 +147,8 @@ class _RequestScope:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", []), *self.headers]
+            identity = (b"x-request-id", self._scope["state"]["request_id"].encode())
+            message["headers"] = [*message.get("headers", []), identity, *self.headers]
         await self._send(message)
 
     async def fail(self, error: RouterError, receive: Receive) -> None:

@@ -91,7 +91,9 @@ class Service:
 
     def openai_defaults(self, body: dict[str, Any]) -> dict[str, Any]:
         """A body of OpenAI's routes with its alias's parameters, which have LoRAX's names."""
-        defaults = self._defaults(body.get("model"), body)
+        if body.get("merged_adapters") is not None:
+            return body
+        defaults = self._defaults(body.get("adapter_id") or body.get("model"), body)
         for name in ("do_sample", "return_full_text", "truncate"):  # not in OpenAI's routes
             defaults.pop(name, None)
         max_tokens = defaults.pop("max_new_tokens", None)

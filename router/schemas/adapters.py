@@ -9,6 +9,7 @@ from lorikeet.router.schemas.fields import Fields
 
 STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties", "cat")
 SIGN_METHODS = ("total", "frequency")
+_MERGE_FIELDS = ("ids", "weights", "merge_strategy", "density", "majority_sign_method")
 _PRUNING = ("ties", "dare_linear", "dare_ties")
 MAX_MERGED = 32
 _UNEQUAL = "number of adapter IDs must match number of adapter weights"
@@ -41,15 +42,21 @@ class AdapterFields:
     """OpenAI's `user`, which always gets the same version of a roll-out."""
 
 
-def read_merge(value: dict[str, Any] | None, adapter_id: str | None) -> MergeFields | None:
-    """`merged_adapters`, with LoRAX's rules and texts; lengths before elements.
-
-    Raises WrongJsonType or ValidationError.
-    """
-    if value is None:
+def merge_child(fields: Fields) -> Fields | None:
+    """`merged_adapters` of a body, whose fields `read_merge` reads. Raises WrongJsonType."""
+    if not fields.has("merged_adapters"):
+        fields.take("merged_adapters")  # null is absence
         return None
-    fields = Fields(value, "parameters.merged_adapters.")
-    _check_num_merged(value)
+    child = fields.child("merged_adapters")
+    child.expect(*_MERGE_FIELDS)
+    return child
+
+
+def read_merge(fields: Fields | None, adapter_id: str | None) -> MergeFields | None:
+    """`merged_adapters`, with LoRAX's rules and texts; lengths before elements. Raises WrongJsonType or ValidationError."""
+    if fields is None:
+        return None
+    _check_num_merged(fields)
     ids, weights = fields.texts("ids"), fields.numbers("weights")
     strategy = (fields.text("merge_strategy") or "linear").lower()
     density = fields.number("density")
@@ -73,12 +80,12 @@ def read_merge(value: dict[str, Any] | None, adapter_id: str | None) -> MergeFie
     return MergeFields(tuple(ids), Merging(tuple(weights), strategy, density, sign_method))
 
 
-def _check_num_merged(value: dict[str, Any]) -> None:
+def _check_num_merged(fields: Fields) -> None:
     """Values of other types are left to the reader."""
-    ids, weights = value.get("ids"), value.get("weights")
-    lengths = [len(each) for each in (ids, weights) if isinstance(each, list)]
-    if len(lengths) == 2 and ids and lengths[0] != lengths[1]:
+    num_ids, num_weights = fields.length("ids"), fields.length("weights")
+    if num_ids and num_weights and num_ids != num_weights:
         raise ValidationError(_UNEQUAL, "merged_adapters")
-    if max(lengths, default=0) > MAX_MERGED:
-        message = f"`adapters` supports up to {MAX_MERGED} adapters. Given: {max(lengths)}"
+    longer = max(num_ids, num_weights)
+    if longer > MAX_MERGED:
+        message = f"`adapters` supports up to {MAX_MERGED} adapters. Given: {longer}"
         raise ValidationError(message, "merged_adapters")

@@ -1,14 +1,19 @@
-"""Typed access to a JSON object: each method reads a field and checks its type; fields that are never read are ignored.
+"""Typed access to a JSON object: each method reads a field and checks its type; fields that are never read are listed.
 
 An explicit null counts as absence. Type errors have the text of LoRAX's deserializer.
 """
 
+import itertools
 import math
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 from lorikeet.router.errors import WrongJsonType
 from lorikeet.router.schemas.body import kind_of
+
+MAX_IGNORED = 32
+"""Names of ignored fields in an answer."""
 
 
 class Fields:
@@ -25,9 +30,23 @@ class Fields:
         self._left.pop(name, None)
         return self._values.get(name)
 
+    def unread(self) -> list[tuple[str, Any]]:
+        """(name, value) of the fields that were not read, without those of child objects."""
+        return [(name, self._values[name]) for name in self._left]
+
+    def expect(self, *names: str) -> None:
+        """Count fields that are read later as read."""
+        for name in names:
+            self._left.pop(name, None)
+
     def has(self, name: str) -> bool:
         """Whether the field is present and not null."""
         return self._values.get(name) is not None
+
+    def length(self, name: str) -> int:
+        """Of a list, without reading it; 0 for everything else."""
+        value = self._values.get(name)
+        return len(value) if isinstance(value, list) else 0
 
     def text(self, name: str) -> str | None:
         value = self.take(name)
@@ -114,16 +133,23 @@ class Fields:
 
     def child(self, name: str) -> "Fields":
         """An object whose fields are read one by one; empty when absent."""
-        child = Fields(self.mapping(name) or {}, f"{self._path}{name}.")
+        return self.nested(name, self.mapping(name) or {})
+
+    def nested(self, name: str, values: dict[str, Any]) -> "Fields":
+        """An object at `name`, such as `messages[0]`, whose fields are read one by one."""
+        child = Fields(values, f"{self._path}{name}.")
         self._children.append(child)
         return child
 
     def ignored(self) -> list[str]:
-        """Names of the fields that were never read, in child objects too."""
-        names = [self._path + name for name in self._left]
+        """Names of the fields that were never read, in child objects too; at most MAX_IGNORED."""
+        return list(itertools.islice(self._ignored(), MAX_IGNORED))
+
+    def _ignored(self) -> Iterator[str]:
+        for name in self._left:
+            yield self._path + name
         for child in self._children:
-            names += child.ignored()
-        return names
+            yield from child._ignored()
 
     def _float32(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -12,12 +12,10 @@ from typing import Any
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.requests.types import Sampling
-from lorikeet.router.schemas.adapters import AdapterFields, read_merge
+from lorikeet.router.schemas.adapters import AdapterFields, merge_child, read_merge
+from lorikeet.router.schemas.field_table import Route, Row, misplaced, rejected
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.speculation import SpeculationFields, read_speculation
-
-LATER_FIELDS = ("response_format", "speculation", "prediction", "tools", "tool_choice")
-"""Unsupported fields of `parameters` that would change the text: rejected with an error that names the field."""
 
 
 def _read_by(method: Callable[..., Any], *arguments: str, show: bool = True) -> Any:
@@ -33,7 +31,7 @@ class NativeParameters:
     heads_id: str | None = _read_by(Fields.text)
     adapter_source: str | None = _read_by(Fields.text)
     api_token: str | None = _read_by(Fields.text, show=False)
-    merged_adapters: dict[str, Any] | None = _read_by(Fields.mapping)
+    merged_adapters: Fields | None = _read_by(lambda fields, _: merge_child(fields))
     best_of: int | None = _read_by(Fields.integer, "usize")
     temperature: float | None = _read_by(Fields.number)
     repetition_penalty: float | None = _read_by(Fields.number)
@@ -56,8 +54,6 @@ class NativeParameters:
     receipt: bool = _read_by(Fields.flag)
     decoder_input_details: bool = _read_by(Fields.flag)
     speculation: SpeculationFields = _read_by(lambda fields, _: read_speculation(fields))
-    unserved: str | None = _read_by(lambda fields, _: _first_unserved(fields))
-    """The first field of `LATER_FIELDS` that is set."""
 
     @property
     def heads(self) -> AdapterFields:
@@ -104,7 +100,11 @@ class NativeRequest:
     parameters: NativeParameters
     stream: bool
     ignored: list[str]
-    """Names of unknown fields."""
+    """Names of fields that are not read."""
+    rejected: list[tuple[Row, str]]
+    """Those of `parameters` among them that are not supported, with their names, and …"""
+    misplaced: list[str]
+    """… those that belong there."""
     input_ids: list[int] | None = None
     """The prompt, where it was given as token ids; `inputs` is empty then."""
 
@@ -117,18 +117,8 @@ def read_native(body: dict[str, Any], *, with_stream: bool) -> NativeRequest:
     child = values.child("parameters")
     parameters = NativeParameters(**{each.name: each.metadata["read"](child, each.name) for each in _PARAMETERS})
     stream = values.flag("stream") if with_stream else False
-    return NativeRequest(inputs, parameters, stream, values.ignored(), input_ids)
-
-
-def _first_unserved(fields: Fields) -> str | None:
-    found = None
-    for name in LATER_FIELDS:
-        value = fields.take(name)
-        harmless = value is None or (name == "response_format" and value == {"type": "text"})
-        harmless = harmless or (name == "tool_choice" and value == "none")
-        if not harmless and found is None:
-            found = name
-    return found
+    unsupported, elsewhere = rejected(child, Route.NATIVE), misplaced(values)
+    return NativeRequest(inputs, parameters, stream, values.ignored(), unsupported, elsewhere, input_ids)
 
 
 def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool) -> AdapterFields:
@@ -145,9 +135,18 @@ def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool
     _check_best_of(parameters, config)
     _check_sampling(parameters)
     _check_counts(request, config)
-    if parameters.unserved is not None:
-        raise UnsupportedField(parameters.unserved)
+    _check_unknown(request, config)
     return AdapterFields(parameters.adapter_id, parameters.adapter_source, parameters.api_token, merge)
+
+
+def _check_unknown(request: NativeRequest, config: RouterConfig) -> None:
+    """Raises UnsupportedField for a field that would change the text, unless unknown fields are ignored as in LoRAX."""
+    ignores = config.unknown_fields == "ignore"
+    for row, name in request.rejected:
+        if row.in_lorax or not ignores:
+            raise row.error(name)
+    if request.misplaced and not ignores:
+        raise UnsupportedField(request.misplaced[0], "belongs in `parameters`")
 
 
 def _check_best_of(parameters: NativeParameters, config: RouterConfig) -> None:

@@ -3,48 +3,23 @@
 Ranges of token ids are not checked here but in `Service.check_ids`, which knows the vocabulary.
 """
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.requests.types import Sampling
-from lorikeet.router.schemas.adapters import AdapterFields
+from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, merge_child, read_merge
+from lorikeet.router.schemas.field_table import Route, check_unread
 from lorikeet.router.schemas.fields import Fields, are_token_ids
+from lorikeet.router.schemas.messages import Conversation, read_conversation
 from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
-
-LATER_FIELDS = (
-    "response_format",
-    "tools",
-    "tool_choice",
-    "functions",
-    "function_call",
-    "tool_prompt",
-    "guideline",
-    "suffix",
-    "audio",
-    "modalities",
-    "adapter_id",
-    "merged_adapters",
-    "speculation",
-)
-"""Unsupported fields that would change the text: rejected with an error that names the field, unless harmless."""
-
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "adapter_id": ("",),
-}
-"""Values that change nothing."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -64,6 +39,8 @@ class CommonFields:
     ignore_eos: bool
     receipt: bool
     speculation: SpeculationFields
+    request_id: str | None
+    """The client's name for the request."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +69,7 @@ class CompletionRequest(OpenAIRequest):
 class ChatRequest(OpenAIRequest):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
+    conversation: Conversation
 
 
 def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionRequest:
@@ -110,6 +87,7 @@ def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionReq
         raise UnsupportedField("receipt", "is of a text, and `max_tokens` is 0")
     best_of = _best_of(fields, common, config)
     _check_num_sequences(len(prompts) * best_of, config)
+    check_unread(fields, Route.COMPLETIONS)
     return CompletionRequest(common, num_logprobs, best_of, fields.ignored(), echo, max_tokens == 0, prompts=prompts)
 
 
@@ -117,7 +95,7 @@ def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
     """Type and check. Raises WrongJsonType or ValidationError."""
     fields = Fields(body)
     model = _model(fields)
-    messages = _messages(fields.take("messages"), config)
+    conversation = read_conversation(fields, config)
     max_tokens = fields.integer("max_tokens", "u32")
     max_completion_tokens = fields.integer("max_completion_tokens", "u32")
     if max_tokens is not None and max_completion_tokens is not None and max_tokens != max_completion_tokens:
@@ -127,12 +105,13 @@ def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
         raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
     wants_logprobs = fields.flag("logprobs")
     top = _num_logprobs(fields, "top_logprobs")
-    if top is not None and not wants_logprobs:
+    if top and not wants_logprobs:
         raise ValidationError("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
     common = _common(fields, config, model, limit)
     _check_num_sequences(common.num_choices, config)
     num_logprobs = (top or 0) if wants_logprobs else None
-    return ChatRequest(common, num_logprobs, common.num_choices, fields.ignored(), messages=messages)
+    check_unread(fields, Route.CHAT)
+    return ChatRequest(common, num_logprobs, common.num_choices, fields.ignored(), conversation=conversation)
 
 
 def _num_logprobs(fields: Fields, name: str) -> int | None:
@@ -174,14 +153,8 @@ def _model(fields: Fields) -> str:
 
 
 def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | None) -> CommonFields:
-    for name in LATER_FIELDS:
-        value = fields.take(name)
-        if value is not None and value not in _HARMLESS.get(name, ()):
-            raise UnsupportedField(name)
-    adapter = AdapterFields(
-        model, fields.text("adapter_source"), fields.text("api_token"), is_model=True, user=fields.text("user")
-    )
-    heads = replace(adapter, name=fields.text("heads_id"), is_model=False, field="heads_id")
+    adapter = _adapter(fields, config, model)
+    heads = replace(adapter, name=fields.text("heads_id"), merge=None, is_model=False, field="heads_id")
     num_choices = fields.integer("n", "u32")
     if num_choices is not None and not 1 <= num_choices <= MAX_CHOICES:
         raise ValidationError(f"`n` must be >= 1 and <= {MAX_CHOICES}. Given: {num_choices}", "n")
@@ -194,7 +167,9 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         raise ValidationError("`stop` must not contain an empty string", "stop")
     speculation = replace(read_speculation(fields), prediction=read_prediction(fields))
     check_speculation(speculation, config.speculative_tokens_max)
-    stream = fields.flag("stream")
+    stream, request_id = fields.flag("stream"), fields.text("request_id")
+    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+        raise ValidationError("`request_id` must be 1 to 128 letters, digits or any of ._:-", "request_id")
     if fields.has("stream_options") and not stream:
         raise ValidationError("`stream_options` needs `stream` to be true", "stream_options")
     return CommonFields(
@@ -210,12 +185,27 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         ignore_eos=fields.flag("ignore_eos_token"),
         receipt=fields.flag("receipt"),
         speculation=speculation,
+        request_id=request_id,
     )
+
+
+def _adapter(fields: Fields, config: RouterConfig, model: str) -> AdapterFields:
+    """By LoRAX's fields if they are set, else by `model`. Raises ValidationError where two different ones are named."""
+    name, merged = fields.text("adapter_id"), merge_child(fields)
+    source, token, user = fields.text("adapter_source"), fields.text("api_token"), fields.text("user")
+    merge = read_merge(merged, name or None)
+    if not name and merge is None:
+        return AdapterFields(model, source, token, is_model=True, user=user)
+    if model not in ("", name, config.model_id, *BASE_NAMES):
+        given = "merged_adapters" if merge is not None else "adapter_id"
+        raise ValidationError(f"`model` must be the base model, since `{given}` names the adapter", "model")
+    return AdapterFields(name, source, token, merge, user=user)
 
 
 def _sampling(fields: Fields) -> Sampling:
     """Samples at temperature 1 by default; 0 is greedy."""
     temperature = _within(fields, "temperature", 0.0, 2.0, 1.0)
+    samples = fields.optional_flag("do_sample")
     top_p = _within(fields, "top_p", 0.0, 1.0, 1.0)
     typical_p, repetition_penalty = fields.number("typical_p"), fields.number("repetition_penalty")
     if typical_p is not None and not 0.0 < typical_p <= 1.0:
@@ -226,7 +216,7 @@ def _sampling(fields: Fields) -> Sampling:
     if top_k is not None and top_k < -1:
         raise ValidationError("`top_k` must be strictly positive, or 0 or -1 for none", "top_k")
     return Sampling(
-        do_sample=temperature > 0.0,
+        do_sample=temperature > 0.0 and samples is not False,
         temperature=temperature or 1.0,
         # The empty nucleus keeps the likeliest token.
         top_k=1 if top_p == 0.0 else max(top_k or 0, 0),
@@ -310,46 +300,3 @@ def _prompts(value: Any, config: RouterConfig) -> list[str | list[int]]:
         if all(isinstance(item, list) and are_token_ids(item) for item in value):
             return value
     raise ValidationError("`prompt` must be a string, strings, token ids, or lists of token ids", "prompt")
-
-
-def _messages(value: Any, config: RouterConfig) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise ValidationError("`messages` must be a list of at least one message", "messages")
-    if len(value) > config.max_input_length:
-        raise ValidationError(
-            f"`messages` supports up to {config.max_input_length} messages. Given: {len(value)}", "messages"
-        )
-    return [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
-
-
-def _message(item: Any, where: str) -> dict[str, Any]:
-    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-        raise ValidationError(f"`{where}` must be an object with a `role`", where)
-    for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
-        if item.get(name) is not None:
-            raise UnsupportedField(f"{where}.{name}")
-    # OpenAI's newer name of the role; chat templates have only the older one.
-    role = "system" if item["role"] == "developer" else item["role"]
-    message = {"role": role, "content": _content(item.get("content"), f"{where}.content")}
-    if isinstance(item.get("name"), str):
-        message["name"] = item["name"]
-    return message
-
-
-def _content(content: Any, where: str) -> str:
-    """The text of a message, with its parts joined, as templates expect it."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValidationError(f"`{where}` must be a string or a list of parts", where)
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            if isinstance(kind, str) and kind != "text":
-                raise UnsupportedField(f"{where}[{index}].{kind[:32]}", "is not supported: this model reads text alone")
-            raise ValidationError(f"`{where}[{index}]` must be a part with `type` and `text`", where)
-        texts.append(part["text"])
-    return "".join(texts)

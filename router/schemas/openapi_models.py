@@ -255,8 +255,14 @@ class _OpenAIRequest(_Speculative):
     user: str | None = None
     ignore_eos_token: bool | None = False
     receipt: bool | None = _ASKED_RECEIPT
+    adapter_id: str | None = Field(None, description="As on LoRAX's routes; `model` is then the base model")
+    merged_adapters: MergedAdapters | None = None
     adapter_source: AdapterSource | None = None
     api_token: str | None = None
+    do_sample: bool | None = Field(None, description="False is greedy")
+    request_id: str | None = Field(
+        None, pattern="^[A-Za-z0-9._:-]{1,128}$", description="The end of the answer's `id`; default: a random one"
+    )
     prediction: dict[str, Any] | None = Field(
         None, description='{"type": "content", "content": a text that the output may repeat}'
     )
@@ -282,6 +288,13 @@ class ChatMessage(BaseModel):
 
 class ChatCompletionRequest(_OpenAIRequest):
     messages: list[ChatMessage] = Field(min_length=1)
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = Field(False, description="The output continues the final message")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template")
+    chat_template: str | None = Field(None, description="Needs the flag `--trust-request-chat-template`")
+    documents: list[dict[str, Any]] | None = Field(None, description="For chat templates that read them")
+    reasoning_effort: str | None = Field(None, description="For chat templates that read it")
+    verbosity: str | None = Field(None, description="For chat templates that read it")
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)

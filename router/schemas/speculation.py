@@ -95,11 +95,13 @@ def read_prediction(fields: Fields) -> str | None:
     content = given.take("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts: list[str] = []
-    for part in parts:
+    for index, part in enumerate(parts):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise ValidationError("`prediction.content` must be a text or a list of text parts", "prediction")
         texts.append(text)
+        if len(part) > 2:
+            given.nested(f"content[{index}]", part).expect("type", "text")
     return "".join(texts)
 
 

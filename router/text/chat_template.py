@@ -4,17 +4,45 @@ It uses Jinja's immutable sandbox, with the functions and filters that model aut
 """
 
 import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lorikeet.router.errors import ChatTemplateError
+
+
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Appended to the final message to find its end in the prompt, as transformers does."""
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """How messages are rendered."""
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of the template, in addition to the messages and special tokens."""
+    continue_final_message: bool = False
+    """Whether the prompt ends within the final message, so that the output continues it."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt."""
+
+    text: str
+    unread: tuple[str, ...] = ()
+    """Variables that the template does not read."""
+
+
+NO_OPTIONS = TemplateOptions()
 
 
 class _GenerationBlock(Extension):
@@ -51,21 +79,44 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = special_tokens
         self._error = ""
+        self._names: frozenset[str] = frozenset()
+        """Variables that the template reads."""
         try:
             self._template = environment.from_string(source)
+            self._names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:  # all other routes are still served
             self._error = f"{error} (line {getattr(error, 'lineno', '?')} of the model's chat template)"
 
-    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+    def render(self, messages: list[dict[str, Any]], options: TemplateOptions = NO_OPTIONS) -> str:
         """The prompt for `messages`. Raises ChatTemplateError with the template's own message."""
         if self._error:
             raise ChatTemplateError(self._error)
+        if options.continue_final_message:
+            last = messages[-1]
+            tagged = [*messages[:-1], {**last, "content": last["content"] + _CONTINUE_TAG}]
+            return _until_tag(self._text(tagged, options.variables), last["content"])
+        return self._text(messages, options.variables)
+
+    def unread(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of the variables `names` that the template does not read."""
+        return tuple(name for name in names if name not in self._names)
+
+    def _text(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
             return self._template.render(
-                **{"messages": messages, "add_generation_prompt": True, **self._special_tokens, **variables}
+                {"messages": messages, "add_generation_prompt": True, **self._special_tokens, **variables}
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise ChatTemplateError(str(error) or type(error).__name__) from error
+
+
+def _until_tag(text: str, final_message: str) -> str:
+    """A prompt up to the end of its final message. Raises ChatTemplateError where the template leaves it out."""
+    end = text.rfind(_CONTINUE_TAG.strip())
+    if end < 0 or final_message.strip() not in text:
+        raise ChatTemplateError("the chat template does not show the final message, which cannot be continued")
+    # Without its space the template trims messages, and this one's end too.
+    return text[:end] if text.startswith(_CONTINUE_TAG, end) else text[:end].rstrip()
 
 
 def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:

@@ -10,10 +10,11 @@ import json
 import os
 import resource
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.chat_template import ChatTemplate
+from lorikeet.router.text.chat_template import NO_OPTIONS, ChatTemplate, Rendered, TemplateOptions
 
 SECONDS = 2.0
 """Time limit of one prompt."""
@@ -31,9 +32,15 @@ class TemplateProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
 
-    async def render(self, template: str, special_tokens: dict[str, str], messages: list[dict[str, Any]]) -> str:
+    async def render(
+        self,
+        template: str,
+        special_tokens: dict[str, str],
+        messages: list[dict[str, Any]],
+        options: TemplateOptions = NO_OPTIONS,
+    ) -> Rendered:
         """The prompt. Raises ChatTemplateError."""
-        question = {"template": template, "special_tokens": special_tokens, "messages": messages}
+        question = _question(template, special_tokens, messages, options)
         async with self._lock:
             process = self._process or await self._start()
             try:
@@ -49,7 +56,7 @@ class TemplateProcess:
                 raise
         if "error" in answer:
             raise ChatTemplateError(str(answer["error"])[:1000])
-        return str(answer["text"])
+        return Rendered(str(answer["text"]), tuple(answer["unread"]))
 
     async def close(self) -> None:
         """Kill the process, if there is one."""
@@ -72,7 +79,7 @@ class TemplateProcess:
         )
         try:
             async with asyncio.timeout(START_SECONDS):
-                await self._ask(process, {"template": "", "special_tokens": {}, "messages": []})
+                await self._ask(process, _question("", {}, [], NO_OPTIONS))
         except BaseException:
             await self.close()
             raise
@@ -86,6 +93,12 @@ class TemplateProcess:
         return answer
 
 
+def _question(
+    template: str, special_tokens: dict[str, str], messages: list[dict[str, Any]], options: TemplateOptions
+) -> dict[str, Any]:
+    return {"template": template, "special_tokens": special_tokens, "messages": messages, **asdict(options)}
+
+
 def main() -> None:
     """Answer until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
@@ -94,8 +107,9 @@ def main() -> None:
         question = json.loads(line)
         try:
             template = ChatTemplate(question["template"], question["special_tokens"])
-            text = template.render(question["messages"])
-            answer = {"text": text} if len(text) <= MAX_PROMPT else {"error": "the prompt is too long"}
+            options = TemplateOptions(question["variables"], question["continue_final_message"])
+            text, unread = template.render(question["messages"], options), template.unread(options.variables)
+            answer = {"text": text, "unread": unread} if len(text) <= MAX_PROMPT else {"error": "the prompt is too long"}
         except ChatTemplateError as error:
             answer = {"error": error.message}
         except MemoryError:

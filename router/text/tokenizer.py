@@ -17,7 +17,14 @@ from tokenizers.processors import TemplateProcessing
 from lorikeet.proto.digest import of_files
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.chat_template import ChatTemplate, find_template, template_of
+from lorikeet.router.text.chat_template import (
+    NO_OPTIONS,
+    ChatTemplate,
+    Rendered,
+    TemplateOptions,
+    find_template,
+    template_of,
+)
 from lorikeet.router.text.detokenizer import Detokenizer, detokenizer
 from lorikeet.router.text.vocabulary import Vocabulary
 
@@ -110,7 +117,9 @@ class Tokenizer:
 
         return await self._in_pool(work)
 
-    async def render_chat(self, messages: list[dict[str, Any]], *, source: str | None = None) -> str:
+    async def render_chat(
+        self, messages: list[dict[str, Any]], options: TemplateOptions = NO_OPTIONS, *, source: str | None = None
+    ) -> Rendered:
         """The prompt for `messages`, with the model's template or the operator's at `source`.
 
         Raises ChatTemplateError, also when there is no template.
@@ -118,7 +127,12 @@ class Tokenizer:
         source = source or self.template_source
         if source is None:
             raise ChatTemplateError("the model has no chat template")
-        return await self._for_request(lambda: self._compiled(source).render(messages))
+
+        def work() -> Rendered:
+            template = self._compiled(source)
+            return Rendered(template.render(messages, options), template.unread(options.variables))
+
+        return await self._for_request(work)
 
     def _compiled(self, source: str) -> ChatTemplate:
         template = self._templates.get(source)

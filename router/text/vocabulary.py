@@ -112,6 +112,17 @@ class Vocabulary:
         expected = self.backend.decode([index for index, _ in whole], skip_special_tokens=False)
         return b"".join(piece for _, piece in whole).decode().lstrip(" ") == expected.lstrip(" ")
 
+    def label(self, token_id: int) -> str:
+        """The text of a single token, as OpenAI's `bytes:…` where its bytes are no complete characters."""
+        if self._piece is None or self.texts[token_id] is not None:
+            return self.text(token_id)
+        return self.bytes_label(token_id)
+
+    def bytes_label(self, token_id: int) -> str:
+        """The bytes of a token as OpenAI's completions show them, such as `bytes:\\xe2\\x80`."""
+        raw = self.piece(token_id) if self._piece is not None else self.text(token_id).encode()
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
 
 class _Texts(dict[int, str | None]):
     """Text of each token whose bytes are complete characters, None for the others; filled on demand."""

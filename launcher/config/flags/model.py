@@ -56,6 +56,17 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("max-best-of", "maximum `best_of`", INTEGER, 2, ROUTER, minimum=1),
         Flag("max-stop-sequences", "maximum number of stop sequences", INTEGER, 4, ROUTER, minimum=0),
         Flag(
+            "unknown-fields",
+            "what LoRAX's routes do with a field that LoRAX does not have and that would change the text: `reject` it,"
+            " or `ignore` it and name it in a header, as LoRAX ignores it", default="reject", to=ROUTER,
+            choices=("reject", "ignore"), new=True,
+        ),
+        Flag(
+            "trust-request-chat-template",
+            "let chat requests bring their own `chat_template`, rendered in a separate process", SWITCH, False, ROUTER,
+            new=True,
+        ),
+        Flag(
             "max-body-bytes", "maximum size of a request body; above it 413", BYTES, 16 << 20, ROUTER, minimum=1,
             new=True,
         ),

@@ -28,6 +28,7 @@ from lorikeet.router.errors import (
     adapter_problem,
 )
 from lorikeet.router.requests.adapter_ref import Adapter, Loaded
+from lorikeet.router.schemas.adapters import BASE_NAMES
 from lorikeet.router.schemas.fields import Fields
 
 _UNLOAD_SECONDS = 300.0
@@ -111,6 +112,8 @@ class AdminRoutes:
         name, path = fields.text("lora_name"), fields.text("lora_path")
         if not name or not path:
             raise ValidationError("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
+        if name == self._service.config.model_id or name in BASE_NAMES:
+            raise ValidationError(f"`lora_name` must not be a name of the base model. Given: {name[:256]}", "lora_name")
         directory = self._service.selection.directory
         if directory.find(name) is not None and not fields.flag("load_inplace"):
             raise AlreadyLoaded(name)

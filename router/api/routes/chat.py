@@ -23,7 +23,9 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
 
     async def _prompts(self, wanted: ChatRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
         adapter = await self._service.adapter(caller, wanted.common.adapter)
-        text = await self._service.templates.render(adapter, wanted.messages)
+        rendered = await self._service.templates.render(adapter, wanted.conversation)
+        wanted.ignored.extend(wanted.conversation.ignored(rendered.unread))
+        text = rendered.text
         # The template writes every special token itself.
         return [Prompt(await self._service.tokenizer.encode(text, add_special_tokens=False), text)], adapter
 

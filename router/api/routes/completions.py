@@ -67,17 +67,11 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
 
     def _logprobs(self, tokens: list[tuple[Token, int]], num_alternatives: int) -> Logprobs:
         """`logprobs` of a choice, for its visible tokens."""
-        text = self._service.tokenizer.token_text
-        top: list[Any] | None = None
-        if num_alternatives:
-            top = []
-            for token, _ in tokens:
-                best = {other_text: max(value, LOWEST_LOGPROB) for _, other_text, value in token.alternatives or ()}
-                top.append({**best, text(token.id): max(token.logprob, LOWEST_LOGPROB)})
+        shown = [self._shown(token.id, token.logprob, token.alternatives) for token, _ in tokens]
         return {
-            "tokens": [text(token.id) for token, _ in tokens],
-            "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token, _ in tokens],
-            "top_logprobs": top,
+            "tokens": [label for label, _ in shown],
+            "token_logprobs": [_bounded(token.logprob) for token, _ in tokens],
+            "top_logprobs": [top for _, top in shown] if num_alternatives else None,
             "text_offset": [offset for _, offset in tokens],
         }
 
@@ -90,18 +84,42 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         for token_id, text, _ in prefill:
             offsets.append(offset)
             offset += 0 if token_id in hidden_ids else len(text)
-        top: list[Any] | None = None
-        if alternatives is not None:
-            top = [None] + [
-                {**{other: value for _, other, value in best}, text: logprob}
-                for (_, text, logprob), best in zip(prefill[1:], alternatives[1:], strict=True)
-            ]
+        given = [None] * len(prefill) if alternatives is None else alternatives
+        shown = [
+            self._shown(token_id, logprob, best) for (token_id, _, logprob), best in zip(prefill, given, strict=True)
+        ]
         return {
-            "tokens": [text for _, text, _ in prefill],
+            "tokens": [label for label, _ in shown],
             "token_logprobs": [logprob for _, _, logprob in prefill],
-            "top_logprobs": top,
+            "top_logprobs": None if alternatives is None else [None, *(top for _, top in shown[1:])],
             "text_offset": offsets,
         }
+
+    def _shown(
+        self, token_id: int, logprob: float | None, alternatives: Alternatives | None
+    ) -> tuple[str, dict[str, float]]:
+        """The token's label, and log probabilities by label, the likeliest first.
+
+        Of two tokens with the same text the less likely one is labelled by its bytes, and left out if these are equal.
+        """
+        vocabulary = self._service.tokenizer.vocabulary
+        if logprob is None or not alternatives:
+            return vocabulary.label(token_id), {}
+        chances = {other: value for other, _, value in alternatives}
+        chances.setdefault(token_id, logprob)
+        top: dict[str, float] = {}
+        own = ""
+        for other in sorted(chances, key=lambda each: -chances[each]):
+            label = vocabulary.label(other)
+            if label in top:
+                label = vocabulary.bytes_label(other)
+            top.setdefault(label, _bounded(chances[other]))
+            own = label if other == token_id else own
+        return own, top
+
+
+def _bounded(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
 
 
 def _joined(first: Logprobs, second: Logprobs) -> Logprobs:

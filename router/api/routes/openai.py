@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import orjson
+import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -86,7 +87,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         stream = wanted.common.stream
         service.check_room()
         async with ClientWatch(request.receive):
-            caller = service.caller(request)
+            caller = self._named(request, wanted.common)
             prompts, adapter = await self._prompts(wanted, caller)
             requests = await self._requests(wanted, prompts, caller, adapter)
             service.validated(timing)
@@ -114,6 +115,15 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         counts = Counts(characters, num_prompt, num_generated, num_skipped)
         headers = answer_headers(service, timing, generations[0], counts) | ignored
         return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
+
+    def _named(self, request: Request, common: CommonFields) -> Caller:
+        """The caller, with the body's `request_id` where the header has none."""
+        caller = self._service.caller(request)
+        if common.request_id is None or "x-request-id" in request.headers:
+            return caller
+        request.state.request_id = common.request_id
+        structlog.contextvars.bind_contextvars(request_id=common.request_id)
+        return replace(caller, request_id=common.request_id)
 
     async def _requests(
         self, wanted: Wanted, prompts: list[Prompt], caller: Caller, adapter: Adapter | None
@@ -187,7 +197,8 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         if info is not None:
             fingerprint = f"{info.version}-{info.dtype.removeprefix('torch.')}-{info.device}"
         model = common.adapter.name or self._service.config.model_id
-        return Envelope(f"{self.id_prefix}-{secrets.token_hex(16)}", kind, int(time.time()), model, fingerprint)
+        identity = f"{self.id_prefix}-{common.request_id or secrets.token_hex(16)}"
+        return Envelope(identity, kind, int(time.time()), model, fingerprint)
 
     def _choices(self, wanted: Wanted, prompts: list[Prompt], sequences: list[Completed]) -> list[dict[str, Any]]:
         """`n` per prompt: the likeliest where `best_of` gave more."""

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.chat_template import ChatTemplate, find_template
+from lorikeet.router.text.chat_template import ChatTemplate, TemplateOptions, find_template
 
 MESSAGES = [{"role": "user", "content": "Grüße <b>"}]
 
 
 def render(source: str, **variables: object) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(MESSAGES, **variables)
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(MESSAGES, TemplateOptions(variables))
 
 
 def test_special_tokens_and_variables() -> None:
@@ -66,3 +66,32 @@ def test_places_of_templates(tmp_path: Path) -> None:
     assert find_template(tmp_path, {}) == "J"
     (tmp_path / "chat_template.jinja").write_text("F")
     assert find_template(tmp_path, {"chat_template": "C"}) == "F"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}</end>{% endfor %}", "<user>Hi</end><assistant>It is "),
+        ("{% for m in messages %}{{ m.content | trim }}|{% endfor %}", "Hi|It is"),
+    ],
+)
+def test_a_final_message_is_continued(source: str, expected: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It is "}]
+    options = TemplateOptions(continue_final_message=True)
+    assert ChatTemplate(source, {}).render(messages, options) == expected
+
+
+def test_a_final_message_that_is_left_out_cannot_be_continued() -> None:
+    with pytest.raises(ChatTemplateError, match="does not show the final message"):
+        ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES, TemplateOptions(continue_final_message=True))
+
+
+def test_variables_that_a_template_does_not_read() -> None:
+    source = (
+        "{% if effort is not defined %}{% set effort = 'low' %}{% endif %}{{ effort }}"
+        "{% for document in documents %}{{ document.text }}{% endfor %}"
+        "{% macro turn(role) %}{{ role }}{{ extra }}{% endmacro %}"
+    )
+    template = ChatTemplate(source, {})
+    assert template.unread(["effort", "documents", "extra", "role", "text", "self"]) == ("role", "text", "self")
+    assert template.render(MESSAGES, TemplateOptions({"effort": "high", "self": 1, "documents": []})) == "high"

@@ -92,14 +92,14 @@ def test_chat(tmp_path: Path) -> None:
         asyncio.run(silent.render_chat(messages))
     speaking = load(tmp_path, {"chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"})
     assert speaking.template_source is not None
-    assert asyncio.run(speaking.render_chat(messages)) == "<s>hi</s>"
+    assert asyncio.run(speaking.render_chat(messages)).text == "<s>hi</s>"
 
 
 def test_the_template_of_another_file(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"chat_template": "other {{ messages[0].content }}"}')
     tokenizer = load(tmp_path, {"chat_template": "own"}, tokenizer_config_path=str(other))
-    assert asyncio.run(tokenizer.render_chat([{"role": "user", "content": "hi"}])) == "other hi"
+    assert asyncio.run(tokenizer.render_chat([{"role": "user", "content": "hi"}])).text == "other hi"
 
 
 def test_a_folder_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:

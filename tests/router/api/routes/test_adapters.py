@@ -299,3 +299,45 @@ async def test_the_default_adapter_serves_requests_without_one(tmp_path: Path) -
         for path, name in (("/generate", "__base_model__"), ("/generate", MODEL_ID), ("/v1/completions", MODEL_ID)):
             response = await server.client.post(path, json=body(path, name))
             assert response.status_code == 200 and "x-adapter-id" not in response.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("model", [MODEL_ID, "", "__base_model__", "one"])
+async def test_adapter_id_on_openai_s_routes(server: Serving, path: str, model: str) -> None:
+    response = await server.client.post(path, json=body(path, model, adapter_id="one"))
+    assert response.status_code == 200, response.text
+    assert response.headers["x-adapter-id"] == response.json()["model"] == "one"
+    (submit,) = server.shard.submits
+    assert submit.adapter.id == "one"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_merged_adapters_on_openai_s_routes(server: Serving, path: str) -> None:
+    merged = {"ids": ["one", "two"], "weights": [0.5, 0.25], "merge_strategy": "ties", "density": 0.5}
+    response = await server.client.post(path, json=body(path, MODEL_ID, merged_adapters=merged))
+    assert response.status_code == 200, response.text
+    (call,) = server.loader.asked
+    assert [pin["id"] for pin in call["merge"]["pins"]] == ["one", "two"]
+    assert (call["merge"]["weights"], call["merge"]["strategy"]) == ([0.5, 0.25], "ties")
+    assert response.headers["x-adapter-id"] == "one,two"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("model", "fields", "status", "param"),
+    [
+        ("two", {"adapter_id": "one"}, 400, "model"),
+        ("two", {"merged_adapters": {"ids": ["one"], "weights": [1]}}, 400, "model"),
+        (MODEL_ID, {"adapter_id": "one", "merged_adapters": {"ids": ["one"], "weights": [1]}}, 400, "adapter_id"),
+        (MODEL_ID, {"merged_adapters": {"ids": ["one"], "weights": [1, 2]}}, 400, "merged_adapters"),
+        (MODEL_ID, {"merged_adapters": {"ids": ["one"], "weights": [1] * 100_000}}, 400, "merged_adapters"),
+        (MODEL_ID, {"adapter_id": "none"}, 404, "adapter_id"),
+        (MODEL_ID, {"merged_adapters": {"ids": ["none"], "weights": [1]}}, 404, "merged_adapters"),
+    ],
+)
+async def test_invalid_adapters_on_openai_s_routes(
+    server: Serving, path: str, model: str, fields: dict[str, Any], status: int, param: str
+) -> None:
+    response = await server.client.post(path, json=body(path, model, **fields))
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+    assert not server.shard.submits

@@ -3,15 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lorikeet.adapters.keys import sha256
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.adapters import directory
 from tests.router.api.routes.test_adapters import body
 from tests.router.scripted_loader import digest_of
-from tests.router.serving import Serving, serving
+from tests.router.serving import MODEL_ID, Serving, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -123,3 +125,27 @@ async def test_vllm_routes(server: Serving) -> None:
     assert (await admin(server, "/v1/unload_lora_adapter", lora_name="mine"))[0] == 404
     assert (await admin(server, "/v1/load_lora_adapter", lora_name="x"))[0] == 400
     assert (await admin(server, "/v1/load_lora_adapter", lora_name="x", lora_path="/etc"))[0] == 404
+
+
+@pytest.mark.parametrize("name", [MODEL_ID, "__base_model__"])
+async def test_the_base_model_s_name_cannot_be_taken(server: Serving, name: str) -> None:
+    fields = {"lora_name": name, "lora_path": str(server.roots / "one"), "load_inplace": True}
+    status, answer = await admin(server, "/v1/load_lora_adapter", **fields)
+    assert (status, answer["error"]["param"]) == (400, "lora_name")
+    assert "base model" in answer["error"]["message"]
+    response = await server.client.post("/v1/completions", json=body("/v1/completions", name))
+    assert not [header for header in response.headers if header.startswith("x-adapter")]
+
+
+async def test_an_adapter_was_created_when_it_was_loaded(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def created(name: str) -> int:
+        return int((await server.client.get(f"/v1/models/{name}")).json()["created"])
+
+    clock = 2_000_000_000
+    monkeypatch.setattr(directory, "time", SimpleNamespace(time=lambda: clock))
+    for path in ("one", "two", "one"):
+        fields = {"lora_name": "mine", "lora_path": str(server.roots / path), "load_inplace": True}
+        assert (await admin(server, "/v1/load_lora_adapter", **fields))[0] == 200
+        assert await created("mine") == clock
+        assert await created(MODEL_ID) < clock
+        clock += 100

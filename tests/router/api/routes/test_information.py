@@ -8,7 +8,7 @@ import pytest
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.schemas import openai
 from lorikeet.router.schemas import openapi_models as published
-from lorikeet.router.schemas.native import LATER_FIELDS, NativeParameters, read_native
+from lorikeet.router.schemas.native import NativeParameters, read_native
 from tests.router.serving import MODEL_ID, Serving, serving
 
 pytestmark = pytest.mark.anyio
@@ -99,9 +99,9 @@ SPECULATIVE = {f"speculative_{name}" for name in ("tokens", "method", "schedule"
 
 def test_published_parameters_are_those_that_are_read() -> None:
     read = {field.name for field in dataclasses.fields(NativeParameters)}
-    read = read - {"unserved", "speculation"} | SPECULATIVE
+    read = read - {"speculation"} | SPECULATIVE
     assert set(published.GenerateParameters.model_fields) == read
-    everything = dict.fromkeys([*published.GenerateParameters.model_fields, *LATER_FIELDS])
+    everything = dict.fromkeys(published.GenerateParameters.model_fields)
     assert read_native({"inputs": "Hi", "parameters": everything, "stream": None}, with_stream=True).ignored == []
 
 
@@ -112,5 +112,5 @@ def test_published_openai_fields_are_those_that_are_read() -> None:
     assert openai.read_completion(completion, config).ignored == []
     chat = {name: given.get(name) for name in published.ChatCompletionRequest.model_fields}
     assert openai.read_chat(chat, config).ignored == []
-    strange = {**chat, "prompt": None, "echo": None}
-    assert openai.read_chat(strange, config).ignored == ["prompt", "echo"]
+    strange = {**chat, "prompt": None, "store": None}
+    assert openai.read_chat(strange, config).ignored == ["prompt", "store"]

@@ -275,12 +275,12 @@ async def test_best_of_one_and_null_have_no_others(server: Serving) -> None:
 
 async def test_unknown_fields_are_ignored_and_named(server: Serving) -> None:
     server.says("abc")
-    body = {"inputs": "Hi", "parameters": {"adapter_name": "x", "apply_chat_template": True}, "ünknown, field": 1}
+    body = {"inputs": "Hi", "parameters": {"rid": "x", "apply_chat_template": True}, "ünknown, field": 1}
     for path in ("/generate", "/generate_stream"):
         response = await server.client.post(path, json=body)
         assert response.status_code == 200
         names = response.headers["x-ignored-fields"].split(", ")
-        assert names == ["?nknown? field", "parameters.adapter_name", "parameters.apply_chat_template"]
+        assert names == ["?nknown? field", "parameters.rid", "parameters.apply_chat_template"]
 
 
 @pytest.mark.parametrize("name", [None, "", "__base_model__", MODEL_ID])

@@ -49,9 +49,12 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"adapter_id": "org/a"}, "`adapter_id` is not supported by this server, which serves its base model alone"),
     ({"merged_adapters": MERGED}, "`merged_adapters` is not supported by this server"),
-    ({"response_format": {"type": "json_object"}}, "`response_format` is not supported by this server"),
-    ({"speculation": "off"}, "`speculation` is not supported by this server"),
-    ({"tools": [{}]}, "`tools` is not supported by this server"),
+    (
+        {"response_format": {"type": "json_object"}},
+        "`response_format` is not supported by this server, which has no structured output",
+    ),
+    ({"speculation": "off"}, "`speculation` is not supported by this server: use `speculative_tokens`"),
+    ({"tools": [{}]}, "`tools` is not supported by this server, which has no tool calling"),
 ]
 """In the order of the rules; unsupported fields are checked after all of LoRAX's rules."""
 

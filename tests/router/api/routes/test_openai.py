@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lorikeet.router.api.routes.completions import CompletionsRoute
 from tests.router.serving import MODEL_ID, Serving
 
 pytestmark = pytest.mark.anyio
@@ -184,6 +185,51 @@ async def test_completion_logprobs(server: Serving) -> None:
     [choice] = (await post(server, "/v1/completions", {**COMPLETION, "logprobs": 0}))["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-0.5, -0.25]
     assert choice["logprobs"]["top_logprobs"] is None
+
+
+async def test_tokens_without_a_text_of_their_own_are_shown_as_bytes(server: Serving) -> None:
+    """`é` is two tokens, each with half a character: both would be the same replacement character."""
+    server.says("é", logprobs=[-2.0, -0.5])
+    body = {**COMPLETION, "logprobs": 2, "max_tokens": 2}
+    [choice] = (await post(server, "/v1/completions", body))["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "é"
+    assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert logprobs["top_logprobs"] == [
+        {"bytes:\\xc3": -2.0, "bytes:\\xc4": -3.0},
+        {"bytes:\\xa9": -0.5, "bytes:\\xaa": -1.5},
+    ]
+
+
+async def test_the_likelier_of_two_tokens_with_the_same_text_is_shown(server: Serving) -> None:
+    vocabulary = server.service.tokenizer.vocabulary
+    route = CompletionsRoute(server.service)
+    [a, b] = server.ids("ab")
+    vocabulary.texts[b] = "a"
+    texts, vocabulary.text = vocabulary.text, lambda token: "a" if token == b else texts(token)  # type: ignore
+    try:
+        own, top = route._shown(a, -3.0, [(b, "a", -0.5), (a, "a", -3.0)])
+        assert (own, top) == ("bytes:\\x61", {"a": -0.5, "bytes:\\x61": -3.0})
+    finally:
+        vocabulary.text = texts  # type: ignore[method-assign]
+        del vocabulary.texts[b]
+
+
+async def test_a_request_id_is_the_end_of_the_answer_s_id(server: Serving) -> None:
+    server.says("ab")
+    for path, body in BOTH:
+        for headers, expected in (({}, "mine-1"), ({"x-request-id": "proxy"}, "proxy")):
+            response = await server.client.post(path, json={**body, "request_id": "mine-1"}, headers=headers)
+            assert response.json()["id"].endswith("-mine-1")
+            assert response.headers.get_list("x-request-id") == [expected]
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_do_sample_false_is_greedy(server: Serving, path: str, body: dict[str, Any]) -> None:
+    server.says("ab")
+    for value, expected in ((False, False), (True, True), (None, True)):
+        await post(server, path, {**body, "do_sample": value})
+        assert server.shard.submits[-1].sampling.do_sample is expected
 
 
 async def test_scoring_a_prompt(server: Serving) -> None:

@@ -36,7 +36,9 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
     ("tool_choice", {"tool_choice": "auto"}, "unsupported_parameter"),
     ("suffix", {"suffix": "x"}, "unsupported_parameter"),
     ("adapter_id", {"adapter_id": "a"}, "unsupported_parameter"),
-    ("merged_adapters", {"merged_adapters": {}}, "unsupported_parameter"),
+    ("merged_adapters", {"merged_adapters": {}}, None),
+    ("merged_adapters", {"merged_adapters": {"ids": ["a"], "weights": [1]}}, "unsupported_parameter"),
+    ("request_id", {"request_id": "a b"}, None),
     ("model", {"model": None}, None),
 ]
 
@@ -90,6 +92,27 @@ async def test_rejected_fields(
             "/v1/chat/completions",
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
             "messages[0].tool_calls",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Hi", "name": 5}]},
+            "messages[0].name",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}] * 2048}, "messages"),
+        ("/v1/chat/completions", {"documents": {}}, "documents"),
+        ("/v1/chat/completions", {"documents": ["a"]}, "documents"),
+        ("/v1/chat/completions", {"chat_template": "{{ messages }}"}, "chat_template"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"a": "x" * (16 << 10)}}, "chat_template_kwargs"),
+        (
+            "/v1/chat/completions",
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        (
+            "/v1/chat/completions",
+            {"continue_final_message": True, "messages": [{"role": "user", "content": ""}]},
+            "continue_final_message",
         ),
         ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs"),
         ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

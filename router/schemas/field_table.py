@@ -1,0 +1,255 @@
+"""The table of request fields: which of them each generation route applies, rejects or ignores, and with what values.
+
+The readers in this folder take the fields that work. What they leave unread is looked up here: a field that would change
+the text or the answer is rejected with an error that names it, unless its value asks for nothing; every other one is
+ignored and named in `x-ignored-fields`. docs/fields.md is generated from this table.
+"""
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lorikeet.router.errors import UnsupportedField
+from lorikeet.router.schemas.fields import Fields
+
+
+class Route(enum.Flag):
+    """The bodies that share a schema: NATIVE is `parameters` of LoRAX's routes."""
+
+    CHAT = enum.auto()
+    COMPLETIONS = enum.auto()
+    NATIVE = enum.auto()
+
+
+CHAT, COMPLETIONS, NATIVE = Route
+OPENAI = CHAT | COMPLETIONS
+ALL = OPENAI | NATIVE
+
+
+class Behaviour(enum.StrEnum):
+    """What happens to a field that is set."""
+
+    APPLIED = "applied"
+    REJECTED = "rejected"
+    IGNORED = "ignored"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One field on the routes that treat it alike."""
+
+    name: str
+    """With the path of nested fields, such as `messages[].name`."""
+    routes: Route
+    behaviour: Behaviour
+    neutral: tuple[Any, ...] = ()
+    """Values that ask for nothing, in addition to null."""
+    note: str = ""
+    """Of a rejected field, the end of the error that starts with its name; else the documentation's remark."""
+    in_lorax: bool = False
+    """Whether LoRAX applies the field, so that it is rejected with `--unknown-fields ignore` too."""
+
+    def asks(self, value: Any) -> bool:
+        """Whether the value asks for something. True and 1 are different values, 1 and 1.0 are the same one."""
+        return value is not None and not any(_is_same(value, neutral) for neutral in self.neutral)
+
+    def error(self, name: str) -> UnsupportedField:
+        """`name` is that of the field in the request."""
+        return UnsupportedField(name, self.note) if self.note else UnsupportedField(name)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _applied(routes: Route, *names: str, note: str = "") -> Iterator[Row]:
+    for name in names:
+        yield Row(name, routes, Behaviour.APPLIED, note=note)
+
+
+def _rejected(routes: Route, *names: str, neutral: tuple[Any, ...] = (), note: str = "") -> Iterator[Row]:
+    for name in names:
+        yield Row(name, routes, Behaviour.REJECTED, neutral, note)
+
+
+def _ignored(routes: Route, *names: str, note: str = "") -> Iterator[Row]:
+    for name in names:
+        yield Row(name, routes, Behaviour.IGNORED, note=note)
+
+
+_EMPTY = ("", [], {}, False)
+_TEMPLATE = "is applied by /v1/chat/completions, which has a chat template"
+_STRUCTURED = "is not supported by this server, which has no structured output"
+_NO_TOOLS = "is not supported by this server, which has no tool calling"
+
+ROWS: tuple[Row, ...] = (
+    # Adapters
+    *_applied(OPENAI, "model", note="the base model, an adapter or an alias; required"),
+    *_applied(OPENAI, "adapter_id", note="as in LoRAX; `model` is then the base model or the same name"),
+    *_applied(NATIVE, "adapter_id"),
+    *_applied(ALL, "adapter_source", "api_token", "merged_adapters", "heads_id"),
+    *_applied(
+        ALL, *(f"merged_adapters.{name}" for name in
+               ("ids", "weights", "merge_strategy", "density", "majority_sign_method")),
+    ),
+    *_rejected(ALL, "adapter_name", "adapter_parameters", "lora_path", neutral=_EMPTY,
+               note="is not supported by this server: use `adapter_id`"),
+    # Prompts
+    *_applied(COMPLETIONS, "prompt", note="a text, token ids, or a list of either"),
+    *_applied(COMPLETIONS, "echo"),
+    *_rejected(CHAT, "echo", neutral=(False,), note="is applied by /v1/completions"),
+    *_rejected(NATIVE, "echo", neutral=(False,), note="is not supported by this route: use `return_full_text`"),
+    *_applied(CHAT, "messages", *(f"messages[].{name}" for name in ("role", "content", "name"))),
+    *_applied(CHAT, "messages[].content[].type", "messages[].content[].text"),
+    *_rejected(CHAT, "messages[].tool_calls", neutral=([],), note=_NO_TOOLS),
+    *_rejected(CHAT, "messages[].tool_call_id", "messages[].function_call", note=_NO_TOOLS),
+    *_rejected(CHAT, "messages[].audio"),
+    *_rejected(CHAT, "messages[].refusal", "messages[].reasoning", "messages[].reasoning_content", neutral=("",),
+               note="is not supported by this server: put the text into `content`"),
+    *_rejected(CHAT, "messages[].prefix", neutral=(False,),
+               note="is not supported by this server: use `continue_final_message`"),
+    *_applied(CHAT, "add_generation_prompt", note="default true; false needs a template that reads it"),
+    *_applied(CHAT, "continue_final_message", note="not together with `add_generation_prompt` true"),
+    *_applied(CHAT, "chat_template_kwargs",
+              note="variables of the chat template; those that it does not read are ignored and named"),
+    *_applied(CHAT, "documents", note="rejected (422) if the chat template does not read them"),
+    *_applied(CHAT, "chat_template", note="with `--trust-request-chat-template`, else rejected (422)"),
+    *_applied(CHAT, "reasoning_effort", "verbosity", note="ignored and named if the chat template does not read it"),
+    *_rejected(COMPLETIONS | NATIVE, "add_generation_prompt", neutral=(True,), note=_TEMPLATE),
+    *_rejected(COMPLETIONS | NATIVE, "continue_final_message", neutral=(False,), note=_TEMPLATE),
+    *_rejected(COMPLETIONS | NATIVE, "chat_template", neutral=("",), note=_TEMPLATE),
+    *_rejected(COMPLETIONS | NATIVE, "chat_template_kwargs", neutral=({},), note=_TEMPLATE),
+    *_rejected(COMPLETIONS | NATIVE, "documents", neutral=([],), note=_TEMPLATE),
+    *_ignored(COMPLETIONS | NATIVE, "reasoning_effort", "verbosity"),
+    *_applied(NATIVE, "truncate"),
+    *_rejected(OPENAI, "truncate", note="is not supported by this route: use `truncate_prompt_tokens`"),
+    *_rejected(ALL, "truncate_prompt_tokens", "prompt_embeds"),
+    *_rejected(ALL, "truncation_side", neutral=("left",)),
+    *_rejected(CHAT, "add_special_tokens", neutral=(False,)),
+    *_rejected(COMPLETIONS | NATIVE, "add_special_tokens", neutral=(True,)),
+    *_rejected(ALL, "suffix", neutral=("",)),
+    *_rejected(ALL, "audio", "tool_prompt", "guideline"),
+    *_rejected(ALL, "modalities", neutral=(["text"],)),
+    # Length and stopping
+    *_applied(OPENAI, "max_tokens", note="completions default: 16; chat: what the prompt leaves"),
+    *_applied(CHAT, "max_completion_tokens"),
+    *_rejected(COMPLETIONS, "max_completion_tokens", note="is not supported by this route: use `max_tokens`"),
+    *_rejected(NATIVE, "max_tokens", "max_completion_tokens",
+               note="is not supported by this route: use `max_new_tokens`"),
+    *_applied(NATIVE, "max_new_tokens"),
+    *_rejected(OPENAI, "max_new_tokens", note="is not supported by this route: use `max_tokens`"),
+    *_applied(ALL, "stop", "ignore_eos_token"),
+    *_rejected(ALL, "stop_sequences", neutral=([],), note="is not supported by this server: use `stop`"),
+    *_rejected(ALL, "ignore_eos", neutral=(False,), note="is not supported by this server: use `ignore_eos_token`"),
+    *_rejected(ALL, "min_tokens", "min_new_tokens", neutral=(0,)),
+    *_rejected(ALL, "stop_token_ids", "stop_regex", neutral=([], "")),
+    *_rejected(ALL, "include_stop_str_in_output", "no_stop_trim", neutral=(False,)),
+    *_rejected(ALL, "repetition_detection", "thinking_token_budget"),
+    # Sampling
+    *_applied(ALL, "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
+              "presence_penalty", "seed", "do_sample"),
+    *_applied(OPENAI, "logit_bias"),
+    *_rejected(NATIVE, "logit_bias", neutral=({},)),
+    *_applied(NATIVE, "watermark"),
+    *_rejected(OPENAI, "watermark", neutral=(False,), note="is applied by /generate"),
+    *_rejected(ALL, "watermarking", neutral=(False,)),
+    *_applied(OPENAI, "n"),
+    *_rejected(NATIVE, "n", neutral=(1,), note="is not supported by this route: use `best_of`, or /v1/completions"),
+    *_applied(COMPLETIONS | NATIVE, "best_of"),
+    *_rejected(CHAT, "best_of", neutral=(1,), note="is applied by /v1/completions"),
+    *_rejected(ALL, "allowed_token_ids", "bad_words", neutral=([],)),
+    *_rejected(ALL, "use_beam_search", neutral=(False,)),
+    *_rejected(ALL, "length_penalty", neutral=(1.0,), note="is of beam search, which this server does not support"),
+    *_rejected(ALL, "custom_logit_processor", neutral=("",)),
+    # Speculative decoding
+    *_applied(ALL, "speculative_tokens", "speculative_method", "speculative_schedule", "speculative_verification",
+              "speculative_verify"),
+    *_applied(OPENAI, "prediction", "prediction.type", "prediction.content"),
+    *_rejected(NATIVE, "prediction", note="is applied by /v1/completions and /v1/chat/completions"),
+    *_rejected(ALL, "speculation", note="is not supported by this server: use `speculative_tokens`"),
+    # Structured output and tools
+    Row("response_format", NATIVE, Behaviour.REJECTED, ({"type": "text"},), _STRUCTURED, in_lorax=True),
+    *_rejected(OPENAI, "response_format", neutral=({"type": "text"},), note=_STRUCTURED),
+    *_rejected(ALL, "structured_outputs", neutral=({},), note=_STRUCTURED),
+    *_rejected(ALL, "grammar", "guided_json", "guided_regex", "guided_grammar", "guided_whitespace_pattern", "ebnf",
+               "json_schema", "regex", note=_STRUCTURED),
+    *_rejected(ALL, "guided_choice", neutral=([],), note=_STRUCTURED),
+    *_rejected(ALL, "tools", "functions", neutral=([],), note=_NO_TOOLS),
+    *_rejected(ALL, "tool_choice", "function_call", neutral=("none",), note=_NO_TOOLS),
+    # What the answer contains
+    *_applied(NATIVE, "details", "decoder_input_details", "return_k_alternatives", "return_full_text"),
+    *_applied(OPENAI, "logprobs"),
+    *_applied(CHAT, "top_logprobs", note="needs `logprobs`, unless it is 0"),
+    *_applied(OPENAI, "stream"),
+    *_applied(OPENAI, "stream_options", note="needs `stream`"),
+    *_applied(OPENAI, "stream_options.include_usage"),
+    *_ignored(OPENAI, "stream_options.continuous_usage_stats", "stream_options.include_obfuscation"),
+    *_applied(ALL, "receipt"),
+    *_rejected(ALL, "prompt_logprobs"),
+    *_rejected(ALL, "top_n_tokens", neutral=(0,)),
+    *_rejected(ALL, "logprob_token_ids", neutral=([],)),
+    *_rejected(ALL, "return_token_ids", neutral=(False,)),
+    *_rejected(ALL, "skip_special_tokens", "spaces_between_special_tokens", neutral=(True,)),
+    *_ignored(COMPLETIONS, "top_logprobs", note="`logprobs` is the number"),
+    *_ignored(NATIVE, "logprobs", "top_logprobs", note="`details` and `return_k_alternatives` have them"),
+    *_ignored(OPENAI, "details", "decoder_input_details", "return_k_alternatives", "return_full_text"),
+    *_ignored(ALL, "return_tokens_as_token_ids", "return_prompt_text", "return_token_offsets"),
+    # Requests and callers
+    *_applied(OPENAI, "user", note="always gets the same version of a roll-out"),
+    *_applied(OPENAI, "request_id", note="the end of the answer's `id`; `x-request-id` of requests without that header"),
+    *_ignored(NATIVE, "user", "request_id"),
+    *_rejected(ALL, "priority", neutral=(0,), note="is not supported by this server, which serves adapters in turn"),
+    *_rejected(OPENAI, "extra_body", "parameters", neutral=({},), note="is no field: put its fields at the top level"),
+    *_rejected(OPENAI, "sampling_params", neutral=({},), note="is no field: put its fields at the top level"),
+    *_ignored(
+        ALL, "apply_chat_template", "cache_salt", "custom_params", "guided_decoding_backend", "include_reasoning",
+        "kv_transfer_params", "media_io_kwargs", "metadata", "mm_processor_kwargs", "moderation",
+        "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "rid",
+        "safety_identifier", "separate_reasoning", "service_tier", "session_id", "store", "stream_interval",
+        "stream_reasoning", "use_cache", "vllm_xargs", "web_search_options",
+    ),
+)  # fmt: skip
+"""In the order of the documentation."""
+
+
+def rows(route: Route, behaviour: Behaviour) -> dict[str, Row]:
+    """The fields that one route treats like this, by name."""
+    return {row.name: row for row in ROWS if route in row.routes and row.behaviour is behaviour}
+
+
+_REJECTED = {route: rows(route, Behaviour.REJECTED) for route in Route}
+_PARAMETERS = {**_REJECTED[NATIVE], **rows(NATIVE, Behaviour.APPLIED)}
+
+
+def rejected(fields: Fields, route: Route, scope: str = "") -> list[tuple[Row, str]]:
+    """(row, name) of each unread field that asks for what the route does not do. Neutral values count as read.
+
+    `scope` is the path of `fields` in the table, such as `messages[].`.
+    """
+    table = _REJECTED[route]
+    found = []
+    for name, value in fields.unread():
+        row = table.get(scope + name)
+        if row is None:
+            continue
+        if row.asks(value):
+            found.append((row, name))
+        else:
+            fields.take(name)
+    return found
+
+
+def check_unread(fields: Fields, route: Route, scope: str = "", path: str = "") -> None:
+    """Raises UnsupportedField for the first field that `rejected` finds; `path` precedes its name in the error."""
+    for row, name in rejected(fields, route, scope):
+        raise row.error(path + name)
+
+
+def misplaced(fields: Fields) -> list[str]:
+    """Unread fields of a body of LoRAX's routes that ask for something that belongs in `parameters`."""
+    return [
+        name
+        for name, value in fields.unread()
+        if (row := _PARAMETERS.get(name)) is not None and row.asks(value) and not any(_is_same(value, e) for e in _EMPTY)
+    ]
