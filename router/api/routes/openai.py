@@ -123,7 +123,8 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             return caller
         request.state.request_id = common.request_id
         structlog.contextvars.bind_contextvars(request_id=common.request_id)
-        return replace(caller, request_id=common.request_id)
+        request.state.caller = replace(caller, request_id=common.request_id)
+        return self._service.caller(request)
 
     async def _requests(
         self, wanted: Wanted, prompts: list[Prompt], caller: Caller, adapter: Adapter | None
