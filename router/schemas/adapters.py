@@ -1,7 +1,6 @@
 """Adapter fields of a request: name, source, token, and merged adapters."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.requests.adapter_ref import Merging

@@ -1,8 +1,8 @@
 """The table of request fields: which of them each generation route applies, rejects or ignores, and with what values.
 
-The readers in this folder take the fields that work. What they leave unread is looked up here: a field that would change
-the text or the answer is rejected with an error that names it, unless its value asks for nothing; every other one is
-ignored and named in `x-ignored-fields`. docs/fields.md is generated from this table.
+The readers in this folder take the fields that work. What they leave unread is looked up here: a field that would
+change the text or the answer is rejected with an error that names it, unless its value asks for nothing; every other
+one is ignored and named in `x-ignored-fields`. docs/fields.md is generated from this table.
 """
 
 import enum
@@ -78,7 +78,7 @@ def _ignored(routes: Route, *names: str, note: str = "") -> Iterator[Row]:
         yield Row(name, routes, Behaviour.IGNORED, note=note)
 
 
-_EMPTY = ("", [], {}, False)
+_EMPTY: tuple[Any, ...] = ("", [], {}, False)
 _TEMPLATE = "is applied by /v1/chat/completions, which has a chat template"
 _STRUCTURED = "is not supported by this server, which has no structured output"
 _NO_TOOLS = "is not supported by this server, which has no tool calling"
@@ -197,7 +197,7 @@ ROWS: tuple[Row, ...] = (
     *_ignored(ALL, "return_tokens_as_token_ids", "return_prompt_text", "return_token_offsets"),
     # Requests and callers
     *_applied(OPENAI, "user", note="always gets the same version of a roll-out"),
-    *_applied(OPENAI, "request_id", note="the end of the answer's `id`; `x-request-id` of requests without that header"),
+    *_applied(OPENAI, "request_id", note="the end of the answer's `id`, and `x-request-id` without that header"),
     *_ignored(NATIVE, "user", "request_id"),
     *_rejected(ALL, "priority", neutral=(0,), note="is not supported by this server, which serves adapters in turn"),
     *_rejected(OPENAI, "extra_body", "parameters", neutral=({},), note="is no field: put its fields at the top level"),
@@ -251,5 +251,7 @@ def misplaced(fields: Fields) -> list[str]:
     return [
         name
         for name, value in fields.unread()
-        if (row := _PARAMETERS.get(name)) is not None and row.asks(value) and not any(_is_same(value, e) for e in _EMPTY)
+        if (row := _PARAMETERS.get(name)) is not None
+        and row.asks(value)
+        and not any(_is_same(value, e) for e in _EMPTY)
     ]

@@ -18,7 +18,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lorikeet.router.errors import ChatTemplateError
 
-
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the final message to find its end in the prompt, as transformers does."""
 

@@ -109,7 +109,9 @@ def main() -> None:
             template = ChatTemplate(question["template"], question["special_tokens"])
             options = TemplateOptions(question["variables"], question["continue_final_message"])
             text, unread = template.render(question["messages"], options), template.unread(options.variables)
-            answer = {"text": text, "unread": unread} if len(text) <= MAX_PROMPT else {"error": "the prompt is too long"}
+            answer = (
+                {"text": text, "unread": unread} if len(text) <= MAX_PROMPT else {"error": "the prompt is too long"}
+            )
         except ChatTemplateError as error:
             answer = {"error": error.message}
         except MemoryError:

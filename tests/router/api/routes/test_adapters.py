@@ -331,6 +331,7 @@ async def test_merged_adapters_on_openai_s_routes(server: Serving, path: str) ->
         (MODEL_ID, {"adapter_id": "one", "merged_adapters": {"ids": ["one"], "weights": [1]}}, 400, "adapter_id"),
         (MODEL_ID, {"merged_adapters": {"ids": ["one"], "weights": [1, 2]}}, 400, "merged_adapters"),
         (MODEL_ID, {"merged_adapters": {"ids": ["one"], "weights": [1] * 100_000}}, 400, "merged_adapters"),
+        (MODEL_ID, {"merged_adapters": {}}, 400, "merged_adapters"),
         (MODEL_ID, {"adapter_id": "none"}, 404, "adapter_id"),
         (MODEL_ID, {"merged_adapters": {"ids": ["none"], "weights": [1]}}, 404, "merged_adapters"),
     ],

@@ -61,9 +61,7 @@ async def test_a_template_of_the_request(server: Serving) -> None:
         assert response.json()["error"]["message"].startswith("Failed applying chat template to inputs: ")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("documents", [{"text": "A"}]), ("add_generation_prompt", False)]
-)
+@pytest.mark.parametrize(("field", "value"), [("documents", [{"text": "A"}]), ("add_generation_prompt", False)])
 async def test_fields_that_the_template_does_not_read_are_rejected(server: Serving, field: str, value: Any) -> None:
     response = await server.client.post(PATH, json={**CHAT, field: value})
     assert response.status_code == 422

@@ -36,7 +36,6 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
     ("tool_choice", {"tool_choice": "auto"}, "unsupported_parameter"),
     ("suffix", {"suffix": "x"}, "unsupported_parameter"),
     ("adapter_id", {"adapter_id": "a"}, "unsupported_parameter"),
-    ("merged_adapters", {"merged_adapters": {}}, None),
     ("merged_adapters", {"merged_adapters": {"ids": ["a"], "weights": [1]}}, "unsupported_parameter"),
     ("request_id", {"request_id": "a b"}, None),
     ("model", {"model": None}, None),
