@@ -52,7 +52,7 @@ def merge_child(fields: Fields) -> Fields | None:
 
 
 def read_merge(fields: Fields | None, adapter_id: str | None) -> MergeFields | None:
-    """`merged_adapters`, with LoRAX's rules and texts; lengths before elements. Raises WrongJsonType or ValidationError."""
+    """`merged_adapters`, with LoRAX's rules and texts, lengths first. Raises WrongJsonType or ValidationError."""
     if fields is None:
         return None
     _check_num_merged(fields)
