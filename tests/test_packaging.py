@@ -1,11 +1,15 @@
 """What is needed at run time is in the package, and `make` says in one line what a bare machine lacks."""
 
+import ast
 import fnmatch
+import importlib.metadata
 import itertools
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +31,59 @@ def test_files_that_are_not_code_are_in_the_package() -> None:
             continue
         patterns = [pattern.removeprefix("**/") for pattern in data.get(f"lorikeet.{package}", ())]
         assert any(fnmatch.fnmatchcase(inside, f"*{pattern}") for pattern in patterns), name
+
+
+OPTIONAL = ("ray", "bitsandbytes", "hqq", "torchao", "gptq")
+"""Extras of pyproject.toml whose packages are imported where a flag asks for them."""
+WITH_TORCH = {"triton"}
+"""A dependency of torch for CUDA."""
+STARTED = ("lorikeet.shard.__main__", "lorikeet.router.__main__", "lorikeet.adapters.__main__")
+"""Processes of the launcher, which imports none of them."""
+
+
+def test_every_import_of_a_console_script_is_declared() -> None:
+    pins = PROJECT["project"]["dependencies"] + [
+        pin for extra in OPTIONAL for pin in PROJECT["project"]["optional-dependencies"][extra]
+    ]
+    declared = {_normalized(re.split(r"[^\w-]", pin)[0]) for pin in pins}
+    distributions = importlib.metadata.packages_distributions()
+    roots = [script.partition(":")[0] for script in PROJECT["project"]["scripts"].values()]
+    imported = _imported([*roots, *STARTED])
+    assert {"httpx", "torch", "uvicorn", "yaml"} <= imported
+    undeclared = {
+        name for name in imported if not {_normalized(each) for each in (name, *distributions.get(name, ()))} & declared
+    }
+    assert undeclared <= WITH_TORCH
+
+
+def _normalized(distribution: str) -> str:
+    return distribution.lower().replace("_", "-")
+
+
+def _imported(roots: list[str]) -> set[str]:
+    """Top-level names of other packages that the modules `roots`, or modules that they import, import anywhere."""
+    waiting, seen, found = list(roots), set(roots), set[str]()
+    while waiting:
+        module = waiting.pop()
+        path = ROOT / "src" / module.replace(".", "/")
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for name in _names(path) if path.is_file() else ():  # else the name of something inside a module
+            top = name.partition(".")[0]
+            if top == "lorikeet":
+                parents = {".".join(name.split(".")[:end]) for end in range(1, name.count(".") + 2)}
+                waiting += parents - seen
+                seen |= parents
+            elif top not in sys.stdlib_module_names:
+                found.add(top)
+    return found
+
+
+def _names(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_every_package_is_linked_into_lorikeet() -> None:
@@ -56,6 +113,19 @@ def test_no_module_is_loaded_twice() -> None:
 def test_the_image_takes_every_package() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert {*PACKAGES, "src", "pyproject.toml", "README.md", "LICENSE"} <= kept
+
+
+def test_the_image_installs_dependencies_before_the_source() -> None:
+    """A change of the source downloads nothing, and the compiler of the wheel does not stay in the image."""
+    text = (ROOT / "Dockerfile").read_text()
+    of_wheel, image = text.split("FROM ${BASE}\n")
+    assert "COPY . /source" in of_wheel and "COPY . " not in image
+    assert image.index("COPY pyproject.toml") < image.index("-r requirements.txt") < image.index("COPY --from=wheel")
+    assert "--no-compile" not in text and "HEALTHCHECK" in image
+    caches = re.findall(r"^    (\w*CACHE\w*)=(\S+)", image, re.MULTILINE)
+    assert len(caches) == 5 and all(path.startswith("/data") for _, path in caches)
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {folder.rstrip("/") for folder in TRAINING} <= set(ignored)
 
 
 def test_versions_stand_in_one_place() -> None:

@@ -1,17 +1,21 @@
 """The wheel in a bare virtual environment outside the checkout: every command starts, and a server answers a request.
 
-It is installed without extras, next to proto-plus, which owns the top-level name `proto`.
+It is installed without extras, next to proto-plus, which owns the top-level name `proto`. Servers start with and
+without a C compiler on the path, as `make serve` does from the checkout.
 """
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import tomllib
 import urllib.request
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +25,8 @@ from lorikeet.launcher.cli.launching import free_port
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 START_S = 180.0
-SOURCES = ("router", "shard", "adapters", "launcher", "proto", "demo", "src", "pyproject.toml", "README.md", "LICENSE")
+PACKAGES = ("router", "shard", "adapters", "launcher", "proto", "demo")
+SOURCES = (*PACKAGES, "src", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 NEVER_INSTALLED = ("lorikeet/demo/training", "lorikeet/demo/evaluation", "lorikeet/demo/data", "benchmarks", "tests")
 
 pytestmark = pytest.mark.wheel
@@ -84,30 +89,74 @@ def test_every_command_prints_its_help(installed: Path, tmp_path: Path, script: 
     assert "usage" in run([str(installed / script), "--help"], tmp_path).lower()
 
 
+def test_kernels_for_every_level_of_this_machine_are_installed(installed: Path, tmp_path: Path) -> None:
+    program = (
+        "import platform\nfrom lorikeet.shard.system import prebuilt\n"
+        "levels = [level for level in prebuilt.LEVELS if level.machine == platform.machine()]\n"
+        "names = {level.name: list(prebuilt.libraries(level)) for level in levels}\n"
+        "paths = [prebuilt.FOLDER / level / prebuilt.file_name(*each) for level in names for each in names[level]]\n"
+        "print(all(path.is_file() for path in paths))"
+    )
+    assert run([str(installed / "python"), "-c", program], tmp_path) == "True\n"
+
+
+def test_a_server_answers_without_a_compiler(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    with serving([str(installed / "lorikeet-launcher")], tmp_path, PATH=str(tmp_path / "bin")) as log:
+        assert "prebuilt_kernels" in log.read_text()
+        assert "slow" not in log.read_text()
+
+
+def test_make_serve_works_without_a_compiler(installed: Path, tmp_path: Path) -> None:
+    """In a checkout there are no prebuilt kernels: the log says what to install. It makes the environment its own."""
+    (tmp_path / "bin").mkdir()
+    for name in ("make", "sh", "python3", "sed", "touch"):
+        found = shutil.which(name)
+        assert found is not None
+        (tmp_path / "bin" / name).symlink_to(found)
+    index = os.environ.get("TORCH_INDEX")
+    words = ["-C", str(ROOT), "serve", f"VENV={installed.parent}", *([f"TORCH_INDEX={index}"] if index else [])]
+    with serving([str(tmp_path / "bin" / "make"), *words], tmp_path, "make", PATH=str(tmp_path / "bin")) as log:
+        assert "apt-get install gcc libc6-dev" in log.read_text()
+
+
 def test_a_server_answers(installed: Path, tmp_path: Path) -> None:
-    port = free_port()
+    with serving([str(installed / "lorikeet-launcher")], tmp_path, PATH=os.environ["PATH"]):
+        pass
+
+
+@contextmanager
+def serving(command: list[str], folder: Path, by: str = "", **environment: str) -> Iterator[Path]:
+    """A server of the demo model that has answered a request, without a cache of kernels; the path of its log."""
+    port, log = free_port(), folder / "log"
     body = {"inputs": "def read_lines(path):", "parameters": {"max_new_tokens": 8}}
     url = f"http://127.0.0.1:{port}"
-    with (tmp_path / "log").open("w") as log:
+    flags = ["--hostname", "127.0.0.1", "--port", str(port)]
+    if by == "make":
+        flags = [f"PORT={port}", "ARGS=--hostname 127.0.0.1"]
+    kept = {name: text for name, text in os.environ.items() if name.startswith(("LANG", "PIP_", "SSL_"))}
+    with log.open("w") as output:
         server = subprocess.Popen(
-            [str(installed / "lorikeet-launcher"), "--hostname", "127.0.0.1", "--port", str(port)],
-            cwd=tmp_path,
-            env={name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
-            stdout=log,
+            [*command, *flags],
+            cwd=folder,
+            env=kept | {"HOME": str(folder), "XDG_CACHE_HOME": str(folder)} | environment,
+            stdout=output,
             stderr=subprocess.STDOUT,
+            process_group=0,
         )
     try:
         deadline = time.monotonic() + START_S
         while not _is_ready(url):
-            assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer)["generated_text"].strip()
+        yield log
     finally:
-        server.terminate()
-        assert server.wait(60) == 0
+        os.killpg(server.pid, signal.SIGTERM)
+        assert server.wait(60) == 0 or by == "make"  # make reports the signal
 
 
 def _is_ready(url: str) -> bool:

@@ -1,4 +1,5 @@
-"""Builds a C source with the machine's compiler, once per machine and source, and loads it.
+"""Builds a C source with the machine's compiler, once per machine and source, and loads it; without a compiler, the
+one that the wheel brings (prebuilt.py).
 
 The library is kept in the user's cache folder under a hash of source, headers, flags, compiler and processor.
 """
@@ -14,13 +15,18 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-_SHARD = Path(__file__).parents[1]
-"""Sources include headers by their path from here."""
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+import structlog
+
+from lorikeet.shard.system import prebuilt
+
+FLAGS = (*prebuilt.COMMON_FLAGS, "-march=native")
+HINT = "install gcc (Debian, Ubuntu: apt-get install gcc libc6-dev; Fedora: dnf install gcc)"
+
+log = structlog.get_logger()
 
 
 class CompilerMissing(RuntimeError):
-    """There is no C compiler, or it cannot compile the source for this processor."""
+    """There is no C compiler, or it cannot compile the source for this processor, nor a prebuilt library."""
 
 
 @cache
@@ -29,17 +35,40 @@ def library(source: Path, *defines: str) -> ctypes.CDLL:
 
     Import torch first: both must use the same OpenMP runtime. Raises CompilerMissing.
     """
+    try:
+        path = _compiled(source, defines)
+    except CompilerMissing as reason:
+        found = prebuilt.find(source, defines)
+        if found is None:
+            sentence = f"{reason}, and this installation has no kernels for this processor: {HINT}"
+            raise CompilerMissing(sentence) from None
+        _log_level(found.parent.name, str(reason))
+        path = found
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompilerMissing(f"{path.name} cannot be loaded ({error}): {HINT}") from None
+
+
+@cache
+def _log_level(level: str, reason: str) -> None:
+    """Once per process and level."""
+    log.info("prebuilt_kernels", level=level, reason=reason)
+
+
+def _compiled(source: Path, defines: tuple[str, ...]) -> Path:
+    """The library in the cache, built if it is not there. Raises CompilerMissing."""
     candidates = (os.environ.get("CC"), "cc", "gcc", "clang")
     compiler = next((path for name in candidates if name and (path := shutil.which(name))), None)
     if compiler is None:
         raise CompilerMissing("no C compiler (cc, gcc or clang) on this machine")
-    flags = (*FLAGS, f"-I{_SHARD}", *(f"-D{define}" for define in defines))
-    texts = [path.read_text() for path in (source, *sorted(_SHARD.rglob("*.h")))]
+    flags = (*FLAGS, f"-I{prebuilt.SHARD}", *(f"-D{define}" for define in defines))
+    texts = [path.read_text() for path in (source, *sorted(prebuilt.SHARD.rglob("*.h")))]
     key = hashlib.sha256("\0".join([*texts, compiler, *flags, _processor()]).encode()).hexdigest()[:20]
     built = _cache_folder() / f"{source.stem}-{key}.so"
     if not built.exists():
         _build(compiler, flags, source, built)
-    return ctypes.CDLL(str(built))
+    return built
 
 
 def _build(compiler: str, flags: tuple[str, ...], source: Path, built: Path) -> None:
