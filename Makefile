@@ -1,6 +1,6 @@
 # The project's verbs. Nothing is needed but make and python3 >= 3.11 with venv; everything else goes into .venv.
 #
-#   make serve [MODEL=hub/id or folder] [PORT=8080] [ARGS="more launcher flags"]
+#   make serve [MODEL=hub/id or folder] [PORT=3000] [ARGS="more launcher flags"]
 #   make test  [ARGS="-k words"]      make t T=path [ARGS=…]      make test-long    make test-wheel
 #   make check                        make fmt
 #   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
@@ -11,7 +11,7 @@
 
 PYTHON ?= python3
 MODEL ?=
-PORT ?= 8080
+PORT ?= 3000
 ARGS ?=
 SUITE ?= $(PART)
 PART ?=

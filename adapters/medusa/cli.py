@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lorikeet.adapters.errors import HeadsError
+from lorikeet.proto import server_url
 
 if TYPE_CHECKING:
     from lorikeet.adapters.medusa.run import TargetOptions
@@ -22,6 +23,10 @@ STOPPED = 130
 PROMPTS_HELP = (
     "prompts for the target: .jsonl (per line a string, or an object with `prompt` or `messages`), .json (a list of "
     "such), or any other text file with one prompt per line"
+)
+URL_HELP = (
+    "a running server that generates the texts; without --prompts the target samples prompts. --url alone is the "
+    f"variable {server_url.VARIABLE}, else http://127.0.0.1:{server_url.PORT}"
 )
 
 
@@ -77,7 +82,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     add("--model-id", required=True, help="base model: folder or hub id")
     add("--adapter-id", help="LoRA adapter of the target: folder or hub id")
     add("--prompts", type=Path, help=PROMPTS_HELP)
-    add("--url", help="a running server that generates the texts; without --prompts the target samples prompts")
+    add("--url", nargs="?", const=server_url.default(), help=URL_HELP)
     add("--num-own-prompts", type=_positive, help="number of sampled prompts (default 1000)")
     add("--max-new-tokens", type=_positive, default=256, help="tokens of one text (default 256)")
     add("--batch-size", type=_positive, default=32, help="texts generated at a time (default 32)")
@@ -88,12 +93,15 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What can be checked before anything is loaded. Raises HeadsError."""
+    """What can be checked before anything is loaded; completes the server's URL. Raises HeadsError."""
     prompts, url = options.prompts, options.url
     if prompts is None and url is None:
         raise HeadsError("give --prompts FILE, or --url SERVER for texts from a running server, or both")
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise HeadsError(f"--url {url} is not an http address")
+    if url is not None:
+        try:
+            options.url = server_url.normalized(url)
+        except ValueError as error:
+            raise HeadsError(f"--url: {error}") from None
     if prompts is not None and not prompts.is_file():
         raise HeadsError(f"there is no prompt file {prompts}")
     if prompts is not None and not prompts.stat().st_size:

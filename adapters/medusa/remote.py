@@ -1,5 +1,6 @@
 """Generates the texts with a running server: one POST to /generate per prompt, many at a time."""
 
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -19,12 +20,14 @@ READ_TIMEOUT_S = 600.0
 
 
 def write(url: str, adapter: str | None, encoded: Sequence[EncodedPrompt], store: TextStore, writing: Writing) -> None:
-    """Let the server at `url` generate the missing texts greedily. Raises HeadsError."""
+    """Let the server at `url` generate the missing texts greedily; LORIKEET_TOKEN is its key. Raises HeadsError."""
     missing = [number for number in range(len(encoded)) if number not in store.outputs]
     limits = httpx.Limits(max_connections=writing.batch_size)
     timeout = httpx.Timeout(10.0, read=READ_TIMEOUT_S, pool=None)
+    token = os.environ.get("LORIKEET_TOKEN")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
     with (
-        httpx.Client(base_url=url.rstrip("/"), limits=limits, timeout=timeout) as client,
+        httpx.Client(base_url=url, limits=limits, timeout=timeout, headers=headers) as client,
         ThreadPoolExecutor(writing.batch_size) as pool,
     ):
         bodies = (_body(encoded[number], adapter, writing.max_new_tokens) for number in missing)

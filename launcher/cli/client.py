@@ -11,6 +11,11 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from lorikeet.proto import server_url
+
+URL_HELP = f"the server (default: the variable {server_url.VARIABLE}, else http://127.0.0.1:{server_url.PORT})"
+"""For tools that take `--url`."""
+
 
 class ServerError(Exception):
     """An error response: its HTTP status, and its message."""
@@ -53,14 +58,15 @@ class Answer:
 
 
 class Client:
-    """Talks to the server at `url`; every call opens a connection, so threads may share a client.
+    """Talks to the server at `url`, which may lack its scheme (`localhost:3000`); without one it is LORIKEET_URL, else
+    port 3000 of this machine. Every call opens a connection, so threads may share a client.
 
     `token` is sent as bearer token; `timeout_s` is the timeout of socket operations. Calls raise ServerError, and
-    OSError if the server is not reachable.
+    OSError if the server is not reachable. Raises ValueError if `url` is not a URL.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout_s: float = 600.0) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str | None = None, token: str | None = None, timeout_s: float = 600.0) -> None:
+        self.url = server_url.normalized(url or server_url.default())
         self._timeout_s = timeout_s
         self._headers = {"content-type": "application/json"}
         if token is not None:

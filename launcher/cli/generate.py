@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorikeet.launcher.cli import provenance
-from lorikeet.launcher.cli.client import Client, ServerError
+from lorikeet.launcher.cli.client import URL_HELP, Client, ServerError
 
 _REQUEST = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop", "ignore_eos_token"),
@@ -21,7 +21,11 @@ _REQUEST = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
     given = parser().parse_args(arguments)
-    client = Client(given.url, token=given.token or os.environ.get("LORIKEET_TOKEN"))
+    try:
+        client = Client(given.url, token=given.token or os.environ.get("LORIKEET_TOKEN"))
+    except ValueError as error:
+        print(f"lorikeet-generate: {error}", file=sys.stderr)
+        return 2
     prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
     try:
         write(client, prompt, request_parameters(given), verbose=given.verbose, colours=_wants_colours(given.color))
@@ -29,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nlorikeet-generate: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"lorikeet-generate: cannot connect to {given.url}: {error}", file=sys.stderr)
+        print(f"lorikeet-generate: cannot connect to {client.url}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print()
@@ -43,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         prog="lorikeet-generate", description="Streams one completion of a running server."
     )
     result.add_argument("prompt", help="the prompt; - reads standard input")
-    result.add_argument("--url", default="http://127.0.0.1:8080", help="the server (default: %(default)s)")
+    result.add_argument("--url", help=URL_HELP)
     result.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
     result.add_argument("-v", "--verbose", action="store_true", help="colour tokens by their source, print statistics")
     result.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lorikeet.launcher.cli.client import Client, ServerError
+from lorikeet.launcher.cli.client import URL_HELP, Client, ServerError
 from lorikeet.launcher.cli.receipt import Prompt, Receipt, ReceiptError, different_parts, first_difference, found_in
 
 
@@ -31,13 +31,13 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process: 0 if every output was identical, else 1."""
     given = parser().parse_args(arguments)
-    client = Client(given.url, token=given.token or os.environ.get("LORIKEET_TOKEN"))
     try:
+        client = Client(given.url, token=given.token or os.environ.get("LORIKEET_TOKEN"))
         receipts = list(found_in(_text_of(given.receipt)))
         if not receipts:
             raise ReceiptError(f"{given.receipt} contains no receipt")
         prompts = _prompts(given.prompt, receipts)
-    except (ReceiptError, OSError, UnicodeDecodeError) as error:
+    except (ReceiptError, OSError, ValueError) as error:
         print(f"lorikeet-replay: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "receipt", help="file with a receipt, a response that includes one, or one per line; - reads standard input"
     )
-    result.add_argument("--url", default="http://127.0.0.1:3000", help="the server (default: %(default)s)")
+    result.add_argument("--url", help=URL_HELP)
     result.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
     result.add_argument(
         "--prompt",

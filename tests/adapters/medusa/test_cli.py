@@ -63,7 +63,7 @@ TRAIN = ("train", "--model-id", "base", "--prompts", "prompts.txt", "--out", "ou
         ((*TRAIN, "--num-own-prompts", "9"), "--num-own-prompts cannot be combined with --prompts"),
         ((*TRAIN, "--prompts", "missing.txt"), "there is no prompt file missing.txt"),
         ((*TRAIN, "--prompts", "nothing.txt"), "the prompt file nothing.txt is empty"),
-        ((*TRAIN, "--url", "localhost:80"), "--url localhost:80 is not an http address"),
+        ((*TRAIN, "--url", "ftp://box"), "--url: 'ftp://box' is not the URL of a server"),
     ],
 )
 def test_bad_arguments(

@@ -94,3 +94,14 @@ def test_every_source_has_a_different_colour() -> None:
     painted = {paint(Token(1, "x", None, False, False, name)) for name in provenance.COLOURS}
     assert len(painted) == len(provenance.COLOURS) == 7
     assert paint(Token(1, "x", None, False, False, None)) == "x"
+
+
+def test_the_server_is_that_of_the_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(Scripted(body=event(" a", whole=" a"))) as client:
+        monkeypatch.setenv("LORIKEET_URL", client.url.removeprefix("http://"))
+        assert main(["x"]) == 0
+    assert capsys.readouterr().out == " a\n"
+    assert main(["x", "--url", "ftp://box"]) == 2
+    assert capsys.readouterr().err.startswith("lorikeet-generate: 'ftp://box' is not the URL of a server")

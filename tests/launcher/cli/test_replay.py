@@ -215,3 +215,9 @@ def test_positions_and_parts() -> None:
     assert first_difference([], [1]) == 0
     (read,) = found_in(json.dumps(receipt()))
     assert different_parts(read, read) == []
+
+
+def test_a_bad_url_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "receipt").write_text(json.dumps(receipt()))
+    assert main([str(tmp_path / "receipt"), "--url", "ftp://box"]) == 1
+    assert capsys.readouterr().err.startswith("lorikeet-replay: 'ftp://box' is not the URL of a server")
