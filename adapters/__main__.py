@@ -12,6 +12,7 @@ import structlog
 from lorikeet.adapters.loader import process, server
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.proto import logs
+from lorikeet.proto.process import report_failure
 
 log = structlog.get_logger()
 
@@ -31,7 +32,8 @@ def main() -> int:
     try:
         asyncio.run(server.run(config, path))
     except (ValueError, OSError) as error:
-        log.error("loader_failed", reason=str(error))
+        if not report_failure(config.failure_file, str(error)):
+            log.error("loader_failed", reason=str(error))
         return 1
     return 0
 

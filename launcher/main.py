@@ -7,13 +7,13 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lorikeet.launcher.config import rules, settings
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError, refuse
-from lorikeet.launcher.models import adapters, devices, model, usage
+from lorikeet.launcher.models import adapters, devices, model, servable, usage
 from lorikeet.launcher.processes import configs, serving
 from lorikeet.launcher.processes import download as models
 from lorikeet.launcher.processes.supervisor import Signals
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(read)
     except LauncherError as error:
         if settings.asks_for_json(arguments, os.environ):
-            logs.start_launcher(True, "error", sys.stderr).error("%s", error)
+            logs.start_launcher(True, "error", sys.stderr).error("launcher_failed: %s", error)
         else:
             print(f"lorikeet-launcher: {error}", file=sys.stderr, flush=True)
         return error.exit
@@ -49,16 +49,21 @@ def _run(read: Settings) -> int:
         sys.stderr if read["print-config"] or read["download-only"] else sys.stdout,
     )
     if read["env"]:
-        log.info("%s", devices.describe_runtime())
+        log.info("runtime_environment: %s", devices.describe_runtime())
     device, num_ranks = _device(read)
     rules.check_device(read, device)
-    for sentence in (*read.deprecated, *rules.without_effect(read, device, num_ranks)):
-        log.warning("%s", sentence)
+    slow = "" if read["engine"] == "ray" or read["shard-address"] else devices.warning(read["device"])
+    warnings = [("flag_deprecated", sentence) for sentence in read.deprecated]
+    warnings += [("cuda_unavailable", slow)] if slow else []
+    warnings += [("flag_without_effect", sentence) for sentence in rules.without_effect(read, device, num_ranks)]
+    for event, sentence in warnings:
+        log.warning("%s: %s", event, sentence)
     raise_file_limit()
-    with Signals().caught() as signals, _private_folder(read) as folder:
+    pid_file = None if read["print-config"] or read["download-only"] else read["pid-file"]
+    with Signals().caught() as signals, _pid_file(pid_file), _private_folder(read) as folder:
         plan = _plan(read, (device, num_ranks), folder, signals)
         if plan is None:
-            log.info("ended before the model was fetched")
+            log.info("launcher_ended: ended before the model was fetched")
             return Exit.OK
         if read["print-config"]:
             print(json.dumps(configs.effective(plan), indent=2, ensure_ascii=False))
@@ -86,17 +91,21 @@ def _device(read: Settings) -> tuple[str, int]:
 def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals) -> configs.Plan | None:
     """Everything that must be known before a process starts; None if a signal arrived first."""
     destinations = usage.plan(read, os.environ)
-    found = models.collect(read, folder, signals)
+    use = servable.Use.of(read, where[1])
+    found = models.collect(read, folder, signals, use)
     if found is None:
         return None
     base = found.base
     if read["weights-cache-override"] is not None:
         path = model.with_weights_of(Path(read["weights-cache-override"]), base.path, folder / "model")
         base = model.ModelFolder(base.id, path, base.sha)
+    config = model.configuration(base.path)
+    servable.check_files(base.id, os.listdir(base.path), use)
+    servable.check_config(base.id, config, use)
     draft = None if found.draft is None else model.configuration(found.draft.path)
-    rules.check_models(read, model.configuration(base.path), draft)
+    rules.check_models(read, config, draft)
     read = models.with_tokens(read, found.draft)
-    complete = adapters.with_family(model.with_lengths(read, model.configuration(base.path)), os.environ)
+    complete = adapters.with_family(model.with_lengths(read, config), os.environ)
     rules.check_lengths(complete)
     sources = adapters.plan(complete, os.environ, base.path, folder)
     device, num_ranks = where
@@ -118,3 +127,22 @@ def _private_folder(read: Settings) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _pid_file(given: str | None) -> Iterator[None]:
+    """The file holds this process's id within the block. Raises LauncherError if it cannot be written."""
+    if given is None:
+        yield
+        return
+    path, own = Path(given), f"{os.getpid()}\n"
+    try:
+        path.write_text(own)
+    except OSError as error:
+        refuse(f"--pid-file {given} cannot be written: {error.strerror}")
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if path.read_text() == own:  # else it is that of a later server
+                path.unlink()

@@ -1,9 +1,10 @@
-"""What a process asks of the kernel: to end with its parent, and as many open files as it may have."""
+"""A process, its parent and the kernel: the end with the parent, the reason of a failure, the limit of open files."""
 
 import ctypes
 import resource
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -26,3 +27,17 @@ def raise_file_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return soft
+
+
+def report_failure(path: str | None, reason: str) -> bool:
+    """Leave the reason of a failure in the file at `path`, from which the launcher ends with it or logs it.
+
+    Returns False without a path, or if it cannot be written: then the process itself must log the reason.
+    """
+    if path is None:
+        return False
+    try:
+        Path(path).write_text(" ".join(reason.split()))
+    except OSError:
+        return False
+    return True

@@ -10,7 +10,7 @@ def main(path: str) -> int:
     """Run a router with the configuration at `path`; returns the exit code."""
     try:
         config = RouterConfig.read(path)
-        logs.configure(config.json_output, config.log_level, silenced=["uvicorn.access"])
+        logs.configure(config.json_output, config.log_level, "router", silenced=["uvicorn.access"])
     except (ValueError, OSError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2

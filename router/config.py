@@ -114,6 +114,8 @@ class RouterConfig(ConfigFile):
     cors_allow_credentials: bool | None = None
     json_output: bool = False
     log_level: str = "info"
+    failure_file: str | None = None
+    """File for the reason of a failure; without one it is logged."""
     parent_pid: int | None = None
     """The router exits when this process does."""
     effective_configuration: dict[str, Any] | None = None

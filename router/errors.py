@@ -18,6 +18,7 @@ RouterError
     └── GenerationFailed, PoisonRequest, IncompleteGeneration, DeadlineExceeded, InternalError
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -325,6 +326,11 @@ def answer(error: RouterError) -> Answer:
         if row is not None:
             return row
     raise LookupError(f"{type(error).__name__} has no answer")
+
+
+def reason(error: RouterError) -> str:
+    """The leaf of the tree in snake_case, for the access log: `body_too_large`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
 
 
 def lorax_body(error: RouterError) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from lorikeet.proto.process import raise_file_limit, signal_at_parent_death
+from lorikeet.proto.process import raise_file_limit, report_failure, signal_at_parent_death
 from lorikeet.router.api.app import create_app
 from lorikeet.router.api.service import Service
 from lorikeet.router.config import RouterConfig
@@ -128,7 +128,7 @@ class RouterServer:
             if fatal:  # without the default adapter hardly any request could be served
                 first = f"{fatal[0].alias[:256]}: {fatal[0].problem[:512]}"
                 self._problem = f"{len(fatal)} adapters cannot be served, first {first}"
-                log.error("router_cannot_serve", reason=self._problem)
+                _fail(self._config, self._problem)
                 return
             await running
         finally:
@@ -224,14 +224,21 @@ async def _run(config: RouterConfig) -> int:
 
 
 def serve(config: RouterConfig) -> int:
-    """Run a router until a signal ends it; returns the exit code. A failure is logged in one line."""
+    """Run a router until a signal ends it; returns the exit code. The launcher or the log gets a failure's reason."""
     if config.parent_pid is not None:
         signal_at_parent_death()
     raise_file_limit()
     try:
         return uvloop.run(_run(config))
     except (ValueError, OSError) as error:
-        log.error("router_cannot_serve", reason=str(error))
-    except Exception:
+        _fail(config, str(error))
+    except Exception as error:
         log.exception("router_crashed")
+        report_failure(config.failure_file, f"{type(error).__name__}: {error}")
     return 1
+
+
+def _fail(config: RouterConfig, reason: str) -> None:
+    """Leave the reason for the launcher, or log it."""
+    if not report_failure(config.failure_file, reason):
+        log.error("router_cannot_serve", reason=reason)

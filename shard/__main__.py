@@ -8,6 +8,7 @@ import sys
 import structlog
 
 from lorikeet.proto import logs
+from lorikeet.proto.process import report_failure
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.system.process import end_process, hold_signals
 
@@ -15,7 +16,7 @@ log = structlog.get_logger()
 
 
 def main() -> int:
-    """Run the process; every failure is logged as one event with its reason."""
+    """Run the process; the reason of a failure is left for the launcher, or logged."""
     hold_signals()
     try:
         config = ShardConfig.read(sys.argv[1])
@@ -29,10 +30,12 @@ def main() -> int:
 
         serve(config)
     except (ValueError, OSError) as error:
-        log.error("start_failed", reason=str(error))
+        if not report_failure(config.failure_file, str(error)):
+            log.error("start_failed", reason=str(error))
         return 1
-    except Exception:
+    except Exception as error:
         log.exception("shard_failed")
+        report_failure(config.failure_file, f"{type(error).__name__}: {error}")
         return 1
     return 0
 

@@ -101,5 +101,7 @@ class ShardConfig(ConfigFile):
     watermark_delta: float = 2.0
     json_output: bool = False
     log_level: str = "info"
+    failure_file: str | None = None
+    """File for the reason of a failure; without one it is logged."""
     parent_pid: int | None = None
     """The shard exits when this process does."""

@@ -37,5 +37,7 @@ class LoaderConfig(ConfigFile):
     """Processor time for reading one adapter, in addition to its bytes: patterns can take forever."""
     json_output: bool = False
     log_level: str = "info"
+    failure_file: str | None = None
+    """File for the reason of a failure; without one it is logged."""
     parent_pid: int | None = None
     """The loader ends when this process is gone."""

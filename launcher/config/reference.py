@@ -62,11 +62,13 @@ with launch("owner/model", draft_model_id="owner/small", dtype="bfloat16") as cl
 `launch` starts the processes on a free loopback port, waits until they are ready, and ends them after the block. A
 server that does not start raises an error with its last log lines. `lorikeet.launcher.Client(url)` talks to any server.
 
-`lorikeet-generate PROMPT --url http://127.0.0.1:3000` streams one completion (`--help` lists the fields of a request);
-`-v` colours tokens by what proposed them, and prints draft tokens, steps and times.
+`lorikeet-generate PROMPT` streams one completion (`--help` lists the fields of a request); `-v` colours tokens by what
+proposed them, and prints draft tokens, steps and times.
 
-`lorikeet-replay RECEIPT --url http://127.0.0.1:3000` repeats the request of a receipt and compares the tokens
-([receipts.md](receipts.md)).
+`lorikeet-replay RECEIPT` repeats the request of a receipt and compares the tokens ([receipts.md](receipts.md)).
+
+Both talk to `--url`, else to the variable `LORIKEET_URL`, else to `http://127.0.0.1:3000`; `localhost:3000` and `:3000`
+are URLs too. Their key is `--token`, else the variable `LORIKEET_TOKEN`.
 
 ## Startup and shutdown
 

@@ -14,17 +14,47 @@ from lorikeet.proto.version import version
 
 
 def choose(wanted: str) -> str:
-    """`cpu` or `cuda:N` for the value of --device."""
+    """`cpu` or `cuda:N` for the value of --device. Raises LauncherError if torch cannot use that device."""
     if wanted == "cpu":
         return wanted
-    count = count_cuda() if torch_has_cuda() else 0
+    problem = cuda_problem()
     if wanted == "auto":
-        return "cuda:0" if count else "cpu"
+        return "cpu" if problem else "cuda:0"
     number = int(wanted.partition(":")[2] or 0)
+    count = 0 if problem else count_cuda()
     if number >= count:
-        reason = f"{count} CUDA devices are there" if torch_has_cuda() else "the installed torch is a CPU build"
+        reason = problem or f"{count} CUDA devices are there"
         raise LauncherError(Exit.NOT_ENOUGH_CUDA_DEVICES, f"--device {wanted}: {reason}")
     return f"cuda:{number}"
+
+
+def warning(wanted: str) -> str:
+    """Why --device auto is the CPU although the installed torch is for CUDA; empty if that is not so."""
+    if wanted != "auto" or not torch_has_cuda() or not (problem := cuda_problem()):
+        return ""
+    return f"--device auto is the CPU: {problem} (--device cpu says so without this warning)"
+
+
+def cuda_problem() -> str:
+    """Why torch cannot use CUDA on this machine, as a sentence; empty if it can."""
+    built_for = _torch_line("cuda")
+    if built_for in (None, "None"):
+        return "the installed torch is a CPU build"
+    driver = _driver()
+    if driver is None:
+        return f"the installed torch is for CUDA {built_for}, and no NVIDIA driver (libcuda.so.1) is installed"
+    found = ctypes.c_int(0)
+    driver.cuDriverGetVersion(ctypes.byref(found))
+    # A driver runs every minor version of its own major version.
+    if found.value and found.value // 1000 < int(str(built_for).partition(".")[0]):
+        own = f"{found.value // 1000}.{found.value % 1000 // 10}"
+        return (
+            f"the NVIDIA driver supports CUDA up to {own}, and the installed torch is for CUDA {built_for}: install a"
+            f" newer driver, or a torch for CUDA {own}"
+        )
+    if code := driver.cuInit(0):
+        return f"the NVIDIA driver does not answer (cuInit returned {code}): try nvidia-smi, and look at its devices"
+    return "" if count_cuda() else "the NVIDIA driver lists no device"
 
 
 def of_each_node(wanted: str) -> str:
@@ -63,14 +93,18 @@ def _named(environment: Mapping[str, str]) -> int:
 
 def count_cuda() -> int:
     """CUDA devices that this process may use (the driver follows CUDA_VISIBLE_DEVICES)."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
+    driver = _driver()
     count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+    if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def torch_has_cuda() -> bool:

@@ -8,10 +8,12 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models.model import ModelFolder
+from lorikeet.launcher.models.servable import Use
 from lorikeet.proto import logs
 from lorikeet.proto.config_file import ConfigFile
 
@@ -30,6 +32,10 @@ class Request(ConfigFile):
     cache: str | None
     answer: str
     """Path of the answer file."""
+    num_ranks: int
+    """As in `Use`; so are the next two."""
+    max_total_tokens: int | None
+    needs_tokenizer: bool
     json_output: bool
     log_level: str
     quiet: bool
@@ -45,7 +51,7 @@ def read_answer(path: Path) -> ModelFolder | None:
         return None
     answer = json.loads(path.read_text())
     if "error" in answer:
-        raise LauncherError(Exit.DOWNLOAD_ERROR, answer["error"])
+        raise LauncherError(Exit(answer["exit"]), answer["error"])
     return ModelFolder(answer["id"], Path(answer["path"]), answer["sha"])
 
 
@@ -63,13 +69,14 @@ def main(path: str) -> int:
     token = next((os.environ[name] for name in TOKEN_VARIABLES if os.environ.get(name)), None)
     hub = Hub(token, request.cache, log)
     try:
-        found = hub.fetch(Ref(Source.HUB, request.id, request.revision), request.code, request.weights)
+        use = Use(request.num_ranks, request.max_total_tokens, request.needs_tokenizer)
+        found = hub.fetch(Ref(Source.HUB, request.id, request.revision), request.code, request.weights, use)
     except LauncherError as error:
-        answer: dict[str, str | None] = {"error": str(error)}
+        answer: dict[str, Any] = {"error": str(error), "exit": error.exit}
     else:
         answer = {"id": found.id, "path": str(found.path), "sha": found.sha}
     Path(request.answer).write_text(json.dumps(answer))
-    return Exit.DOWNLOAD_ERROR if "error" in answer else Exit.OK
+    return int(answer.get("exit", Exit.OK))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,17 @@ import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import constants, errors
 
 from lorikeet.adapters.refs import Ref
 from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.launcher.models import progress
-from lorikeet.launcher.models.model import ModelFolder, is_weights
+from lorikeet.launcher.models import progress, servable
+from lorikeet.launcher.models.model import ModelFolder, configuration, is_weights
+from lorikeet.launcher.models.servable import Use
+from lorikeet.proto.logs import readable_size
 
 _SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _NOT_THE_MODEL = ("consolidated", "adapter_", "training_args", "optimizer", "scheduler", "rng_state", "medusa_")
@@ -30,10 +33,11 @@ class Hub:
         self._cache = cache
         self._log = log
 
-    def fetch(self, ref: Ref, code: bool, weights: bool = True) -> ModelFolder:
+    def fetch(self, ref: Ref, code: bool, weights: bool = True, use: Use | None = None) -> ModelFolder:
         """The model `ref`, downloaded if it is not in the cache.
 
-        `code` includes Python files; without `weights` only small files are fetched. Raises LauncherError.
+        `code` includes Python files; without `weights` only small files are fetched. Raises LauncherError, before it
+        downloads weights that do not suit `use`.
         """
         try:
             sizes = self._listed(ref)
@@ -42,18 +46,28 @@ class Hub:
         except Exception as error:  # the library passes on errors of the HTTP client that it uses
             return self._cached(ref, weights, error)
         wanted = choose(sizes, code, weights)
-        if "config.json" not in wanted:
-            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} has no config.json: it is not a model's repository")
+        if use is not None:
+            servable.check_files(str(ref), sizes, use)
         if weights and not any(is_weights(name) for name in wanted):
             raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} has neither safetensors nor .bin weights")
+        if weights and use is not None:
+            servable.check_config(str(ref), self._configuration(ref), use)
         total = sum(sizes[name] for name in wanted)
-        self._log.info("fetching %d files (%s) of %s from the hub", len(wanted), progress.size(total), ref)
+        size = readable_size(total)
+        self._log.info("download_started: fetching %d files (%s) of %s from the hub", len(wanted), size, ref)
         try:
             with self._progress(ref, total):
                 path = Path(self._snapshot(ref, wanted, offline=False))
         except Exception as error:  # as above; the disk may also be full
             raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} cannot be downloaded: {_first_line(error)}") from None
         return self._checked(ref, path, weights)
+
+    def _configuration(self, ref: Ref) -> dict[str, Any]:
+        try:
+            path = Path(self._snapshot(ref, ["config.json"], offline=False))
+        except Exception as error:  # as above
+            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} cannot be downloaded: {_first_line(error)}") from None
+        return configuration(path)
 
     def _listed(self, ref: Ref) -> dict[str, int]:
         """Names and sizes of all files of the repository."""
@@ -87,7 +101,8 @@ class Hub:
             sentence = f"{ref} is not in the cache, and the hub is not reachable: {_first_line(reason)}"
             raise LauncherError(Exit.DOWNLOAD_ERROR, sentence) from None
         if not isinstance(reason, errors.OfflineModeIsEnabled):
-            self._log.warning("the hub is not reachable (%s): using %s from the cache", _first_line(reason), ref)
+            why = _first_line(reason)
+            self._log.warning("hub_unreachable: the hub is not reachable (%s): using %s from the cache", why, ref)
         return self._checked(ref, path, weights)
 
     def _checked(self, ref: Ref, path: Path, weights: bool) -> ModelFolder:

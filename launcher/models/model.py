@@ -12,10 +12,12 @@ from typing import Any
 from lorikeet.adapters import refs
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.models import servable
 
 EMBEDDED_ID = "lorikeet/base"
 _LONGEST_DEFAULT = 4096
-_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_FILES = (".gguf", ".safetensors")
+"""Endings of a file's name, which no repository has."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,10 @@ def found(flag: str, text: str, revision: str | None) -> refs.Ref | ModelFolder:
     """The model that the flag names; `revision` is the value of the flag for its revision."""
     if Path(text).is_dir():
         return folder(text)
-    if text.startswith(("/", "./", "../", "~")):
-        raise LauncherError(Exit.DOWNLOAD_ERROR, f"the folder {text} does not exist")
+    if Path(text).is_file():
+        raise LauncherError(Exit.DOWNLOAD_ERROR, f"--{flag} {text} is a file: give a model's folder, or a hub id")
+    if _is_path(text):
+        raise LauncherError(Exit.DOWNLOAD_ERROR, f"the folder {text} does not exist (--{flag})")
     try:
         ref = refs.parse(text)
     except ValueError as error:
@@ -56,9 +60,20 @@ def found(flag: str, text: str, revision: str | None) -> refs.Ref | ModelFolder:
     return refs.Ref(ref.source, ref.id, ref.revision or revision)
 
 
+def _is_path(text: str) -> bool:
+    """Whether this can only be meant as a path: a hub id is `name` or `owner/name`."""
+    parts = text.partition("@")[0].split("/")  # a revision may have slashes
+    return text.startswith((".", "~")) or (len(parts) > 1 and "" in parts) or len(parts) > 2 or text.endswith(_FILES)
+
+
 def folder(text: str) -> ModelFolder:
     """The model in a local folder."""
     path = Path(text).resolve()
+    if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
+        raise LauncherError(
+            Exit.DOWNLOAD_ERROR,
+            f"{text} is an adapter, not a model: give its base as --model-id, and it as adapter_id in requests",
+        )
     if not (path / "config.json").is_file():
         raise LauncherError(Exit.DOWNLOAD_ERROR, f"{text} has no config.json: it is not a model's folder")
     return ModelFolder(text, path)
@@ -77,7 +92,7 @@ def configuration(path: Path) -> dict[str, Any]:
 
 def with_lengths(settings: Settings, config: dict[str, Any]) -> Settings:
     """The settings with LoRAX's defaults for lengths that were not given."""
-    total = settings["max-total-tokens"] or min(_longest(config) or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
+    total = settings["max-total-tokens"] or min(servable.num_positions(config) or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
     longest = settings["max-input-length"] or total - 1
     step = settings["max-batch-prefill-tokens"] or longest + 50
     return settings.with_values(max_total_tokens=total, max_input_length=longest, max_batch_prefill_tokens=step)
@@ -98,12 +113,3 @@ def with_weights_of(override: Path, model: Path, into: Path) -> Path:
 def is_weights(name: str) -> bool:
     """Whether a file of this name holds weights or lists the files that do."""
     return name.removesuffix(".index.json").endswith((".safetensors", ".bin"))
-
-
-def _longest(config: dict[str, Any]) -> int | None:
-    for values in (config, config.get("text_config") or {}):
-        for field in _LENGTH_FIELDS:
-            length = values.get(field) if isinstance(values, dict) else None
-            if isinstance(length, int) and length > 1:
-                return length
-    return None

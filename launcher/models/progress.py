@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lorikeet.proto.logs import readable_size
+
 INTERVAL_S = 10.0
 
 
@@ -16,7 +18,7 @@ def logged(folder: Path, total: int, log: logging.Logger, interval_s: float = IN
 
     def report() -> None:
         while not ended.wait(interval_s):
-            log.info("fetched %s of %s", size(_bytes_in(folder)), size(total))
+            log.info("download_progress: fetched %s of %s", readable_size(_bytes_in(folder)), readable_size(total))
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
@@ -25,15 +27,6 @@ def logged(folder: Path, total: int, log: logging.Logger, interval_s: float = IN
     finally:
         ended.set()
         thread.join()
-
-
-def size(count: float) -> str:
-    """A readable number of bytes."""
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 def _bytes_in(folder: Path) -> int:

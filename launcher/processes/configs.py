@@ -100,6 +100,10 @@ class Plan:
         """Exists while a new router replaces a running one."""
         return self.folder / "router.replacement"
 
+    def failure_file(self, name: str) -> Path:
+        """Where the process `name` (`shard-0`, `router`, `loader`) leaves the reason of its failure."""
+        return self.folder / f"{name}.failed"
+
     def stuck_file(self, index: int = 0) -> Path:
         """Created by the router when a shard hangs."""
         return self.folder / f"shard-{index}.stuck"
@@ -143,6 +147,7 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "secret_path": plan.secret_path,
         "ready_file": str(plan.ready_file(index)),
         "served_file": str(plan.served_file(index)),
+        "failure_file": str(plan.failure_file(f"shard-{index}")),
         "device": plan.shard_device(index),
         "num_ranks": plan.num_ranks,
         "master_port": plan.master_port(index),
@@ -172,7 +177,7 @@ def ray_fields(plan: Plan, hidden: Sequence[str]) -> dict[str, Any]:
     """The configuration of `ray_engine`. `hidden`: environment variables that are not passed to shards."""
     settings = plan.settings
     shard = shard_fields(plan)
-    for name in ("listen", "secret_path", "served_file", "ready_file", "parent_pid"):
+    for name in ("listen", "secret_path", "served_file", "ready_file", "failure_file", "parent_pid"):
         del shard[name]
     bundle = {"CPU": 1, "GPU": plan.num_ranks}
     if plan.device == "cpu":
@@ -200,6 +205,7 @@ def loader_fields(plan: Plan) -> dict[str, Any]:
         "adapter_store": str(plan.adapters.store),
         "sources": plan.sources,
         "device": plan.device,
+        "failure_file": str(plan.failure_file("loader")),
         "parent_pid": os.getpid(),
     }
 
@@ -230,6 +236,7 @@ def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
         "draft_model_id": None if plan.draft is None else plan.draft.id,
         "usage_log": plan.usage.log,
         "request_logger_url": plan.usage.url,
+        "failure_file": str(plan.failure_file("router")),
         "parent_pid": os.getpid(),
         "effective_configuration": effective(plan),
     }

@@ -13,6 +13,7 @@ from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models import fetch, model, vocabulary
 from lorikeet.launcher.models.model import ModelFolder
+from lorikeet.launcher.models.servable import Use
 from lorikeet.launcher.processes.process import Child, environment_of_children
 from lorikeet.launcher.processes.supervisor import Signals
 
@@ -29,22 +30,23 @@ class _Interrupted(Exception):
     """A signal arrived before everything was fetched."""
 
 
-def collect(settings: Settings, folder: Path, signals: Signals) -> Models | None:
+def collect(settings: Settings, folder: Path, signals: Signals, use: Use) -> Models | None:
     """The models of the settings, downloaded if necessary; None if a signal arrived first.
 
-    `folder` is this run's private one. Raises LauncherError, also if the draft model has another vocabulary.
+    `folder` is this run's private one; `use` is that of the base model. Raises LauncherError, also if the draft model
+    has another vocabulary.
     """
     weights = not settings["print-config"]
     downloads = _Downloads(settings, folder, signals)
     try:
-        base = downloads.get("base", model.named(settings), weights and settings["weights-cache-override"] is None)
+        base = downloads.get("base", model.named(settings), weights and settings["weights-cache-override"] is None, use)
         if settings["draft-model-id"] is None:
             return Models(base)
         named = model.found("draft-model-id", settings["draft-model-id"], settings["draft-revision"])
-        draft, tokenizer = downloads.get("draft", named, weights), None
+        draft, tokenizer = downloads.get("draft", named, weights, Use(needs_tokenizer=False)), None
         if settings["draft-tokenizer-id"] is not None:
             named = model.found("draft-tokenizer-id", settings["draft-tokenizer-id"], None)
-            tokenizer = downloads.get("tokenizer", named, weights=False)
+            tokenizer = downloads.get("tokenizer", named, False, Use(needs_tokenizer=False))
     except _Interrupted:
         return None
     vocabulary.check(base, draft, tokenizer)
@@ -66,7 +68,7 @@ class _Downloads:
     folder: Path
     signals: Signals
 
-    def get(self, role: str, named: Ref | ModelFolder, weights: bool) -> ModelFolder:
+    def get(self, role: str, named: Ref | ModelFolder, weights: bool, use: Use) -> ModelFolder:
         """The folder of `named`. Raises LauncherError or _Interrupted."""
         if isinstance(named, ModelFolder):
             return named
@@ -78,6 +80,9 @@ class _Downloads:
             weights=weights,
             cache=read["huggingface-hub-cache"],
             answer=str(answer),
+            num_ranks=use.num_ranks,
+            max_total_tokens=use.max_total_tokens,
+            needs_tokenizer=use.needs_tokenizer,
             json_output=read["json-output"],
             log_level=read["log-level"],
             quiet=read["print-config"] or read["download-only"],

@@ -36,9 +36,13 @@ class Child:
         environment: Mapping[str, str],
         output: IO[bytes] | None = None,
         inherits: Sequence[int] = (),
+        failure_file: Path | None = None,
     ) -> None:
-        """`inherits`: file descriptors that stay open in the child."""
+        """`inherits`: file descriptors that stay open in the child; `failure_file`: where it leaves why it fails."""
         self.name = name
+        self._failure_file = failure_file
+        if failure_file is not None:
+            failure_file.unlink(missing_ok=True)
         words = arguments if isinstance(arguments, list) else [str(arguments)]
         command = [sys.executable, "-m", module, *words]
         if sys.platform == "linux":
@@ -70,7 +74,15 @@ class Child:
             return f"{self.name} is running"
         if code < 0:
             return f"{self.name} was ended by {signal.Signals(-code).name}"
-        return f"{self.name} ended with exit code {code}"
+        return f"{self.name} ended with exit code {code}" + (f" ({self.reason})" if self.reason else "")
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in its own words; empty if it did not say."""
+        try:
+            return "" if self._failure_file is None else self._failure_file.read_text()
+        except FileNotFoundError:
+            return ""
 
     def terminate(self) -> None:
         """Ask it to exit."""

@@ -107,14 +107,14 @@ class WatchedActor:
                 sentence = f"ended the {MAX_EXITS}th time in a row without completing a request"
                 raise LauncherError(Exit.SHARD_KEEPS_ENDING, f"shard {self._index} {sentence}")
         if state.address != self.address:
-            self._log.info("shard %d is at %s", self._index, state.address)
+            self._log.info("ray_shard_started: shard %d is at %s", self._index, state.address)
         self.address = self._last_address = state.address
         self.is_ready = state.is_ready
         self.has_served = self.has_served or state.has_served
 
     def _on_lost(self, how: str) -> None:
         if self.address is not None:
-            self._log.error("shard %d at %s %s: Ray restarts it", self._index, self.address, how)
+            self._log.error("ray_shard_ended: shard %d at %s %s: Ray restarts it", self._index, self.address, how)
         self.address = None
         self.is_ready = False
 
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str]) -> int:
             signal.signal(number, lambda *_: ended.set())
         RayEngine(config, ended, log).run()
     except LauncherError as error:
-        log.error("%s", error)
+        log.error("ray_engine_failed: %s", error)
         return error.exit
     return Exit.OK
 

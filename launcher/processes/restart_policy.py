@@ -58,7 +58,7 @@ class SupervisedShard:
     def check(self) -> None:
         """Restart it if it exited or hangs; called periodically. Raises LauncherError after too many exits."""
         if self._files.stuck.exists() and self.child.exit_code is None:
-            self._log.error("%s hung; killing it", self.child.name)
+            self._log.error("process_hung: %s hung; killing it", self.child.name)
             self.child.kill()
         if self.child.exit_code is None:
             return
@@ -77,7 +77,7 @@ class SupervisedShard:
             raise LauncherError(Exit.SHARD_KEEPS_ENDING, sentence)
         delay = DELAYS[min(self._num_exits, len(DELAYS)) - 1]
         self._start_at = time.monotonic() + delay
-        self._log.error("%s: restarting it%s", self.child.ending, f" in {delay:g} s" if delay else "")
+        self._log.error("process_ended: %s: restarting it%s", self.child.ending, f" in {delay:g} s" if delay else "")
 
     def _started(self) -> Child:
         self._start_at = 0.0
@@ -103,7 +103,7 @@ class SupervisedHelper:
         if len(self._exited_at) == MAX_EXITS and now - self._exited_at[0] < WINDOW_S:
             raise LauncherError(self._exit, f"{self.child.ending} repeatedly while serving")
         self._exited_at.append(now)
-        self._log.error("%s: restarting it", self.child.ending)
+        self._log.error("process_ended: %s: restarting it", self.child.ending)
         self.replace().kill()
 
     def replace(self) -> Child:

@@ -39,17 +39,17 @@ def serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
 
 def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Signals, log: logging.Logger) -> int:
     if plan.adapters.warning:
-        log.warning("%s", plan.adapters.warning)
+        log.warning("adapter_store: %s", plan.adapters.warning)
     if plan.num_replicas:
-        log.info("loading %s on %s from %s", plan.model.id, plan.device, plan.model.path)
+        log.info("model_loading: loading %s on %s from %s", plan.model.id, plan.device, plan.model.path)
     if plan.num_replicas and plan.draft is not None:
-        log.info("loading the draft model %s from %s", plan.draft.id, plan.draft.path)
+        log.info("draft_model_loading: loading the draft model %s from %s", plan.draft.id, plan.draft.path)
 
     def when_ready() -> None:
         if not plan.has_router:
-            log.info("a shard of %s is ready at %s", plan.model.id, plan.settings["shard-listen"])
+            log.info("server_ready: a shard of %s is ready at %s", plan.model.id, plan.settings["shard-listen"])
             return
-        log.info("%s is ready at %s", plan.model.id, address.url)
+        log.info("server_ready: %s is ready at %s", plan.model.id, address.url)
         if not plan.settings["json-output"]:
             print(_try_it(plan, address), flush=True)
 
@@ -73,7 +73,8 @@ def _shards(plan: configs.Plan) -> list[ShardStart]:
     environment = {name: text for name, text in _environment(plan).items() if name not in _STORES}
     for index in range(plan.num_replicas):
         path = configs.write(plan.folder / f"shard-{index}.json", configs.shard_fields(plan, index))
-        start = functools.partial(Child, f"shard {index}", "lorikeet.shard", path, environment)
+        failure = plan.failure_file(f"shard-{index}")
+        start = functools.partial(Child, f"shard {index}", "lorikeet.shard", path, environment, failure_file=failure)
         found.append(ShardStart(start, plan.shard_files(index)))
     return found
 
@@ -93,13 +94,22 @@ def _ray(plan: configs.Plan) -> ShardStart:
 def _router(plan: configs.Plan, bound: socket.socket) -> functools.partial[Child]:
     path = configs.write(plan.folder / "router.json", configs.router_fields(plan, bound.fileno()))
     return functools.partial(
-        Child, "the router", "lorikeet.router", path, _environment(plan), inherits=[bound.fileno()]
+        Child,
+        "the router",
+        "lorikeet.router",
+        path,
+        _environment(plan),
+        inherits=[bound.fileno()],
+        failure_file=plan.failure_file("router"),
     )
 
 
 def _loader(plan: configs.Plan) -> functools.partial[Child]:
     path = configs.write(plan.folder / "loader.json", configs.loader_fields(plan))
-    return functools.partial(Child, "the adapter loader", "lorikeet.adapters", path, _environment(plan))
+    failure = plan.failure_file("loader")
+    return functools.partial(
+        Child, "the adapter loader", "lorikeet.adapters", path, _environment(plan), failure_file=failure
+    )
 
 
 def _try_it(plan: configs.Plan, address: Address) -> str:

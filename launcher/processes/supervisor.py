@@ -166,10 +166,11 @@ class Supervisor:
                 when_ready()
                 self._watch(signals)
             except Stop as stop:
-                self._log.info("%s: ending; running requests have %g seconds", stop, self._drain_timeout_s)
+                seconds = self._drain_timeout_s
+                self._log.info("server_ending: %s: ending; running requests have %g seconds", stop, seconds)
             return self._drain(signals)
         except Forced:
-            self._log.warning("second signal: ending at once")
+            self._log.warning("server_forced: second signal: ending at once")
             return Exit.FORCED
         except LauncherError:
             self._end_after_failure()
@@ -196,7 +197,13 @@ class Supervisor:
             self._handle_signal(signals)
             for child, exit in exits:
                 if child.exit_code is not None:
-                    raise LauncherError(exit, f"{child.ending} before the server was ready")
+                    # Nobody is connected yet: what the others would log while they end only hides the reason.
+                    for other in self._children():
+                        other.kill()
+                    plain = f"{child.ending} before the server was ready"
+                    raise LauncherError(
+                        exit, f"{child.name} could not start: {child.reason}" if child.reason else plain
+                    )
 
     def _watch(self, signals: Signals) -> None:
         while True:
@@ -213,16 +220,17 @@ class Supervisor:
 
     def _replace_all(self, signals: Signals) -> None:
         """Rolling restart: shards one after the other, then the loader, then the router."""
-        self._log.info("SIGUSR2: replacing every process")
+        self._log.info("rolling_restart_started: SIGUSR2: replacing every process")
         for shard in self._shards:
             shard.replace()
             if not self._wait_for(lambda shard=shard: shard.is_ready, signals, ending=shard.child):  # type: ignore[misc]
-                self._log.error("the new %s did not become ready: the rolling restart stops here", shard.child.name)
+                name = shard.child.name
+                self._log.error("rolling_restart_stopped: the new %s did not become ready; it stops here", name)
                 return
         if self._loader is not None:
             self._retire(self._loader.replace(), signals)
         if self._router is None or self._replace_router(self._router, signals):
-            self._log.info("every process was replaced")
+            self._log.info("rolling_restart_completed: every process was replaced")
 
     def _replace_router(self, router: SupervisedHelper, signals: Signals) -> bool:
         """The old router serves until the new one is ready. Returns whether it became ready."""
@@ -236,7 +244,8 @@ class Supervisor:
         self._wait_for(lambda: ready.exists() or has_exited(), signals, starting=router)
         replacement.unlink()
         if has_exited() or not ready.exists():
-            self._log.error("the new router did not become ready (%s): the old one keeps serving", router.child.ending)
+            how = router.child.ending
+            self._log.error("router_kept: the new router did not become ready (%s): the old one keeps serving", how)
             self._retiring.remove(old)
             router.restore(old)
             return False
@@ -272,7 +281,7 @@ class Supervisor:
             self._retiring.append(old)
             old.terminate()
         if not self._wait_for(lambda: old.exit_code is not None, signals):
-            self._log.warning("%s did not exit in time; killing it", old.name)
+            self._log.warning("process_killed: %s did not exit in time; killing it", old.name)
         old.kill()
         self._retiring.remove(old)
 
@@ -282,7 +291,7 @@ class Supervisor:
         if name is not None:
             raise Stop(name)
         if signals.take(signal.SIGHUP) and self._router is not None:
-            self._log.info("SIGHUP: the router reloads its files")
+            self._log.info("files_reloading: SIGHUP: the router reloads its files")
             self._router.child.reload()
 
     def _drain(self, signals: Signals) -> Exit:
@@ -301,10 +310,10 @@ class Supervisor:
         others = [child for child in self._children() if self._router is None or child is not self._router.child]
         self._end(others, timeout_s, signals)
         if any(child.exit_code is None for child in others):
-            self._log.warning("a shard or the loader did not exit in time; killing it")
+            self._log.warning("process_killed: a shard or the loader did not exit in time; killing it")
         if gone:
             raise LauncherError(Exit.SHARD_FAILED, f"{gone[0]} before the router had drained")
-        self._log.info("ended")
+        self._log.info("server_ended: ended")
         return Exit.OK
 
     def _end(self, children: Sequence[Child], timeout_s: float, signals: Signals) -> None:

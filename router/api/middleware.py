@@ -30,6 +30,7 @@ from lorikeet.router.errors import (
     failure_headers,
     lorax_body,
     openai_body,
+    reason,
 )
 from lorikeet.router.http.address import Addresses
 from lorikeet.router.metrics.router import Metrics
@@ -163,7 +164,9 @@ class _RequestScope:
         failure = state.get("failure")
         error = "dropped" if self.status == CLIENT_CLOSED_REQUEST else failure and answer(failure).counted_as
         ending = Ending(path, self.status, error, self._began_at, now())
-        seconds, fields = round(ending.ended_at - ending.began_at, 6), state.get("log_fields", {})
+        seconds, fields = round(ending.ended_at - ending.began_at, 6), dict(state.get("log_fields", {}))
+        if failure is not None:
+            fields["reason"] = reason(failure)
         write = _log.debug if method == "GET" else _log.info
         fields = {"client": self.client, **fields}
         write("request", method=method, path=path[:128], status=self.status, seconds=seconds, **fields)

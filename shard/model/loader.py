@@ -3,18 +3,27 @@ for the layer pass.
 """
 
 import pickle
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import structlog
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.moe import experts
 from lorikeet.shard.model.quantization import layers as quantized
 
+log = structlog.get_logger()
+
+PROGRESS_S = 5.0
+"""Between log lines about the weights."""
 SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 """Kinds of layers that are served."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -86,7 +95,8 @@ def load_network(
         "weights_only": True,
     }
     try:
-        network = _load(config, options, method)
+        with logged_progress():
+            network = _load(config, options, method)
     except pickle.UnpicklingError as failure:
         raise ValueError(
             f"cannot load the weights of {config.model_id}: a .bin file of it is broken or holds more than tensors. "
@@ -97,6 +107,31 @@ def load_network(
         raise ValueError(reason) from failure
     network.requires_grad_(False)
     return network.eval()
+
+
+@contextmanager
+def logged_progress() -> Iterator[None]:
+    """Log how far transformers has come with the weights, in place of its progress bar."""
+
+    def hook(make_bar: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return _reported(args[0]) if options.get("desc") == "Loading weights" else make_bar(*args, **options)
+
+    before = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
+def _reported(weights: Collection[Any]) -> Iterator[Any]:
+    """The weights, with a log line every PROGRESS_S."""
+    reported_at = began = time.monotonic()
+    for number, weight in enumerate(weights):
+        if (now := time.monotonic()) - reported_at >= PROGRESS_S:
+            reported_at = now
+            percent = 100 * number // len(weights)
+            log.info("weights_loading", percent=percent, loaded=number, total=len(weights), seconds=round(now - began))
+        yield weight
 
 
 def _load(config: ShardConfig, options: dict[str, Any], method: str | None) -> nn.Module:

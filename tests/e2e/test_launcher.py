@@ -271,9 +271,8 @@ def test_an_unsupported_model_is_an_error(model: Path, tmp_path: Path) -> None:
     config |= {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with Launched("--model-id", str(tmp_path), *SMALL) as server:
-        assert server.wait() == Exit.SHARD_CANNOT_START
-        assert "t5" in server.output
-        assert "shard 0 ended with exit code 1 before the server was ready" in server.output
+        assert server.wait() == Exit.ARGUMENT_VALIDATION
+        assert "(t5) cannot be served: it is an encoder-decoder" in server.lines[-1]
 
 
 @pytest.mark.long
@@ -298,6 +297,9 @@ def test_with_json_output_every_line_is_json(model: Path, tmp_path: Path, damage
         assert server.wait() == (Exit.OK if damage is None else Exit.SHARD_CANNOT_START)
         for line in server.lines:
             assert isinstance(json.loads(line), dict), line
+    if damage is not None:
+        reason = "a broken safetensors file"
+        assert reason in json.loads(server.lines[-1])["message"] and server.output.count(reason) == 1
     for line in ("a warning of torch", "an error of torch", "a warning of uvicorn", "an error of uvicorn"):
         assert line in server.output, line
     assert "ZeroDivisionError: division by zero" in server.output

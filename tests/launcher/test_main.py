@@ -1,6 +1,7 @@
 """The command line, up to the start of processes."""
 
 import json
+import os
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 
 from lorikeet.launcher.exits import Exit
 from lorikeet.launcher.main import main
+from lorikeet.launcher.processes import serving
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +98,16 @@ def test_an_unwritable_receipts_file_is_an_error_at_startup(tmp_path: Path, caps
     arguments = ["--receipts", str(absent), "--hostname", "127.0.0.1", "--port", port]
     assert main(arguments) == Exit.ARGUMENT_VALIDATION
     assert f"--receipts {absent} cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_an_unwritable_pid_file_is_an_error_at_startup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    absent = tmp_path / "absent" / "pid"
+    assert main(["--pid-file", str(absent)]) == Exit.ARGUMENT_VALIDATION
+    assert f"--pid-file {absent} cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_the_pid_file_is_there_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "pid", []
+    monkeypatch.setattr(serving, "serve", lambda *_: seen.append(path.read_text()) or Exit.OK)
+    assert main(["--pid-file", str(path)]) == Exit.OK
+    assert seen == [f"{os.getpid()}\n"] and not path.exists()

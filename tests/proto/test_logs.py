@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -42,7 +43,7 @@ except ZeroDivisionError:
 """
 PROCESSES = {
     "structlog": ("logs.configure({json}, 'info')", 'structlog.get_logger().info("ours")'),
-    "launcher": ("log = logs.start_launcher({json}, 'info', sys.stderr)", 'log.info("ours %d", 3)'),
+    "launcher": ("log = logs.start_launcher({json}, 'info', sys.stderr)", 'log.info("it_is_ours: ours %d", 3)'),
 }
 
 
@@ -69,11 +70,12 @@ def writes(program: str) -> list[str]:
 def test_json_lines_carry_process_and_request() -> None:
     ours, broken, theirs, warning, thread, last = (json.loads(line) for line in lines("info", json_output=True))
     assert (ours["event"], ours["num_tokens"], ours["request_id"], ours["level"]) == ("ours", 3, "r1", "info")
-    assert (theirs["event"], theirs["process"], theirs["level"]) == ("theirs 4", "shard", "warning")
+    assert (theirs["event"], theirs["process"], theirs["level"]) == ("library_message", "shard", "warning")
+    assert theirs["message"] == "theirs 4"
     assert "ZeroDivisionError" in broken["exception"]
     assert ours["process"] == "shard"
     assert ours["timestamp"].endswith("Z") and theirs["timestamp"].endswith("Z")
-    assert "a warning" in warning["event"]
+    assert "a warning" in warning["message"]
     assert (thread["event"], thread["thread"]) == ("uncaught_exception", "a thread")
     assert "ZeroDivisionError" in thread["exception"]
     assert "RuntimeError: nobody caught this" in last["exception"]
@@ -108,22 +110,40 @@ def test_a_line_of_json_is_one_write(name: str) -> None:
     assert all(line.startswith("{") and line.endswith("}\n") and line.count("\n") == 1 for line in found), found
 
 
-def test_the_launcher_s_json_has_lorax_s_shape() -> None:
+def test_every_process_has_one_json_schema() -> None:
+    """Events are snake_case; the launcher's sentences and libraries' texts are messages."""
     configure, ours = PROCESSES["launcher"]
-    found = writes(PROGRAM.format(configure=configure.format(json=True), ours=ours))
-    lines = [json.loads(line) for line in found]
-    assert all(set(line) == {"timestamp", "level", "fields", "target"} for line in lines)
-    assert {line["target"] for line in lines} == {"lorikeet_launcher"}
-    assert [line["level"] for line in lines] == ["INFO", "WARNING", "ERROR", "WARNING", "ERROR", "ERROR"]
-    fields = [line["fields"] for line in lines if line["fields"]["message"] != "never"]
-    assert [each["message"] for each in fields[:2]] == ["ours 3", "theirs 4"]
-    assert "a warning" in fields[2]["message"]
-    assert "ZeroDivisionError" in fields[3]["exception"]
-    assert "RuntimeError: nobody caught this" in fields[4]["exception"]
+    found = [json.loads(line) for line in writes(PROGRAM.format(configure=configure.format(json=True), ours=ours))]
+    found += [json.loads(line) for line in lines("info", json_output=True)]
+    assert all({"timestamp", "level", "process", "event"} <= set(line) for line in found)
+    assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", line["event"]) for line in found)
+    launcher = [line for line in found if line["process"] == "launcher" and line.get("message") != "never"]
+    assert [line["level"] for line in launcher] == ["info", "warning", "warning", "error", "error"]
+    assert [(line["event"], line["message"]) for line in launcher[:2]] == [
+        ("it_is_ours", "ours 3"),
+        ("library_message", "theirs 4"),
+    ]
+    assert "a warning" in launcher[2]["message"]
+    assert "ZeroDivisionError" in launcher[3]["exception"]
+    assert "RuntimeError: nobody caught this" in launcher[4]["exception"]
+
+
+def test_lines_for_people_have_one_form(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = lines("info", json_output=False)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ INFO    shard: ours num_tokens=3 request_id=r1", shown[0])
+    log = logs.start_launcher(False, "info", sys.stdout)
+    log.warning("it_is_ours: a sentence")
+    printed = capsys.readouterr().out
+    assert re.fullmatch(r"\S+Z WARNING launcher: it_is_ours: a sentence\n", printed)
+    event = {"timestamp": "2026-01-31T12:00:00.1Z", "level": "info", "process": "shard", "event": "kv_memory"}
+    line = logs._plain(None, "info", {**event, "kv_bytes": 4_200_000_000, "num_pages": 7, "why": "it is so"})
+    assert line == "2026-01-31T12:00:00Z INFO    shard: kv_memory kv_bytes=4.2GB num_pages=7 why='it is so'"
 
 
 def test_an_error_of_the_command_line_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json-output", "--prot", "80"]) == 2
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
-    assert (out, json.loads(line)["fields"]["message"]) == ("", "unknown flag --prot: did you mean --port?")
+    read = json.loads(line)
+    assert (out, read["event"], read["process"]) == ("", "launcher_failed", "launcher")
+    assert read["message"] == "unknown flag --prot: did you mean --port?"

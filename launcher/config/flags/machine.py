@@ -12,6 +12,7 @@ from lorikeet.launcher.config.flag import (
     SWITCH,
     Flag,
 )
+from lorikeet.proto import server_url
 
 _NO_PHASES = "steps have no separate prefill and decode phases to balance"
 _CPU_GRAPHS = "there are no CUDA graphs on a CPU"
@@ -126,7 +127,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "hostname", "listen address (HOSTNAME is ignored if it is the machine's own name, as set by shells)",
             default="0.0.0.0", to=ROUTER,
         ),
-        Flag("port", "listen port", INTEGER, 3000, ROUTER, short="p", minimum=1, maximum=65535),
+        Flag("port", "listen port", INTEGER, server_url.PORT, ROUTER, short="p", minimum=1, maximum=65535),
+        Flag("pid-file", "file for the launcher's process id while it runs", new=True),
         Flag(
             "trusted-proxies",
             "networks (CIDR) of reverse proxies whose `Forwarded` or `X-Forwarded-For` gives the client's address",

@@ -52,6 +52,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "max-total-tokens", "maximum length of prompt and output together, in tokens", INTEGER, to=ROUTER | SHARD,
             default_text="min(max_position_embeddings, 4096)", minimum=2,
+            differs="more than the model's positions are rejected, unless `--allow-long-max-total-tokens` is given",
+        ),
+        Flag(
+            "allow-long-max-total-tokens",
+            "accept --max-total-tokens above the model's positions, where its output may be nonsense", SWITCH, False,
+            new=True,
         ),
         Flag("max-best-of", "maximum `best_of`", INTEGER, 2, ROUTER, minimum=1),
         Flag("max-stop-sequences", "maximum number of stop sequences", INTEGER, 4, ROUTER, minimum=0),

@@ -1,5 +1,7 @@
 """Choice of devices, compared with torch."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -64,3 +66,52 @@ def test_each_rank_of_each_replica_needs_a_device(monkeypatch: pytest.MonkeyPatc
     devices.check_count("cpu", 9, 9)
     with pytest.raises(LauncherError, match="--replicas 2 of --num-shard 2 from cuda:1 on: 4 CUDA devices are there"):
         devices.check_count("cuda:1", 2, 2)
+
+
+class Driver:
+    """A CUDA driver with scripted answers."""
+
+    def __init__(self, version: int = 13000, init: int = 0, count: int = 1) -> None:
+        self._version, self._init, self._count = version, init, count
+
+    def cuDriverGetVersion(self, found: Any) -> int:
+        found._obj.value = self._version
+        return 0
+
+    def cuInit(self, flags: int) -> int:
+        return self._init
+
+    def cuDeviceGetCount(self, found: Any) -> int:
+        found._obj.value = self._count
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("built_for", "driver", "problem"),
+    [
+        ("12.8", Driver(), ""),
+        ("12.8", Driver(12040), ""),
+        ("13.0", Driver(12040), "the NVIDIA driver supports CUDA up to 12.4, and the installed torch is for CUDA 13.0"),
+        ("12.8", None, "the installed torch is for CUDA 12.8, and no NVIDIA driver (libcuda.so.1) is installed"),
+        ("12.8", Driver(init=999), "the NVIDIA driver does not answer (cuInit returned 999)"),
+        ("12.8", Driver(count=0), "the NVIDIA driver lists no device"),
+        ("None", None, "the installed torch is a CPU build"),
+    ],
+)
+def test_why_cuda_cannot_be_used_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, built_for: str, driver: Driver | None, problem: str
+) -> None:
+    monkeypatch.setattr(devices, "_torch_line", lambda name: built_for)
+    monkeypatch.setattr(devices, "_driver", lambda: driver)
+    said = devices.warning("auto")
+    assert devices.choose("auto") == ("cpu" if problem else "cuda:0")
+    assert devices.warning("cpu") == devices.warning("cuda") == ""
+    if not problem:
+        assert said == "" and devices.choose("cuda") == "cuda:0"
+        return
+    assert "\n" not in said
+    assert said.startswith(f"--device auto is the CPU: {problem}") if built_for != "None" else said == ""
+    with pytest.raises(LauncherError) as caught:
+        devices.choose("cuda:1")
+    assert str(caught.value).startswith(f"--device cuda:1: {problem}")
+    assert caught.value.exit is Exit.NOT_ENOUGH_CUDA_DEVICES

@@ -11,7 +11,7 @@ import pytest
 from lorikeet.launcher.exits import Exit
 from lorikeet.launcher.main import main
 from lorikeet.launcher.models.hub import choose, missing_files
-from lorikeet.launcher.models.progress import size
+from lorikeet.proto.logs import readable_size
 from tests.hub_server import HubServer, Repository, commit_of, hub
 
 CONFIG = json.dumps({"model_type": "llama", "max_position_embeddings": 2048}).encode()
@@ -74,7 +74,7 @@ def test_only_needed_files_are_fetched(launch: Launch, tmp_path: Path) -> None:
         result = launch(server, tmp_path, "--download-only", "--model-id", "owner/name")
     assert result.returncode == 0, result.stderr
     total = sum(len(MODEL[name]) for name in SERVED)
-    assert f"fetching 7 files ({size(total)}) of owner/name from the hub" in result.stderr
+    assert f"fetching 7 files ({readable_size(total)}) of owner/name from the hub" in result.stderr
     path = Path(result.stdout.strip())
     assert {file.name for file in path.iterdir()} == SERVED
     assert (path / "model-2-of-2.safetensors").read_bytes() == MODEL["model-2-of-2.safetensors"]
@@ -111,7 +111,7 @@ def test_an_incomplete_cache_is_an_error(launch: Launch, tmp_path: Path) -> None
     "arguments", [["--model-id", "owner/name@v1"], ["--model-id", "owner/name", "--revision", "v1"]]
 )
 def test_a_revision_selects_a_commit(launch: Launch, tmp_path: Path, arguments: list[str]) -> None:
-    old = {"config.json": CONFIG, "model.safetensors": b"old"}
+    old = {"config.json": CONFIG, "tokenizer.json": b"{}", "model.safetensors": b"old"}
     with hub({"owner/name": Repository(MODEL, branches={"v1": old})}) as server:
         path = downloaded(launch, server, tmp_path, *arguments)
         assert (path / "model.safetensors").read_bytes() == b"old"
@@ -123,10 +123,11 @@ def test_a_revision_selects_a_commit(launch: Launch, tmp_path: Path, arguments: 
 
 
 def test_bin_files_are_fetched_only_without_safetensors(launch: Launch, tmp_path: Path) -> None:
-    files = {"config.json": CONFIG, "pytorch_model.bin": b"weights", "training_args.bin": b"no"}
+    files = {"config.json": CONFIG, "tokenizer.json": b"{}", "pytorch_model.bin": b"weights"}
+    files |= {"training_args.bin": b"no"}
     with hub({"name": Repository(files)}) as server:
         path = downloaded(launch, server, tmp_path, "--model-id", "name")
-    assert {file.name for file in path.iterdir()} == {"config.json", "pytorch_model.bin"}
+    assert {file.name for file in path.iterdir()} == {"config.json", "tokenizer.json", "pytorch_model.bin"}
 
 
 def test_code_is_fetched_only_with_trust_remote_code(launch: Launch, tmp_path: Path) -> None:
@@ -154,10 +155,38 @@ def test_a_gated_model_is_an_error(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_a_repository_without_a_model_is_an_error(launch: Launch, tmp_path: Path) -> None:
-    with hub({"a/data": Repository({"data.csv": b""}), "a/bare": Repository({"config.json": CONFIG})}) as server:
+    bare = {"config.json": CONFIG, "tokenizer.json": b"{}"}
+    with hub({"a/data": Repository({"data.csv": b""}), "a/bare": Repository(bare)}) as server:
         assert "has no config.json" in launch(server, tmp_path, "--model-id", "a/data").stderr
         assert "neither safetensors nor .bin" in launch(server, tmp_path, "--model-id", "a/bare").stderr
         assert "was not found at the hub" in launch(server, tmp_path, "--model-id", "a/none").stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "said"),
+    [
+        ({"config.json": b'{"model_type": "vit"}'}, [], "no causal language model of model_type 'vit'"),
+        ({"config.json": b'{"model_type": "t5", "is_encoder_decoder": true}'}, [], "it is an encoder-decoder"),
+        ({}, ["--max-total-tokens", "2049"], "--max-total-tokens 2049 is above the 2048 positions of owner/name"),
+        (
+            {"config.json": b'{"model_type": "llama", "num_attention_heads": 9}'},
+            ["--num-shard", "2"],
+            "cannot be split by --num-shard 2: its num_attention_heads are 9",
+        ),
+        ({"tokenizer.json": None}, [], "owner/name has no tokenizer.json"),
+        ({"config.json": None, "adapter_config.json": b"{}"}, [], "owner/name is an adapter, not a model"),
+    ],
+    ids=["architecture", "encoder", "positions", "heads", "tokenizer", "adapter"],
+)
+def test_a_model_that_cannot_be_served_is_not_downloaded(
+    launch: Launch, tmp_path: Path, files: dict[str, bytes | None], arguments: list[str], said: str
+) -> None:
+    there = {name: content for name, content in {**MODEL, **files}.items() if content is not None}
+    with hub({"owner/name": Repository(there)}) as server:
+        result = launch(server, tmp_path, "--model-id", "owner/name", "--device", "cpu", *arguments)
+        assert not any(request.endswith(".safetensors") for request in server.requests)
+    assert result.returncode == Exit.ARGUMENT_VALIDATION
+    assert said in result.stderr.splitlines()[-1] and result.stderr.count(said) == 1
 
 
 def test_the_configuration_is_printed_without_fetching_weights(launch: Launch, tmp_path: Path) -> None:

@@ -60,6 +60,28 @@ def test_an_invalid_hub_id_is_an_error(text: str) -> None:
         model.named(settings(f"--model-id={text}"))
 
 
+@pytest.mark.parametrize(
+    "text", ["./none", "../none", "~/none", "/none", "none/", "models/llama/7b", ".cache/llama", "llama.gguf", "a//b"]
+)
+def test_a_missing_path_is_not_taken_for_a_hub_id(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LauncherError, match=r"the folder .* does not exist") as caught:
+        model.named(settings(f"--model-id={text}"))
+    assert caught.value.exit is Exit.DOWNLOAD_ERROR
+
+
+def test_a_file_and_an_adapter_are_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(LauncherError, match="is an adapter, not a model: give its base as --model-id"):
+        model.named(settings("--model-id", str(tmp_path)))
+    with pytest.raises(LauncherError, match="is a file: give a model's folder"):
+        model.named(settings("--model-id", str(tmp_path / "adapter_config.json")))
+
+
+def test_a_revision_may_have_slashes() -> None:
+    assert model.named(settings("--model-id", "owner/name@refs/pr/1")) == Ref(Source.HUB, "owner/name", "refs/pr/1")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "null"])
 def test_a_broken_configuration_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.launcher.models import progress
+from lorikeet.proto.logs import readable_size
 
 
 @pytest.mark.parametrize(
@@ -14,7 +15,7 @@ from lorikeet.launcher.models import progress
     [(0, "0 bytes"), (999, "999 bytes"), (6500, "6.5 kB"), (1_500_000, "1.5 MB"), (14_483_000_000, "14.5 GB")],
 )
 def test_sizes(count: int, text: str) -> None:
-    assert progress.size(count) == text
+    assert readable_size(count) == text
 
 
 def test_progress_is_logged_until_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -24,7 +25,7 @@ def test_progress_is_logged_until_the_end(tmp_path: Path, caplog: pytest.LogCapt
         end = time.monotonic() + 30
         while not caplog.messages and time.monotonic() < end:
             time.sleep(0.01)
-    assert caplog.messages[0] == "fetched 6.0 kB of 12.0 kB"
+    assert caplog.messages[0] == "download_progress: fetched 6.0 kB of 12.0 kB"
     said = len(caplog.messages)
     time.sleep(0.05)
     assert len(caplog.messages) == said

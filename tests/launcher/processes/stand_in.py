@@ -1,8 +1,8 @@
 """A small process that stands in for a shard or router: `python -m tests.launcher.processes.stand_in CONFIG`.
 
 The configuration says what to do: `port` to answer `GET /ready` on, `die_after_s` and `exit_code` to end by itself,
-`serves` to leave the mark at `served_file`, `ignore_sigterm`, `drain_s` to take so long to end, `log` to append its
-events to.
+`reason` to leave at `failure_file` then, `says_at_end` to print at SIGTERM, `serves` to leave the mark at
+`served_file`, `ignore_sigterm`, `drain_s` to take so long to end, `log` to append its events to.
 """
 
 import http.server
@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from lorikeet.proto.process import report_failure
 
 
 class Ready(http.server.BaseHTTPRequestHandler):
@@ -45,6 +47,7 @@ def main() -> None:
 
     def end(number: int, frame: FrameType | None) -> None:
         note("SIGTERM")
+        print(config.get("says_at_end", ""), file=sys.stderr)
         if not config.get("ignore_sigterm"):
             ended.set()
 
@@ -66,6 +69,8 @@ def main() -> None:
         time.sleep(config.get("drain_s", 0))
         note("ended")
         sys.exit(0)
+    if "reason" in config:
+        report_failure(config["failure_file"], config["reason"])
     sys.exit(config["exit_code"])
 
 

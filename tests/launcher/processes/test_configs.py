@@ -188,6 +188,7 @@ def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
         "step_tokens",
         "served_file",
         "ready_file",
+        "failure_file",
         "listen_fd",
         "replacement_file",
         "stuck_files",
@@ -257,7 +258,7 @@ def test_flags_without_a_process_are_the_launcher_s_own() -> None:
     assert without == {
         "model-id", "revision", "huggingface-hub-cache", "weights-cache-override", "download-only", "device",
         "replicas", "engine", "draft-model-id", "draft-revision", "draft-tokenizer-id", "shard-uds-path", "env",
-        "config", "print-config",
+        "config", "print-config", "pid-file", "allow-long-max-total-tokens",
     }  # fmt: skip
 
 

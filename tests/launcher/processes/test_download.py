@@ -39,7 +39,8 @@ def test_both_folders_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "exit", "said"),
     [
         (["--draft-model-id", "/nowhere"], Exit.DOWNLOAD_ERROR, "the folder /nowhere does not exist"),
-        (["--draft-model-id", "a/b/c"], Exit.ARGUMENT_VALIDATION, "--draft-model-id: "),
+        (["--draft-model-id", "a/b/c"], Exit.DOWNLOAD_ERROR, "the folder a/b/c does not exist (--draft-model-id)"),
+        (["--draft-model-id", "a b"], Exit.ARGUMENT_VALIDATION, "--draft-model-id: "),
         (["--draft-model-id", DRAFT, "--draft-tokenizer-id", "/no"], Exit.DOWNLOAD_ERROR, "the folder /no does not"),
         (["--speculative-tokens", "-1"], Exit.ARGUMENT_VALIDATION, "--speculative-tokens must be at least 0, not -1"),
         (["--speculative-tokens", "2.5"], Exit.ARGUMENT_VALIDATION, "--speculative-tokens must be an integer, not"),

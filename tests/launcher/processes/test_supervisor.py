@@ -95,8 +95,9 @@ class Server:
 
     def child(self, name: str, config: dict[str, Any]) -> Child:
         path = self.folder / f"{name}.json"
-        path.write_text(json.dumps({"name": name, "log": str(self.log)} | config))
-        return Child(name, "tests.launcher.processes.stand_in", path, ENVIRONMENT)
+        failure = self.folder / f"{name}.failed"
+        path.write_text(json.dumps({"name": name, "log": str(self.log), "failure_file": str(failure)} | config))
+        return Child(name, "tests.launcher.processes.stand_in", path, ENVIRONMENT, failure_file=failure)
 
     @property
     def lines(self) -> list[str]:
@@ -130,6 +131,21 @@ def test_a_shard_that_dies_at_start_is_reported(server: Server) -> None:
         server.run({"die_after_s": 0.0, "exit_code": 7}, {"port": free_port()}, at="never")
     assert caught.value.exit is Exit.SHARD_CANNOT_START
     assert not server.ready
+
+
+def test_the_reason_of_a_failed_start_is_the_last_sentence_and_nothing_else_is_said(
+    server: Server, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(LauncherError) as caught:
+        server.run(
+            {"die_after_s": 0.3, "exit_code": 1, "reason": "it is too\nlarge"},
+            {"port": free_port(), "says_at_end": "a shard is lost"},
+            at="never",
+        )
+    assert str(caught.value) == "shard could not start: it is too large"
+    assert "router SIGTERM" not in server.events
+    assert "a shard is lost" not in capfd.readouterr().err
+    assert not caplog.records
 
 
 def test_a_router_that_dies_at_start_is_reported(server: Server) -> None:

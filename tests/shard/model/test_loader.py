@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.model import load_model
+from lorikeet.shard.model import load_model, loader
 from tests import tiny
 from tests.shard.engine.exactness import drive
 
@@ -115,3 +116,12 @@ def test_a_cut_safetensors_file_is_one_sentence(model: Path, tmp_path: Path) -> 
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="cannot load the weights of some/model: a broken safetensors file: "):
         load_model(config(folder))
+
+
+def test_loading_weights_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "PROGRESS_S", 0.0)
+    with capture_logs() as events:
+        load_model(config(model))
+    reported = [event for event in events if event["event"] == "weights_loading"]
+    assert reported[0]["loaded"] == 0 and reported[-1]["loaded"] == reported[-1]["total"] - 1 == len(reported) - 1
+    assert [event["percent"] for event in reported] == sorted(event["percent"] for event in reported)

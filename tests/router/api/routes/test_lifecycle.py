@@ -410,6 +410,10 @@ async def test_neither_prompts_nor_outputs_are_logged(tmp_path: Path, anyio_back
     assert len(requests) == num_sent
     assert {line["request_id"] for line in requests} == {"seen-id"}
     assert any(line.get("generated_tokens") == len("CANARY-OUT") for line in requests)
+    assert {line["process"] for line in requests} == {"router"}
+    rejected = [line for line in requests if line["status"] >= 400]
+    assert {line["reason"] for line in rejected} == {"not_json", "wrong_json_type"}
+    assert not any("reason" in line for line in requests if line["status"] < 400)
 
 
 async def _send_canaries(client: httpx.AsyncClient) -> int:
