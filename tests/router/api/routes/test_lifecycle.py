@@ -412,7 +412,7 @@ async def test_neither_prompts_nor_outputs_are_logged(tmp_path: Path, anyio_back
     assert any(line.get("generated_tokens") == len("CANARY-OUT") for line in requests)
     assert {line["process"] for line in requests} == {"router"}
     rejected = [line for line in requests if line["status"] >= 400]
-    assert {line["reason"] for line in rejected} == {"not_json", "wrong_json_type"}
+    assert {line["reason"] for line in rejected} == {"not_json", "wrong_json_type", "validation_error"}
     assert not any("reason" in line for line in requests if line["status"] < 400)
 
 
