@@ -30,21 +30,21 @@ class Templates:
         """Templates of adapters; None for adapters without one."""
         self._outside = TemplateProcess()
 
-    async def render(self, adapter: Adapter | None, conversation: Conversation) -> Rendered:
+    async def render(self, adapter: Adapter | None, conversation: Conversation, caller: str) -> Rendered:
         """The prompt for a conversation. Raises ChatTemplateError or a leaf of AdapterProblem."""
         messages, options = conversation.messages, conversation.options
         if conversation.source is not None:
             return await self._outside.render(conversation.source, self._tokenizer.named_tokens, messages, options)
         if adapter is None:
-            return await self._tokenizer.render_chat(messages, options)
+            return await self._tokenizer.render_chat(messages, options, caller=caller)
         if adapter.chat_template is not None:
-            return await self._tokenizer.render_chat(messages, options, source=adapter.chat_template)
+            return await self._tokenizer.render_chat(messages, options, caller=caller, source=adapter.chat_template)
         try:
             own = await self._of(adapter)
         except AdapterError as error:
             raise adapter_problem(error) from None
         if own is None or own == self._tokenizer.template_source:
-            return await self._tokenizer.render_chat(messages, options)
+            return await self._tokenizer.render_chat(messages, options, caller=caller)
         return await self._outside.render(own, self._tokenizer.named_tokens, messages, options)
 
     async def close(self) -> None:

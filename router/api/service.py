@@ -133,7 +133,7 @@ class Service:
 
     def check_room(self) -> None:
         """Reject a request before it is tokenized. Raises a leaf of Refused."""
-        self.dispatcher.check_room(self.tokenizer.num_pending)
+        self.dispatcher.check_room(self.tokenizer.pool.num_pending)
 
     def check_ids(self, ids: list[int], field: str) -> None:
         """Raises ValidationError where one of a prompt's ids is not in the vocabulary."""

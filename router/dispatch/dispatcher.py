@@ -151,6 +151,10 @@ class Dispatcher:
             raise ShuttingDown
         if not self.healthy:
             raise NoShard
+        self.check_load(num_coming)
+
+    def check_load(self, num_coming: int = 0) -> None:
+        """The limit of concurrent requests alone. Raises Overloaded."""
         if self.num_active + num_coming >= self._config.max_concurrent_requests:
             raise Overloaded(self._retry_after())
 

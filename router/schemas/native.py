@@ -16,6 +16,7 @@ from lorikeet.router.schemas.adapters import AdapterFields, merge_child, read_me
 from lorikeet.router.schemas.field_table import Route, Row, misplaced, rejected
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.speculation import SpeculationFields, read_speculation
+from lorikeet.router.text.length import TokenLength
 
 
 def _read_by(method: Callable[..., Any], *arguments: str, show: bool = True) -> Any:
@@ -201,6 +202,15 @@ def _check_counts(request: NativeRequest, config: RouterConfig) -> None:
         raise ValidationError(
             f"`truncate` must be strictly positive and less than {config.max_input_length}. Given: {truncate}",
             "truncate",
+        )
+
+
+def check_text(inputs: str, length: TokenLength, config: RouterConfig) -> None:
+    """Raises ValidationError for a text that must have too many tokens, before it is tokenized."""
+    least = length.least_tokens([inputs], config.max_input_length)
+    if least > config.max_input_length:
+        raise ValidationError(
+            f"`inputs` must have less than {config.max_input_length} tokens. Given: at least {least}", "inputs"
         )
 
 

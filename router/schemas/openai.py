@@ -15,6 +15,7 @@ from lorikeet.router.schemas.field_table import Route, check_unread
 from lorikeet.router.schemas.fields import Fields, are_token_ids
 from lorikeet.router.schemas.messages import Conversation, read_conversation
 from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
+from lorikeet.router.text.length import TokenLength
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -119,6 +120,18 @@ def _num_logprobs(fields: Fields, name: str) -> int | None:
     if count is not None and count > MAX_TOP_LOGPROBS:
         raise ValidationError(f"`{name}` must be <= {MAX_TOP_LOGPROBS}. Given: {count}", name)
     return count
+
+
+def check_texts(texts: list[str], length: TokenLength, config: RouterConfig, field: str) -> None:
+    """Raises ValidationError for texts that together must have too many tokens, before they are tokenized."""
+    least = length.least_tokens(texts, config.max_input_length)
+    if least > config.max_input_length:
+        raise ValidationError(
+            f"a prompt may have {config.max_input_length} tokens of the maximum context length of "
+            f"{config.max_total_tokens}. Given: at least {least}",
+            field,
+            "context_length_exceeded",
+        )
 
 
 def check_lengths(num_prompt: int, max_tokens: int | None, config: RouterConfig) -> int:

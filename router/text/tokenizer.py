@@ -3,12 +3,10 @@
 It reads the files of the model directly: importing transformers to tokenize would slow down the start of a router.
 """
 
-import asyncio
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import tokenizers
 from tokenizers import AddedToken
@@ -16,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from lorikeet.proto.digest import of_files
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.errors import ChatTemplateError
+from lorikeet.router.errors import ChatTemplateError, ValidationError
 from lorikeet.router.text.chat_template import (
     NO_OPTIONS,
     ChatTemplate,
@@ -26,12 +24,17 @@ from lorikeet.router.text.chat_template import (
     template_of,
 )
 from lorikeet.router.text.detokenizer import Detokenizer, detokenizer
+from lorikeet.router.text.length import token_length
+from lorikeet.router.text.pool import TextPool
+from lorikeet.router.text.tail import Cuts
 from lorikeet.router.text.vocabulary import Vocabulary
-
-T = TypeVar("T")
 
 FILES = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
 """What determines the token ids of a prompt and the end-of-text ids, in addition to the model's configuration."""
+MAX_WHOLE_BYTES = 1 << 20
+"""Of a text whose end is wanted and whose tokens depend on all of it."""
+_TAIL_CHARS = 8
+"""Per token that is wanted, at the first attempt; then four times as many."""
 _MAX_TEMPLATES = 256
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -67,11 +70,12 @@ class Tokenizer:
         """Compiled templates by source: the model's and those of the operator."""
         self.digest = digest
         """Of the files that it was read from."""
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize")
+        self.pool = TextPool(num_workers)
+        self.length = token_length(backend)
+        """How long the text of a token can be."""
+        self._cuts = Cuts(backend)
         self.vocabulary = Vocabulary(backend, special_ids)
         self.special_ids = self.vocabulary.special_ids
-        self.num_pending = 0
-        """Texts of generation requests that are being processed or wait for a thread."""
         self.eos_ids = eos_ids
         """End-of-text tokens of the generation configuration and the tokenizer."""
 
@@ -98,27 +102,58 @@ class Tokenizer:
             digest=of_files(folder, [name for name in FILES if (folder / name).is_file()]),
         )
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`."""
+    async def encode(self, text: str, add_special_tokens: bool = True, *, caller: str = "") -> list[int]:
+        """The token ids of `text`. Callers take turns."""
+        return await self.pool.run(lambda: self._ids(text, add_special_tokens), caller, len(text))
+
+    async def encode_tail(self, text: str, num_tokens: int, *, caller: str = "") -> list[int]:
+        """The last `num_tokens` ids of `encode(text)`; only as much of the text is tokenized as that needs.
+
+        Raises ValidationError for a text that would have to be tokenized whole and is too long for that.
+        """
+        length = _TAIL_CHARS * (num_tokens + 8)
+        has_cut = self._cuts.before(text, len(text) - length) is not None
 
         def work() -> list[int]:
-            # The batch functions release the GIL; `encode` does not. The fast one skips offsets.
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return self._tail(text, num_tokens, length)
 
-        return await self._for_request(work)
+        return await self.pool.run(work, caller, length if has_cut else len(text))
 
-    async def encode_with_offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, str, int, int]]:
-        """(id, raw vocabulary text, start, stop) per token; offsets count characters."""
+    def _tail(self, text: str, num_tokens: int, length: int) -> list[int]:
+        num_added = self._backend.num_special_tokens_to_add(False)
+        while 2 * length < len(text):
+            start = self._cuts.before(text, len(text) - length)
+            if start is not None:
+                ids = self._ids(text[start:], True)
+                if len(ids) - num_added >= num_tokens:
+                    return ids[-num_tokens:]
+            length *= 4
+        limit = max(MAX_WHOLE_BYTES, num_tokens * self.length.max_bytes)
+        if len(text) > limit or len(text.encode()) > limit:
+            raise ValidationError(
+                f"`inputs` has more than {limit} bytes and cannot be truncated to {num_tokens} tokens, because they "
+                "depend on all of it: send only the end of the text",
+                "truncate",
+            )
+        return self._ids(text, True)[-num_tokens:]
 
-        def work() -> list[tuple[int, str, int, int]]:
-            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-            spans = zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
-            return [(token_id, raw, start, stop) for token_id, raw, (start, stop) in spans]
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The batch functions release the GIL; `encode` does not. The fast one skips offsets.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-        return await self._in_pool(work)
+    def offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, str, int, int]]:
+        """(id, raw vocabulary text, start, stop) per token; offsets count characters. Call it in `pool`."""
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        spans = zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
+        return [(token_id, raw, start, stop) for token_id, raw, (start, stop) in spans]
 
     async def render_chat(
-        self, messages: list[dict[str, Any]], options: TemplateOptions = NO_OPTIONS, *, source: str | None = None
+        self,
+        messages: list[dict[str, Any]],
+        options: TemplateOptions = NO_OPTIONS,
+        *,
+        source: str | None = None,
+        caller: str = "",
     ) -> Rendered:
         """The prompt for `messages`, with the model's template or the operator's at `source`.
 
@@ -132,7 +167,8 @@ class Tokenizer:
             template = self._compiled(source)
             return Rendered(template.render(messages, options), template.unread(options.variables))
 
-        return await self._for_request(work)
+        num_chars = sum(len(message.get("content") or "") for message in messages)
+        return await self.pool.run(work, caller, num_chars)
 
     def _compiled(self, source: str) -> ChatTemplate:
         template = self._templates.get(source)
@@ -151,17 +187,7 @@ class Tokenizer:
         return detokenizer(self.vocabulary, prompt_ids)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _in_pool(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    async def _for_request(self, work: Callable[[], T]) -> T:
-        self.num_pending += 1
-        try:
-            return await self._in_pool(work)
-        finally:
-            self.num_pending -= 1
+        self.pool.close()
 
 
 def _load_backend(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:

@@ -59,7 +59,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             default_text="a part of the free memory", minimum=1, new=True,
             no_effect="the KV cache is on the CUDA device", no_effect_on="cuda",
         ),
-        Flag("validation-workers", "tokenizer threads", INTEGER, 2, ROUTER, minimum=1),
+        Flag(
+            "validation-workers", "threads that tokenize; one more is for texts above 64 KiB", INTEGER, 2, ROUTER,
+            minimum=1,
+        ),
         Flag(
             "threads", "compute threads of a shard; on CPU pinned to cores, if there are as many cores", INTEGER,
             to=SHARD, computed=True, default_text="all cores", minimum=1, new=True,

@@ -5,10 +5,11 @@ from typing import Any
 
 from lorikeet.router.api.collect import Completed
 from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIRoute, Prompt, VisibleTokens
+from lorikeet.router.errors import ChatTemplateError
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, FinishReason, Token
-from lorikeet.router.schemas.openai import ChatRequest, read_chat
+from lorikeet.router.schemas.openai import ChatRequest, check_texts, read_chat
 
 
 class ChatRoute(OpenAIRoute[ChatRequest]):
@@ -23,11 +24,17 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
 
     async def _prompts(self, wanted: ChatRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
         adapter = await self._service.adapter(caller, wanted.common.adapter)
-        rendered = await self._service.templates.render(adapter, wanted.conversation)
-        wanted.ignored.extend(wanted.conversation.ignored(rendered.unread))
+        config, tokenizer, conversation = self._service.config, self._service.tokenizer, wanted.conversation
+        check_texts([each["content"] for each in conversation.messages], tokenizer.length, config, "messages")
+        rendered = await self._service.templates.render(adapter, conversation, caller.identity)
+        wanted.ignored.extend(conversation.ignored(rendered.unread))
         text = rendered.text
+        check_texts([text], tokenizer.length, config, "messages")
         # The template writes every special token itself.
-        return [Prompt(await self._service.tokenizer.encode(text, add_special_tokens=False), text)], adapter
+        ids = await tokenizer.encode(text, add_special_tokens=False, caller=caller.identity)
+        if not ids:
+            raise ChatTemplateError("the prompt has no tokens")
+        return [Prompt(ids, text)], adapter
 
     def _choice(self, wanted: ChatRequest, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ from lorikeet.router.errors import ValidationError
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, Token
-from lorikeet.router.schemas.openai import CompletionRequest, read_completion
+from lorikeet.router.schemas.openai import CompletionRequest, check_texts, read_completion
 
 Logprobs = dict[str, list[Any] | None]
 """Four lists with an entry per token."""
@@ -25,12 +25,14 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         return read_completion(body, self._service.config)
 
     async def _prompts(self, wanted: CompletionRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
-        prompts = [await self._prompt(given, wanted.echo) for given in wanted.prompts]
+        prompts = [await self._prompt(given, wanted.echo, caller) for given in wanted.prompts]
         return prompts, await self._service.adapter(caller, wanted.common.adapter)
 
-    async def _prompt(self, given: str | list[int], echo: bool) -> Prompt:
+    async def _prompt(self, given: str | list[int], echo: bool, caller: Caller) -> Prompt:
+        tokenizer = self._service.tokenizer
         if isinstance(given, str):
-            ids = await self._service.tokenizer.encode(given)
+            check_texts([given], tokenizer.length, self._service.config, "prompt")
+            ids = await tokenizer.encode(given, caller=caller.identity)
             if not ids:
                 raise ValidationError("`prompt` cannot be empty", "prompt")
             return Prompt(ids, given)

@@ -13,10 +13,11 @@ from lorikeet.router.api.collect import collect
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import ignored_fields
 from lorikeet.router.api.service import Service, now
-from lorikeet.router.errors import Failed, ModelNotFound, NotServed, Refused, ShuttingDown, Unhealthy
+from lorikeet.router.errors import Failed, ModelNotFound, NotServed, Refused, ShuttingDown, Unhealthy, ValidationError
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.text.tokenizer import MAX_WHOLE_BYTES
 from lorikeet.router.usage.post import shown_url
 
 _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")
@@ -122,9 +123,18 @@ class InformationRoutes:
         fields = Fields(await self._service.body(request))
         inputs = fields.required_text("inputs")
         special = fields.optional_flag("add_special_tokens")
-        tokens = await self._service.tokenizer.encode_with_offsets(inputs, special is not False)
-        content = [{"id": token, "text": text, "start": start, "stop": stop} for token, text, start, stop in tokens]
-        return _json(content, ignored_fields(fields.ignored()))
+        service, tokenizer = self._service, self._service.tokenizer
+        limit = max(MAX_WHOLE_BYTES, service.config.max_input_length * tokenizer.length.max_bytes)
+        if len(inputs) > limit or len(inputs.encode()) > limit:
+            raise ValidationError(f"`inputs` must have at most {limit} bytes", "inputs")
+        service.dispatcher.check_load(tokenizer.pool.num_pending)
+
+        def work() -> bytes:
+            return _tokens_json(tokenizer.offsets(inputs, special is not False))
+
+        async with ClientWatch(request.receive):
+            content = await tokenizer.pool.run(work, service.caller(request).identity, len(inputs))
+        return Response(content, headers=ignored_fields(fields.ignored()), media_type="application/json")
 
     async def models(self, request: Request) -> Response:
         """The base model, then every adapter that the operator named and the caller may see."""
@@ -169,6 +179,16 @@ class InformationRoutes:
             "owned_by": "lorikeet",
             "max_model_len": self._service.config.max_total_tokens,
         }
+
+
+def _tokens_json(tokens: list[tuple[int, str, int, int]]) -> bytes:
+    """Of `/tokenize`, some tokens at a time: orjson holds the GIL."""
+    parts = []
+    for first in range(0, len(tokens), 1000):
+        some = tokens[first : first + 1000]
+        shown = [{"id": token, "text": text, "start": start, "stop": stop} for token, text, start, stop in some]
+        parts.append(orjson.dumps(shown)[1:-1])
+    return b"[" + b",".join(parts) + b"]"
 
 
 def _json(content: Any, headers: dict[str, str] | None = None) -> Response:

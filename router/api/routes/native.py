@@ -21,7 +21,7 @@ from lorikeet.router.receipts.receipt import check_receipt
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import SOURCE_NAMES, GenerationRequest, Token
 from lorikeet.router.schemas.fields import Fields
-from lorikeet.router.schemas.native import NativeRequest, check_lengths, check_rules, read_native
+from lorikeet.router.schemas.native import NativeRequest, check_lengths, check_rules, check_text, read_native
 
 _TOKEN_EVENT = (
     b'data: {"token":{"id":%d,"text":%b,"logprob":%b,"special":%b,"skipped":%b,"source":"%b"},'
@@ -156,9 +156,7 @@ class NativeRoutes:
         fields = check_rules(native, config, streaming=streaming)
         parameters = native.parameters
         self._service.check_room()
-        prompt_ids = await self._prompt_ids(native)
-        if parameters.truncate is not None:
-            prompt_ids = prompt_ids[-parameters.truncate :]
+        prompt_ids = await self._prompt_ids(native, caller.identity)
         max_new_tokens = check_lengths(len(prompt_ids), parameters.max_new_tokens, config)
         speculation = self._service.speculation(parameters.speculation, is_seeded=parameters.seed is not None)
         check_receipt(parameters.receipt, speculation, parameters.best_of or 1)
@@ -180,11 +178,20 @@ class NativeRoutes:
             receipt=parameters.receipt,
         )
 
-    async def _prompt_ids(self, native: NativeRequest) -> list[int]:
-        if native.input_ids is None:
-            return await self._service.tokenizer.encode(native.inputs)
-        self._service.check_ids(native.input_ids, "inputs")
-        return native.input_ids
+    async def _prompt_ids(self, native: NativeRequest, caller: str) -> list[int]:
+        """With `truncate` the last ones."""
+        tokenizer, truncate = self._service.tokenizer, native.parameters.truncate
+        if native.input_ids is not None:
+            self._service.check_ids(native.input_ids, "inputs")
+            return native.input_ids if truncate is None else native.input_ids[-truncate:]
+        if truncate is not None:
+            ids = await tokenizer.encode_tail(native.inputs, truncate, caller=caller)
+        else:
+            check_text(native.inputs, tokenizer.length, self._service.config)
+            ids = await tokenizer.encode(native.inputs, caller=caller)
+        if not ids:
+            raise ValidationError("`inputs` has no tokens", "inputs")
+        return ids
 
     @staticmethod
     def _shown_text(native: NativeRequest, whole: Completed) -> str:

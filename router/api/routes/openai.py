@@ -17,7 +17,7 @@ from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, named, now, random_seed
 from lorikeet.router.api.sse import DONE, EventStream, event
-from lorikeet.router.errors import RouterError, openai_body
+from lorikeet.router.errors import RouterError, ValidationError, openai_body
 from lorikeet.router.receipts.receipt import check_receipt
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
@@ -150,7 +150,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
     async def _shared_request(self, wanted: Wanted, caller: Caller, adapter: Adapter | None) -> GenerationRequest:
         """What all sequences of a request have in common."""
         common, count = wanted.common, wanted.num_logprobs or 0
-        speculation = await self._speculation(common)
+        speculation = await self._speculation(common, caller)
         return GenerationRequest(
             prompt_ids=[],
             max_new_tokens=0,
@@ -177,14 +177,20 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         hidden_ids = self._service.tokenizer.special_ids
         return "".join(detokenizer.push(each) for each in ids if each not in hidden_ids) + detokenizer.flush()
 
-    async def _speculation(self, common: CommonFields) -> Speculation:
+    async def _speculation(self, common: CommonFields, caller: Caller) -> Speculation:
         """With the tokens of `prediction`, as far as the lookup reads them."""
         speculation = self._service.speculation(common.speculation, is_seeded=common.seed is not None)
         prediction = common.speculation.prediction
         if not prediction or not speculation.num_tokens:
             return speculation
-        ids = await self._service.tokenizer.encode(prediction, add_special_tokens=False)
-        return replace(speculation, prediction_ids=tuple(ids[: self._service.config.max_total_tokens]))
+        tokenizer, most = self._service.tokenizer, self._service.config.max_total_tokens
+        least = tokenizer.length.least_tokens([prediction], most)
+        if least > most:
+            raise ValidationError(
+                f"`prediction` may have as many tokens as the context, {most}. Given: at least {least}", "prediction"
+            )
+        ids = await tokenizer.encode(prediction, add_special_tokens=False, caller=caller.identity)
+        return replace(speculation, prediction_ids=tuple(ids[:most]))
 
     async def _receipt(self, generations: list[Generation]) -> dict[str, Any]:
         """The answer's `receipt` where the request asks for one. Raises GenerationFailed."""

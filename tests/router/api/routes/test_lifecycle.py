@@ -119,14 +119,14 @@ async def test_requests_that_are_rejected_are_not_tokenized(tmp_path: Path, anyi
         server.says("ab", hangs=True)
         first = asyncio.create_task(server.client.post("/generate", json={"inputs": "Hi"}))
         await server.shard.until(lambda: server.shard.num_running == 1)
-        tokenizer = server.dispatcher._tokenizer
-        blocked, most, in_pool = threading.Event(), [], tokenizer._in_pool
+        pool = server.dispatcher._tokenizer.pool
+        blocked, most, run = threading.Event(), [], pool.run
 
-        async def counted(work: Callable[[], Any]) -> Any:
-            most.append(tokenizer.num_pending)
-            return await in_pool(lambda: (blocked.wait(30), work())[1])
+        async def counted(work: Callable[[], Any], caller: str, num_chars: int) -> Any:
+            most.append(pool.num_pending)
+            return await run(lambda: (blocked.wait(30), work())[1], caller, num_chars)
 
-        tokenizer._in_pool = counted  # type: ignore[method-assign]
+        pool.run = counted  # type: ignore[method-assign]
         body = {"inputs": "Hi", "prompt": "Hi", "model": MODEL_ID, "messages": [{"role": "user", "content": "Hi"}]}
         flood = [asyncio.create_task(server.client.post(path, json=body)) for _ in range(20)]
         statuses = []

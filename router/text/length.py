@@ -1,0 +1,117 @@
+"""The smallest number of tokens that a text can have, without tokenizing it.
+
+A text of n bytes has at least n / m tokens, where m is the largest number of bytes that one token stands for. There is
+no such m where the tokenizer drops text (most normalizers of WordPiece and of older Unigram models) or where one token
+stands for any number of unknown characters.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+ASSUMED_BYTES = 256
+"""Per token, for tokenizers without a limit: tokenizing longer prompts would cost gigabytes."""
+_NFC_SHRINKS = 4
+"""At most so many bytes become one under NFC: 3.5 for U+0390, 3 for the Kelvin sign, which becomes K."""
+_KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "Punctuation", "UnicodeScripts"})
+"""Pre-tokenizers that keep every character."""
+_SPACES = tuple(
+    map(
+        chr, (9, 10, 11, 12, 13, 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
+    )
+)
+
+
+@dataclass(frozen=True)
+class TokenLength:
+    """Of one tokenizer: the most bytes of text per token."""
+
+    max_bytes: int
+    skips_spaces: bool = False
+    """Whether an added token may stand for any number of spaces around it."""
+    is_proven: bool = True
+    """False where `max_bytes` is ASSUMED_BYTES."""
+
+    def least_tokens(self, texts: list[str], enough: int) -> int:
+        """The smallest number of tokens that the texts, joined, can have; exact only where it is above `enough`."""
+        limit = enough * self.max_bytes
+        if 4 * sum(map(len, texts)) <= limit:
+            return 0
+        num_bytes = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+        if num_bytes > limit and self.skips_spaces:
+            num_bytes -= sum(text.count(space) * len(space.encode()) for text in texts for space in _SPACES)
+        return -(-num_bytes // self.max_bytes)
+
+
+def token_length(backend: tokenizers.Tokenizer) -> TokenLength:
+    """Of `backend`, from its parts."""
+    normalizer, pre_tokenizer = state(backend.normalizer), state(backend.pre_tokenizer)
+    shrinks = _shrinks(normalizer)
+    added = backend.get_added_tokens_decoder().values()
+    names = set(backend.get_vocab(with_added_tokens=False))
+    is_byte_level = "ByteLevel" in kinds(normalizer) | kinds(pre_tokenizer)
+    if shrinks is None or not _keeps(pre_tokenizer) or not _has_all(backend.model, names, is_byte_level):
+        return TokenLength(ASSUMED_BYTES, is_proven=False)
+    longest = max((len(name) if is_byte_level else len(name.encode()) for name in names), default=1)
+    longest = max([longest, 4, *(len(token.content.encode()) for token in added)])
+    skips_spaces = any(token.lstrip or token.rstrip for token in added)
+    return TokenLength(longest * shrinks, skips_spaces)
+
+
+def state(part: Any) -> dict[str, Any] | None:
+    """A part of a tokenizer as in tokenizer.json."""
+    found: dict[str, Any] | None = None if part is None else json.loads(part.__getstate__())
+    return found
+
+
+def flat(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, which may be a sequence."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [step for each in part.get("normalizers") or part.get("pretokenizers") or [] for step in flat(each)]
+
+
+def kinds(part: dict[str, Any] | None) -> set[str]:
+    return {step["type"] for step in flat(part)}
+
+
+def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
+    """The most bytes that the normalizer turns into one; None where it removes text."""
+    factor = 1
+    for step in flat(normalizer):
+        match step:
+            case {"type": "ByteLevel" | "Prepend"}:
+                pass
+            case {"type": "NFC"}:
+                factor *= _NFC_SHRINKS
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if new:
+                factor *= max(1, -(-len(old.encode()) // len(new.encode())))
+            case _:
+                return None
+    return factor
+
+
+def _keeps(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Whether every character is part of a piece."""
+    return all(
+        step["type"] in _KEEPING or (step["type"] == "Split" and step.get("behavior") != "Removed")
+        for step in flat(pre_tokenizer)
+    )
+
+
+def _has_all(model: Any, names: set[str], is_byte_level: bool) -> bool:
+    """Whether unknown characters give tokens, at least one for each."""
+    if is_byte_level:
+        return names.issuperset(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    has_bytes = names.issuperset(f"<0x{byte:02X}>" for byte in range(256))
+    match type(model).__name__:
+        case "BPE":
+            one_each = model.unk_token is not None and not model.fuse_unk
+            return one_each or (model.byte_fallback and has_bytes)
+        case "Unigram":
+            return has_bytes and bool((state(model) or {}).get("byte_fallback"))
+    return False
