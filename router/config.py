@@ -104,6 +104,8 @@ class RouterConfig(ConfigFile):
     """URL that receives a POST for every request that generated tokens. It may contain credentials."""
     log_texts: bool = False
     """Include prompts and outputs in both."""
+    metrics_prefix: tuple[str, ...] = ()
+    """Metric names that are exported in addition to LoRAX's."""
     request_timeout_s: float | None = None
     max_queue_seconds: float | None = None
     drain_timeout_s: float = 60.0

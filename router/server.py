@@ -40,7 +40,7 @@ class RouterServer:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._tokenizer = Tokenizer.load(config)
-        self._metrics = Metrics(config.max_input_length, config.max_total_tokens)
+        self._metrics = Metrics.configured(config)
         self._draining = asyncio.Event()
         self._handing_over = asyncio.Event()
         self._signalled_at: float | None = None

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import structlog
 
+from lorikeet.adapters.catalogue import Entry
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.loader_client import LoaderClient
 from lorikeet.router.adapters.loading import Loading
 from lorikeet.router.errors import RouterError, adapter_problem
-from lorikeet.router.metrics.adapters import AdapterMetrics
+from lorikeet.router.metrics.adapters import AdapterLoad, AdapterMetrics
 from lorikeet.router.requests.adapter_ref import Adapter, Loaded
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.shards.codec import adapter_pin
@@ -136,11 +137,38 @@ class Admission:
         was_resident = link.residency.is_resident(generation.digest)
         self._metrics.sent(adapter, generation.digest, len(generation.request.prompt_ids), was_resident)
 
-    def note_gauges(self) -> None:
-        """Update the gauges before they are exported."""
+    def note_gauges(self, entries: Iterable[Entry], queued: Iterable[Generation]) -> None:
+        """Update the gauges before they are exported; `entries` are the operator's aliases."""
         known, loading, pinned = self.loading.num_known, self.loading.num_loading, len(self._pins)
         resident = sum(link.residency.num_resident for link in self._links)
         self._metrics.gauges.update(resident=resident, known=known, loading=loading, pinned=pinned)
+        digests: dict[str, set[str]] = {}
+        for content, each in self.loading.contents():
+            digests.setdefault(content.rpartition("@")[0], set()).add(each.digest)
+        loads: dict[str, AdapterLoad] = {}
+        for entry in entries:
+            names = (f"{version.ref.source.value}:{version.ref.id}" for version in entry.versions)
+            found = {digest for name in names for digest in digests.get(name, ())}
+            loads[entry.alias] = AdapterLoad(resident=self._num_resident(found))
+        for generation in queued:
+            self._load_of(generation, loads).waiting_requests += 1
+        for link in self._links:
+            for generation in link.running.values():
+                self._load_of(generation, loads).running_requests += 1
+        self._metrics.by_label = loads
+
+    def _num_resident(self, digests: Iterable[str]) -> int:
+        return sum(any(map(link.residency.is_resident, digests)) for link in self._links)
+
+    def _load_of(self, generation: Generation, loads: dict[str, AdapterLoad]) -> AdapterLoad:
+        """The entry of the request's adapter; a new one that is not kept for the base model."""
+        adapter = generation.request.adapter
+        if adapter is None:
+            return AdapterLoad()
+        label = self._metrics.label(adapter, generation.digest)
+        if label not in loads:
+            loads[label] = AdapterLoad(resident=self._num_resident([generation.digest]))
+        return loads[label]
 
     def update(self, link: ShardLink, states: Iterable[pb.AdapterState]) -> None:
         """A shard reports changes of its adapters."""

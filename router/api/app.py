@@ -10,6 +10,7 @@ from starlette.routing import Match
 
 from lorikeet.router.api import openapi
 from lorikeet.router.api.cors import Cors
+from lorikeet.router.api.docs import documentation_routes
 from lorikeet.router.api.middleware import Handle, RequestMiddleware, failure_response
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
@@ -27,7 +28,8 @@ from lorikeet.router.text.tokenizer import Tokenizer
 def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> FastAPI:
     """All routes for one dispatcher, which the caller starts and stops."""
     service = make_service(dispatcher, tokenizer, config, metrics)
-    app = FastAPI(title="Lorikeet", docs_url="/docs", redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="Lorikeet", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.routes += documentation_routes()
     app.state.service = service
     app.openapi = functools.cache(openapi.document)  # type: ignore[method-assign]
     generating = _generating(service)

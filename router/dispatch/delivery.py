@@ -61,6 +61,8 @@ class Delivery:
         metrics, routing, previous = self._metrics, generation.routing, generation.last_token_at
         may_retry = part.retryable and part.finish_reason == pb.FINISH_ERROR and routing.num_retries < MAX_RETRIES
         error = part.error if may_retry else ""
+        if part.retryable and part.in_step:
+            metrics.steps.has_failed = True
         if error:
             part.finish_reason = pb.FINISH_NONE
         self._updated.append(generation)
@@ -77,7 +79,7 @@ class Delivery:
             num_tokens = 0
         if num_tokens:
             if previous is not None:
-                metrics.inter_token_latency.observe((now - previous) / num_tokens, num_tokens)
+                metrics.tokens_arrived(now - previous, num_tokens)
             else:
                 metrics.first_token(now - routing.queued_at, generation.num_cached)
         if part.num_drafted:
@@ -95,5 +97,7 @@ class Delivery:
         elif link.abort(generation, now):  # complete at a stop string, which the shard does not know
             self._metrics.aborts.add()
         self._events.on_end()
+        if generation.finish_reason is None:
+            self._metrics.generation_lost("error")
         if generation.num_generated and generation.routing.sent_at is not None:
             self._metrics.generation_ended(generation, now - generation.routing.sent_at)

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import structlog
 
@@ -40,7 +40,7 @@ class Dispatcher:
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, metrics: Metrics | None = None) -> None:
         if not config.shard_addresses:
             raise ValueError("no shard address is given")
-        self.metrics = metrics or Metrics(config.max_input_length, config.max_total_tokens)
+        self.metrics = metrics or Metrics.configured(config)
         self.draining = False
         self.is_leaving = False
         """Whether another router accepts new connections: requests on existing ones are still served."""
@@ -124,6 +124,11 @@ class Dispatcher:
         """Requests inside the router, queued or running."""
         return len(self._queued) + sum(len(link.running) for link in self.links)
 
+    @property
+    def queued(self) -> Iterable[Generation]:
+        """Requests that no shard has."""
+        return self._queued.values()
+
     # Requests
 
     def submit(self, request: GenerationRequest, *, deadline: float | None = None) -> Generation:
@@ -199,10 +204,15 @@ class Dispatcher:
         generation.timers.append(asyncio.get_running_loop().call_later(max(0.0, seconds), expire))
 
     def on_failure(self, generation: Generation, error: RouterError) -> None:
-        self.on_cancel(generation)
+        self.metrics.generation_lost("error")
+        self._remove(generation)
         generation.fail(error)
 
     def on_cancel(self, generation: Generation) -> None:
+        self.metrics.generation_lost("abort")
+        self._remove(generation)
+
+    def _remove(self, generation: Generation) -> None:
         """Remove a request that is not over: from the queue, or by an abort from its shard."""
         number, address = generation.routing.number, generation.routing.shard_address
         if self._queued.pop(number, None) is not None:
@@ -246,7 +256,7 @@ class Dispatcher:
         for link, batch in batches.items():
             link.send_timing.on_send()
             link.client.submit(batch)
-            self.metrics.batch_left(len(batch))
+            self.metrics.batch_left(len(batch), len(link.running) - len(batch))
         if batches:
             self.on_end()
             self._note_credit()

@@ -1,10 +1,11 @@
 """Metrics of adapters: requests, tokens and errors of each, loads by tier, and where adapters are.
 
-The number of labels is bounded: the operator's aliases, the beginnings of other adapters' digests, and `other` for all
-adapters beyond the bound.
+Every alias of the operator has a label. Other adapters have the beginning of their digest, up to a bounded number of
+them, and `other` beyond it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
@@ -12,6 +13,7 @@ from lorikeet.router.metrics.histogram import Counter, Histogram, families, hist
 from lorikeet.router.requests.adapter_ref import Adapter
 
 MAX_LABELS = 256
+"""Of adapters without an alias."""
 OTHER = "other"
 _SECONDS = [0.01 * 2**power for power in range(16)]
 _GAUGES = {
@@ -20,6 +22,21 @@ _GAUGES = {
     "loading": "Adapters that are being loaded from a source or the disk",
     "pinned": "Adapters that are never evicted",
 }
+_LOADS = {
+    "running_requests": "Requests that run, by adapter",
+    "waiting_requests": "Requests that wait, by adapter",
+    "resident": "Shards that have the adapter in a slot",
+}
+
+
+@dataclass
+class AdapterLoad:
+    """What an adapter does now."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    resident: int = 0
+    """Shards that have it in a slot."""
 
 
 class AdapterMetrics:
@@ -36,6 +53,8 @@ class AdapterMetrics:
         self.evictions = Counter(f"{prefix}evictions_total", "Adapters that were evicted from a tier", "tier")
         self.load_seconds: dict[str, Histogram] = {}
         self.gauges = dict.fromkeys(_GAUGES, 0)
+        self.by_label: Mapping[str, AdapterLoad] = {}
+        """Of every alias, and of other adapters with requests; set before the metrics are exported."""
         self._labels: set[str] = set()
 
     def sent(self, adapter: Adapter, digest: str, num_prompt: int, was_resident: bool) -> None:
@@ -58,7 +77,9 @@ class AdapterMetrics:
 
     def label(self, adapter: Adapter, digest: str) -> str:
         """The label of an adapter."""
-        label = adapter.alias or digest[:12] or OTHER
+        if adapter.alias:
+            return adapter.alias
+        label = digest[:12] or OTHER
         if label not in self._labels:
             if len(self._labels) >= MAX_LABELS:
                 return OTHER
@@ -66,10 +87,15 @@ class AdapterMetrics:
         return label
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus families; none until there was an adapter."""
-        if not (self.requests.values or self.errors.values or self.loads.values):
+        """Prometheus families; none where there is no adapter."""
+        if not (self.requests.values or self.errors.values or self.loads.values or self.by_label):
             return
         yield from families(self)
         yield histogram_family("lorikeet_adapter_load_seconds", "Seconds per load", "tier", self.load_seconds)
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"lorikeet_adapters_{name}", text, value=self.gauges[name])
+        for name, text in _LOADS.items():
+            family = GaugeMetricFamily(f"lorikeet_adapter_{name}", text, labels=["adapter"])
+            for label, load in self.by_label.items():
+                family.add_metric([label], getattr(load, name))
+            yield family

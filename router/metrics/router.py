@@ -5,16 +5,19 @@ JSON form are made on request.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import orjson
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.config import RouterConfig
 from lorikeet.router.metrics.adapters import AdapterMetrics
-from lorikeet.router.metrics.histogram import Counter, Histogram, families, histogram_family
+from lorikeet.router.metrics.histogram import Counter, Histogram, families
 from lorikeet.router.metrics.speculation import BASE, SpeculationMetrics
+from lorikeet.router.metrics.steps import StepMetrics
+from lorikeet.router.metrics.vllm import PREFIX, VllmMetrics
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.speculation_stats import num_emitted
@@ -63,7 +66,11 @@ def _linear(top: int) -> list[float]:
 class Metrics:
     """All metrics of one router. Routes report requests; the dispatcher reports generations and shards."""
 
-    def __init__(self, max_input_length: int = 4095, max_total_tokens: int = 4096) -> None:
+    def __init__(
+        self, max_input_length: int = 4095, max_total_tokens: int = 4096, vllm: VllmMetrics | None = None
+    ) -> None:
+        """`vllm`: vLLM's metrics, where they are exported too."""
+
         def duration(name: str) -> Histogram:
             return Histogram(_DURATIONS, f"lorax_{name}", name.replace("_", " "))
 
@@ -91,9 +98,12 @@ class Metrics:
         text = "Tokens beyond the first of their step, per request"
         self.request_skipped_tokens = Histogram([], "lorax_request_skipped_tokens", text)
         self.batch_next_size = Histogram(range(1, 1025), "lorax_batch_next_size", "Requests per message to a shard")
-        self.batch_count = Counter("lorax_batch_inference_count", "Steps", "method")
-        self.batch_success = Counter("lorax_batch_inference_success", "Steps that succeeded", "method")
-        self.batch_duration = {"prefill": Histogram(_DURATIONS), "decode": Histogram(_DURATIONS)}
+        self.request_input_count = Histogram(
+            [], "lorax_request_input_count", "Inputs per classification: not supported"
+        )
+        text = "Outputs per classification: not supported"
+        self.request_classify_output_count = Histogram([], "lorax_request_classify_output_count", text)
+        self.steps = StepMetrics(_DURATIONS)
         # Ours.
         self.time_to_first_token = own(_DURATIONS, "time_to_first_token", "Seconds from arrival to the first token")
         self.inter_token_latency = own(_LATENCIES, "inter_token_latency", "Seconds between tokens of one request")
@@ -108,19 +118,29 @@ class Metrics:
         self.drafted_tokens = counter("drafted_tokens", "Draft tokens verified")
         self.accepted_tokens = counter("accepted_tokens", "Draft tokens accepted")
         self.aborts = counter("aborts", "Requests ended by the router: cancelled, or complete at a stop string")
-        self.shard_messages = counter("shard_messages", "Messages received from shards")
+        self.shard_messages = counter("shard_messages", "Messages received from shards, heartbeats excluded")
         self.shard_reconnects = counter("shard_reconnects", "Streams lost")
         self.requests_retried = counter("requests_retried", "Requests whose shard was lost or rejected them, retried")
         self.routing_decisions = counter("routing_decisions", "Requests sent, by the reason for their shard", "reason")
         self.usage_dropped = counter("usage_dropped", "Usage records that could not be written or posted", "to")
         self.adapters = AdapterMetrics()
         self.speculation = SpeculationMetrics()
-        self.gauges: dict[str, float] = {}
+        self.vllm = vllm
+        self.gauges = dict.fromkeys(_GAUGES, 0.0)
         """By full name."""
         self._page_size = 0
         self._num_pages: dict[int, int] = {}
         self._loads: dict[int, pb.Load] = {}
         """The last Load of each shard."""
+
+    @classmethod
+    def configured(cls, config: RouterConfig) -> Self:
+        """The metrics that `--metrics-prefix` asks for."""
+        flags = (config.effective_configuration or {}).get("flags", {})
+        max_adapters = 0 if config.loader_address is None else flags.get("max-active-adapters") or 0
+        is_vllm = PREFIX in config.metrics_prefix
+        vllm = VllmMetrics(config.model_id, config.max_total_tokens, max_adapters) if is_vllm else None
+        return cls(config.max_input_length, config.max_total_tokens, vllm)
 
     # What routes report
 
@@ -146,11 +166,15 @@ class Metrics:
         self._page_size = info.page_size
         self._num_pages[index] = info.num_pages
         self.gauges["lorikeet_kv_pages"] = sum(self._num_pages.values())
+        if self.vllm is not None:
+            self.vllm.set_cache(info)
 
     def record_output(self, output: pb.StepOutput, num_tokens: int, index: int = 0) -> None:
         """One message of shard `index`, with `num_tokens` tokens in it."""
-        self.shard_messages.add()
+        if output.outputs or output.adapters:
+            self.shard_messages.add()
         self.generated_tokens.add(num_tokens)
+        num_steps = self.steps.observe(output, num_tokens, index)
         if not output.HasField("load"):
             return
         load = output.load
@@ -160,12 +184,8 @@ class Metrics:
             self.device_idle_seconds.add((load.gap_us - before.gap_us) / 1e6)
         if load.num_preempted:
             self.preemptions.add(load.num_preempted)
-        if load.step_tokens:
-            # A step has no phase; one that computes more than a token per request is what LoRAX calls a prefill.
-            method = "prefill" if load.step_tokens > load.num_running else "decode"
-            self.batch_count.add(1, method)
-            self.batch_success.add(1, method)
-            self.batch_duration[method].observe(load.step_ms / 1000)
+        if self.vllm is not None and num_steps:
+            self.vllm.iteration_tokens.observe(load.step_tokens, num_steps)
 
     def request_sent(self, waited_seconds: float, num_prompt: int) -> None:
         """A request left the queue."""
@@ -173,16 +193,28 @@ class Metrics:
         self.request_queue_duration.observe(waited_seconds)
         self.prompt_tokens.add(num_prompt)
 
-    def batch_left(self, num_requests: int) -> None:
+    def batch_left(self, num_requests: int, num_running: int = 0) -> None:
+        """A message with `num_requests` was sent to a shard that runs `num_running` others."""
         self.batch_size.observe(num_requests)
         self.batch_next_size.observe(num_requests)
+        if num_running:
+            self.steps.concatenated.add(1, "backpressure")
 
     def first_token(self, seconds: float, num_cached: int) -> None:
         """`num_cached` tokens of the prompt were found in the prefix cache."""
         self.time_to_first_token.observe(seconds)
+        self.steps.has_ended_prompt = True
+        if self.vllm is not None:
+            self.vllm.time_to_first_token.observe(seconds)
         if num_cached:
             self.prefix_hits.add()
             self.cached_prompt_tokens.add(num_cached)
+
+    def tokens_arrived(self, seconds: float, num_tokens: int) -> None:
+        """Further tokens of a request, `seconds` after its last ones."""
+        self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
+        if self.vllm is not None:
+            self.vllm.inter_token_latency.observe(seconds / num_tokens, num_tokens)
 
     def speculation_stats(self, output: pb.RequestOutput, num_kept: int, adapter: Adapter | None, digest: str) -> None:
         """An output with draft tokens; its first `num_kept` tokens are in the text."""
@@ -199,10 +231,18 @@ class Metrics:
         self.request_skipped_tokens.observe(generation.num_skipped)
         self.request_input_length.observe(len(generation.request.prompt_ids))
         self.request_max_new_tokens.observe(generation.request.max_new_tokens)
+        if self.vllm is not None:
+            self.vllm.ended(generation, seconds)
+
+    def generation_lost(self, reason: str) -> None:
+        """A request is over without its whole text: `abort` where its client has gone, else `error`."""
+        if self.vllm is not None:
+            self.vllm.request_success.add(1, reason)
 
     def shard_gone(self, index: int) -> None:
         """Nothing runs there any more."""
         self._loads.pop(index, None)
+        self.steps.forget(index)
         self._num_pages.pop(index, None)
         self.gauges["lorikeet_kv_pages"] = sum(self._num_pages.values())
 
@@ -240,17 +280,40 @@ class Metrics:
             yield family
             if family.name in _DEPRECATED:
                 yield _deprecated(family)
-        yield histogram_family("lorax_batch_inference_duration", "Seconds per step", "method", self.batch_duration)
+        yield from self.steps.collect()
         yield from self.adapters.collect()
         yield from self.speculation.collect()
         self._sum_loads()
         for name, value in self.gauges.items():
             yield GaugeMetricFamily(name, _GAUGES.get(name, name), value=value)
+        if self.vllm is not None:
+            yield from self._vllm_families(self.vllm)
+
+    def _vllm_families(self, vllm: VllmMetrics) -> Iterator[Metric]:
+        """vLLM's names, of which gauges and counters have the same numbers as ours."""
+        gauges = self.gauges
+        pages, used = gauges.get("lorikeet_kv_pages", 0), gauges.get("lorikeet_kv_pages_used", 0)
+        waiting = gauges.get("lorax_queue_length", 0) + gauges.get("lorikeet_shard_waiting_requests", 0)
+        current = {
+            "num_requests_running": gauges.get("lorikeet_running_requests", 0),
+            "num_requests_waiting": waiting,
+            "kv_cache_usage_perc": used / pages if pages else 0.0,
+        }
+        totals = {
+            "num_preemptions": self.preemptions,
+            "prompt_tokens": self.prompt_tokens,
+            "generation_tokens": self.generated_tokens,
+            "prefix_cache_queries": self.prompt_tokens,
+            "prefix_cache_hits": self.cached_prompt_tokens,
+            "spec_decode_num_draft_tokens": self.drafted_tokens,
+            "spec_decode_num_accepted_tokens": self.accepted_tokens,
+        }
+        yield from vllm.collect(current, {name: counter.values.get("", 0) for name, counter in totals.items()})
+        yield from vllm.collect_drafts(self.speculation)
+        yield from vllm.collect_adapters(self.adapters.by_label)
 
     def _sum_loads(self) -> None:
         """Set the gauges that cover all shards."""
-        if not self._loads:
-            return
         loads, gauges = self._loads.values(), self.gauges
         used = sum(load.used_pages for load in loads)
         gauges["lorikeet_running_requests"] = sum(load.num_running for load in loads)

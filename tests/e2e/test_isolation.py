@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.conftest import KEYS, Replicas
 from tests.e2e.launched import Launched
@@ -122,3 +123,22 @@ def test_a_moved_usage_log_is_reopened_at_sighup(scene: Scene) -> None:
     (line,) = scene.usage.read_text().splitlines()
     assert json.loads(line)["status"] == 200
     assert len(moved.read_text().splitlines()) == num_before
+
+
+def test_an_idle_server_counts_nothing(scene: Scene) -> None:
+    """Heartbeats of shards are no steps, and scrapes no requests."""
+    scene.ask(prompt("idle"))
+    time.sleep(0.3)  # the last heartbeat of the busy time
+    before = counters(scene)
+    time.sleep(1.0)
+    after = counters(scene)
+    assert {name: value for name, value in after.items() if value != before[name]} == {}
+
+
+def counters(scene: Scene) -> dict[str, float]:
+    """All counters and histograms of the server."""
+    found = {}
+    for family in text_string_to_metric_families(httpx.get(f"{scene.launched.url}/metrics").text):
+        if family.type != "gauge":
+            found.update({f"{each.name}{sorted(each.labels.items())}": each.value for each in family.samples})
+    return found

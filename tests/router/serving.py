@@ -151,7 +151,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
         }
     )
     tokenizer = Tokenizer.load(config)
-    metrics = Metrics(config.max_input_length, config.max_total_tokens)
+    metrics = Metrics.configured(config)
     dispatcher = Dispatcher(config, tokenizer, metrics)
     app = create_app(dispatcher, tokenizer, config, metrics)
     server = HttpServer(app, config, port=0)

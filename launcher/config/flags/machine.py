@@ -227,6 +227,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "log-texts", "include prompts and outputs in --usage-log and REQUEST_LOGGER_URL", SWITCH, False, ROUTER,
             new=True,
         ),
+        Flag(
+            "metrics-prefix", "export metrics under the names of another server too; LoRAX's names are always there",
+            default=(), to=ROUTER, choices=("vllm",), repeated=True, new=True,
+        ),
         Flag("otlp-endpoint", "OpenTelemetry collector", refused="this version does not export traces"),
         Flag("env", "log the runtime environment", SWITCH, False, short="e", variable=False),
         Flag(

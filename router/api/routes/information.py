@@ -113,8 +113,9 @@ class InformationRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus text, or LoRAX's JSON by the Accept header."""
-        if self._service.dispatcher.admission is not None:
-            self._service.dispatcher.admission.note_gauges()
+        service = self._service
+        if service.dispatcher.admission is not None:
+            service.dispatcher.admission.note_gauges(service.selection.directory.entries(), service.dispatcher.queued)
         content, media_type = self._service.metrics.render(request.headers.get("accept", ""))
         return Response(content, media_type=media_type)
 

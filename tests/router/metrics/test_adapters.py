@@ -22,6 +22,15 @@ def test_labels_are_bounded() -> None:
     assert metrics.adapters.hits.values == {"slot": 3 * MAX_LABELS, "elsewhere": 3 * MAX_LABELS}
 
 
+def test_aliases_keep_their_label_when_others_have_used_up_the_rest() -> None:
+    metrics = Metrics()
+    for number in range(2 * MAX_LABELS):
+        metrics.adapters.sent(adapter(), f"{number:064x}"[::-1], 5, was_resident=True)
+    metrics.adapters.sent(adapter("late"), "f" * 64, 5, was_resident=True)
+    assert metrics.adapters.requests.values["late"] == 1
+    assert metrics.adapters.requests.values[OTHER] == MAX_LABELS
+
+
 def test_labels_have_aliases_but_not_ids() -> None:
     metrics = Metrics()
     metrics.adapters.sent(adapter('the "best"\\'), "a" * 64, 5, was_resident=True)

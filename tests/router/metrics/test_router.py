@@ -15,6 +15,8 @@ LORAX_COUNTERS = {
     "lorax_request_failure",
     "lorax_batch_inference_count",
     "lorax_batch_inference_success",
+    "lorax_batch_inference_failure",
+    "lorax_batch_concat",
 }
 LORAX_HISTOGRAMS = {
     "lorax_request_duration",
@@ -28,6 +30,12 @@ LORAX_HISTOGRAMS = {
     "lorax_batch_inference_duration",
     "lorax_batch_next_size",
 }
+LORAX_SUMMARIES = {
+    "lorax_request_skipped_tokens",
+    "lorax_request_input_count",
+    "lorax_request_classify_output_count",
+}
+LORAX_GAUGES = {"lorax_queue_length", "lorax_batch_current_size", "lorax_batch_current_max_tokens"}
 
 
 def filled() -> Metrics:
@@ -41,7 +49,10 @@ def filled() -> Metrics:
     metrics.inter_token_latency.observe(0.0125, 4)
     metrics.set_info(pb.ShardInfo(page_size=16, num_pages=100))
     load = pb.Load(num_running=2, used_pages=5, cached_pages=7, num_preempted=1, step_ms=20, step_tokens=50)
-    metrics.record_output(pb.StepOutput(load=load), 2)
+    metrics.first_token(0.1, 0)
+    metrics.steps.concatenated.add(1, "backpressure")
+    metrics.record_output(pb.StepOutput(), 0)
+    metrics.record_output(pb.StepOutput(step=1, load=load, outputs=[pb.RequestOutput()]), 2)
     return metrics
 
 
@@ -82,6 +93,10 @@ def test_names_are_lorax_s_own() -> None:
     names = {name.split("{")[0] for name in found}
     assert names >= LORAX_COUNTERS
     assert names >= {f"{name}_{suffix}" for name in LORAX_HISTOGRAMS for suffix in ("bucket", "sum", "count")}
+    assert names >= {f"{name}_{suffix}" for name in LORAX_SUMMARIES for suffix in ("sum", "count")}
+    assert names >= LORAX_GAUGES
+    assert found['lorax_batch_inference_failure{method="prefill"}'] == 0
+    assert found['lorax_batch_concat{reason="backpressure"}'] == 1
     assert found["lorax_request_count"] == 2
     assert found['lorax_request_failure{err="validation"}'] == 1
     assert found['lorax_batch_inference_count{method="prefill"}'] == 1

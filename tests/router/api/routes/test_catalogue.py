@@ -10,6 +10,7 @@ import pytest
 
 from lorikeet.adapters.errors import AdapterInvalid
 from lorikeet.adapters.keys import sha256
+from lorikeet.proto import shard_pb2
 from tests.router.api.routes.test_adapters import body
 from tests.router.scripted_loader import digest_of, finds_all
 from tests.router.serving import CHAT_TEMPLATE, MODEL_ID, Serving, serving
@@ -305,3 +306,26 @@ async def test_the_queue_shares_by_weight(tmp_path: Path) -> None:
         counts = Counter(submit.adapter.id for submit in server.shard.submits[10:90])
         await asyncio.gather(*tasks)
         assert counts["v1"] / counts["v2"] == pytest.approx(3.0, abs=0.45)
+
+
+async def test_metrics_show_where_each_alias_is_and_its_requests(tmp_path: Path) -> None:
+    made(tmp_path, "v1")
+    path = write(tmp_path, "support: {id: v1, pin: true}\nother: {id: v2}")
+    async with serving(tmp_path, adapters=True, catalogue_path=path) as server:
+        await settled(server)
+        [(_, content)] = server.service.admission.loading.contents()
+        resident = shard_pb2.AdapterState.RESIDENT
+        server.shard.tell(shard_pb2.AdapterState(digest=content.digest, residency=resident))
+        await server.shard.until(lambda: server.service.admission.is_resident(content.digest))
+        server.says("abc", hangs=True)
+        async with server.client.stream("POST", "/generate_stream", json=body("/generate", "support")) as response:
+            await anext(response.aiter_lines())
+            lines = (await server.client.get("/metrics")).text.splitlines()
+        name = "lorikeet_adapter"
+        for line in (
+            f'{name}_resident{{adapter="support"}} 1.0',
+            f'{name}_resident{{adapter="other"}} 0.0',
+            f'{name}_running_requests{{adapter="support"}} 1.0',
+            f'{name}_waiting_requests{{adapter="support"}} 0.0',
+        ):
+            assert line in lines
