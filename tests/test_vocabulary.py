@@ -39,6 +39,7 @@ EXEMPT = (
     "demo/draft/",
     "demo/data/tasks/",
     "LICENSE",
+    "router/api/swagger/swagger-ui",
 )
 
 WORDS = {
