@@ -169,7 +169,7 @@ class Dispatcher:
         request, routing = generation.request, generation.routing
         weight = 1.0 if request.adapter is None else request.adapter.weight
         try:
-            self._queue.push(routing.flow, routing.number, len(request.prompt_ids), weight)
+            self._queue.push(routing.flow, routing.number, len(request.prompt_ids), weight, request.priority)
         except QueueFull:
             raise Overloaded(self._retry_after()) from None
         self._send_loop.schedule()

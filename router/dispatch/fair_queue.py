@@ -5,10 +5,13 @@ requests leaves the queue, and later for its output tokens; the sum divided by t
 flows that always have a request waiting.
 """
 
+import heapq
+import itertools
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 QUANTUM = 64
 """Tokens per round and unit of weight: about a short request, so that flows of short ones alternate within a second."""
@@ -19,17 +22,40 @@ class QueueFull(Exception):
     """The flow has reached its limit of waiting requests."""
 
 
+class _Place(NamedTuple):
+    """Of a waiting request in its flow; places compare by priority, then by arrival."""
+
+    priority: float
+    """Lower ones leave first."""
+    number: int
+    request_id: int
+    tokens: int
+    """Charged when it leaves the queue."""
+
+
 @dataclass(slots=True)
 class _Flow:
-    """The waiting requests of one key in order, and the tokens that it may spend (negative: its debt)."""
+    """The waiting requests of one key, and the tokens that it may spend (negative: its debt)."""
 
     key: str
     weight: float = 1.0
-    waiting: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """Request id → tokens charged when it leaves the queue."""
+    waiting: dict[int, _Place] = field(default_factory=dict)
+    """By request id."""
+    order: list[_Place] = field(default_factory=list)
+    """A heap of the same, and of requests that were removed."""
     deficit: float = 0.0
     idle_since: float = 0.0
     """The number of rounds when it became empty; an idle flow pays its debt as rounds pass."""
+
+    def add(self, place: _Place) -> None:
+        self.waiting[place.request_id] = place
+        heapq.heappush(self.order, place)
+
+    def first(self) -> _Place:
+        """The request that leaves next, where one waits."""
+        while self.waiting.get(self.order[0].request_id) is not self.order[0]:
+            heapq.heappop(self.order)
+        return self.order[0]
 
 
 class FairQueue:
@@ -43,6 +69,7 @@ class FairQueue:
         """Flows with waiting requests, the current one first."""
         self._key_of: dict[int, str] = {}
         self._rounds = 0.0
+        self._numbers = itertools.count(1)
         self._forget_at = _MANY_FLOWS
         """The number of flows at which idle ones are dropped."""
         self._fresh = True
@@ -55,10 +82,11 @@ class FairQueue:
         flow = self._flows.get(key)
         return 0 if flow is None else len(flow.waiting)
 
-    def push(self, key: str, request_id: int, tokens: int, weight: float = 1.0) -> None:
+    def push(self, key: str, request_id: int, tokens: int, weight: float = 1.0, priority: int = 0) -> None:
         """Queue a request that is charged `tokens` when it leaves. Raises QueueFull.
 
-        `weight` is the flow's share of the tokens relative to others; the last value applies.
+        Of one flow's requests those of the lowest `priority` leave first, in the order of their arrival. `weight` is
+        the flow's share of the tokens relative to others; the last value applies.
         """
         if not weight > 0:
             raise ValueError(f"a weight must be positive, got {weight}")
@@ -67,7 +95,7 @@ class FairQueue:
         if len(flow.waiting) >= self._max_waiting:
             raise QueueFull(key)
         self._activate(flow)
-        flow.waiting[request_id] = tokens
+        flow.add(_Place(priority, next(self._numbers), request_id, tokens))
         self._key_of[request_id] = key
 
     def requeue(self, key: str, request_id: int, tokens: int) -> None:
@@ -78,8 +106,7 @@ class FairQueue:
         flow = self._flow(key)
         self._activate(flow)
         flow.deficit += tokens
-        flow.waiting[request_id] = tokens
-        flow.waiting.move_to_end(request_id, last=False)
+        flow.add(_Place(-math.inf, -next(self._numbers), request_id, tokens))
         self._key_of[request_id] = key
 
     def pop(self, fits: Callable[[int], bool]) -> int | None:
@@ -87,10 +114,12 @@ class FairQueue:
         flow = self._next_flow()
         if flow is None:
             return None
-        request_id = next(iter(flow.waiting))
+        first = flow.first()
+        request_id = first.request_id
         if not fits(request_id):
             return None
-        flow.deficit -= flow.waiting.pop(request_id)
+        del flow.waiting[request_id]
+        flow.deficit -= first.tokens
         del self._key_of[request_id]
         if not flow.waiting:
             self._deactivate(flow)
@@ -128,6 +157,7 @@ class FairQueue:
 
     def _deactivate(self, flow: _Flow) -> None:
         """An empty flow leaves the round; it keeps its debt but no credit."""
+        flow.order.clear()
         if self._turns and self._turns[0] is flow:
             self._turns.popleft()
             self._fresh = True
@@ -141,7 +171,7 @@ class FairQueue:
         visits = 0
         while self._turns:
             flow = self._turns[0]
-            cost = next(iter(flow.waiting.values()))
+            cost = flow.first().tokens
             if self._fresh:
                 flow.deficit += self._quantum * flow.weight
                 self._fresh = False
@@ -159,8 +189,7 @@ class FairQueue:
     def _skip_rounds(self) -> None:
         """No flow can pay: give each one the quanta of all rounds but the last until the first of them can."""
         short = [
-            math.ceil((next(iter(flow.waiting.values())) - flow.deficit) / (self._quantum * flow.weight))
-            for flow in self._turns
+            math.ceil((flow.first().tokens - flow.deficit) / (self._quantum * flow.weight)) for flow in self._turns
         ]
         rounds = max(0, min(short) - 1)
         for flow in self._turns:

@@ -86,6 +86,8 @@ class GenerationRequest:
     raw_logprobs: bool = False
     """Log probabilities of the model's own logits (OpenAI) instead of the distribution sampled from (LoRAX)."""
     request_id: str = ""
+    priority: int = 0
+    """Of the waiting requests of one flow, lower ones are sent first."""
     cache_salt: str = ""
     adapter: Adapter | None = None
     """None for the base model."""

@@ -199,7 +199,7 @@ ROWS: tuple[Row, ...] = (
     *_applied(OPENAI, "user", note="always gets the same version of a roll-out"),
     *_applied(OPENAI, "request_id", note="the end of the answer's `id`, and `x-request-id` without that header"),
     *_ignored(NATIVE, "user", "request_id"),
-    *_rejected(ALL, "priority", neutral=(0,), note="is not supported by this server, which serves adapters in turn"),
+    *_applied(ALL, "priority", note="default 0; of one adapter's waiting requests lower ones are served first"),
     *_rejected(OPENAI, "extra_body", "parameters", neutral=({},), note="is no field: put its fields at the top level"),
     *_rejected(OPENAI, "sampling_params", neutral=({},), note="is no field: put its fields at the top level"),
     *_ignored(

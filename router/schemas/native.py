@@ -47,6 +47,7 @@ class NativeParameters:
     stop: list[str] = _read_by(Fields.texts)
     seed: int | None = _read_by(Fields.integer, "u64")
     truncate: int | None = _read_by(Fields.integer, "usize")
+    priority: int | None = _read_by(Fields.integer, "i32")
     do_sample: bool = _read_by(Fields.flag)
     ignore_eos_token: bool = _read_by(Fields.flag)
     return_full_text: bool = _read_by(Fields.flag)

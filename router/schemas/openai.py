@@ -42,6 +42,7 @@ class CommonFields:
     speculation: SpeculationFields
     request_id: str | None
     """The client's name for the request."""
+    priority: int
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         receipt=fields.flag("receipt"),
         speculation=speculation,
         request_id=request_id,
+        priority=fields.integer("priority", "i32") or 0,
     )
 
 

@@ -73,6 +73,9 @@ class _Speculative(BaseModel):
         "requests with a `seed` always use shared-noise",
     )
     speculative_verify: str | None = Field(None, deprecated=True, description="Use `speculative_verification`")
+    priority: int | None = Field(
+        0, ge=-(2**31), lt=2**31, description="Of one adapter's waiting requests, lower ones are served first"
+    )
     heads_id: str | None = Field(None, description="An adapter whose Medusa heads are used; named like `adapter_id`")
 
 

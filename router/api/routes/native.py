@@ -175,6 +175,7 @@ class NativeRoutes:
             num_alternatives=parameters.return_k_alternatives or 0,
             prefill_logprobs=parameters.decoder_input_details,
             request_id=request_id,
+            priority=parameters.priority or 0,
             receipt=parameters.receipt,
         )
 

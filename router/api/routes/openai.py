@@ -164,6 +164,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             num_prefill_alternatives=count if wanted.echo else 0,
             raw_logprobs=True,
             adapter=adapter,
+            priority=common.priority,
             cache_salt=caller.cache_salt,
             speculation=speculation,
             heads=await self._service.heads(caller, common.heads, speculation),

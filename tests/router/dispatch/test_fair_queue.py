@@ -1,5 +1,9 @@
-"""The fair queue: no request is lost or starved, shares follow the weights, and each flow is first in, first out."""
+"""The fair queue: no request is lost or starved, shares follow the weights, and each flow is in the order of
+priorities, then of arrival.
+"""
 
+import math
+from bisect import bisect_right
 from collections import defaultdict
 
 import pytest
@@ -31,18 +35,21 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = FairQueue(max_waiting=6, quantum=QUANTUM)
         self.weights: dict[str, float] = {}
         self.waiting: dict[str, list[int]] = defaultdict(list)
+        self.priorities: dict[int, float] = {}
         self.left: dict[int, str] = {}
         self.next_id = 0
 
-    @rule(key=st.sampled_from(KEYS), tokens=st.integers(0, 100))
-    def push(self, key: str, tokens: int) -> None:
+    @rule(key=st.sampled_from(KEYS), tokens=st.integers(0, 100), priority=st.integers(-1, 1))
+    def push(self, key: str, tokens: int, priority: int) -> None:
         self.next_id += 1
         if len(self.waiting[key]) >= 6:
             with pytest.raises(QueueFull):
                 self.queue.push(key, self.next_id, tokens)
             return
-        self.queue.push(key, self.next_id, tokens, self.weights.get(key, 1.0))
-        self.waiting[key].append(self.next_id)
+        self.queue.push(key, self.next_id, tokens, self.weights.get(key, 1.0), priority)
+        self.priorities[self.next_id] = priority
+        place = bisect_right(self.waiting[key], priority, key=self.priorities.__getitem__)
+        self.waiting[key].insert(place, self.next_id)
 
     @rule()
     def pop(self) -> None:
@@ -62,6 +69,7 @@ class QueueMachine(RuleBasedStateMachine):
         key = self.left.pop(request_id)
         self.queue.requeue(key, request_id, tokens)
         self.waiting[key].insert(0, request_id)
+        self.priorities[request_id] = -math.inf
 
     @rule()
     def pop_without_room(self) -> None:

@@ -85,7 +85,7 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "min_p": (0.5, A, A, A, (0,)),
     "min_tokens": (2, R, R, R, (0,)),
     "mm_processor_kwargs": ({}, I, I, I, ()),
-    "priority": (1, R, R, R, (0,)),
+    "priority": (-1, A, A, A, (0,)),
     "prompt_embeds": ("x", R, R, R, ()),
     "prompt_logprobs": (1, R, R, R, ()),
     "repetition_detection": ({}, R, R, R, ()),

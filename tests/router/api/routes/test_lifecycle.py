@@ -461,3 +461,22 @@ async def test_requests_with_an_origin_get_the_same_answers(server: Serving) -> 
             assert set(short.headers) <= set(long.headers)
             if path == "/generate_stream" or short.status_code >= 400:
                 assert long.text == short.text
+
+
+async def test_requests_of_lower_priority_value_are_sent_first(tmp_path: Path, anyio_backend: str) -> None:
+    async with serving(tmp_path) as server:
+        for path, body in (("/generate", {"inputs": "Hi"}), ("/v1/chat/completions", CHAT)):
+            server.shard.submits.clear()
+            server.shard.credit_requests = 1
+            server.says("x", hangs=True)
+            tasks = [asyncio.create_task(server.client.post(path, json=body))]
+            await server.shard.until(lambda: server.shard.num_running == 1)
+            server.says("x")
+            for seed, priority in enumerate([5, None, -5, 5, -5]):
+                fields = {"priority": priority, "seed": seed}
+                sent = {**body, "parameters": fields} if path == "/generate" else {**body, **fields}
+                tasks.append(asyncio.create_task(server.client.post(path, json=sent)))
+                await server.shard.until(lambda: server.dispatcher.num_active == len(tasks))  # noqa: B023
+            tasks[0].cancel()
+            assert {task.status_code for task in await asyncio.gather(*tasks[1:])} == {200}
+            assert [submit.seed for submit in server.shard.submits[1:]] == [2, 4, 1, 0, 3]
