@@ -20,6 +20,9 @@ from lorikeet.router.http.exchange import Exchange
 
 LINGER_S = 2.0
 """How long input is discarded before a connection closes: closing on unread bytes resets it, and the answer is lost."""
+DISCARD_PAUSE_S = 0.05
+DISCARD_SLOWLY_BYTES = 16 * 1024
+"""Read at once; after that much at once there is a pause."""
 DISCARD_S = 30.0
 DISCARD_BYTES = 64 * 1024 * 1024
 """Of the rest of a body that is not read; the connection closes earlier where nothing arrives for LINGER_S."""
@@ -109,7 +112,7 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         if self._ignores_input:
-            self._num_discarded += len(data)
+            self._discard(len(data))
             return
         self._num_pending += len(data)
         try:
@@ -124,6 +127,13 @@ class Protocol(HttpToolsProtocol):
             self._refuse_head()
         elif self._reads_head and self._num_pending and self._timer is None:
             self._expect_head()
+
+    def _discard(self, num_bytes: int) -> None:
+        """Read on after a pause: a client that floods the connection takes little of the event loop."""
+        self._num_discarded += num_bytes
+        if num_bytes >= DISCARD_SLOWLY_BYTES:
+            self.flow.pause_reading()
+            self.loop.call_later(DISCARD_PAUSE_S, self.flow.resume_reading)
 
     def _expect_head(self) -> None:
         self._timer = self.loop.call_later(self._shared.header_timeout_s, self._head_overdue)
