@@ -48,6 +48,8 @@ class RouterConfig(ConfigFile):
     """File that exists while another router serves on the socket: this one listens only once it is ready."""
     max_concurrent_requests: int = 1024
     """Queued and running; above it 429."""
+    max_sequences_share: float = 0.125
+    """Of `max_concurrent_requests`: the most sequences of one request."""
     max_best_of: int = 2
     max_stop_sequences: int = 4
     max_input_length: int = 4095
@@ -122,6 +124,11 @@ class RouterConfig(ConfigFile):
     """The router exits when this process does."""
     effective_configuration: dict[str, Any] | None = None
     """Every launcher flag with its effective value, for `/info`."""
+
+    @property
+    def max_sequences(self) -> int:
+        """Of one request: prompts times choices."""
+        return max(self.max_best_of, int(self.max_sequences_share * self.max_concurrent_requests))
 
     @property
     def most_queued_per_adapter(self) -> int:

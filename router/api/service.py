@@ -136,9 +136,9 @@ class Service:
         self.dispatcher.check_room(self.tokenizer.pool.num_pending)
 
     def check_ids(self, ids: list[int], field: str) -> None:
-        """Raises ValidationError where one of a prompt's ids is not in the vocabulary."""
+        """Raises ValidationError where one of the ids is not in the vocabulary."""
         info = self.dispatcher.info
-        if info is not None and max(ids) >= info.vocab_size:
+        if info is not None and max(ids, default=0) >= info.vocab_size:
             raise ValidationError(f"`{field}` has a token id that is not below {info.vocab_size}", field)
 
     def validated(self, timing: Timing) -> None:

@@ -25,7 +25,7 @@ from lorikeet.router.errors import DeadlineExceeded, NoShard, Overloaded, QueueT
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import GenerationRequest
-from lorikeet.router.shards.codec import submit_message
+from lorikeet.router.shards.codec import check_size, submit_message
 from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.shards.discovery import Members
 from lorikeet.router.shards.placement import Choice, Placement
@@ -136,6 +136,7 @@ class Dispatcher:
         DeadlineExceeded.
         """
         self.check_room()
+        check_size(request, self.info.vocab_size if self.info is not None else 1 << 31)
         if deadline is not None and deadline <= time.monotonic():
             raise DeadlineExceeded
         generation = Generation(next(self._numbers), request, self._tokenizer, self)

@@ -15,6 +15,13 @@ class FinishReason(Enum):
     STOP_SEQUENCE = "stop_sequence"
 
 
+MAX_ALTERNATIVES = 256
+"""Most alternatives per token that a shard returns."""
+MAX_PENALTY = 1e10
+"""Of repetition; further from 1, logits overflow."""
+PENALTY_RULE = f">= {1 / MAX_PENALTY:g} and <= {MAX_PENALTY:g}"
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are sampled; the fields of the wire's Sampling message."""

@@ -11,12 +11,13 @@ from typing import Any
 
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.requests.types import Sampling
+from lorikeet.router.requests.types import MAX_ALTERNATIVES, MAX_PENALTY, PENALTY_RULE, Sampling
 from lorikeet.router.schemas.adapters import AdapterFields, merge_child, read_merge
 from lorikeet.router.schemas.field_table import Route, Row, misplaced, rejected
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.speculation import SpeculationFields, read_speculation
 from lorikeet.router.text.length import TokenLength
+from lorikeet.router.text.stop import check_stops
 
 
 def _read_by(method: Callable[..., Any], *arguments: str, show: bool = True) -> Any:
@@ -181,7 +182,9 @@ _SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("min_p", lambda value: 0.0 <= value <= 1.0, ">= 0.0 and <= 1.0"),
     ("typical_p", lambda value: 0.0 < value < 1.0, "> 0.0 and < 1.0"),
     ("top_k", lambda value: value > 0, "strictly positive"),
+    ("repetition_penalty", lambda value: 1 / MAX_PENALTY <= value <= MAX_PENALTY, PENALTY_RULE),
     ("return_k_alternatives", lambda value: value > 0, "strictly positive"),
+    ("return_k_alternatives", lambda value: value <= MAX_ALTERNATIVES, f"<= {MAX_ALTERNATIVES}"),
 )
 
 
@@ -189,11 +192,7 @@ def _check_counts(request: NativeRequest, config: RouterConfig) -> None:
     parameters = request.parameters
     if parameters.max_new_tokens == 0:
         raise ValidationError("`max_new_tokens` must be strictly positive", "max_new_tokens")
-    num_stops = len(parameters.stop)
-    if num_stops > config.max_stop_sequences:
-        raise ValidationError(
-            f"`stop` supports up to {config.max_stop_sequences} stop sequences. Given: {num_stops}", "stop"
-        )
+    check_stops(parameters.stop, config.max_stop_sequences)
     if not request.inputs and request.input_ids is None:
         raise ValidationError("`inputs` cannot be empty", "inputs")
     if parameters.return_full_text and request.input_ids is not None:

@@ -9,17 +9,19 @@ from typing import Any
 
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.requests.types import Sampling
+from lorikeet.router.requests.types import MAX_PENALTY, PENALTY_RULE, Sampling
 from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, merge_child, read_merge
 from lorikeet.router.schemas.field_table import Route, check_unread
 from lorikeet.router.schemas.fields import Fields, are_token_ids
 from lorikeet.router.schemas.messages import Conversation, read_conversation
 from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
 from lorikeet.router.text.length import TokenLength
+from lorikeet.router.text.stop import check_stops
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_STOPS = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -173,10 +175,7 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
     if num_choices is not None and not 1 <= num_choices <= MAX_CHOICES:
         raise ValidationError(f"`n` must be >= 1 and <= {MAX_CHOICES}. Given: {num_choices}", "n")
     stop = tuple(fields.text_or_texts("stop"))
-    if len(stop) > config.max_stop_sequences:
-        raise ValidationError(
-            f"`stop` supports up to {config.max_stop_sequences} stop sequences. Given: {len(stop)}", "stop"
-        )
+    check_stops(stop, MAX_STOPS)
     if "" in stop:
         raise ValidationError("`stop` must not contain an empty string", "stop")
     speculation = replace(read_speculation(fields), prediction=read_prediction(fields))
@@ -227,6 +226,8 @@ def _sampling(fields: Fields) -> Sampling:
         raise ValidationError("`typical_p` must be > 0.0 and <= 1.0", "typical_p")
     if repetition_penalty is not None and repetition_penalty <= 0.0:
         raise ValidationError("`repetition_penalty` must be strictly positive", "repetition_penalty")
+    if repetition_penalty is not None and not 1 / MAX_PENALTY <= repetition_penalty <= MAX_PENALTY:
+        raise ValidationError(f"`repetition_penalty` must be {PENALTY_RULE}", "repetition_penalty")
     top_k = fields.integer("top_k", "i32")
     if top_k is not None and top_k < -1:
         raise ValidationError("`top_k` must be strictly positive, or 0 or -1 for none", "top_k")
@@ -293,10 +294,8 @@ def _best_of(fields: Fields, common: CommonFields, config: RouterConfig) -> int:
 
 
 def _check_num_sequences(num_sequences: int, config: RouterConfig) -> None:
-    if num_sequences > config.max_concurrent_requests:
-        raise ValidationError(
-            f"prompts times choices must be <= {config.max_concurrent_requests}. Given: {num_sequences}", "n"
-        )
+    if num_sequences > config.max_sequences:
+        raise ValidationError(f"prompts times choices must be <= {config.max_sequences}. Given: {num_sequences}", "n")
 
 
 def _prompts(value: Any, config: RouterConfig) -> list[str | list[int]]:

@@ -4,10 +4,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.errors import ValidationError
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import Speculation
+from lorikeet.router.requests.types import GenerationRequest, Speculation
 
+MAX_SUBMIT_BYTES = 4 << 20
+"""The limit of a shard on one message."""
+_OTHER_BYTES = 64 << 10
+"""Enough for all fields of a Submit but token ids, biases and the salt."""
 _SAMPLING = [name for name in pb.Sampling.DESCRIPTOR.fields_by_name if not name.startswith("bias_")]
 _SPECULATION = list(pb.Speculation.DESCRIPTOR.fields_by_name)
 
@@ -16,6 +21,22 @@ def adapter_pin(adapter: Adapter, digest: str) -> pb.AdapterPin:
     """The shard identifies the adapter by its digest; the other fields are for logs."""
     ids = ",".join(pin.id for pin in adapter.pins)
     return pb.AdapterPin(source=adapter.source, id=ids, revision=adapter.revision, digest=digest)
+
+
+def check_size(request: GenerationRequest, vocab_size: int) -> None:
+    """Raises ValidationError where the Submit message of a request could become larger than a shard accepts.
+
+    After the loss of a shard it contains the output so far.
+    """
+    bytes_per_id = -(-max(vocab_size - 1, 1).bit_length() // 7)
+    num_ids = len(request.prompt_ids) + request.max_new_tokens + len(request.speculation.prediction_ids)
+    most = (MAX_SUBMIT_BYTES - _OTHER_BYTES - len(request.cache_salt.encode())) // bytes_per_id
+    most -= 10 * len(request.sampling.logit_bias)
+    if num_ids > most:
+        raise ValidationError(
+            f"prompt, output and `prediction` may have {most} tokens together, which is what fits a message to a "
+            f"shard. Given: {num_ids}"
+        )
 
 
 def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms: int = 0) -> pb.Submit:

@@ -1,9 +1,61 @@
 """Stop strings in a growing text: finds the first complete one, and withholds text that may become one.
 
-The result does not depend on how the text is divided into tokens and chunks.
+The result does not depend on how the text is divided into tokens and chunks. The time per character does not depend on
+the length of the stop strings (Knuth, Morris and Pratt's algorithm).
 """
 
 from collections.abc import Sequence
+
+from lorikeet.router.errors import ValidationError
+
+MAX_STOP_BYTES = 1 << 10
+MAX_STOPS_BYTES = 8 << 10
+
+
+def check_stops(stops: Sequence[str], most: int) -> None:
+    """Raises ValidationError for more than `most` stop strings, and for too long ones."""
+    if len(stops) > most:
+        raise ValidationError(f"`stop` supports up to {most} stop sequences. Given: {len(stops)}", "stop")
+    sizes = [len(stop) if len(stop) > MAX_STOP_BYTES else len(stop.encode()) for stop in stops]
+    if max(sizes, default=0) > MAX_STOP_BYTES:
+        raise ValidationError(f"a stop sequence of `stop` may have {MAX_STOP_BYTES} bytes", "stop")
+    if sum(sizes) > MAX_STOPS_BYTES:
+        raise ValidationError(f"the stop sequences of `stop` may have {MAX_STOPS_BYTES} bytes together", "stop")
+
+
+class _Stop:
+    """One stop string and how much of it the text ends with."""
+
+    __slots__ = ("_borders", "num_matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._borders = [0] * len(text)
+        """Length of the longest beginning of the text, shorter than `text[: index + 1]`, with which that ends."""
+        length = 0
+        for index in range(1, len(text)):
+            length = self._borders[index] = self._extended(length, text[index])
+
+    def push(self, data: str) -> int | None:
+        """The number of characters of `data` up to the end of a match; None without one."""
+        index = 0
+        while index < len(data):
+            if self.num_matched == 0:
+                index = data.find(self.text[0], index)
+                if index < 0:
+                    return None
+            self.num_matched = self._extended(self.num_matched, data[index])
+            index += 1
+            if self.num_matched == len(self.text):
+                return index
+        return None
+
+    def _extended(self, length: int, char: str) -> int:
+        """`num_matched` after one more character, where it was `length` before."""
+        while length and self.text[length] != char:
+            length = self._borders[length - 1]
+        return length + (self.text[length] == char)
 
 
 class StopMatcher:
@@ -12,7 +64,7 @@ class StopMatcher:
     __slots__ = ("_held", "_include", "_stops", "matched", "num_beyond")
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
-        self._stops = [stop for stop in stops if stop]
+        self._stops = [_Stop(stop) for stop in dict.fromkeys(stops) if stop]
         self._include = include
         self._held = ""
         self.matched: str | None = None
@@ -22,40 +74,23 @@ class StopMatcher:
 
     def push(self, text: str) -> str:
         """Add text; returns what may be shown now. Once `matched`, the text is complete."""
-        previous = len(self._held)
-        data = self._held + text
-        found = self._first(data)
-        if found is not None:
-            start, end = found
-            self.matched = data[start:end]
-            self.num_beyond = len(data) - end
+        ends = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.push(text)) is not None]
+        if ends:
+            # The match that ends first; among those that end together, the one that starts first.
+            end, _, self.matched = min(ends)
+            self.num_beyond = len(text) - end
+            shown = self._held + text[:end]
             self._held = ""
             # Withheld text was not shown yet, except with `include`, which withholds nothing.
-            return data[previous if self._include else 0 : end if self._include else start]
-        keep = self._open_length(data)
+            return text[:end] if self._include else shown[: len(shown) - len(self.matched)]
+        if self._include:
+            return text
+        data = self._held + text
+        keep = max((stop.num_matched for stop in self._stops), default=0)
         self._held = data[len(data) - keep :]
-        return text if self._include else data[: len(data) - keep]
+        return data[: len(data) - keep]
 
     def flush(self) -> str:
         """The withheld text, at the end of the generation."""
         held, self._held = self._held, ""
-        return "" if self._include else held
-
-    def _first(self, data: str) -> tuple[int, int] | None:
-        """The match that ends first; among those that end together, the one that starts first."""
-        best: tuple[int, int] | None = None
-        for stop in self._stops:
-            start = data.find(stop)
-            if start >= 0 and (best is None or (start + len(stop), start) < (best[1], best[0])):
-                best = (start, start + len(stop))
-        return best
-
-    def _open_length(self, data: str) -> int:
-        """Length of the longest end of `data` with which a stop string could begin."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(data)), longest, -1):
-                if data.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        return held

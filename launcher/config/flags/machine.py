@@ -26,6 +26,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             minimum=1,
         ),
         Flag(
+            "max-sequences-share",
+            "share of max-concurrent-requests that one request may take with its prompts and choices (`n`); at least"
+            " max-best-of sequences", NUMBER, 0.125, ROUTER, minimum=0, maximum=1, new=True,
+        ),
+        Flag(
             "max-batch-prefill-tokens", "maximum number of prompt tokens per step", INTEGER, to=SHARD,
             field_name="step_tokens", default_text="max-input-length + 50", minimum=1,
             differs="a budget per step: smaller values reduce the latency of running requests",

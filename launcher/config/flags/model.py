@@ -60,7 +60,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             new=True,
         ),
         Flag("max-best-of", "maximum `best_of`", INTEGER, 2, ROUTER, minimum=1),
-        Flag("max-stop-sequences", "maximum number of stop sequences", INTEGER, 4, ROUTER, minimum=0),
+        Flag(
+            "max-stop-sequences", "maximum number of stop sequences on LoRAX's routes; OpenAI's take 64", INTEGER, 4,
+            ROUTER, minimum=0,
+        ),
         Flag(
             "unknown-fields",
             "what LoRAX's routes do with a field that LoRAX does not have and that would change the text: `reject` it,"

@@ -86,6 +86,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         wanted = self._read(service.openai_defaults(await service.body(request)))
         stream = wanted.common.stream
         service.check_room()
+        service.check_ids([token_id for token_id, _ in wanted.common.sampling.logit_bias], "logit_bias")
         async with ClientWatch(request.receive):
             caller = self._named(request, wanted.common)
             prompts, adapter = await self._prompts(wanted, caller)

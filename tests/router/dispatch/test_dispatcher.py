@@ -14,9 +14,17 @@ import pytest
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
-from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoShard, Overloaded, QueueTimeout, ShuttingDown
+from lorikeet.router.errors import (
+    DeadlineExceeded,
+    GenerationFailed,
+    NoShard,
+    Overloaded,
+    QueueTimeout,
+    ShuttingDown,
+    ValidationError,
+)
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import FinishReason, GenerationRequest, Sampling
+from lorikeet.router.requests.types import FinishReason, GenerationRequest, Sampling, Speculation
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel, SimulatedShard
@@ -352,3 +360,21 @@ async def test_an_earlier_send_time_replaces_a_later_one(tmp_path: Path) -> None
         assert late is not None and late.cancelled()
         await here.until(lambda: send_loop._timer is None)
         assert time.monotonic() - now < 30
+
+
+async def test_a_message_never_exceeds_the_shard_s_limit(tmp_path: Path) -> None:
+    """The largest accepted request arrives; one more token is rejected, and the stream stays."""
+    async with stage(tmp_path) as here:
+        other = here.dispatcher.submit(request(200))
+        with pytest.raises(ValidationError, match="fits a message") as caught:
+            here.dispatcher.submit(request(1, 4 << 20))
+        most = int(str(caught.value).split(" tokens together")[0].rpartition(" ")[2])
+        speculation = Speculation("lookup", 2, prediction_ids=(8191,) * (most // 2))
+        fields: dict[str, Any] = {"max_new_tokens": 1, "seed": 1, "speculation": speculation}
+        ids = [8191] * (most - most // 2)
+        with pytest.raises(ValidationError):
+            here.dispatcher.submit(GenerationRequest(prompt_ids=ids, **fields))
+        largest = here.dispatcher.submit(GenerationRequest(prompt_ids=ids[1:], **fields))
+        assert len(await ids_of(largest)) == 1
+        assert len(await ids_of(other)) == 200
+        assert max(command.ByteSize() for command in here.commands) > 3 << 20

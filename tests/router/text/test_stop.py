@@ -1,9 +1,13 @@
 """Stop strings are found at any position, and no part of one is shown too early."""
 
+import time
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.router.text.stop import StopMatcher
+from lorikeet.router.errors import ValidationError
+from lorikeet.router.text.stop import StopMatcher, check_stops
 
 
 def run(stops: list[str], include: bool, texts: list[str]) -> tuple[list[str], str | None]:
@@ -72,3 +76,20 @@ def test_included_stop_strings_are_never_withheld() -> None:
 
 def test_withheld_text_is_flushed() -> None:
     assert run(["<end>"], False, ["a<en"]) == (["a", "<en"], None)
+
+
+def test_long_stop_strings_cost_as_little_as_short_ones() -> None:
+    stops = ["a" * 1023 + end for end in "bcdefgh"]
+    matcher = StopMatcher(stops, include=False)
+    started = time.process_time()
+    for _ in range(2000):
+        matcher.push("aaaa")
+    assert time.process_time() - started < 2
+    assert matcher.flush() == "a" * 1023
+
+
+def test_bounds() -> None:
+    check_stops(["é" * 512] * 8, 8)
+    for stops in (["x"] * 9, ["é" * 513], ["x" * 1025], ["x" * 1000] * 8 + ["y" * 200]):
+        with pytest.raises(ValidationError, match="stop sequence"):
+            check_stops(stops, 8 if len(stops) == 9 and stops[0] == "x" else 64)

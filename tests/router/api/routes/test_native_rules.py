@@ -28,6 +28,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "`temperature` must be non-negative"),
     ({"repetition_penalty": 0}, "`repetition_penalty` must be strictly positive"),
     ({"repetition_penalty": -1.0}, "`repetition_penalty` must be strictly positive"),
+    ({"repetition_penalty": 1e-30}, "`repetition_penalty` must be >= 1e-10 and <= 1e+10"),
     ({"frequency_penalty": 2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
     ({"frequency_penalty": -2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
     ({"presence_penalty": 2.1}, "`presence_penalty` must be >= -2.0 and <= 2.0"),
@@ -39,8 +40,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 0}, "`top_k` must be strictly positive"),
     ({"top_k": -1}, "`top_k` must be strictly positive"),
     ({"return_k_alternatives": 0}, "`return_k_alternatives` must be strictly positive"),
+    ({"return_k_alternatives": 257}, "`return_k_alternatives` must be <= 256"),
     ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
     ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
+    ({"stop": ["x" * 1025]}, "a stop sequence of `stop` may have 1024 bytes"),
     ({"truncate": 0}, "`truncate` must be strictly positive and less than 2047. Given: 0"),
     ({"truncate": 2048}, "`truncate` must be strictly positive and less than 2047. Given: 2048"),
     (
@@ -86,7 +89,7 @@ async def test_prompt_details_are_not_streamed(server: Serving) -> None:
 
 async def test_the_first_broken_rule_is_reported(server: Serving) -> None:
     """Of two broken rules with different fields, the earlier one is reported."""
-    ordered = [(fields, text) for fields, text in RULES[:26] if "merged_adapters" not in fields]
+    ordered = [(fields, text) for fields, text in RULES[:29] if "merged_adapters" not in fields]
     for (first, text), (second, _) in itertools.pairwise(ordered):
         if not first.keys() & second.keys() and "seed" not in second:
             body = {"inputs": "Hi", "parameters": {**second, **first}}
