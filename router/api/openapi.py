@@ -1,4 +1,4 @@
-"""The OpenAPI document, from one table of routes and the models in `router/schemas/openapi_models.py`."""
+"""The OpenAPI document, from one table of routes and the models in `router/schemas/openapi_*.py`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from lorikeet.router.schemas import openapi_adapters as adapter_models
 from lorikeet.router.schemas import openapi_models as models
 
 
@@ -36,17 +37,17 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "OpenAI's completions", models.CompletionRequest, models.CompletionResponse),
     Operation("post", "/v1/chat/completions", "OpenAI's chat completions",
               models.ChatCompletionRequest, models.ChatCompletionResponse),
-    Operation("get", "/v1/models", "The base model and the operator's adapters", response=models.ModelList),
-    Operation("get", "/v1/models/{model_id}", "One of them", response=models.Model),
-    Operation("get", "/admin/adapters", "Named adapters and loaded contents", response=models.AdapterList),
-    Operation("post", "/admin/adapters/load", "Load an adapter before it is requested", models.AdapterName),
-    Operation("post", "/admin/adapters/pin", "Load an adapter and keep it loaded", models.AdapterName),
-    Operation("post", "/admin/adapters/unpin", "Allow the eviction of an adapter", models.AdapterName),
-    Operation("post", "/admin/adapters/unload", "Free an adapter's memory", models.AdapterUnload),
-    Operation("post", "/admin/adapters/refresh", "Query the sources again", models.AdapterRefresh),
-    Operation("post", "/admin/catalogue/reload", "Reload the operator's files", response=models.Reloaded),
-    Operation("post", "/v1/load_lora_adapter", "Name an adapter, as in vLLM", models.LoadLora),
-    Operation("post", "/v1/unload_lora_adapter", "Remove a name, as in vLLM", models.UnloadLora),
+    Operation("get", "/v1/models", "The base model and the operator's adapters", response=adapter_models.ModelList),
+    Operation("get", "/v1/models/{model_id}", "One of them", response=adapter_models.Model),
+    Operation("get", "/admin/adapters", "Named adapters and loaded contents", response=adapter_models.AdapterList),
+    Operation("post", "/admin/adapters/load", "Load an adapter before it is requested", adapter_models.AdapterName),
+    Operation("post", "/admin/adapters/pin", "Load an adapter and keep it loaded", adapter_models.AdapterName),
+    Operation("post", "/admin/adapters/unpin", "Allow the eviction of an adapter", adapter_models.AdapterName),
+    Operation("post", "/admin/adapters/unload", "Free an adapter's memory", adapter_models.AdapterUnload),
+    Operation("post", "/admin/adapters/refresh", "Query the sources again", adapter_models.AdapterRefresh),
+    Operation("post", "/admin/catalogue/reload", "Reload the operator's files", response=adapter_models.Reloaded),
+    Operation("post", "/v1/load_lora_adapter", "Name an adapter, as in vLLM", adapter_models.LoadLora),
+    Operation("post", "/v1/unload_lora_adapter", "Remove a name, as in vLLM", adapter_models.UnloadLora),
     Operation("get", "/", "Liveness: whether shards answer"),
     Operation("get", "/health", "Liveness: whether shards answer"),
     Operation("get", "/ping", "Liveness, for SageMaker"),

@@ -7,41 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-FinishReason = Literal["length", "eos_token", "stop_sequence"]
+from lorikeet.router.schemas.openapi_receipts import FinishReason, Receipt
+
 AdapterSource = Literal["hub", "local", "s3"]
-
-
-class ReceiptTokens(BaseModel):
-    num_tokens: int
-    sha256: str = Field(description="Of the ids as little-endian 32-bit integers")
-    token_ids: list[int] | None = Field(None, description="In answers; not in the operator's file")
-
-
-class ReceiptOutput(ReceiptTokens):
-    finish_reason: FinishReason
-
-
-class Receipt(BaseModel):
-    """What is needed to reproduce a text; see docs/receipts.md."""
-
-    receipt: Literal[1] = Field(description="Version of the format")
-    created: int
-    request_id: str
-    version: str
-    model_id: str
-    base_digest: str = Field(description="Of the files of configuration and weights")
-    tokenizer_digest: str
-    dtype: str
-    quantization: str | None = Field(description="Quantization of the base, as in `--quantize`")
-    num_ranks: int = Field(description="Tensor-parallel ranks, each of which rounds its own sums")
-    kv_cache_dtype: str | None = Field(description="Null for the dtype of the model")
-    device: str
-    max_total_tokens: int
-    adapter: dict[str, Any] | None = Field(description="Named as in requests, with the digest of its content")
-    speculation: dict[str, Any]
-    parameters: dict[str, Any] = Field(description="Seed, length, stop strings and all sampling parameters")
-    prompt: ReceiptTokens
-    output: ReceiptOutput
 
 
 class MergedAdapters(BaseModel):
@@ -348,54 +316,3 @@ class ChatChoice(BaseModel):
 class ChatCompletionResponse(_OpenAIResponse):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-
-
-class Model(BaseModel):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-    root: str | None = Field(None, description="Of an adapter: its id at its source")
-    parent: str | None = Field(None, description="Of an adapter: the base model")
-    adapter_source: str | None = None
-    problem: str | None = Field(None, description="Why a listed adapter is not served")
-
-
-class AdapterName(BaseModel):
-    adapter_id: str
-    adapter_source: AdapterSource | None = None
-
-
-class AdapterUnload(AdapterName):
-    disk: bool | None = Field(False, description="Also deletes its file in the store")
-
-
-class AdapterRefresh(BaseModel):
-    adapter_id: str | None = Field(None, description="Default: all")
-    adapter_source: AdapterSource | None = None
-
-
-class LoadLora(BaseModel):
-    lora_name: str
-    lora_path: str
-    load_inplace: bool | None = False
-
-
-class UnloadLora(BaseModel):
-    lora_name: str
-
-
-class AdapterList(BaseModel):
-    named: list[dict[str, Any]]
-    loaded: list[dict[str, Any]]
-
-
-class Reloaded(BaseModel):
-    num_entries: int
-    num_changed: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"]
-    data: list[Model]
