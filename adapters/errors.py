@@ -62,7 +62,15 @@ class LoaderFailed(AdapterError):
     status = 500
 
 
-KINDS = {"AdapterError": AdapterError} | {kind.__name__: kind for kind in AdapterError.__subclasses__()}
+class StoreFull(LoaderFailed):
+    """There is no room for it on disk now."""
+
+    status = 503
+    retry_after = 5.0
+
+
+_ALL: tuple[type[AdapterError], ...] = (AdapterError, *AdapterError.__subclasses__(), StoreFull)
+KINDS = {kind.__name__: kind for kind in _ALL}
 
 
 def from_dict(values: dict[str, Any]) -> AdapterError:
@@ -83,7 +91,8 @@ def is_full(error: OSError) -> bool:
 
 def not_stored(error: OSError) -> LoaderFailed:
     """Neither the adapter nor its source is at fault: a retry may succeed once there is space."""
-    return LoaderFailed(f"the adapter cannot be stored: {error.strerror}", status=503, retry_after=5.0)
+    kind = StoreFull if is_full(error) else LoaderFailed
+    return kind(f"the adapter cannot be stored: {error.strerror}", status=503, retry_after=5.0)
 
 
 class HeadsError(Exception):

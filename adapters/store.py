@@ -1,7 +1,8 @@
 """The disk tier: served layouts by digest in one folder of bounded size, shared by processes. Imports no torch.
 
 A file appears complete, by a rename under a lock, and never changes. The least recently used file is removed first, but
-none that a process holds or used in the last minutes; a removed file stays mapped where it was mapped.
+none that a process holds or used in the last minutes; a removed file stays mapped where it was mapped. Where that is
+not enough, a new file is refused. Files that are being written count too.
 """
 
 import fcntl
@@ -12,14 +13,21 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self, TypeVar
 
-from lorikeet.adapters.errors import AdapterError, LoaderFailed, not_stored
+import structlog
+
+from lorikeet.adapters.errors import AdapterError, AdapterTooLarge, LoaderFailed, StoreFull, is_full, not_stored
 from lorikeet.adapters.formats import header
 from lorikeet.adapters.refs import Pin
+from lorikeet.proto import checksum
+
+T = TypeVar("T")
+log = structlog.get_logger()
 
 RECENT_S = 180.0
 """A file that was used this recently is not removed: a shard may be about to map it."""
@@ -63,7 +71,9 @@ class Store:
         self._capacity, self._base = capacity, base
         self._held: dict[str, int] = {}
         self._valid: dict[str, tuple[int, int]] = {}
-        """Files found to be valid, with their identities at that time."""
+        """Files with a valid header, and their identities at that time."""
+        self._intact: dict[str, tuple[int, int]] = {}
+        """Files whose bytes matched their checksum, and their identities at that time."""
         self.num_evicted = 0
         for folder in (self.root, self.root / "pins", self.root / "work"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,11 +90,22 @@ class Store:
         LoaderFailed if the disk is full.
         """
         folder = self.root / "work" / hashlib.sha256(name.encode()).hexdigest()
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise not_stored(error) from None
+        self.retried(lambda: folder.mkdir(mode=0o700, exist_ok=True))
         return folder
+
+    def retried(self, write: Callable[[], T]) -> T:
+        """The result of `write`, which is called again after each removal of a file while the disk is full. Raises
+        LoaderFailed.
+        """
+        while True:
+            try:
+                return write()
+            except StoreFull:
+                if not self._evict_one():
+                    raise
+            except OSError as error:
+                if not is_full(error) or not self._evict_one():
+                    raise not_stored(error) from None
 
     def of_pin(self, pin: Pin) -> Entry | None:
         """The recorded entry of a pin, if its file still exists."""
@@ -128,25 +149,57 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError, AdapterError):
             raise LoaderFailed("the adapter was removed from the store right after it was added", status=503) from None
 
-    def add(self, digest: str, write: Callable[[Path], None]) -> int:
-        """Let `write` write a file, then move it into place; its size. Raises LoaderFailed if the disk is full."""
+    def is_intact(self, digest: str) -> bool:
+        """Whether this process has found the file's bytes to match their checksum."""
+        try:
+            return self._intact.get(digest) == _identity(self.path(digest).stat())
+        except OSError:
+            return False
+
+    def verify(self, digest: str) -> bool:
+        """Read all of a file and compare it with its checksum. One that does not match is removed, even if it is held:
+        it was never served correctly. Returns whether it is there and matches.
+        """
+        path = self.path(digest)
+        try:
+            identity, is_intact = _compared(path)
+        except OSError as error:
+            log.warning("stored_adapter_not_read", digest=digest[:16], reason=str(error))
+            return False
+        if is_intact:
+            self._intact[digest] = identity
+            return True
+        with self._locked():
+            if path.exists() and _identity(path.stat()) == identity:  # nobody has replaced it
+                path.unlink()
+        log.error("stored_adapter_damaged", digest=digest[:16], reason="its bytes do not match their checksum")
+        return False
+
+    def add(self, digest: str, num_bytes: int, write: Callable[[BinaryIO], object]) -> int:
+        """Let `write` write a file of `num_bytes` bytes, which it may have to do again, then move it into place.
+
+        Returns the size. Raises AdapterTooLarge for a file above the capacity, and StoreFull if there is no room now.
+        """
         draft = self.root / "work" / f"{digest}.{os.getpid()}.draft"
         try:
-            write(draft)
-            num_bytes = draft.stat().st_size
-            os.chmod(draft, 0o600)
-            with self._locked():
-                self._make_room(num_bytes)
-                draft.replace(self.path(digest))
-                if digest in self._held:  # hold the new file of this name
-                    self.release(digest)
-                    self.hold(digest)
+            with self._reserved(draft, num_bytes):
+                self.retried(lambda: _fill(draft, write))
+                with self._locked():
+                    draft.replace(self.path(digest))
+                self._intact[digest] = _identity(self.path(digest).stat())
         except OSError as error:
             raise not_stored(error) from None
         finally:
             draft.unlink(missing_ok=True)
         self._valid.pop(digest, None)
+        self.renew_hold(digest)
         return num_bytes
+
+    def renew_hold(self, digest: str) -> None:
+        """Hold the new file of a digest whose old one is held."""
+        if digest in self._held:
+            self.release(digest)
+            self.hold(digest)
 
     def hold(self, digest: str) -> bool:
         """Prevent a file from being removed while this process lives; whether it exists."""
@@ -205,7 +258,9 @@ class Store:
             metadata, _ = _metadata(path)
         except (OSError, ValueError, AdapterError):
             return False
-        return (metadata.get("base"), metadata.get("weights"), metadata.get("dtype")) == self._base
+        # older versions wrote no checksum: such an adapter is read again
+        known = (metadata.get("base"), metadata.get("weights"), metadata.get("dtype"))
+        return checksum.FIELD in metadata and known == self._base
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         with os.scandir(self.root) as entries:
@@ -216,25 +271,91 @@ class Store:
                     except FileNotFoundError:
                         continue
 
+    @contextmanager
+    def _reserved(self, draft: Path, num_bytes: int) -> Iterator[None]:
+        """A file of that size, which counts for every process for as long as this one writes it."""
+        if num_bytes > self._capacity:
+            problem = f"it takes {num_bytes} bytes as it is served, the adapter cache has {self._capacity}"
+            raise AdapterTooLarge(f"{problem}; --adapter-disk-cache sets its size")
+        with ExitStack() as held:
+            with self._locked():
+                self._make_room(num_bytes)
+                file = held.enter_context(draft.open("wb"))
+                os.chmod(draft, 0o600)
+                fcntl.flock(file, fcntl.LOCK_EX)
+                file.truncate(num_bytes)
+            yield
+
     def _make_room(self, num_bytes: int) -> None:
-        files = sorted(self._files(), key=lambda item: item[1].st_mtime)
+        files = [*self._files(), *self._drafts()]
         excess = sum(status.st_size for _, status in files) + num_bytes - self._capacity
-        now = time.time()
-        for path, status in files:
-            if excess <= 0 or now - status.st_mtime < RECENT_S:
-                return
-            if _is_held(path):
-                continue
-            path.unlink(missing_ok=True)
-            self._valid.pop(path.stem, None)
-            self.num_evicted += 1
+        chosen, removable = [], self._removable()
+        while excess > 0:
+            path, status = next(removable, (None, None))
+            if path is None or status is None:
+                problem = f"the adapter cache of {self._capacity} bytes is full of adapters in use"
+                raise StoreFull(f"{problem}; --adapter-disk-cache sets its size")
+            chosen.append(path)
             excess -= status.st_size
+        for path in chosen:
+            self._evict(path)
+
+    def _evict_one(self) -> bool:
+        """Remove the least recently used file; whether there was one to remove."""
+        with self._locked():
+            path = next((path for path, _ in self._removable()), None)
+            if path is not None:
+                self._evict(path)
+        return path is not None
+
+    def _removable(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Files that may be removed, the least recently used first."""
+        now = time.time()
+        for path, status in sorted(self._files(), key=lambda item: item[1].st_mtime):
+            if now - status.st_mtime < RECENT_S:
+                return
+            if not _is_held(path):
+                yield path, status
+
+    def _evict(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        self._valid.pop(path.stem, None)
+        self.num_evicted += 1
+
+    def _drafts(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Files that processes are writing. Those of processes that ended while they wrote are deleted."""
+        for path in (self.root / "work").glob("*.draft"):
+            try:
+                if _is_held(path):
+                    yield path, path.stat()
+                else:
+                    path.unlink()
+            except FileNotFoundError:
+                continue
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self.lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def _fill(draft: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write over a file, whose size stays reserved."""
+    with draft.open("r+b") as file:
+        write(file)
+
+
+def _compared(path: Path) -> tuple[tuple[int, int], bool]:
+    """A file's identity, and whether its bytes match its checksum. Raises OSError."""
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        prefix = file.read(header.PREFIX)
+        try:
+            head = prefix + file.read(header.header_len(prefix, status.st_size, path.name))
+        except AdapterError:
+            return _identity(status), False
+        return _identity(status), checksum.matches(head, iter(partial(file.read, checksum.CHUNK), b""))
 
 
 def _is_held(path: Path) -> bool:

@@ -6,6 +6,7 @@ RouterError
 │   │   ├── NotJson, WrongJsonType, WrongMediaType, BodyTooLarge, BodyTooDetailed, BodyTimeout
 │   │   └── BadContentEncoding, UnsupportedContentEncoding
 │   ├── ValidationError         "Input validation error: …"
+│   │   ├── TokenInvalid
 │   │   └── UnsupportedField
 │   │       └── NoHeads
 │   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
@@ -107,6 +108,10 @@ class NoHeads(UnsupportedField):
 
     def __init__(self) -> None:
         super().__init__("speculative_method", "medusa needs heads: the request's adapter has none")
+
+
+class TokenInvalid(ValidationError):
+    """The token for a source cannot be sent to any."""
 
 
 class ChatTemplateError(InvalidRequest):
@@ -287,6 +292,7 @@ ANSWERS: dict[type[RouterError], Answer] = {
     BadContentEncoding: Answer(400, "invalid_encoding", "bad_request", 400),
     UnsupportedContentEncoding: Answer(415, "unsupported_content_encoding", "bad_request", 415),
     ValidationError: Answer(422, "validation", "validation", 400),
+    TokenInvalid: Answer(422, "validation", "validation", 422, openai_code="invalid_token"),
     UnsupportedField: Answer(422, "validation", "validation", 422),
     ChatTemplateError: Answer(422, "template_error", "template", 400),
     ModelNotFound: Answer(404, "model_not_found", "validation", 404, openai_code="model_not_found"),

@@ -72,6 +72,8 @@ class HubServer:
     """The Authorization header of each."""
     ranges: list[str] = field(default_factory=list)
     """Range headers of requests for parts of files."""
+    rejected: set[str] = field(default_factory=set)
+    """Tokens that the hub does not know: 401 for every repository."""
     status: int | None = None
     """The status of every response, if it is set."""
     cut_after: int | None = None
@@ -127,6 +129,8 @@ class _Answers(http.server.BaseHTTPRequestHandler):
             return self._send(404, {"X-Error-Message": "no such page"}, b"{}", body)
         repository = self.state.repositories.get(found["id"])
         shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if shown in self.state.rejected:
+            return self._refuse(401, "", "Invalid credentials in Authorization header", body)
         if repository is None or (repository.token is not None and shown != repository.token and not repository.gated):
             return self._refuse(401 if not shown else 404, "RepoNotFound", "Repository not found", body)
         if repository.gated and shown != repository.token:

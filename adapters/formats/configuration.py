@@ -5,6 +5,7 @@ PEFT interprets the fields for a base (`peft_reading`). Imports no torch.
 
 import json
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ _MOST_NAMES = 20_000
 _LONGEST_NAME = 512
 _LONGEST_PATTERN = 8192
 _DEEPEST = 8
+_PLAIN = re.compile(r"[\w.-]*")
+"""Names, in which no repetition can be nested."""
 
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _UNSERVED = {
@@ -133,6 +136,17 @@ def served(values: dict[str, Any]) -> dict[str, Any]:
         if not check(value):
             raise AdapterInvalid(f"`{field}` of {CONFIG} is {_short(value)}; it must be {meaning}")
     return chosen
+
+
+def has_patterns(values: dict[str, Any]) -> bool:
+    """Whether PEFT will match module names with expressions of this configuration, which may take forever."""
+    texts: list[Any] = [values.get(field) for field in ("target_modules", "exclude_modules", "layers_pattern")]
+    for field in ("rank_pattern", "alpha_pattern"):
+        pattern = values.get(field)
+        texts += pattern if isinstance(pattern, dict) else ()
+    several = values.get("layers_pattern")
+    texts += several if isinstance(several, list) else ()
+    return any(isinstance(text, str) and not _PLAIN.fullmatch(text) for text in texts)
 
 
 def _check_kind(values: dict[str, Any]) -> None:

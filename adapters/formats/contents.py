@@ -40,6 +40,11 @@ class Contents:
         return sum(each.num_bytes for each in self._files)
 
     @property
+    def has_patterns(self) -> bool:
+        """Whether its configuration has expressions, which may take forever."""
+        return self.values is not None and configuration.has_patterns(self.values)
+
+    @property
     def digest(self) -> str:
         """The name of the adapter below the router."""
         known = _HEADS_ALONE if self.values is None else configuration.canonical(self.values)

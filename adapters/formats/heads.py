@@ -89,6 +89,10 @@ def _check(shape: HeadsShape, name: str, output_shape: tuple[int, int] | None, w
         raise NotServed(f"{size} are not served, only up to {MOST_HEADS} of {MOST_BLOCKS}")
     if shape.vocab_size == 0:
         raise AdapterInvalid(f"the output matrices in {name} have no rows")
+    if shape.vocab_size is not None and 2 * shape.vocab_size < vocab_size:
+        # served, each matrix has a row per token of the base
+        problem = f"the output matrices in {name} have {shape.vocab_size} rows, the base's vocabulary {vocab_size}"
+        raise AdapterInvalid(f"made for another base: {problem}")
     if shape.vocab_size is not None and shape.vocab_size != vocab_size:
         warn(f"the heads in {name} know {shape.vocab_size} tokens, the base has {vocab_size}")
 

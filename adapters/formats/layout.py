@@ -4,15 +4,15 @@ For a module `m` of the base: `m.A` [rank, in] and `m.B` [out, rank] (the scalin
 [out] float32 (added to the base's bias). An embedding's A is [rank, V]. Experts have one more leading axis, and are
 named by their parameter. `m.weight` replaces the base's. The file's metadata give the kind and rank of each module.
 Medusa heads are `heads.j.weight` [H, H] and `heads.j.bias` [H] (`heads.j.l.weight` if they have several blocks);
-those of version 1 also have `heads.j.output` [V, H]; the metadata give their number, version and number of blocks.
+those of version 1 also have `heads.j.output` [V, H]; the metadata give their number, version and number of blocks, and
+a checksum (`proto/checksum.py`).
 """
 
 import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -20,6 +20,7 @@ from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats import header
 from lorikeet.adapters.formats.base_values import BaseValues
 from lorikeet.adapters.formats.peft_reading import TENSORS, ModuleChange
+from lorikeet.proto import checksum
 
 FORMAT = "lorikeet-adapter-1"
 _TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -101,12 +102,29 @@ _DESCRIPTIONS = {
 }
 
 
-def write(layout: Layout, path: Path, digest: str, base: Base) -> None:
-    """Write the file at `path`, which must not be in use. Safetensors' own writer takes twice as long for many small
-    tensors (docs/LOG.md), on cores that steps need.
-    """
+@dataclass(frozen=True)
+class ServedFile:
+    """A file in the served layout, in parts that are written one after the other."""
+
+    parts: tuple[memoryview, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def write(self, file: BinaryIO) -> None:
+        """Write it. Safetensors' own writer takes twice as long for many small tensors (docs/LOG.md), on cores that
+        steps need.
+        """
+        for part in self.parts:
+            file.write(part)
+
+
+def served_file(layout: Layout, digest: str, base: Base) -> ServedFile:
+    """The file of an adapter. Its parts are views of the layout's tensors."""
     metadata = {
         "format": FORMAT,
+        checksum.FIELD: checksum.UNKNOWN,
         "digest": digest,
         "base": base.hash,
         "weights": base.weights_hash,
@@ -118,10 +136,8 @@ def write(layout: Layout, path: Path, digest: str, base: Base) -> None:
         metadata["heads"] = json.dumps(layout.heads, separators=(",", ":"))
     described = {name: (_TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in layout.tensors.items()}
     head, order = header.compose(described, metadata)
-    with path.open("wb") as file:
-        file.write(head)
-        for name in order:
-            file.write(layout.tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    values = [layout.tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in order]
+    return ServedFile((memoryview(checksum.added(head, values)), *values))
 
 
 def _module(found: ModuleChange, base: Base) -> dict[str, torch.Tensor]:

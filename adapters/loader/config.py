@@ -34,7 +34,11 @@ class LoaderConfig(ConfigFile):
     max_conversions: int | None = None
     """Concurrent conversions to the served layout, plus one urgent one; None is one per core, up to 4."""
     reading_cpu_s: float = 20.0
-    """Processor time for reading one adapter, in addition to its bytes: patterns can take forever."""
+    """Processor time for reading one adapter, in addition to its bytes."""
+    pattern_cpu_s: float = 3.0
+    """The same for one whose configuration has patterns, which can take forever."""
+    reading_memory: int = 1 << 30
+    """Bytes of memory for reading one adapter, in addition to ten times its own."""
     json_output: bool = False
     log_level: str = "info"
     failure_file: str | None = None

@@ -7,7 +7,7 @@ import asyncio
 import shutil
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,9 +44,17 @@ class Job:
     """Its worker was killed so that another one starts over at normal priority."""
     parts: "list[Job]" = field(default_factory=list)
     """Of a merge: the jobs that fetch its adapters."""
+    sources: tuple[str, ...] = ()
+    """Where its adapters come from, as owners in the gates."""
+    is_cancelled: bool = False
+    """Nobody waits for it any more; it ends as soon as its worker has."""
 
     def __post_init__(self) -> None:
         self.fetching.on_fast = self.converting.on_fast = self._raise_priority
+
+    def own(self, caller: str) -> None:
+        """Before it enters a gate."""
+        self.fetching.owners = self.converting.owners = (*([caller] if caller else []), *self.sources)
 
     def _raise_priority(self) -> None:
         """Continue at normal priority if the system permits that, else start over."""
@@ -67,16 +75,34 @@ class Jobs:
         self._converting = Gate(max_conversions, num_fast=1)
         self._jobs: dict[str, Job] = {}
         self._idle: list[Worker] = []
+        self._verifying: dict[str, asyncio.Task[bool]] = {}
+        """By digest."""
         self._refused: OrderedDict[str, tuple[AdapterError, float]] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    async def fetch(self, pin: Pin, token: str | None, on_job: Callable[[Job], None]) -> dict[str, Any]:
-        """The pin's entry, now in the store, and the tier that it came from. Raises AdapterError."""
-        if (entry := self._store.of_pin(pin)) is not None:
+    async def fetch(
+        self, pin: Pin, token: str | None, on_job: Callable[[Job], None], caller: str = ""
+    ) -> dict[str, Any]:
+        """The pin's entry, now in the store, and the tier that it came from. `caller` has its own share of the slots;
+        "" is the operator. Raises AdapterError.
+        """
+        if (entry := self._store.of_pin(pin)) is not None and await self.verify(entry.digest):
             return self._found(entry)
         key = f"{pin.source.value} {pin.id}@{pin.revision}"
-        return await self._shared(key, pin.id, token, on_job, lambda job: self._fetch(job, pin))
+        job = Job(pin.id, token, sources=_sources([pin]))
+        return await self._shared(key, job, caller, on_job, lambda job: self._fetch(job, pin))
+
+    async def verify(self, digest: str, again: bool = False) -> bool:
+        """Whether a stored file's bytes match its checksum. They are read once per process, or `again`; a file that
+        does not match is removed.
+        """
+        if not again and self._store.is_intact(digest):
+            return True
+        if (task := self._verifying.get(digest)) is None:
+            task = self._verifying[digest] = asyncio.create_task(asyncio.to_thread(self._store.verify, digest))
+            task.add_done_callback(lambda _: self._verifying.pop(digest, None))
+        return await asyncio.shield(task)
 
     def _found(self, entry: Entry) -> dict[str, Any]:
         self._counts["disk"] += 1
@@ -92,16 +118,28 @@ class Jobs:
         found: dict[str, Any] = (await self._run(job, self._fetching, job.fetching, call))["validation"]
         return found
 
-    async def merge(self, wanted: Merge, token: str | None, on_job: Callable[[Job], None]) -> dict[str, Any]:
+    async def merge(
+        self, wanted: Merge, token: str | None, on_job: Callable[[Job], None], caller: str = ""
+    ) -> dict[str, Any]:
         """The same for several adapters merged into one."""
         known = [self._store.of_pin(pin) for pin in wanted.pins]
         digests = [entry.digest for entry in known if entry is not None]
         if len(digests) == len(known):
             digest = wanted.digest(digests)
-            if self._store.touch(digest):
+            if self._store.touch(digest) and await self.verify(digest):
                 return self._found(self._store.entry(digest))
-        key, name = f"merge {wanted.as_dict()}", ", ".join(pin.id for pin in wanted.pins)
-        return await self._shared(key, name, token, on_job, lambda job: self._merge(job, wanted))
+        job = Job(", ".join(pin.id for pin in wanted.pins), token, sources=_sources(wanted.pins))
+        return await self._shared(
+            f"merge {wanted.as_dict()}", job, caller, on_job, lambda job: self._merge(job, wanted)
+        )
+
+    def share(self, job: Job, caller: str) -> None:
+        """Another caller waits for a job: it has the turn of the one that used less of the loader lately."""
+        owners = (*([caller] if caller else []), *job.sources)
+        self._fetching.share(job.fetching, owners)
+        self._converting.share(job.converting, owners)
+        for part in job.parts:
+            self.share(part, caller)
 
     def prioritize(self, job: Job) -> None:
         """Move a job ahead of the others, at normal priority, because a caller has waited long."""
@@ -133,14 +171,23 @@ class Jobs:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _shared(
-        self, key: str, name: str, token: str | None, on_job: Callable[[Job], None], start: Callable[[Job], Any]
+        self, key: str, own: Job, caller: str, on_job: Callable[[Job], None], start: Callable[[Job], Any]
     ) -> dict[str, Any]:
-        """The entry from the one job of that key, which is started unless it is already running."""
+        """The entry from the one job of that key: `own` is started unless one is already running."""
         while True:
             self._check_refused(key)
-            if (job := self._jobs.get(key)) is None:
-                job = self._jobs[key] = Job(name, token)
+            job = self._jobs.get(key)
+            if job is not None and job.is_cancelled:
+                # the next job uses the same folder, so it starts once this one has left it
+                assert job.task is not None
+                await asyncio.wait({job.task})
+                continue
+            if job is None:
+                job = self._jobs[key] = Job(own.name, own.token, sources=own.sources)
+                job.own(caller)
                 job.task = asyncio.create_task(self._guarded(key, job, start))
+            else:
+                self.share(job, caller)
             on_job(job)
             assert job.task is not None
             job.num_waiting += 1
@@ -148,11 +195,12 @@ class Jobs:
                 return {**(await asyncio.shield(job.task)).as_dict(), "tier": "source"}
             except (errors.AdapterNotAllowed, errors.AdapterNotFound):
                 # another caller was rejected; this one may have access
-                if job.token == token:
+                if job.token == own.token:
                     raise
             finally:
                 job.num_waiting -= 1
                 if job.num_waiting == 0 and not job.task.done():
+                    job.is_cancelled = True
                     job.task.cancel()
 
     async def _guarded(self, key: str, job: Job, start: Callable[[Job], Any]) -> Any:
@@ -179,6 +227,7 @@ class Jobs:
             answer = await self._run(job, self._converting, job.converting, {"do": "convert", "folder": folder})
         entry = Entry.from_dict(answer["entry"])
         self._store.note(pin, entry)
+        self._store.renew_hold(entry.digest)
         self._counts["source"] += 1
         return entry
 
@@ -187,7 +236,8 @@ class Jobs:
         folders: list[str] = []
         with ExitStack() as works:
             for number, pin in enumerate(wanted.pins):
-                part = Job(pin.id, job.token)
+                part = Job(pin.id, job.token, sources=job.sources)
+                part.fetching.owners = job.fetching.owners
                 job.parts = [part]
                 if job.fetching.is_urgent:
                     self.prioritize(part)
@@ -258,3 +308,9 @@ class Jobs:
         else:
             worker.lower_priority()
             self._idle.append(worker)
+
+
+def _sources(pins: Sequence[Pin]) -> tuple[str, ...]:
+    """Who may have made these adapters: the hub's account, the folder of the store; a local one stands for itself."""
+    names = (pin.id if pin.source is Source.LOCAL else pin.id.rpartition("/")[0] for pin in pins)
+    return tuple(dict.fromkeys(f"{pin.source.value}:{name}" for pin, name in zip(pins, names, strict=True)))

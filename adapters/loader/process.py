@@ -1,10 +1,13 @@
-"""What the loader's processes ask of the system: to end with their parent, and to step back behind who computes.
+"""What the loader's processes ask of the system: to end with their parent, to step back behind who computes, and to
+limit their memory.
 
 Linux knows both; elsewhere a process keeps its priority, and notices its parent's end by its closed socket.
 """
 
 import os
+import resource
 import sys
+from pathlib import Path
 
 from lorikeet.proto.process import signal_at_parent_death
 
@@ -38,3 +41,21 @@ def step_forward(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return True
+
+
+def limit_memory(num_bytes: int | None) -> None:
+    """Let this process allocate so much more than it has now; None is no limit. Only Linux counts what it has."""
+    if sys.platform != "linux":
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = hard
+    if num_bytes is not None:
+        wanted = _data_bytes() + num_bytes
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA limits."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))

@@ -45,9 +45,12 @@ class Connection:
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Until the caller disconnects; then jobs without another caller are cancelled."""
         try:
-            while line := await reader.readline():
-                await self._receive(line)
-        except (OSError, ValueError):
+            while (line := await _read_line(reader)) != b"":
+                if line is None:
+                    await self._fail(None, f"a call is one line of at most {LONGEST_LINE} bytes", 413)
+                else:
+                    await self._receive(line)
+        except OSError:
             log.warning("loader_call_unreadable")
         finally:
             for task in self._calls.values():
@@ -65,6 +68,11 @@ class Connection:
             return
         if "urgent" in body:
             self._prioritize(body["urgent"])
+            await self._send({"call": number})
+        elif "share" in body:
+            job = self._running.get(body["share"]) if type(body["share"]) is int else None
+            if job is not None:
+                self._jobs.share(job, str(body.get("caller", "")))
             await self._send({"call": number})
         elif "cancel" in body:
             task = self._calls.get(body["cancel"]) if type(body["cancel"]) is int else None
@@ -95,7 +103,7 @@ class Connection:
         await self._send({"call": number, **answer})
 
     async def _answer(self, number: int, body: dict[str, Any]) -> dict[str, Any]:
-        token = body.get("token")
+        token, caller = body.get("token"), str(body.get("caller", ""))
 
         def on_job(job: Job) -> None:
             self._running[number] = job
@@ -103,13 +111,15 @@ class Connection:
                 self._jobs.prioritize(job)
 
         if "fetch" in body:
-            return await self._jobs.fetch(Pin.from_dict(body["fetch"]), token, on_job)
+            return await self._jobs.fetch(Pin.from_dict(body["fetch"]), token, on_job, caller)
         if "merge" in body:
-            return await self._jobs.merge(Merge.from_dict(body["merge"]), token, on_job)
+            return await self._jobs.merge(Merge.from_dict(body["merge"]), token, on_job, caller)
         if "check" in body:
             return await self._jobs.check(Pin.from_dict(body["check"]), token)
         if "forget" in body:
             return {"forgotten": await asyncio.to_thread(self._store.remove, str(body["forget"]))}
+        if "verify" in body:
+            return {"intact": await self._jobs.verify(str(body["verify"]), again=True)}
         if "hold" in body:
             return {"held": self._store.hold(str(body["hold"]))}
         if "release" in body:
@@ -132,6 +142,21 @@ class Connection:
         with contextlib.suppress(OSError):
             self._writer.write(json.dumps(answer).encode() + b"\n")
             await self._writer.drain()
+
+
+async def _read_line(reader: asyncio.StreamReader) -> bytes | None:
+    """The next line; None for one above the reader's limit, which is skipped; b"" at the end."""
+    is_too_long = False
+    while True:
+        try:
+            line = await reader.readuntil()
+        except asyncio.LimitOverrunError as overrun:
+            await reader.readexactly(overrun.consumed)
+            is_too_long = True
+        except asyncio.IncompleteReadError:
+            return b""
+        else:
+            return None if is_too_long else line
 
 
 async def run(config: LoaderConfig, config_path: Path) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 import structlog
 
 from lorikeet.adapters.digests import Merge
-from lorikeet.adapters.errors import AdapterError, LoaderFailed, NotServed, SourceUnreachable
+from lorikeet.adapters.errors import AdapterError, AdapterTooLarge, LoaderFailed, NotServed, SourceUnreachable
 from lorikeet.adapters.formats import contents, tokenizer
 from lorikeet.adapters.formats.base_values import BaseValues
-from lorikeet.adapters.formats.layout import Base, Layout, lay_out, without_unchanged, write
+from lorikeet.adapters.formats.layout import Base, Layout, lay_out, served_file, without_unchanged
 from lorikeet.adapters.formats.peft_plans import PlannedReader
 from lorikeet.adapters.formats.peft_reading import ModuleChange
 from lorikeet.adapters.formats.skeleton import Skeleton, base_hash, choose_dtype, weights_hash
+from lorikeet.adapters.loader import process
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.merging import merge
 from lorikeet.adapters.refs import Pin
@@ -33,6 +34,11 @@ from lorikeet.adapters.validation import AdapterValidator, read_headers
 log = structlog.get_logger()
 
 _BYTES_PER_CPU_S = 20 << 20
+_MEMORY_PER_BYTE = 10
+"""Of the files: they are mapped, and their tensors converted to float32, merged and cast."""
+_LONGEST_MESSAGE = 4096
+_MOST_GROWTH = 2
+"""Of served bytes over the largest permitted size of the files: float16 becomes float32 on CPU."""
 
 
 class WorkerContext:
@@ -73,14 +79,16 @@ class WorkerJobs:
         """Download a pin's files."""
         pin = Pin.from_dict(job["pin"])
         signal.signal(signal.SIGALRM, functools.partial(_time_out, pin.id))
-        folder = self._sources[pin.source].fetch(pin, job.get("token"), Path(job["folder"]), _within)
-        return {"folder": str(folder)}
+        source, token, folder = self._sources[pin.source], job.get("token"), Path(job["folder"])
+        return {"folder": str(self._store.retried(lambda: source.fetch(pin, token, folder, _within)))}
 
     def check(self, job: dict[str, Any]) -> dict[str, Any]:
         """Validate a pin by its configuration and the headers of its weights. Nothing is stored."""
         pin = Pin.from_dict(job["pin"])
         headers = self._loop.run(read_headers(self._sources[pin.source], pin, job.get("token")))
-        self._limit_cpu(0)
+        # mapped without being read
+        process.limit_memory(self._context.config.reading_memory + sum(head.size for head in headers.heads.values()))
+        self._limit_cpu(0, with_patterns=True)
         context = self._context
         found = AdapterValidator(context.reader, context.tokenizers, context.base.kinds).validate(headers)
         size = {"num_bytes": found.num_bytes, "num_heads": found.num_heads}
@@ -89,11 +97,12 @@ class WorkerJobs:
     def convert(self, job: dict[str, Any]) -> dict[str, Any]:
         """Store the served layout of the files in a folder."""
         folder = Path(job["folder"])
+        self._limit_memory([folder])
         with contents.opened(folder, self._max_bytes) as opened:
             digest = opened.digest
-            if self._store.touch(digest):
-                return {"entry": self._store.entry(digest).as_dict()}
-            self._limit_cpu(opened.num_bytes)
+            if (stored := self._stored(digest)) is not None:
+                return {"entry": stored.as_dict()}
+            self._limit_cpu(opened.num_bytes, opened.has_patterns)
             self._context.tokenizers.check(folder)
             layout, warnings = opened.lay_out(self._context.reader, self._context.base)
             for warning in warnings:
@@ -106,32 +115,52 @@ class WorkerJobs:
         wanted = Merge.from_dict(job["merge"])
         parts: list[list[ModuleChange]] = []
         digests: list[str] = []
+        folders = [Path(folder) for folder in job["folders"]]
+        self._limit_memory(folders)
         with ExitStack() as held:
-            for folder in map(Path, job["folders"]):
+            for folder in folders:
                 opened = held.enter_context(contents.opened(folder, self._max_bytes))
                 if opened.values is None or opened.changes is None or opened.heads is not None:
                     raise NotServed(f"merging adapters with Medusa heads ({opened.heads_name}) is not served")
                 digests.append(opened.digest)
-                self._limit_cpu(opened.num_bytes)
+                self._limit_cpu(opened.num_bytes, opened.has_patterns)
                 self._context.tokenizers.check(folder)
                 changes = self._context.reader.read(opened.values, opened.changes)
                 parts.append(list(without_unchanged(changes, self._context.base)))
                 opened.check_unchanged()
             digest = wanted.digest(digests)
-            if self._store.touch(digest):
-                return {"entry": self._store.entry(digest).as_dict()}
+            if (stored := self._stored(digest)) is not None:
+                return {"entry": stored.as_dict()}
             self._limit_cpu(sum(len(part) for part in parts) << 20)
             layout = lay_out(merge(parts, wanted, digest), self._context.base)
             return {"entry": self._put(digest, layout).as_dict()}
 
-    def _limit_cpu(self, num_bytes: int) -> None:
+    def _limit_cpu(self, num_bytes: int, with_patterns: bool = False) -> None:
         """Limit the processor time of the next part; beyond it the system ends this process in any state."""
+        config = self._context.config
+        seconds = min(config.reading_cpu_s, config.pattern_cpu_s) if with_patterns else config.reading_cpu_s
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, self._context.config.reading_cpu_s + num_bytes / _BYTES_PER_CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, seconds + num_bytes / _BYTES_PER_CPU_S)
+
+    def _limit_memory(self, folders: list[Path]) -> None:
+        """Limit the memory of this job by the size of its files."""
+        files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
+        num_bytes = min(sum(path.stat().st_size for path in files), len(folders) * self._max_bytes)
+        process.limit_memory(self._context.config.reading_memory + _MEMORY_PER_BYTE * num_bytes)
+
+    def _stored(self, digest: str) -> Entry | None:
+        """What the store has of that content."""
+        if self._store.touch(digest) and (self._store.is_intact(digest) or self._store.verify(digest)):
+            return self._store.entry(digest)
+        return None
 
     def _put(self, digest: str, layout: Layout) -> Entry:
-        num_bytes = self._store.add(digest, lambda path: write(layout, path, digest, self._context.base))
+        file = served_file(layout, digest, self._context.base)
+        most = _MOST_GROWTH * self._max_bytes
+        if file.num_bytes > most:
+            raise AdapterTooLarge(f"it takes {file.num_bytes} bytes as it is served; this server accepts {most}")
+        num_bytes = self._store.add(digest, file.num_bytes, file.write)
         return Entry(digest, num_bytes, layout.rank, layout.num_heads)
 
 
@@ -166,12 +195,20 @@ def _done(do: Any, job: dict[str, Any]) -> dict[str, Any]:
         values = error.as_dict()
         if name not in values["message"]:
             values["message"] = f"the adapter {name} cannot be served: {values['message']}"
+        values["message"] = values["message"][:_LONGEST_MESSAGE]
         return {"error": values}
     except MemoryError:
-        return {"error": LoaderFailed(f"there is not enough memory to read {name}", status=503).as_dict()}
+        return {"error": _needs_memory(name).as_dict()}
     except Exception as error:
+        if "can't allocate memory" in str(error):  # torch's
+            return {"error": _needs_memory(name).as_dict()}
         log.exception("adapter_read_failed", adapter=name)
         return {"error": LoaderFailed(f"the loader failed on {name}: {type(error).__name__}").as_dict()}
     finally:
+        process.limit_memory(None)
         for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
             signal.setitimer(timer, 0)
+
+
+def _needs_memory(name: str) -> AdapterTooLarge:
+    return AdapterTooLarge(f"the adapter {name} cannot be served: reading it needs more memory than its size explains")

@@ -34,6 +34,9 @@ class WorkerExited(Exception):
         if self.status == -signal.SIGPROF:
             problem = "reading its adapter_config.json takes too much processor time; check its patterns"
             return AdapterInvalid(f"the adapter {name} cannot be served: {problem}")
+        if self.status == -signal.SIGABRT:  # how libraries in Rust end where there is no memory
+            problem = "reading it needs more memory than its size explains"
+            return AdapterInvalid(f"the adapter {name} cannot be served: {problem}")
         if self.status == -signal.SIGBUS:
             return AdapterInvalid(f"the adapter {name} cannot be served: its files changed while they were read")
         return LoaderFailed(f"the loader's worker exited while it read {name} ({self.status})", status=503)

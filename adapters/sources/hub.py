@@ -95,13 +95,30 @@ class HubSource:
                 raise errors.AdapterNotFound(f"{ref} is not in the hub's cache, and HF_HUB_OFFLINE forbids downloads")
             return Resolved(Pin(Source.HUB, ref.id, cached.name), is_public=True)
         try:
-            info = self._ask(ref, token)
+            info = self._described(ref, token)
         except errors.SourceUnreachable as error:
             return self._without_hub(ref, error)
         if not info.sha:
             raise errors.AdapterNotFound(f"the hub names no commit of {ref}")
         self._note(ref, None if _needs_token(info) else info.sha)
         return Resolved(Pin(Source.HUB, ref.id, info.sha), is_public=not _needs_token(info))
+
+    def _described(self, ref: Ref, token: str | None) -> Any:
+        """The hub's description. A public repository is also for callers whose token the hub does not know, such as
+        the placeholder of an OpenAI client.
+        """
+        try:
+            return self._ask(ref, token)
+        except errors.AdapterNotAllowed as rejected:
+            if token is None or rejected.status != 401:
+                raise
+            try:
+                info = self._ask(ref, None)
+            except (errors.AdapterNotAllowed, errors.AdapterNotFound):
+                raise rejected from None
+            if _needs_token(info):
+                raise
+            return info
 
     def _without_hub(self, ref: Ref, error: errors.SourceUnreachable) -> Resolved:
         if (noted := self._noted(ref)) is None:
@@ -308,7 +325,9 @@ def _translated(call: Callable[[], T], ref: Ref, token: str | None) -> T:
         raise _unreachable(ref, type(error.__cause__).__name__) from None
     except hub_errors.EntryNotFoundError:
         raise errors.AdapterNotFound(f"a file of {ref} no longer exists at the hub") from None
-    except (hub_errors.RepositoryNotFoundError, hub_errors.DisabledRepoError):
+    except (hub_errors.RepositoryNotFoundError, hub_errors.DisabledRepoError) as error:
+        if token and error.response.status_code == 401:  # hubs say 404 for what a valid token has no access to
+            raise _by_status(error, ref, token) from None
         sentence = f"{ref.id} was not found at the hub, or is private and {_shown(token)} has no access to it"
         raise errors.AdapterNotFound(sentence) from None
     except hub_errors.HfHubHTTPError as error:

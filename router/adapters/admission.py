@@ -180,6 +180,7 @@ class Admission:
             if state.residency == pb.AdapterState.FAILED:
                 log.warning("adapter_failed_in_shard", digest=state.digest[:16], reason=state.reason[:512])
                 self.loading.forget(state.digest)
+                self._loader.verify(state.digest)
 
     def _send_pin(self, link: ShardLink, digest: str) -> None:
         pins = [pb.Pin(digest=digest, pinned=True)]

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import structlog
 
-from lorikeet.adapters.errors import LoaderFailed, from_dict
+from lorikeet.adapters.errors import AdapterInvalid, LoaderFailed, from_dict
 from lorikeet.router.requests.adapter_ref import Loaded
 
 log = structlog.get_logger()
@@ -98,6 +98,14 @@ class LoaderClient:
         """A request has waited long for it."""
         self.notify({"urgent": call.number})
 
+    def share(self, call: Call, caller: str) -> None:
+        """Another caller waits for it too."""
+        self.notify({"share": call.number, "caller": caller})
+
+    def verify(self, digest: str) -> None:
+        """Compare a stored file with its checksum; it is removed where they differ."""
+        self.notify({"verify": digest})
+
     def hold(self, digest: str) -> None:
         """Keep a content on disk, also after the loader is replaced."""
         self._held.add(digest)
@@ -117,12 +125,23 @@ class LoaderClient:
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None
-        self._write(call.number, call.body)
+        try:
+            self._write(call.number, call.body)
+        except ValueError as error:
+            if not call.answer.done():
+                call.answer.set_exception(AdapterInvalid(f"the adapter cannot be loaded: {error}"))
 
     def _write(self, number: int, body: dict[str, Any]) -> None:
+        """Raises ValueError for a call that the loader would not read: it fails alone."""
         assert self._writer is not None
+        try:
+            line = orjson.dumps({"call": number, **body}) + b"\n"
+        except TypeError:
+            raise ValueError("its name or token is not valid Unicode") from None
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"the call has {len(line)} bytes; the limit is {LONGEST_LINE}")
         with contextlib.suppress(OSError):
-            self._writer.write(orjson.dumps({"call": number, **body}) + b"\n")
+            self._writer.write(line)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():

@@ -102,6 +102,8 @@ class Loading:
         self._num_waiting[routing.flow] += 1
         if is_new:
             self._ask(load)
+        elif load.call is not None and adapter.caller != load.adapter.caller:
+            self._loader.share(load.call, adapter.caller)
 
     async def content(self, adapter: Adapter) -> Loaded:
         """The content of an adapter, for an operator. Raises AdapterError."""
@@ -109,7 +111,7 @@ class Loading:
         if known is not None:
             return known
         began = time.monotonic()
-        content = loaded(await self._loader.ask({**adapter.call, "token": adapter.token}).answer)
+        content = loaded(await self._loader.ask(adapter.load_call).answer)
         self._remember(adapter, content)
         self._events.on_loaded(adapter, content, time.monotonic() - began)
         return content
@@ -143,7 +145,7 @@ class Loading:
 
     def _ask(self, load: _Load) -> None:
         loop = asyncio.get_running_loop()
-        call = load.call = self._loader.ask({**load.adapter.call, "token": load.adapter.token})
+        call = load.call = self._loader.ask(load.adapter.load_call)
         call.answer.add_done_callback(lambda answer: self._on_answer(load, call, answer))
         waited = time.monotonic() - load.began_at
         load.timer = loop.call_later(max(0.0, URGENT_SECONDS - waited), self._loader.urgent, call)

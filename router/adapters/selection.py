@@ -6,14 +6,15 @@ from lorikeet.adapters import refs
 from lorikeet.adapters.catalogue import SOURCES, Entry
 from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, NotServed
 from lorikeet.adapters.keys import Keys
-from lorikeet.adapters.refs import Pin, Ref, Source
+from lorikeet.adapters.refs import Ref, Source
 from lorikeet.adapters.rights import Rights
+from lorikeet.adapters.sources.base import Resolved
 from lorikeet.router.adapters.directory import Directory
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ModelNotFound, UnsupportedField, ValidationError, adapter_problem
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.requests.caller import Caller
-from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, MergeFields
+from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, MergeFields, checked_token
 
 _BASE_ONLY = "is not supported by this server, which serves its base model alone"
 
@@ -83,8 +84,9 @@ class Selection:
         """One version of an alias, for any caller. Raises AdapterError."""
         token, alias, template = self.operators_token(ref), entry.alias, entry.chat_template
         share = next((version.share for version in entry.versions if version.ref == ref), 1.0)
-        pins = (await self._pin(ref, token),)
-        return Adapter(alias, pins, token=token, alias=alias, weight=entry.weight * share, chat_template=template)
+        found = await self._resolved(ref, token)
+        token, weight = _needed(token, found), entry.weight * share
+        return Adapter(alias, (found.pin,), token=token, alias=alias, weight=weight, chat_template=template)
 
     def operators_token(self, ref: Ref) -> str | None:
         return self._config.hub_token if ref.source is Source.HUB else None
@@ -110,12 +112,14 @@ class Selection:
         if problem and fields.source is None:
             raise NotServed(f"{ref.id} is not served: {problem}")
         token = self._token(fields, caller)
-        return Adapter(str(ref), (await self._pin(ref, token),), token=token)
+        found = await self._resolved(ref, token)
+        return Adapter(str(ref), (found.pin,), token=_needed(token, found), caller=caller.identity)
 
     def _token(self, fields: AdapterFields, caller: Caller) -> str | None:
         """The token for a source: never one of the server's own API keys."""
-        given = None if self.keys.find(fields.token) is not None else fields.token
-        return given or caller.token or (self._config.hub_token if self._config.use_hub_token_for_all else None)
+        given = None if self.keys.find(fields.token) is not None else checked_token(fields.token, "`api_token`")
+        bearer = checked_token(caller.token, "the token of the `Authorization` header")
+        return given or bearer or (self._config.hub_token if self._config.use_hub_token_for_all else None)
 
     async def _merged(self, fields: AdapterFields, merge: MergeFields, caller: Caller) -> Adapter:
         """The caller must have access to all parts; aliases may be among them."""
@@ -123,13 +127,15 @@ class Selection:
             raise ValidationError("Base model adapter cannot be merged.", "merged_adapters")
         token = self._token(fields, caller)
         parts = await asyncio.gather(*(self._part(name, fields, caller, token) for name in merge.ids))
-        return Adapter(",".join(merge.ids), tuple(parts), merge.merging, token)
+        pins, token = tuple(part.pin for part in parts), _needed(token, *parts)
+        return Adapter(",".join(merge.ids), pins, merge.merging, token, caller=caller.identity)
 
-    async def _part(self, name: str, fields: AdapterFields, caller: Caller, token: str | None) -> Pin:
+    async def _part(self, name: str, fields: AdapterFields, caller: Caller, token: str | None) -> Resolved:
         entry = self.entry(name, fields.source)
         if entry is not None:
-            return (await self.named(entry, caller, fields.user or caller.request_id)).pins[0]
-        return await self._pin(self._parsed(name, self.source(fields.source), is_model=False), token)
+            adapter = await self.named(entry, caller, fields.user or caller.request_id)
+            return Resolved(adapter.pins[0], is_public=adapter.token is None)
+        return await self._resolved(self._parsed(name, self.source(fields.source), is_model=False), token)
 
     def _parsed(self, name: str, source: Source, is_model: bool, field: str = "adapter_id") -> Ref:
         try:
@@ -139,9 +145,9 @@ class Selection:
                 raise ModelNotFound(name[:256], str(error)) from None
             raise ValidationError(str(error), field) from None
 
-    async def _pin(self, ref: Ref, token: str | None) -> Pin:
+    async def _resolved(self, ref: Ref, token: str | None) -> Resolved:
         assert self.rights is not None
-        return (await self.rights.resolve(ref, token)).pin
+        return await self.rights.resolve(ref, token)
 
     @staticmethod
     def _base_only(fields: AdapterFields) -> Exception:
@@ -150,3 +156,8 @@ class Selection:
         if fields.merge is not None:
             return UnsupportedField("merged_adapters")
         return UnsupportedField(fields.field, _BASE_ONLY)
+
+
+def _needed(token: str | None, *found: Resolved) -> str | None:
+    """The token for loading: none for public adapters, whose load others share, so that no token can make it fail."""
+    return None if all(each.is_public for each in found) else token

@@ -35,6 +35,8 @@ class Adapter:
     """Of its flow in the fair queue."""
     chat_template: str | None = field(default=None, repr=False, compare=False)
     """The operator's, which takes precedence over the adapter's own."""
+    caller: str = field(default="", compare=False)
+    """The caller's identity, which has turns of its own in the loader; "" for the operator's adapters."""
 
     @cached_property
     def content(self) -> str:
@@ -50,8 +52,13 @@ class Adapter:
         return f"{self.alias}|{self.content}"
 
     @property
+    def load_call(self) -> dict[str, Any]:
+        """The call to the loader, for this caller."""
+        return {**self.call, "token": self.token, "caller": self.caller}
+
+    @property
     def call(self) -> dict[str, Any]:
-        """The call to the loader."""
+        """The call to the loader, equal for adapters of equal content."""
         if self.merging is None:
             return {"fetch": self.pins[0].as_dict()}
         return {"merge": {"pins": [pin.as_dict() for pin in self.pins], **asdict(self.merging)}}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lorikeet.router.errors import ValidationError
+from lorikeet.router.errors import TokenInvalid, ValidationError
 from lorikeet.router.requests.adapter_ref import Merging
 from lorikeet.router.schemas.fields import Fields
 
@@ -15,6 +15,8 @@ _UNEQUAL = "number of adapter IDs must match number of adapter weights"
 
 BASE_NAMES = ("__base_model__",)
 """Adapter names that stand for the base model, in addition to its id."""
+MAX_TOKEN = 4096
+"""Characters of a source's token; those of the Hugging Face hub have 37."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,17 @@ class AdapterFields:
     """The request's field of `name`."""
     user: str | None = None
     """OpenAI's `user`, which always gets the same version of a roll-out."""
+
+
+def checked_token(token: str | None, name: str) -> str | None:
+    """`token`, for a header of a request to an adapter's source. `name` is for the message. Raises TokenInvalid."""
+    if token is None:
+        return None
+    if len(token) > MAX_TOKEN:
+        raise TokenInvalid(f"{name} has {len(token)} characters; a token has at most {MAX_TOKEN}", "api_token")
+    if not all("!" <= character <= "~" for character in token):
+        raise TokenInvalid(f"{name} must consist of printable ASCII characters without spaces", "api_token")
+    return token
 
 
 def merge_child(fields: Fields) -> Fields | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import structlog
 
+from lorikeet.shard.adapters.checked_files import CheckedFiles
 from lorikeet.shard.adapters.ranks import BroadcastingSlots, CollectiveReader
 from lorikeet.shard.adapters.reader import AdapterReader
 from lorikeet.shard.batch.padding import DRAFTS_PER_ROW
@@ -99,7 +100,7 @@ def prepare(
     """The slots, the reader of their files, and the name of what computes them."""
     model.allocate_adapters(num_slots)
     device, destination, form = _choose_form(config, model, num_slots, host_bytes)
-    return device, AdapterFiles(model.lora_targets, destination, model.heads, add_up), form
+    return device, CheckedFiles(model.lora_targets, destination, model.heads, add_up), form
 
 
 def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: int) -> tuple[Device, Destination, str]:

@@ -1,14 +1,17 @@
 """Builds a C source with the machine's compiler, once per machine and source, and loads it; without a compiler, the
 one that the wheel brings (prebuilt.py).
 
-The library is kept in the user's cache folder under a hash of source, headers, flags, compiler and processor.
+The library is kept in the user's cache folder under a hash of source, headers, flags, compiler and processor. Its code
+runs in this process, so only files are loaded that belong to this user and that nobody else may write.
 """
 
+import atexit
 import ctypes
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -66,9 +69,20 @@ def _compiled(source: Path, defines: tuple[str, ...]) -> Path:
     texts = [path.read_text() for path in (source, *sorted(prebuilt.SHARD.rglob("*.h")))]
     key = hashlib.sha256("\0".join([*texts, compiler, *flags, _processor()]).encode()).hexdigest()[:20]
     built = _cache_folder() / f"{source.stem}-{key}.so"
-    if not built.exists():
+    is_there = built.exists()
+    if is_there and not is_own(built):
+        log.warning("kernels_compiled_again", path=str(built), reason="others own the file or may write it")
+        is_there = False
+    if not is_there:
         _build(compiler, flags, source, built)
     return built
+
+
+def is_own(path: Path) -> bool:
+    """Whether a file or folder belongs to this user, or to root, and nobody else may write it."""
+    status = path.lstat()
+    kind = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
+    return kind and status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _build(compiler: str, flags: tuple[str, ...], source: Path, built: Path) -> None:
@@ -79,17 +93,34 @@ def _build(compiler: str, flags: tuple[str, ...], source: Path, built: Path) -> 
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if result.returncode != 0:
             raise CompilerMissing(f"{compiler} failed: {result.stderr.strip()[-500:]}")
+        fresh.chmod(0o700)
         fresh.replace(built)
 
 
 def _cache_folder() -> Path:
-    """A private folder in this user's cache, or a temporary one if home is not writable."""
+    """A private folder in this user's cache, or a temporary one if home is not writable or others may write there."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorikeet"
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        if not is_own(folder) or not _keeps_its_folders(folder.parent):
+            log.warning("kernels_not_kept", path=str(folder), reason="others own the folder or may replace it")
+        elif os.access(folder, os.W_OK):
             return folder
-    return Path(tempfile.mkdtemp(prefix="lorikeet-"))
+    return _temporary_folder()
+
+
+def _keeps_its_folders(parent: Path) -> bool:
+    """Whether not everybody may rename the folders in `parent`."""
+    mode = parent.stat().st_mode
+    return bool(mode & stat.S_ISVTX) or not mode & stat.S_IWOTH
+
+
+@cache
+def _temporary_folder() -> Path:
+    """Private to this process, and deleted when it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="lorikeet-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _processor() -> str:

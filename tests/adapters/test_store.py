@@ -6,17 +6,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from safetensors.torch import save_file
 
-from lorikeet.adapters.errors import LoaderFailed
+from lorikeet.adapters.errors import AdapterTooLarge, LoaderFailed, StoreFull
+from lorikeet.adapters.formats import header
 from lorikeet.adapters.refs import Pin, Source
 from lorikeet.adapters.store import RECENT_S, Entry, Store
+from lorikeet.proto import checksum
 
 BASE = ("base", "weights", "float32")
 ROOT = Path(__file__).parents[2]
@@ -26,14 +27,22 @@ def digest(number: int) -> str:
     return f"{number:064x}"
 
 
-def fill(path: Path, num_values: int = 256, base: tuple[str, str, str] = BASE) -> None:
+def content(num_values: int = 256, base: tuple[str, str, str] = BASE) -> bytes:
     metadata = {"base": base[0], "weights": base[1], "dtype": base[2], "rank": "4", "modules": "{}"}
-    save_file({"x": torch.zeros(num_values)}, path, metadata=metadata)
+    values = memoryview(bytes(4 * num_values))
+    head, _ = header.compose({"x": ("F32", (num_values,))}, {**metadata, checksum.FIELD: checksum.UNKNOWN})
+    return checksum.added(head, [values]) + values
+
+
+def add(store: Store, number: int, num_values: int = 256, base: tuple[str, str, str] = BASE) -> int:
+    """Store a file now; its size."""
+    file = content(num_values, base)
+    return store.add(digest(number), len(file), lambda to: to.write(file))
 
 
 def put(store: Store, number: int, age_s: float = RECENT_S + 1, num_values: int = 256) -> int:
     """Store a file that was last asked for some time ago; its size."""
-    size = store.add(digest(number), lambda path: fill(path, num_values))
+    size = add(store, number, num_values)
     age(store, number, age_s)
     return size
 
@@ -52,24 +61,112 @@ def test_the_least_recently_used_file_is_removed_first(tmp_path: Path) -> None:
     sizes = [put(store, number, age_s=1000 - number) for number in range(4)]
     age(store, 0, 200)  # asked for after the others
     small = Store(tmp_path, sum(sizes), BASE)
-    small.add(digest(9), fill)
+    add(small, 9)
     assert [number for number in range(4) if small.path(digest(number)).exists()] == [0, 2, 3]
     assert small.num_evicted == 1
 
 
-def test_recently_used_files_stay_even_above_the_capacity(tmp_path: Path) -> None:
-    store = Store(tmp_path, 1, BASE)
+def test_the_capacity_is_never_exceeded(tmp_path: Path) -> None:
+    """Files that were used lately stay, and new ones are refused."""
+    capacity = 3 * len(content())
+    store = Store(tmp_path, capacity, BASE)
     for number in range(3):
         put(store, number, age_s=RECENT_S / 2)
-    assert store.usage()[0] == 3
+    with pytest.raises(StoreFull, match="--adapter-disk-cache") as refused:
+        add(store, 3)
+    assert refused.value.status == 503 and refused.value.retry_after
     age(store, 1, RECENT_S + 1)
     assert store.touch(digest(1))  # so it is recent again
-    put(store, 3)
-    assert store.usage()[0] == 4
+    with pytest.raises(StoreFull):
+        add(store, 3)
+    age(store, 1, RECENT_S + 1)
+    add(store, 3)
+    assert not store.touch(digest(1)) and store.usage() == (3, capacity)
+    with pytest.raises(AdapterTooLarge, match=f"the adapter cache has {capacity}"):
+        add(store, 4, num_values=capacity)
+    assert not list((tmp_path / "work").iterdir())
+
+
+def test_files_that_are_being_written_count_until_their_writer_ends(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from tests.adapters.test_store import *\n"
+        "def slowly(file): print('writing', flush=True); sys.stdin.read()\n"
+        "Store(sys.argv[1], 1 << 30, BASE).add(digest(1), 1000, slowly)"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert writer.stdin is not None and writer.stdout is not None
+    assert writer.stdout.readline() == b"writing\n"
+    store = Store(tmp_path, len(content()) + 999, BASE)
+    with pytest.raises(StoreFull):
+        add(store, 2)
+    writer.kill()
+    writer.wait()
+    writer.stdin.close()
+    writer.stdout.close()
+    add(store, 2)
+    assert not list((tmp_path / "work").iterdir())
+
+
+@pytest.mark.parametrize("where", ["writing", "downloading", "a folder"])
+def test_a_full_disk_makes_room(tmp_path: Path, where: str) -> None:
+    """The least recently used file is removed, and the write is repeated."""
+    store, num_free = Store(tmp_path, 1 << 30, BASE), 0
+    for number, age_s in ((1, 1000), (2, 2000), (3, 10)):
+        put(store, number, age_s)
+
+    def write() -> None:
+        if store.usage()[0] > num_free:
+            raise OSError(28, "No space left on device")
+
+    def into(file: BinaryIO) -> None:
+        file.write(content())
+        write()
+
+    num_free = 2
+    if where == "writing":
+        store.add(digest(4), len(content()), into)
+        assert store.touch(digest(4))
+    elif where == "downloading":
+        store.retried(write)
+    else:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Path, "mkdir", lambda *_, **__: write())
+            store.work("a name")
+    assert [store.touch(digest(number)) for number in (1, 2, 3)] == [True, False, True]
+    num_free = 0
+    age(store, 1, 1000)
+    with pytest.raises(StoreFull, match="No space left"):  # one is too recent
+        store.retried(write)
+    assert [store.touch(digest(number)) for number in (1, 3)] == [False, True]
+
+
+def test_a_file_that_does_not_match_its_checksum_is_removed(tmp_path: Path) -> None:
+    store = Store(tmp_path, 1 << 30, BASE)
+    for number in range(4):
+        put(store, number)
+        assert store.is_intact(digest(number)) and store.verify(digest(number))
+    later = Store(tmp_path, 1 << 30, BASE)
+    assert not later.is_intact(digest(0)) and later.verify(digest(0)) and later.is_intact(digest(0))
+    assert later.hold(digest(1))
+    for number, place in ((1, -1), (2, -1000), (3, 60)):  # values, and the header
+        path = store.path(digest(number))
+        damaged = bytearray(path.read_bytes())
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        assert not later.verify(digest(number)) and not path.exists()
+    assert not later.verify(digest(1))
+    add(store, 1)
+    later.renew_hold(digest(1))
+    age(store, 1, 1e6)
+    with pytest.raises(StoreFull):
+        add(Store(tmp_path, len(content()), BASE), 5)
+    assert store.touch(digest(1)), "the new file is held"
 
 
 def test_files_held_by_another_process_stay(tmp_path: Path) -> None:
-    store = Store(tmp_path, 1, BASE)
+    store = Store(tmp_path, len(content()), BASE)
     put(store, 1)
     script = (
         "import sys\n"
@@ -80,7 +177,8 @@ def test_files_held_by_another_process_stay(tmp_path: Path) -> None:
     holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdin is not None
     assert holder.stdout.readline() == b"True\n"
-    put(store, 2)
+    with pytest.raises(StoreFull):
+        put(store, 2)
     assert store.path(digest(1)).exists()
     assert not store.remove(digest(1))
     holder.stdin.close()
@@ -92,15 +190,16 @@ def test_files_held_by_another_process_stay(tmp_path: Path) -> None:
 
 def test_a_held_file_stays_held_when_it_is_written_again(tmp_path: Path) -> None:
     store = Store(tmp_path, 2000, BASE)
-    store.add(digest(1), lambda path: fill(path, 1))
+    add(store, 1, 1)
     assert store.hold(digest(1))
-    store.add(digest(1), lambda path: fill(path, 124))
+    add(store, 1, 124)
     age(store, 1, 1e6)
-    store.add(digest(2), lambda path: fill(path, 293))
+    with pytest.raises(StoreFull):
+        add(store, 2, 293)
     assert store.touch(digest(1))
     store.release(digest(1))
     age(store, 1, 1e6)
-    store.add(digest(3), lambda path: fill(path, 293))
+    add(store, 3, 293)
     assert not store.touch(digest(1))
 
 
@@ -122,7 +221,7 @@ def test_a_file_of_another_base_under_the_same_digest_is_ignored(tmp_path: Path)
     store = Store(tmp_path, 1 << 30, BASE)
     put(store, 1)
     assert store.touch(digest(1))
-    Store(tmp_path, 1 << 30, ("other", "", "")).add(digest(1), lambda path: fill(path, base=("other", "", "")))
+    add(Store(tmp_path, 1 << 30, ("other", "", "")), 1, base=("other", "", ""))
     assert not store.touch(digest(1))
 
 
@@ -131,11 +230,11 @@ def test_a_damaged_file_is_ignored(damage: str, tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 30, BASE)
     put(store, 1)
     path = store.path(digest(1))
-    content = path.read_bytes()
+    before = path.read_bytes()
     if damage == "gone":
         path.unlink()
     else:
-        damaged = {"truncated": content[:-9], "grown": content + b"x", "noise": b"\x80" * len(content), "empty": b""}
+        damaged = {"truncated": before[:-9], "grown": before + b"x", "noise": b"\x80" * len(before), "empty": b""}
         path.write_bytes(damaged[damage])
     assert not Store(tmp_path, 1 << 30, BASE).touch(digest(1))
     with pytest.raises(LoaderFailed):
@@ -145,19 +244,19 @@ def test_a_damaged_file_is_ignored(damage: str, tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 30, BASE)
 
-    def full(path: Path) -> None:
-        path.write_bytes(b"half")
+    def full(file: BinaryIO) -> None:
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     with pytest.raises(LoaderFailed, match="No space left") as failed:
-        store.add(digest(1), full)
+        store.add(digest(1), 4, full)
     assert failed.value.status == 503
     assert store.usage() == (0, 0) and not list((tmp_path / "work").iterdir())
 
 
 def test_a_full_disk_only_skips_the_record_of_a_pin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, 1 << 30, BASE)
-    entry = Entry(digest(1), put(store, 1), 4)
+    entry = Entry(digest(1), add(store, 1), 4)
 
     def full(path: Path, *_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -200,14 +299,17 @@ def test_many_processes_write_at_once_within_the_capacity(tmp_path: Path) -> Non
     script = (
         "import os, sys; from pathlib import Path; from tests.adapters.test_store import *\n"
         "store = Store(sys.argv[1], 16 * 1200, BASE)\n"
-        "for number in range(40): put(store, int(sys.argv[2]) * 20 + number)"
+        "number = 0\n"
+        "while number < 40:\n"
+        " try: put(store, int(sys.argv[2]) * 20 + number); number += 1\n"
+        " except StoreFull: time.sleep(0.001)"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     writers = [subprocess.Popen([*command, str(number)], cwd=ROOT) for number in range(3)]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
     store = Store(tmp_path, 16 * 1200, BASE)
-    # another process's file is recent for the moment before its age is set
-    assert 0 < store.usage()[0] <= 19
+    # another process's file is recent for the moment before its age is set, so that there is no room for that moment
+    assert 0 < store.usage()[1] <= 16 * 1200
     assert all(store.touch(path.stem) for path in tmp_path.glob("*.safetensors"))
     assert not list((tmp_path / "work").iterdir())
 
@@ -234,16 +336,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 9), num_values=st.integers(1, 400))
     def add(self, number: int, num_values: int) -> None:
-        size = self.store.add(digest(number), lambda path: fill(path, num_values))
-        before = dict(self.there)
-        excess = sum(size for size, _ in before.values()) + size - self.capacity
-        for each, (num_bytes, _) in sorted(before.items(), key=lambda item: item[1][1]):
-            if excess <= 0:
-                break
-            if each not in self.held:
-                del self.there[each]
+        size = len(content(num_values))
+        left = dict(self.there)
+        excess = sum(size for size, _ in left.values()) + size - self.capacity
+        for each, (num_bytes, _) in sorted(self.there.items(), key=lambda item: item[1][1]):
+            if excess > 0 and each not in self.held:
+                del left[each]
                 excess -= num_bytes
-        self.there[number] = (size, self.tick(number))
+        if excess > 0:
+            with pytest.raises(StoreFull):
+                add(self.store, number, num_values)
+        else:
+            assert add(self.store, number, num_values) == size
+            self.there = {**left, number: (size, self.tick(number))}
 
     @rule(number=st.integers(0, 9))
     def touch(self, number: int) -> None:

@@ -63,7 +63,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             default_text="four times the memory of the slots", minimum=0, new=True,
         ),
         Flag(
-            "adapter-disk-cache", "disk space for converted adapters; least recently used ones are removed first",
+            "adapter-disk-cache",
+            "disk space for converted adapters; least recently used ones are removed first; 503 where none can be",
             BYTES, 64 << 30, LOADER, "store_bytes", minimum=1, new=True,
         ),
         Flag(

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lorikeet.proto import checksum
+
 FORMAT = "lorikeet-adapter-1"
 HEADS = "heads."
 """Prefix of the names of Medusa heads' tensors."""
@@ -77,6 +79,12 @@ class ServedFile:
     def num_bytes(self) -> int:
         """Of all tensors."""
         return len(self._mapped) - self._begin
+
+    def is_intact(self) -> bool:
+        """Whether all bytes match the checksum in the header. Reads the whole file, without the interpreter lock."""
+        content = memoryview(self._mapped)
+        starts = range(self._begin, len(content), checksum.CHUNK)
+        return checksum.matches(self._mapped[: self._begin], (content[at : at + checksum.CHUNK] for at in starts))
 
     def places(self) -> dict[str, Place]:
         """Of every tensor, by name. Raises ValueError where one lies outside the file."""

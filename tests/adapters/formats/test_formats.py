@@ -249,7 +249,8 @@ def test_the_written_file_is_what_safetensors_reads(tmp_path: Path) -> None:
     }
     made = layout.Layout(tensors, {"a": {"kind": "linear", "rank": 5}}, {"count": 2, "version": 2, "layers": 1})
     facts = layout.Base("b" * 64, "w" * 64, torch.bfloat16, frozenset(), values=None)  # type: ignore[arg-type]
-    layout.write(made, tmp_path / "ours", "d" * 64, facts)
+    with (tmp_path / "ours").open("wb") as file:
+        layout.served_file(made, "d" * 64, facts).write(file)
     found = load_file(tmp_path / "ours")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

@@ -216,6 +216,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[AdapterError], str]] = {
         AdapterInvalid,
         "have no rows",
     ),
+    "few rows": (
+        lambda file: save_file(small.heads(HeadsShape(32, 0, 64, tiny.VOCAB // 2 - 1)).tensors, file),
+        AdapterInvalid,
+        "another base.*have 159 rows, the base's vocabulary 320",
+    ),
     "no heads": (changed(lambda t: t.clear() or t.update({"odd": torch.ones(1)})), AdapterInvalid, "no Medusa heads"),
     "many heads": (thin(33), NotServed, "33 heads"),
     "NaN": (put("1.0.linear.weight", NAN), AdapterInvalid, r"not finite.*1\.0\.linear\.weight"),
@@ -315,7 +320,8 @@ def test_the_store_records_the_number_of_heads(base: Base, lora: Path, tmp_path:
     files.write(tmp_path / "heads", small.heads(SHAPES[0]))
     for folder, num_heads, rank in ((tmp_path / "heads", 3, 0), (lora, 0, 4)):
         digest, (found, _) = base.digest(folder), base.lay_out(folder)
-        store.add(digest, lambda path, digest=digest, found=found: layout.write(found, path, digest, base.facts))
+        file = layout.served_file(found, digest, base.facts)
+        store.add(digest, file.num_bytes, file.write)
         entry = store.entry(digest)
         assert (entry.num_heads, entry.rank) == (num_heads, rank) and store.touch(digest)
         assert Entry.from_dict(entry.as_dict()) == entry

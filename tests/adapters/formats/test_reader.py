@@ -9,6 +9,7 @@ from lorikeet.adapters.errors import SourceUnreachable
 from lorikeet.adapters.loader.worker import WorkerJobs
 from lorikeet.adapters.refs import Pin, Source
 from lorikeet.adapters.sources.base import Within
+from lorikeet.adapters.store import Store
 
 LONGEST_S = 20.0
 
@@ -36,6 +37,7 @@ def alarms() -> Iterator[None]:
 @pytest.mark.usefixtures("alarms")
 def test_a_fetch_ends_at_the_time_limit_of_its_source(tmp_path: Path) -> None:
     jobs = object.__new__(WorkerJobs)  # a base is not needed to fetch
+    jobs._store = Store(tmp_path / "store", 1, ("base", "weights", "float32"))
     jobs._sources = {Source.HUB: Slow()}  # type: ignore[assignment]
     began = time.monotonic()
     with pytest.raises(SourceUnreachable, match="the source of a/slow takes too long to answer"):

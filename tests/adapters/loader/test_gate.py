@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.adapters.loader.gate import Gate, Ticket
+from lorikeet.adapters.loader.gate import HALF_LIFE_S, Gate, Ticket, Uses
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -52,6 +52,45 @@ def test_a_ticket_prioritized_before_it_enters_gets_an_extra_slot() -> None:
         assert ticket.is_fast and gate.num_inside == 1
         gate.leave(ticket)
         assert gate.num_inside == gate.num_waiting == 0
+
+    run(test)
+
+
+def test_an_owner_that_used_slots_for_long_waits_and_holds_few() -> None:
+    async def test() -> None:
+        now = [0.0]
+        gate = Gate(4, 2, Uses(lambda: now[0]))
+        hostile = [Ticket(owners=("key:bad", f"local:{number}")) for number in range(8)]
+        tasks = [asyncio.create_task(gate.enter(each)) for each in hostile]
+        await run_pending()
+        assert sum(each.is_inside for each in hostile) == 4
+        now[0] = 3.0
+        for ticket in hostile[:4]:
+            gate.leave(ticket)
+            await run_pending()
+        assert [each.is_inside for each in hostile] == [False] * 4 + [True] + [False] * 3
+        for ticket in hostile[4:]:
+            gate.prioritize(ticket)
+        assert [each.is_fast for each in hostile[4:]] == [True, False, False, False]
+        honest = [Ticket(owners=("key:good",)) for _ in range(5)]
+        tasks += [asyncio.create_task(gate.enter(each)) for each in honest]
+        await run_pending()
+        assert [each.is_inside for each in honest] == [True] * 4 + [False]
+        gate.share(hostile[7], ("key:good", "local:7"))
+        gate.leave(hostile[4])
+        await run_pending()
+        assert hostile[7].is_inside and hostile[7].is_fast, "it is wanted by somebody else too"
+        assert [each.is_inside for each in hostile[5:7]] == [True, False]
+        gate.leave(hostile[5])
+        assert hostile[6].is_inside
+        for ticket in hostile[6], hostile[7], *honest:
+            gate.leave(ticket)
+        now[0] += 10 * HALF_LIFE_S
+        tasks += [asyncio.create_task(gate.enter(each)) for each in hostile[:3]]
+        await run_pending()
+        assert all(each.is_inside for each in hostile[:3]), "use is forgotten"
+        for task in tasks:
+            task.cancel()
 
     run(test)
 

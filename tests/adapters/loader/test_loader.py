@@ -21,6 +21,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 
 from lorikeet.adapters.loader.process import NICENESS
+from lorikeet.adapters.loader.workers import LONGEST_LINE
 from lorikeet.adapters.medusa import format as files
 from lorikeet.adapters.medusa.format import HeadsShape
 from lorikeet.adapters.refs import Ref, Source
@@ -72,7 +73,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with hub({}) as server:
         environment = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "0"}
         sources = {"local_roots": [str(roots)], "hub_cache": str(folder / "cache")}
-        with loader(folder / "run", base, environment, sources=sources, reading_cpu_s=1.5) as running:
+        with loader(
+            folder / "run", base, environment, sources=sources, reading_cpu_s=1.5, reading_memory=128 << 20
+        ) as running:
             yield World(running, base, roots, server)
 
 
@@ -206,6 +209,45 @@ def test_a_caller_that_disconnects_leaves_no_job(world: World, caller: Caller) -
     opened.set()
 
 
+@pytest.mark.parametrize("how", ["cancels", "disconnects"])
+def test_who_asks_right_after_the_last_caller_left_is_served(world: World, caller: Caller, how: str) -> None:
+    """The next caller joins the job or starts it anew, in whatever state it is."""
+    failed = []
+    for number in range(8):
+        opened = threading.Event()
+        files = changed(content(world.roots / "a0"), lora_alpha=200 + number + 10 * (how == "cancels"))
+        pin = world.at_hub(f"acme/{how}{number}", files, open=opened)
+        first = world.running.caller()
+        call = first.ask(fetch=pin)
+        caller.until(lambda stats: stats["fetching"] == 1)
+        if number % 2:
+            world.until_asked_for(pin)
+        if how == "cancels":
+            first.ask(cancel=call)
+            second, client = first.ask(fetch=pin), first
+        else:
+            first.close()
+            second, client = caller.ask(fetch=pin), caller
+        opened.set()
+        answer = client.answer(second)
+        if "digest" not in answer:
+            failed.append(answer)
+        if client is first:
+            first.close()
+    assert not failed
+
+
+def test_a_call_that_is_too_long_fails_alone(world: World, caller: Caller) -> None:
+    opened = threading.Event()
+    pin = world.at_hub("acme/next-to-long", changed(content(world.roots / "a0"), lora_alpha=230), open=opened)
+    call = caller.ask(fetch=pin)
+    caller.until(lambda stats: stats["fetching"] == 1)
+    for size in (LONGEST_LINE, 3 * LONGEST_LINE):
+        assert caller.raw(b'{"call": 1, "stats": "%b"}' % (b"t" * size))["error"]["status"] == 413
+    opened.set()
+    assert "digest" in caller.answer(call)
+
+
 def test_one_callers_rights_do_not_help_another(world: World, caller: Caller) -> None:
     files = changed(content(world.roots / "a0"), lora_alpha=50)
     opened = threading.Event()
@@ -264,6 +306,63 @@ def test_an_urgent_call_overtakes_calls_that_fill_every_slot(world: World, calle
     assert "digest" in caller.answer(late)
     assert not set(endless) & set(caller.order)
     assert all(caller.answer(call)["error"]["status"] == 422 for call in endless)
+
+
+def test_adapters_that_take_forever_delay_only_those_of_their_caller(world: World, caller: Caller) -> None:
+    files = content(world.roots / "a0")
+    endless = [
+        caller.ask(
+            fetch=local_copy(world, f"hostile{number}", changed(files, target_modules=ENDLESS, r=number + 1)),
+            caller="key:bad",
+        )
+        for number in range(16)
+    ]
+    caller.until(lambda stats: stats["converting"] == 2)
+    caller.answer(endless[0])
+    for number in range(3):
+        began = time.monotonic()
+        pin = local_copy(world, f"honest{number}", changed(files, lora_alpha=240 + number))
+        assert "digest" in caller.call(fetch=pin, caller="key:good")
+        assert time.monotonic() - began < 2 if number else 4, "it waits for no more than what already ran"
+    for call in endless:
+        caller.ask(cancel=call)
+    caller.until(lambda stats: stats["jobs"] == 0)
+    assert len([call for call in endless if caller.answers[call]["error"]["status"] == 422]) < 8
+
+
+def test_memory_is_limited_by_the_size_of_the_files(world: World, caller: Caller) -> None:
+    files = content(world.roots / "a0")
+    head = b'{"x":[' + b"[]," * (10 << 20) + b"[]]}"
+    bomb = {**files, "adapter_model.safetensors": len(head).to_bytes(8, "little") + head}
+    error = caller.call(fetch=local_copy(world, "bomb", bomb))["error"]
+    assert error["status"] == 422 and "more memory than its size explains" in error["message"], error
+    assert "digest" in caller.call(fetch=local_copy(world, "after-bomb", changed(files, lora_alpha=250)))
+
+
+def test_a_damaged_file_is_loaded_again(world: World, caller: Caller) -> None:
+    pin = world.pin("a1")
+    digest = caller.call(fetch=pin)["digest"]
+    path = world.running.store / f"{digest}.safetensors"
+    sound = path.read_bytes()
+
+    def damage() -> None:
+        """Flip a sign in a new file of the same size."""
+        damaged = bytearray(sound)
+        damaged[-1] ^= 0x80
+        path.with_suffix(".new").write_bytes(damaged)
+        path.with_suffix(".new").replace(path)
+
+    damage()
+    assert caller.call(fetch=pin)["tier"] == "source", "as after a restart: what this process has not read is verified"
+    assert path.read_bytes() == sound
+    path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 0x80]))  # after it was verified
+    assert not caller.call(verify=digest)["intact"]
+    assert caller.call(fetch=pin)["tier"] == "source" and path.read_bytes() == sound
+    assert caller.call(verify=digest)["intact"]
+    damage()
+    assert caller.call(fetch=local_copy(world, "same-as-a1", content(world.roots / "a1")))["digest"] == digest
+    assert path.read_bytes() == sound
+    assert world.running.log.read_text().count("stored_adapter_damaged") == 3
 
 
 def niceness(pid: int = 0) -> int:

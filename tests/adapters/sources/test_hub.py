@@ -117,6 +117,17 @@ async def test_a_gated_adapter_is_reported_as_gated(server: HubServer, tmp_path:
     assert not found.is_public
 
 
+async def test_a_public_adapter_does_not_need_a_token_that_the_hub_accepts(server: HubServer, tmp_path: Path) -> None:
+    server.rejected.add("EMPTY")
+    here = source(server, tmp_path)
+    found = await here.resolve(parse("a/public"), "EMPTY")
+    assert found.is_public and found.pin.revision == commit_of(FILES)
+    for name in ("a/private", "a/gated", "a/none"):
+        with pytest.raises(AdapterNotAllowed, match="does not accept the token") as caught:
+            await here.resolve(parse(name), "EMPTY")
+        assert caught.value.status == 401
+
+
 async def test_the_machines_own_token_is_never_sent(
     server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from lorikeet.adapters.errors import AdapterInvalid, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
+from tests.hub_server import Repository, hub
 from tests.router.scripted_loader import digest_of, finds_all
 from tests.router.serving import MODEL_ID, Serving, parse_events, serving
 
@@ -226,6 +228,38 @@ async def test_invalid_names_and_sources(server: Serving, parameters: dict[str, 
     response = await server.client.post("/generate", json=request)
     assert (response.status_code, response.json()["error_type"]) == (422, "validation")
     assert part in response.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("token", ["t" * 4097, "t" * 5_000_000, "tökén", "a\r\nb: c", "a b", "a\x00"])
+async def test_a_token_that_no_source_takes(server: Serving, path: str, token: str) -> None:
+    """It fails its own request, and neither the load of another nor a later one."""
+    server.loader.may_answer.clear()
+    other = asyncio.create_task(server.client.post("/generate", json=body("/generate", "two")))
+    await server.shard.until(lambda: len(server.loader.asked) == 1)
+    response = await server.client.post(path, json=body(path, "one", api_token=token))
+    assert response.status_code == 422 and "`api_token`" in response.text, response.text
+    if len(token) < 4097 and "\n" not in token and "\x00" not in token:
+        headers = {"authorization": f"Bearer {token}".encode()}
+        response = await server.client.post(path, json=body(path, "one"), headers=headers)
+        assert response.status_code == 422 and "`Authorization`" in response.text
+    server.loader.may_answer.set()
+    assert (await other).status_code == 200 and len(server.loader.asked) == 1
+    assert (await server.client.post(path, json=body(path, "one", api_token="t" * 4096))).status_code == 200
+
+
+async def test_a_public_adapter_needs_no_valid_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub({"a/public": Repository({"adapter_config.json": b"{}"})}) as source:
+        monkeypatch.setattr(constants, "ENDPOINT", source.url)
+        source.rejected.add("hf_expired")
+        async with serving(tmp_path, adapters=True, adapter_source="hub") as server:
+            headers = {"authorization": "Bearer hf_expired"}
+            request = body("/v1/chat/completions", "a/public")
+            response = await server.client.post("/v1/chat/completions", json=request, headers=headers)
+            assert response.status_code == 200, response.text
+            assert server.loader.asked[-1]["token"] is None, "others share the load of a public adapter"
+            missing = await server.client.post("/generate", json=body("/generate", "a/none"), headers=headers)
+            assert missing.status_code == 401 and "does not accept the token" in missing.text
 
 
 async def test_merged_adapters(server: Serving) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from lorikeet.adapters.errors import AdapterInvalid
 from lorikeet.adapters.keys import sha256
 from lorikeet.proto import shard_pb2
+from tests.hub_server import Repository, hub
 from tests.router.api.routes.test_adapters import body
 from tests.router.scripted_loader import digest_of, finds_all
 from tests.router.serving import CHAT_TEMPLATE, MODEL_ID, Serving, serving
@@ -114,25 +116,28 @@ async def test_keys(tmp_path: Path) -> None:
                 assert server.shard.submits[-1].cache_salt == salt
 
 
-async def test_the_server_s_keys_are_never_sent_to_a_source(tmp_path: Path) -> None:
-    made(tmp_path, "v1")
+async def test_the_server_s_keys_are_never_sent_to_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys.yaml").write_text(KEYS)
     fields: dict[str, Any] = {"keys_path": str(tmp_path / "keys.yaml"), "admin_key_sha256": sha256("admin")}
-    async with serving(tmp_path, adapters=True, auth_cache_ttl_s=0.0, **fields) as server:
-        for number, (shown, given, expected) in enumerate(
-            [
-                ("secret a", None, None),
-                ("secret a", "hf_given", "hf_given"),
-                ("admin", None, None),
-                ("hf_bearer", None, "hf_bearer"),
-                ("hf_bearer", "hf_given", "hf_given"),
-                ("secret a", "secret b", None),
-            ]
-        ):
-            server.adapter(f"a{number}")
-            request = body("/generate", f"a{number}", api_token=given)
-            assert (await server.client.post("/generate", json=request, headers=bearer(shown))).status_code == 200
-            assert server.loader.asked[-1]["token"] == expected
+    with hub({}) as source:
+        monkeypatch.setattr(constants, "ENDPOINT", source.url)
+        async with serving(tmp_path, adapters=True, adapter_source="hub", **fields) as server:
+            for number, (shown, given, expected) in enumerate(
+                [
+                    ("secret a", None, None),
+                    ("secret a", "hf_given", "hf_given"),
+                    ("admin", None, None),
+                    ("hf_bearer", None, "hf_bearer"),
+                    ("hf_bearer", "hf_given", "hf_given"),
+                    ("secret a", "secret b", None),
+                ]
+            ):
+                source.repositories[f"a/{number}"] = Repository({"adapter_config.json": b"{}"}, token=expected)
+                request = body("/generate", f"a/{number}", api_token=given)
+                assert (await server.client.post("/generate", json=request, headers=bearer(shown))).status_code == 200
+                assert set(source.tokens) == {f"Bearer {expected}" if expected else ""}
+                assert server.loader.asked[-1]["token"] == expected
+                source.tokens.clear()
 
 
 async def test_templates(tmp_path: Path) -> None:
