@@ -112,11 +112,13 @@ class Receipt:
 
     def _openai(self) -> dict[str, Any]:
         parameters, adapter = self.values["parameters"], self.values["adapter"]
-        if parameters["watermark"] or (adapter or {}).get("merged"):
-            raise ReceiptError("OpenAI's routes have neither watermarks nor merged adapters: the prompt must be a text")
+        if parameters["watermark"]:
+            raise ReceiptError("OpenAI's routes have no watermarks: the prompt must be a text")
+        merged = (adapter or {}).get("merged")
         return {
             **self._common(),
-            "model": BASE if adapter is None else adapter["id"],
+            "model": BASE if adapter is None or merged else adapter["id"],
+            **({"merged_adapters": merged} if merged else {}),
             "max_tokens": parameters["max_new_tokens"],
             "top_k": parameters["top_k"],
             "typical_p": parameters["typical_p"],

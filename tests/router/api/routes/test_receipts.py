@@ -149,7 +149,9 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**COMPLETION, "logit_bias": {"5": 1.5, "6": -100}, "frequency_penalty": -2, "top_k": 4}),
     ("/v1/completions", {**COMPLETION, "model": "warm", "logit_bias": {"5": 1.5}, "temperature": 0, "typical_p": 0.5}),
     ("/v1/completions", {**COMPLETION, "model": "two", "stop": ["a", "b"], "ignore_eos_token": True}),
+    ("/v1/completions", {**COMPLETION, "merged_adapters": MERGED, "logit_bias": {"5": 1.5}, "do_sample": False}),
     ("/v1/chat/completions", {**CHAT, "max_tokens": 3, "repetition_penalty": 1.5}),
+    ("/v1/chat/completions", {**CHAT, "merged_adapters": MERGED, "continue_final_message": True}),
 ]  # fmt: skip
 
 
