@@ -1,39 +1,56 @@
-"""The server's own API keys: names, admin rights, and isolation of cached prefixes. Imports no torch.
+"""The server's own API keys: names, rights, limits, and isolation of cached prefixes. Imports no torch.
 
 Only hashes of keys are stored, in the file and in memory.
 """
 
 import hashlib
 import hmac
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lorikeet.adapters.catalogue import CatalogueError, load_yaml, read_with
 
 _HASH = re.compile(r"[0-9a-f]{64}")
-_FIELDS = ("name", "sha256", "admin", "isolate")
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency")
+_FIELDS = ("name", "sha256", "admin", "isolate", "adapters", *_LIMITS, "removed")
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key."""
+    """One key. Limits are None where there is none."""
 
     name: str
     admin: bool = False
     """Whether it may use the admin API."""
-    isolate: bool = False
-    """Whether its requests share cached prefixes only among themselves."""
+    isolate: bool | None = None
+    """Whether its requests share cached prefixes only among themselves; None is the server's setting."""
+    adapters: frozenset[str] | None = None
+    """The only adapters that it may use, by alias or id; None means all that are not closed to it."""
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    """Of prompts and outputs."""
+    concurrency: int | None = None
+    """Generation requests at a time."""
 
 
 class Keys:
     """All keys of one server; `admin_sha256` is the hash of the administrator's own."""
 
-    def __init__(self, keys: Iterable[tuple[str, Key]] = (), admin_sha256: str | None = None) -> None:
+    def __init__(
+        self, keys: Iterable[tuple[str, Key]] = (), admin_sha256: str | None = None, removed: Iterable[str] = ()
+    ) -> None:
+        """`removed` are the hashes of former keys."""
         self._by_hash = dict(keys)
         self._admin = admin_sha256
+        self._removed = frozenset(removed) - self._by_hash.keys()
+
+    def __len__(self) -> int:
+        """Without the administrator's own."""
+        return len(self._by_hash)
 
     @property
     def names(self) -> frozenset[str]:
@@ -45,13 +62,22 @@ class Keys:
         return self._admin is not None or any(key.admin for key in self._by_hash.values())
 
     def find(self, bearer: str | None) -> Key | None:
-        """The key that `bearer` is, if any. A key of this server is never sent to a source."""
+        """The key that `bearer` is, if any."""
         if not bearer:
             return None
         digest = sha256(bearer)
         if self._admin is not None and hmac.compare_digest(digest, self._admin):
             return Key("", admin=True)
         return self._by_hash.get(digest)
+
+    def knew(self, bearer: str) -> bool:
+        """Whether `bearer` is a key of this server, or was one: it is never sent to a source."""
+        return self.find(bearer) is not None or sha256(bearer) in self._removed
+
+    def after(self, former: Self) -> Self:
+        """These keys, with those of `former` that they lack as removed ones."""
+        removed = self._removed | former._removed | former._by_hash.keys()
+        return type(self)(self._by_hash.items(), self._admin, removed)
 
 
 def sha256(key: str) -> str:
@@ -60,18 +86,33 @@ def sha256(key: str) -> str:
 
 def read(path: str | Path, admin_sha256: str | None = None) -> Keys:
     """Read a YAML list of keys. Raises CatalogueError with one sentence."""
-    return Keys(read_with(_keys, path), admin_sha256)
+    keys, removed = read_with(parse, path)
+    return Keys(keys, admin_sha256, removed)
 
 
-def _keys(content: bytes) -> list[tuple[str, Key]]:
+def entries(content: bytes | str) -> list[Any]:
+    """The entries of a file as they are, unchecked. Raises CatalogueError."""
     values = load_yaml(content)
     if isinstance(values, dict) and list(values) == ["keys"]:
         values = values["keys"]
+    if values is None:
+        return []
     if not isinstance(values, list):
         raise CatalogueError("it must be a list of keys, each with a `name` and a `sha256`")
-    keys = [_key(number, value) for number, value in enumerate(values, 1)]
+    return values
+
+
+def parse(content: bytes | str) -> tuple[list[tuple[str, Key]], list[str]]:
+    """The keys of a file by their hashes, and the hashes of removed ones. Raises CatalogueError."""
+    keys, removed = [], []
+    for number, value in enumerate(entries(content), 1):
+        digest, key = _key(number, value)
+        if value.get("removed", False):
+            removed.append(digest)
+        else:
+            keys.append((digest, key))
     _check_unique(keys)
-    return keys
+    return keys, removed
 
 
 def _key(number: int, fields: Any) -> tuple[str, Key]:
@@ -80,13 +121,34 @@ def _key(number: int, fields: Any) -> tuple[str, Key]:
     name, digest = fields.get("name"), fields.get("sha256")
     if not isinstance(name, str) or not name:
         raise CatalogueError(f"key {number} has no `name`")
+    if not name.isprintable():
+        raise CatalogueError(f"the name of key {number} has characters that cannot be printed")
     digest = digest.lower() if isinstance(digest, str) else ""
     if not _HASH.fullmatch(digest):
         raise CatalogueError(f"`sha256` of key {name} must be 64 hexadecimal digits: the SHA-256 hash of the key")
-    for switch in ("admin", "isolate"):
+    for switch in ("admin", "isolate", "removed"):
         if not isinstance(fields.get(switch, False), bool):
             raise CatalogueError(f"`{switch}` of key {name} must be true or false")
-    return digest, Key(name, fields.get("admin", False), fields.get("isolate", False))
+    limits = {limit: _limit(name, limit, fields.get(limit)) for limit in _LIMITS}
+    adapters = _adapters(name, fields.get("adapters"))
+    return digest, Key(name, fields.get("admin", False), fields.get("isolate"), adapters, **limits)
+
+
+def _limit(name: str, limit: str, value: Any) -> Any:
+    if value is None:
+        return None
+    kinds = int if limit == "concurrency" else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+        raise CatalogueError(f"`{limit}` of key {name} must be a {'whole ' * (kinds is int)}number above 0")
+    return value
+
+
+def _adapters(name: str, value: Any) -> frozenset[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise CatalogueError(f"`adapters` of key {name} must be a list of aliases or ids")
+    return frozenset(value)
 
 
 def _check_unique(keys: list[tuple[str, Key]]) -> None:

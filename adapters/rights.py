@@ -42,7 +42,7 @@ class Rights:
         stale_s: float = 900.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sources, self._clock = sources, clock
+        self.sources, self._clock = sources, clock
         self._ttl_s, self._stale_s = ttl_s, stale_s
         self._answers: OrderedDict[_Key, _Answer] = OrderedDict()
         """Least recently used first. Without a token's hash: for everyone, as the adapter is public."""
@@ -70,7 +70,7 @@ class Rights:
 
     async def _ask(self, ref: Ref, token: str | None, caller: _Key) -> Resolved:
         try:
-            resolved = await self._sources[ref.source].resolve(ref, token)
+            resolved = await self.sources[ref.source].resolve(ref, token)
         except (AdapterNotFound, AdapterNotAllowed) as error:
             self._remember(caller, _Answer(self._clock(), refusal=error))
             raise

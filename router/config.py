@@ -81,6 +81,8 @@ class RouterConfig(ConfigFile):
     strict_adapters: bool = False
     keys_path: str | None = None
     """YAML file of API keys."""
+    keys_optional: bool = False
+    """Requests without a valid key are served."""
     admin_key_sha256: str | None = None
     max_queued_per_adapter: int | None = None
     """None is `max_concurrent_requests`."""

@@ -56,6 +56,8 @@ class Resolved:
     pin: Pin
     is_public: bool
     """Whether anyone may use it, without any token."""
+    real_id: str = ""
+    """Its one spelling, as in `real_ids`, where only the source knows it."""
 
 
 def unbounded(seconds: float) -> None:
@@ -67,6 +69,15 @@ class AdapterSource(Protocol):
 
     async def resolve(self, ref: Ref, token: str | None) -> Resolved:
         """Resolve a name to a version. Success also proves that the caller may use it."""
+
+    def real_ids(self, id: str) -> frozenset[str]:
+        """What `id` may name, whether it exists or not, in one spelling for all that mean the same adapter.
+
+        Blocks: called in a thread.
+        """
+
+    def missing(self, ref: Ref, token: str | None) -> AdapterNotFound:
+        """The error for a name that does not exist."""
 
     async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
         """Those of `names` that exist, each of bounded size."""
@@ -120,6 +131,14 @@ class ListedSource(ABC):
 
     async def close(self) -> None:  # noqa: B027 (nothing is kept open)
         """Nothing is kept open."""
+
+    @abstractmethod
+    def real_ids(self, id: str) -> frozenset[str]:
+        """As AdapterSource's."""
+
+    @abstractmethod
+    def missing(self, ref: Ref, token: str | None) -> AdapterNotFound:
+        """As AdapterSource's."""
 
     @abstractmethod
     def _listed(self, id: str) -> dict[str, ListedFile]:

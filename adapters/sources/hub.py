@@ -48,6 +48,13 @@ class HubSource:
         except TimeoutError:
             return self._without_hub(ref, _unreachable(ref, "it does not answer"))
 
+    def real_ids(self, id: str) -> frozenset[str]:
+        """The hub ignores upper and lower case."""
+        return frozenset((id.lower(),))
+
+    def missing(self, ref: Ref, token: str | None) -> errors.AdapterNotFound:
+        return _missing(ref, token)
+
     async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
         return await self._in_thread(lambda: self._small_files(pin, token, names))
 
@@ -93,7 +100,7 @@ class HubSource:
         if _is_offline():
             if (cached := self._snapshot(ref.id, ref.revision)) is None:
                 raise errors.AdapterNotFound(f"{ref} is not in the hub's cache, and HF_HUB_OFFLINE forbids downloads")
-            return Resolved(Pin(Source.HUB, ref.id, cached.name), is_public=True)
+            return Resolved(Pin(Source.HUB, ref.id, cached.name), True, ref.id.lower())
         try:
             info = self._described(ref, token)
         except errors.SourceUnreachable as error:
@@ -101,7 +108,8 @@ class HubSource:
         if not info.sha:
             raise errors.AdapterNotFound(f"the hub names no commit of {ref}")
         self._note(ref, None if _needs_token(info) else info.sha)
-        return Resolved(Pin(Source.HUB, ref.id, info.sha), is_public=not _needs_token(info))
+        real_id = (info.id or ref.id).lower()  # that of a renamed repository is the new one
+        return Resolved(Pin(Source.HUB, ref.id, info.sha), not _needs_token(info), real_id)
 
     def _described(self, ref: Ref, token: str | None) -> Any:
         """The hub's description. A public repository is also for callers whose token the hub does not know, such as
@@ -123,7 +131,7 @@ class HubSource:
     def _without_hub(self, ref: Ref, error: errors.SourceUnreachable) -> Resolved:
         if (noted := self._noted(ref)) is None:
             raise error
-        return Resolved(Pin(Source.HUB, ref.id, noted), is_public=True)
+        return Resolved(Pin(Source.HUB, ref.id, noted), True, ref.id.lower())
 
     def _small_files(self, pin: Pin, token: str | None, names: frozenset[str]) -> dict[str, bytes]:
         if (cached := self._whole_snapshot(pin)) is not None:
@@ -328,8 +336,7 @@ def _translated(call: Callable[[], T], ref: Ref, token: str | None) -> T:
     except (hub_errors.RepositoryNotFoundError, hub_errors.DisabledRepoError) as error:
         if token and error.response.status_code == 401:  # hubs say 404 for what a valid token has no access to
             raise _by_status(error, ref, token) from None
-        sentence = f"{ref.id} was not found at the hub, or is private and {_shown(token)} has no access to it"
-        raise errors.AdapterNotFound(sentence) from None
+        raise _missing(ref, token) from None
     except hub_errors.HfHubHTTPError as error:
         raise _by_status(error, ref, token) from None
     except hub_errors.HFValidationError:
@@ -338,6 +345,11 @@ def _translated(call: Callable[[], T], ref: Ref, token: str | None) -> T:
         if isinstance(error, OSError) and errors.is_full(error):
             raise errors.not_stored(error) from None
         raise _unreachable(ref, type(error).__name__) from None
+
+
+def _missing(ref: Ref, token: str | None) -> errors.AdapterNotFound:
+    sentence = f"{ref.id} was not found at the hub, or is private and {_shown(token)} has no access to it"
+    return errors.AdapterNotFound(sentence)
 
 
 def _by_status(error: Any, ref: Ref, token: str | None) -> AdapterError:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterNotFound
-from lorikeet.adapters.refs import Pin, Source
+from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.sources.base import FileHead, ListedFile, ListedSource, Within, unbounded
 
 _HUB_CACHE_FOLDERS = ("models--", "datasets--", "spaces--")
@@ -37,6 +37,15 @@ class LocalSource(ListedSource):
         for name in wanted:
             (folder / name).symlink_to(files[name].handle)
         return folder
+
+    def real_ids(self, id: str) -> frozenset[str]:
+        """The real paths of `id` below each of the roots."""
+        if "\0" in id:
+            return frozenset()
+        return frozenset(os.path.realpath(root / id) for root in self._roots)
+
+    def missing(self, ref: Ref, token: str | None) -> AdapterNotFound:
+        return _missing(ref.id)
 
     def _listed(self, id: str) -> dict[str, ListedFile]:
         """The plain files of the folder that `id` names, by name, with their real paths."""
@@ -66,7 +75,7 @@ class LocalSource(ListedSource):
                 path = Path(os.path.realpath(root / id))
                 if path != root and self._is_inside(path) and path.is_dir():
                     return path
-        raise AdapterNotFound(f"there is no adapter {id!r} below the local roots of this server")
+        raise _missing(id)
 
     def _is_inside(self, path: Path) -> bool:
         """Whether a real path is below a root and not in a hidden folder or a hub cache."""
@@ -84,6 +93,10 @@ class LocalSource(ListedSource):
                 return FileHead(opened.read(num_bytes), file.size)
         except OSError as error:
             raise AdapterNotFound(f"{file.handle.name} of {id} cannot be read: {_reason(error)}") from None
+
+
+def _missing(id: str) -> AdapterNotFound:
+    return AdapterNotFound(f"there is no adapter {id!r} below the local roots of this server")
 
 
 def _others(folder: Path) -> set[str]:

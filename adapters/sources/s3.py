@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.refs import Pin, Source
+from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.sources.base import FileHead, ListedFile, ListedSource, Within, unbounded
 
 T = TypeVar("T")
@@ -39,6 +39,14 @@ class S3Source(ListedSource):
         for name in self._chosen(pin.id, objects):
             self._download(pin.id, objects[name].handle, folder / name)
         return folder
+
+    def real_ids(self, id: str) -> frozenset[str]:
+        """Bucket and key without empty parts and dots, which stores may ignore."""
+        parts = id.removeprefix("s3://").split("/")
+        return frozenset(("/".join(part for part in parts if part not in ("", ".")),))
+
+    def missing(self, ref: Ref, token: str | None) -> errors.AdapterNotFound:
+        return _nothing(ref.id)
 
     def _head(self, id: str, file: ListedFile, num_bytes: int) -> FileHead:
         store, length = self._store(id), min(num_bytes, file.size)

@@ -68,7 +68,7 @@ class Reloading:
                     shown = "; ".join(f"{alias}: {problem}" for alias, problem in list(problems.items())[:_SHOWN])
                     raise ReloadRefused(f"{len(problems)} of its adapters cannot be served: {shown}")
                 directory.replace(new)
-            self._selection.keys = new_keys
+            self._selection.keys = new_keys.after(self._selection.keys)
             num_entries = 0 if new is None else len(new.entries)
             log.info("catalogue_reloaded", num_entries=num_entries, num_changed=len(changed))
             return ReloadResult(num_entries, len(changed))

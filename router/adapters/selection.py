@@ -1,15 +1,17 @@
 """Resolves the adapter that a request names, its version, and the caller's right to use it; loads no content."""
 
 import asyncio
+from collections.abc import Iterator
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.catalogue import SOURCES, Entry
-from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, NotServed
+from lorikeet.adapters.errors import AdapterError, AdapterNotFound, NotServed
 from lorikeet.adapters.keys import Keys
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.adapters.rights import Rights
 from lorikeet.adapters.sources.base import Resolved
-from lorikeet.router.adapters.directory import Directory
+from lorikeet.router.adapters.access import Access
+from lorikeet.router.adapters.directory import Directory, Listed
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ModelNotFound, UnsupportedField, ValidationError, adapter_problem
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
@@ -27,6 +29,7 @@ class Selection:
         self.rights = rights
         self.directory = directory
         self.keys = keys
+        self.access = Access(directory, None if rights is None else rights.sources, config.auth_cache_ttl_s)
 
     async def choose(self, fields: AdapterFields, caller: Caller) -> Adapter | None:
         """None for the base model. Raises ModelNotFound, ValidationError or a leaf of AdapterProblem."""
@@ -37,9 +40,9 @@ class Selection:
         try:
             if fields.merge is not None:
                 return await self._merged(fields, fields.merge, caller)
-            entry = self.entry(fields.name, fields.source)
+            entry = self.usable(fields.name, fields.source, caller)
             if entry is not None:
-                return await self.named(entry, caller, fields.user or caller.request_id)
+                return await self.named(entry, fields.user or caller.request_id)
             return await self._dynamic(fields, caller)
         except AdapterError as error:
             if isinstance(error, AdapterNotFound) and fields.is_model:
@@ -55,7 +58,7 @@ class Selection:
             adapter = await self.choose(fields, caller)
             return None if adapter is None else Heads(adapter)
         heads = self.directory.default_heads
-        if heads is None or not self.may_see(heads.entry, caller):
+        if heads is None or not self.access.may_use(heads.entry, caller.key):
             return None
         return heads.choose(fields.user or caller.request_id)
 
@@ -72,28 +75,33 @@ class Selection:
             return entry
         return None
 
-    async def named(self, entry: Entry, caller: Caller, who: str) -> Adapter:
+    def usable(self, name: str | None, source: str | None, caller: Caller) -> Entry | None:
+        """As `entry`; for the caller, an entry that it may not use does not exist."""
+        entry = self.entry(name, source)
+        return entry if entry is not None and self.access.may_use(entry, caller.key) else None
+
+    async def named(self, entry: Entry, who: str) -> Adapter:
         """The adapter of an alias, accessed with the operator's token. Raises AdapterError."""
-        if not self.may_see(entry, caller):
-            if caller.key is None:
-                raise AdapterNotAllowed(f"{entry.alias} is for holders of certain API keys", status=401)
-            raise AdapterNotAllowed(f"the API key {caller.key.name} may not use {entry.alias}", status=403)
         return await self.opened(entry, entry.choose(who).ref)
 
     async def opened(self, entry: Entry, ref: Ref) -> Adapter:
         """One version of an alias, for any caller. Raises AdapterError."""
         token, alias, template = self.operators_token(ref), entry.alias, entry.chat_template
         share = next((version.share for version in entry.versions if version.ref == ref), 1.0)
-        found = await self._resolved(ref, token)
+        assert self.rights is not None
+        found = await self.rights.resolve(ref, token)
+        self.access.note(ref, found)
         token, weight = _needed(token, found), entry.weight * share
         return Adapter(alias, (found.pin,), token=token, alias=alias, weight=weight, chat_template=template)
 
     def operators_token(self, ref: Ref) -> str | None:
         return self._config.hub_token if ref.source is Source.HUB else None
 
-    def may_see(self, entry: Entry, caller: Caller) -> bool:
-        """Whether the caller may use or list an alias."""
-        return entry.keys is None or (caller.key is not None and (caller.key.admin or caller.key.name in entry.keys))
+    def listed(self, caller: Caller) -> Iterator[Listed]:
+        """The lines of the directory that the caller may know of."""
+        for line in self.directory.listed():
+            if self.access.may_list(line, caller.key, has_keys=bool(self.keys)):
+                yield line
 
     def source(self, given: str | None) -> Source:
         """The source of a request's adapter. Raises ValidationError, which names the field."""
@@ -107,13 +115,19 @@ class Selection:
 
     async def _dynamic(self, fields: AdapterFields, caller: Caller) -> Adapter:
         """An adapter that the operator has not listed: the caller's own token decides."""
-        ref = self._parsed(fields.name or "", self.source(fields.source), fields.is_model, fields.field)
-        problem = self.directory.problem(ref.id)
-        if problem and fields.source is None:
-            raise NotServed(f"{ref.id} is not served: {problem}")
+        name = fields.name or self.directory.default or ""
+        ref = self._parsed(name, self.source(fields.source), fields.is_model, fields.field)
+        if fields.source is None and (line := self._unread(ref.id, caller)) is not None:
+            raise NotServed(f"{ref.id} is not served: {line.problem}")
         token = self._token(fields, caller)
-        found = await self._resolved(ref, token)
+        found = await self._resolved(ref, token, caller)
         return Adapter(str(ref), (found.pin,), token=_needed(token, found), caller=caller.identity)
+
+    def _unread(self, name: str, caller: Caller) -> Listed | None:
+        """The line of a name whose entry could not be parsed."""
+        if self.directory.find(name) is not None or not self.directory.problem(name):
+            return None
+        return next((line for line in self.listed(caller) if line.alias == name), None)
 
     def _token(self, fields: AdapterFields, caller: Caller) -> str | None:
         """The token for a source: never one of the server's own API keys."""
@@ -131,11 +145,11 @@ class Selection:
         return Adapter(",".join(merge.ids), pins, merge.merging, token, caller=caller.identity)
 
     async def _part(self, name: str, fields: AdapterFields, caller: Caller, token: str | None) -> Resolved:
-        entry = self.entry(name, fields.source)
+        entry = self.usable(name, fields.source, caller)
         if entry is not None:
-            adapter = await self.named(entry, caller, fields.user or caller.request_id)
+            adapter = await self.named(entry, fields.user or caller.request_id)
             return Resolved(adapter.pins[0], is_public=adapter.token is None)
-        return await self._resolved(self._parsed(name, self.source(fields.source), is_model=False), token)
+        return await self._resolved(self._parsed(name, self.source(fields.source), is_model=False), token, caller)
 
     def _parsed(self, name: str, source: Source, is_model: bool, field: str = "adapter_id") -> Ref:
         try:
@@ -145,9 +159,16 @@ class Selection:
                 raise ModelNotFound(name[:256], str(error)) from None
             raise ValidationError(str(error), field) from None
 
-    async def _resolved(self, ref: Ref, token: str | None) -> Resolved:
+    async def _resolved(self, ref: Ref, token: str | None, caller: Caller) -> Resolved:
+        """What a name that is not the operator's is for the caller. Raises AdapterError."""
         assert self.rights is not None
-        return await self.rights.resolve(ref, token)
+        # Before anything else, so that a closed adapter has no other answer than one that does not exist.
+        if not await self.access.may_open(ref, caller.key):
+            raise self.rights.sources[ref.source].missing(ref, token)
+        found = await self.rights.resolve(ref, token)
+        if not await self.access.may_open(ref, caller.key, found):
+            raise self.rights.sources[ref.source].missing(ref, token)
+        return found
 
     @staticmethod
     def _base_only(fields: AdapterFields) -> Exception:

@@ -80,20 +80,20 @@ class Service:
         """Whether the operator's adapters were checked."""
         return self.preloader is None or self.preloader.settled.is_set()
 
-    def native_defaults(self, body: dict[str, Any]) -> dict[str, Any]:
+    def native_defaults(self, caller: Caller, body: dict[str, Any]) -> dict[str, Any]:
         """A body of LoRAX's routes with its alias's parameters; invalid bodies are left to the reader."""
         given = body.get("parameters")
         parameters = {} if given is None else given
         if not isinstance(parameters, dict) or parameters.get("merged_adapters") is not None:
             return body
-        defaults = self._defaults(parameters.get("adapter_id"), parameters)
+        defaults = self._defaults(caller, parameters.get("adapter_id"), parameters)
         return {**body, "parameters": fill_defaults(parameters, defaults)} if defaults else body
 
-    def openai_defaults(self, body: dict[str, Any]) -> dict[str, Any]:
+    def openai_defaults(self, caller: Caller, body: dict[str, Any]) -> dict[str, Any]:
         """A body of OpenAI's routes with its alias's parameters, which have LoRAX's names."""
         if body.get("merged_adapters") is not None:
             return body
-        defaults = self._defaults(body.get("adapter_id") or body.get("model"), body)
+        defaults = self._defaults(caller, body.get("adapter_id") or body.get("model"), body)
         for name in ("do_sample", "return_full_text", "truncate"):  # not in OpenAI's routes
             defaults.pop(name, None)
         max_tokens = defaults.pop("max_new_tokens", None)
@@ -101,11 +101,11 @@ class Service:
             defaults["max_tokens"] = max_tokens
         return fill_defaults(body, defaults) if defaults else body
 
-    def _defaults(self, name: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    def _defaults(self, caller: Caller, name: Any, fields: dict[str, Any]) -> dict[str, Any]:
         source = fields.get("adapter_source")
         if not isinstance(name, str | None) or not isinstance(source, str | None) or self.selection.is_base(name):
             return {}
-        entry = self.selection.entry(name, source)
+        entry = self.selection.usable(name, source, caller)
         return {} if entry is None else dict(entry.parameters)
 
     async def body(self, request: Request) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import ignored_fields
 from lorikeet.router.api.service import Service, now
 from lorikeet.router.errors import Failed, ModelNotFound, NotServed, Refused, ShuttingDown, Unhealthy, ValidationError
-from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.text.tokenizer import MAX_WHOLE_BYTES
@@ -140,7 +139,7 @@ class InformationRoutes:
     async def models(self, request: Request) -> Response:
         """The base model, then every adapter that the operator named and the caller may see."""
         caller = self._service.caller(request)
-        shown = [self._adapter(line) for line in self._service.selection.directory.listed() if self._sees(caller, line)]
+        shown = [self._adapter(line) for line in self._service.selection.listed(caller)]
         return _json({"object": "list", "data": [self._model(), *shown]})
 
     async def model(self, request: Request) -> Response:
@@ -148,17 +147,14 @@ class InformationRoutes:
         if wanted == self._service.config.model_id:
             return _json(self._model())
         caller = self._service.caller(request)
-        for line in self._service.selection.directory.listed():
-            if line.alias == wanted and self._sees(caller, line):
+        for line in self._service.selection.listed(caller):
+            if line.alias == wanted:
                 return _json(self._adapter(line))
         raise ModelNotFound(wanted[:256])
 
     async def not_served(self, request: Request) -> Response:
         """Answers 501 rather than 404, which would suggest a misspelt path."""
         raise NotServed(request.url.path)
-
-    def _sees(self, caller: Caller, line: Listed) -> bool:
-        return line.entry is None or self._service.selection.may_see(line.entry, caller)
 
     def _adapter(self, line: Listed) -> dict[str, Any]:
         """In vLLM's format, with the reason why it is not served, if any."""

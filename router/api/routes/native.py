@@ -44,22 +44,24 @@ class NativeRoutes:
 
     async def generate(self, request: Request) -> Response:
         arrived_at = now()
-        return await self._answer(request, self._read(await self._service.body(request)), arrived_at, as_list=False)
+        return await self._answer(
+            request, self._read(request, await self._service.body(request)), arrived_at, as_list=False
+        )
 
     async def generate_stream(self, request: Request) -> Response:
         arrived_at = now()
-        return await self._stream(request, self._read(await self._service.body(request)), arrived_at)
+        return await self._stream(request, self._read(request, await self._service.body(request)), arrived_at)
 
     async def compat(self, request: Request) -> Response:
         """`/` and `/invocations`: one route for both, and a list of one when not streaming."""
         arrived_at = now()
-        native = self._read(await self._service.body(request), with_stream=True)
+        native = self._read(request, await self._service.body(request), with_stream=True)
         if native.stream:
             return await self._stream(request, native, arrived_at)
         return await self._answer(request, native, arrived_at, as_list=True)
 
-    def _read(self, body: dict[str, Any], with_stream: bool = False) -> NativeRequest:
-        return read_native(self._service.native_defaults(body), with_stream=with_stream)
+    def _read(self, request: Request, body: dict[str, Any], with_stream: bool = False) -> NativeRequest:
+        return read_native(self._service.native_defaults(self._service.caller(request), body), with_stream=with_stream)
 
     async def _answer(self, request: Request, native: NativeRequest, arrived_at: float, *, as_list: bool) -> Response:
         answer, headers = await self.answered(request, native, arrived_at)
@@ -248,18 +250,19 @@ class PredictRoute:
     async def predict(self, request: Request) -> Response:
         """Answers with a JSON string: the prompt and the generated text."""
         arrived_at = now()
-        native = self._read(await self._service.body(request))
+        native = self._read(request, await self._service.body(request))
         answer, headers = await self._native.answered(request, native, arrived_at)
         return Response(orjson.dumps(answer["generated_text"]), headers=headers, media_type="application/json")
 
-    def _read(self, body: dict[str, Any]) -> NativeRequest:
+    def _read(self, request: Request, body: dict[str, Any]) -> NativeRequest:
         if not Fields(body).required_text("prompt"):
             raise ValidationError("`prompt` cannot be empty", "prompt")
         parameters = {name: value for name, value in body.items() if name != "prompt"}
         for name in _UNSUPPORTED:
             if parameters.pop(name, None) not in (None, False):
                 raise UnsupportedField(name, "is not supported by this route, whose answer is only a text")
-        filled = self._service.native_defaults({"parameters": parameters})["parameters"]
+        caller = self._service.caller(request)
+        filled = self._service.native_defaults(caller, {"parameters": parameters})["parameters"]
         most = self._service.config.speculative_tokens_max
         defaults = {**_PREDICT_DEFAULTS, "speculative_tokens": min(_PREDICT_TOKENS, most)}
         filled = {**defaults, **{name: value for name, value in filled.items() if value is not None}}

@@ -83,7 +83,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         """Answer one request. Raises RouterError."""
         service = self._service
         timing = Timing(now())
-        wanted = self._read(service.openai_defaults(await service.body(request)))
+        wanted = self._read(service.openai_defaults(service.caller(request), await service.body(request)))
         stream = wanted.common.stream
         service.check_room()
         service.check_ids([token_id for token_id, _ in wanted.common.sampling.logit_bias], "logit_bias")

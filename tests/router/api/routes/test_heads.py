@@ -165,14 +165,14 @@ async def test_heads_are_authorised_like_adapters(tmp_path: Path) -> None:
     made(tmp_path, *HOLDS)
     (tmp_path / "keys.yaml").write_text(f"- {{name: team-a, sha256: {sha256('secret a')}}}\n")
     path = write(tmp_path, "mine: {id: heads, keys: [team-a]}")
-    fields = {"catalogue_path": path, "keys_path": str(tmp_path / "keys.yaml")}
+    fields = {"catalogue_path": path, "keys_path": str(tmp_path / "keys.yaml"), "keys_optional": True}
     async with serving(tmp_path, adapters=True, loader_answer=finds_heads, **fields) as server:
         for route in ("/generate", "/v1/completions"):
-            for headers, status in ((bearer("secret a"), 200), ({}, 401)):
+            for headers, status in ((bearer("secret a"), 200), ({}, 404)):
                 request = body(route, "lora", heads_id="mine")
                 response = await server.client.post(route, json=request, headers=headers)
                 assert response.status_code == status, response.text
-            assert "mine is for holders of certain API keys" in response.text
+            assert "there is no adapter 'mine'" in response.text
             if route == "/v1/completions":
                 assert response.json()["error"]["param"] == "heads_id"
 

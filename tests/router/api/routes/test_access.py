@@ -1,0 +1,133 @@
+"""Rights of adapters: those that the catalogue closes, and those that a key names."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.adapters.keys import sha256
+from tests.router.api.routes.test_adapters import body
+from tests.router.api.routes.test_catalogue import KEYS, bearer, made, write
+from tests.router.serving import MODEL_ID, Serving, serving
+
+pytestmark = pytest.mark.anyio
+
+ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+
+def merged(*ids: str) -> dict[str, Any]:
+    merge = {"ids": list(ids), "weights": [1.0] * len(ids), "merge_strategy": "linear"}
+    parameters = {"merged_adapters": merge, "adapter_source": "local", "max_new_tokens": 2}
+    return {"inputs": "Hi", "parameters": parameters}
+
+
+def closed(folder: Path, text: str = "support: {source: local, id: teamonly, keys: [team-a]}", **fields: Any) -> Any:
+    """A server whose catalogue closes `teamonly`."""
+    made(folder, "teamonly", "open")
+    (folder / "roots" / "link").symlink_to(folder / "roots" / "teamonly")
+    (folder / "keys.yaml").write_text(KEYS)
+    paths = {"catalogue_path": write(folder, text), "keys_path": str(folder / "keys.yaml")}
+    return serving(folder, adapters=True, **{"keys_optional": True, **paths, **fields})
+
+
+def spellings(folder: Path) -> list[str]:
+    roots = folder / "roots"
+    return [
+        "teamonly",
+        "./teamonly",
+        "teamonly/",
+        "open/../teamonly",
+        "link",
+        str(roots / "teamonly"),
+        f"{roots}/./link/",
+    ]
+
+
+async def refused(server: Serving, headers: dict[str, str], path: str, name: str, **words: Any) -> str:
+    response = await server.client.post(path, json=body(path, name, **words), headers=headers)
+    assert response.status_code == 404, (path, name, response.text)
+    return response.text.replace(name, "NAME")
+
+
+@pytest.mark.parametrize("key", [None, "secret b"])
+async def test_a_closed_adapter_does_not_exist_under_any_spelling(tmp_path: Path, key: str | None) -> None:
+    headers = {} if key is None else bearer(key)
+    async with closed(tmp_path) as server:
+        for route in ROUTES:
+            absent = await refused(server, headers, route, "absent", adapter_source="local")
+            for name in spellings(tmp_path):
+                assert await refused(server, headers, route, name, adapter_source="local") == absent
+            assert await refused(server, headers, route, "support") == absent
+            heads = [
+                await refused(server, headers, route, "open", adapter_source="local", heads_id=name)
+                for name in ("absent", *spellings(tmp_path))
+            ]
+            assert "there is no adapter" in heads[0]
+        for name in ("support", *spellings(tmp_path)):
+            response = await server.client.post("/generate", json=merged("open", name), headers=headers)
+            assert response.status_code == 404, response.text
+        assert not server.shard.submits and not [call for call in server.loader.asked if "teamonly" in str(call)]
+        # Others are served.
+        response = await server.client.post("/generate", json=body("/generate", "open"), headers=headers)
+        assert response.status_code == 200, response.text
+
+
+async def test_its_holders_and_administrators_use_every_spelling(tmp_path: Path) -> None:
+    async with closed(tmp_path) as server:
+        for key in ("secret a", "secret root"):
+            for name in ("support", "teamonly", "link"):
+                response = await server.client.post("/generate", json=body("/generate", name), headers=bearer(key))
+                assert response.status_code == 200, response.text
+            response = await server.client.post("/generate", json=merged("open", "support"), headers=bearer(key))
+            assert response.status_code == 200, response.text
+
+
+async def test_what_is_below_a_closed_folder_is_closed(tmp_path: Path) -> None:
+    async with closed(tmp_path) as server:
+        server.adapter("teamonly/checkpoint-1")
+        await refused(server, {}, "/generate", "link/checkpoint-1")
+
+
+async def test_a_link_that_is_moved_closes_its_new_folder(tmp_path: Path) -> None:
+    async with closed(tmp_path, "support: {id: link, keys: [team-a]}", auth_cache_ttl_s=0.0) as server:
+        await refused(server, {}, "/generate", "teamonly")
+        server.adapter("second")
+        (tmp_path / "roots" / "link").unlink()
+        (tmp_path / "roots" / "link").symlink_to(tmp_path / "roots" / "second")
+        await refused(server, {}, "/generate", "second")
+
+
+async def test_an_open_alias_of_a_closed_adapter_stays_open(tmp_path: Path) -> None:
+    text = "support: {id: teamonly, keys: [team-a]}\nours: {id: teamonly}"
+    async with closed(tmp_path, text) as server:
+        assert (await server.client.post("/generate", json=body("/generate", "ours"))).status_code == 200
+        await refused(server, {}, "/generate", "teamonly")
+
+
+async def test_defaults_of_a_closed_alias_do_not_show(tmp_path: Path) -> None:
+    async with closed(tmp_path, "support: {id: teamonly, keys: [team-a], parameters: {temperature: -1.0}}") as server:
+        assert await refused(server, {}, "/generate", "support") == await refused(server, {}, "/generate", "absent")
+
+
+async def test_entries_that_cannot_be_read_are_for_administrators(tmp_path: Path) -> None:
+    async with closed(tmp_path, "support: {id: teamonly, keys: [team-a], weight: heavy}") as server:
+        for headers, names in (({}, []), (bearer("secret a"), []), (bearer("secret root"), ["support"])):
+            shown = [each["id"] for each in (await server.client.get("/v1/models", headers=headers)).json()["data"]]
+            assert shown == [MODEL_ID, *names]
+        await refused(server, bearer("secret a"), "/generate", "support")
+
+
+async def test_a_key_with_adapters_uses_no_others(tmp_path: Path) -> None:
+    async with closed(tmp_path, "support: {id: teamonly}\nother: {id: open}") as server:
+        keys = f"- {{name: narrow, sha256: {sha256('secret n')}, adapters: [support, v1]}}\n"
+        (tmp_path / "keys.yaml").write_text(keys)
+        await server.service.reloading.reload()
+        server.adapter("v1")
+        narrow = bearer("secret n")
+        for name in ("support", "v1", MODEL_ID):
+            response = await server.client.post("/v1/completions", json=body("/v1/completions", name), headers=narrow)
+            assert response.status_code == 200, response.text
+        for name in ("other", "open", "teamonly", "./v1"):
+            await refused(server, narrow, "/v1/completions", name)
+        models = (await server.client.get("/v1/models", headers=narrow)).json()["data"]
+        assert [each["id"] for each in models] == [MODEL_ID, "support"]
