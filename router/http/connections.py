@@ -34,10 +34,14 @@ class Connections:
         if self._is_over(peer, address):
             if address not in self._refused:
                 self._refused.add(address)
-                _log.warning("connections_refused", client=self.addresses.shown(address), limit=self.max_per_address)
+                _log.warning("connections_refused", client=self.shown(peer), limit=self.max_per_address)
             return False
         self._counts[address] += 1
         return True
+
+    def shown(self, peer: str) -> str:
+        """`peer` as log lines show it."""
+        return self.addresses.shown(identity(peer))
 
     def _is_over(self, peer: str, address: str) -> bool:
         is_limited = self.max_per_address and address and not self.addresses.is_trusted(peer)

@@ -125,8 +125,13 @@ class Protocol(HttpToolsProtocol):
             return
         if self._num_pending > MAX_HEAD_BYTES and not self._ignores_input:
             self._refuse_head()
-        elif self._reads_head and self._num_pending and self._timer is None:
+        elif self._reads_head and self._num_pending and self._timer is None and not self._is_answering:
             self._expect_head()
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a request runs: a head cannot begin then, and empty lines mean nothing."""
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _discard(self, num_bytes: int) -> None:
         """Read on after a pause: a client that floods the connection takes little of the event loop."""
@@ -152,13 +157,12 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, reason: str) -> None:
         """Answer with `status` unless an answer has begun, and close."""
-        _log.info("request_rejected", status=status, reason=reason)
-        exchange: Exchange | None = self.cycle
+        _log.info("request_rejected", status=status, reason=reason, client=self._shared.shown(self._peer))
         has_begun = False
-        if exchange is not None and not exchange.response_complete:
-            exchange.disconnected = True
-            exchange.message_event.set()
-            has_begun = exchange.response_started
+        if self._is_answering:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            has_begun = self.cycle.response_started
         if has_begun:
             self._close_later(LINGER_S)
         else:
@@ -191,7 +195,7 @@ class Protocol(HttpToolsProtocol):
     # What the parser finds
 
     def on_message_begin(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._is_answering:
             self.cycle.keep_alive = False
             self._ignores_input = True
             raise _Stop

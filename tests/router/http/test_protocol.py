@@ -214,6 +214,17 @@ def test_a_head_that_is_too_slow_is_408() -> None:
         assert rest(second).startswith(b"HTTP/1.1 408 ")
 
 
+def test_empty_lines_behind_a_request_are_ignored() -> None:
+    with http_server(header_timeout_s=0.2) as served:
+        client = served.connect(WAIT + b"\r\n")
+        served.until("begin /wait")
+        client.sendall(b"\r\n")
+        time.sleep(0.6)
+        served.release()
+        assert head(client).startswith(b"HTTP/1.1 200")
+        client.close()
+
+
 def test_a_silent_connection_is_closed() -> None:
     with http_server(header_timeout_s=0.3) as served:
         assert rest(served.connect()) == b""

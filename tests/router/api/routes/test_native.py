@@ -1,11 +1,13 @@
 """LoRAX's generation routes: shapes, order of keys, headers, framing, and what each parameter does."""
 
 import json
+import threading
 from typing import Any
 
 import httpx
 import pytest
 
+from lorikeet.router.api.routes import native
 from lorikeet.router.schemas import openapi_models as published
 from tests.router.serving import MODEL_ID, Serving
 
@@ -230,6 +232,25 @@ async def test_prompt_log_probabilities(server: Serving) -> None:
         for token, text, logprob in zip(server.ids("Hi there"), ["H", "i", " there"], [None, -0.5, -0.5], strict=True)
     ]
     assert (await generate(server, details=True))["details"]["prefill"] == []
+
+
+async def test_large_details_are_put_together_off_the_event_loop(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    build = native._sequence
+
+    def recorded(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return build(*arguments)
+
+    monkeypatch.setattr(native, "_sequence", recorded)
+    server.says("a" * 100)
+    few = await generate(server, details=True, return_k_alternatives=2)
+    many = await generate(server, details=True, return_k_alternatives=200)
+    assert len(few["details"]["tokens"][0]["alternative_tokens"]) == 2
+    assert len(many["details"]["tokens"][99]["alternative_tokens"]) == 200
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_alternative_tokens(server: Serving) -> None:
