@@ -11,6 +11,9 @@ from typing import Any, Self
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 _LONGEST = 512
+HUB_PREFIX = "hub:"
+"""Before a hub id, to distinguish one of a single part from names of this server."""
+_PATH = re.compile(r"\.{0,2}/|~|\.{1,2}$")
 
 
 class Source(StrEnum):
@@ -66,15 +69,23 @@ class Pin:
 def parse(text: str, source: Source = Source.HUB) -> Ref:
     """Split `text` into id and revision. Raises ValueError with a sentence for the user.
 
-    Only a hub id may carry a revision: a path or a bucket key may itself contain an `@`.
+    Only a hub id may carry a revision: a path or a bucket key may itself contain an `@`. It may begin with HUB_PREFIX.
     """
     if not text or len(text) > _LONGEST or any(ord(character) < 32 for character in text):
         raise ValueError(f"{text[:60]!r} is not a name: it is empty, too long or contains control characters")
     if source is not Source.HUB:
         return Ref(source, text)
-    name, at, revision = text.partition("@")
+    name, at, revision = text.removeprefix(HUB_PREFIX).partition("@")
+    if _PATH.match(name):
+        raise ValueError(f"{name!r} is a path, not a hub id: set the source to local")
     if not _HUB_ID.fullmatch(name) or "--" in name or ".." in name or name.endswith((".git", ".", "-")):
         raise ValueError(f"{name!r} is not a hub id: use `name` or `owner/name`")
     if at and (not _REVISION.fullmatch(revision) or ".." in revision):
         raise ValueError(f"{revision!r} is not a revision: use a branch, a tag or a commit")
     return Ref(source, name, revision or None)
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is one part, as aliases and a few old hub ids are, without its revision."""
+    found = _HUB_ID.fullmatch(name.partition("@")[0])
+    return found is not None and found[1] is None

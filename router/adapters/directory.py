@@ -3,6 +3,7 @@
 Holds aliases and their problems. A reload takes the whole new file or changes nothing.
 """
 
+import difflib
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,9 @@ from lorikeet.adapters.catalogue import Catalogue, Entry, Version
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.requests.adapter_ref import Heads
+
+_MOST_COMPARED, _LONGEST_COMPARED = 200, 100
+"""Of names and characters, in the search for the nearest ones."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,17 @@ class Directory:
             return self._unread.get(alias, "")
         found = self._wrong.get(alias)
         return found[1] if found is not None and found[0] == entry else ""
+
+    def nearest(self, name: str, may_see: Callable[[Entry], bool]) -> list[str]:
+        """Aliases that are served and spelled like `name`, the nearest first."""
+        first = name[:1].casefold()
+        alike = (
+            alias
+            for alias, entry in self._entries.items()
+            if (alias[:1].casefold() == first or name in alias) and may_see(entry) and not self.problem(alias)
+        )
+        likely = sorted(alike, key=lambda alias: abs(len(alias) - len(name)))[:_MOST_COMPARED]
+        return difflib.get_close_matches(name[:_LONGEST_COMPARED], likely, n=3, cutoff=0.5)
 
     def entries(self) -> Iterator[Entry]:
         """Every alias once."""

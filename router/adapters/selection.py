@@ -116,9 +116,9 @@ class Selection:
     async def _dynamic(self, fields: AdapterFields, caller: Caller) -> Adapter:
         """An adapter that the operator has not listed: the caller's own token decides."""
         name = fields.name or self.directory.default or ""
-        ref = self._parsed(name, self.source(fields.source), fields.is_model, fields.field)
-        if fields.source is None and (line := self._unread(ref.id, caller)) is not None:
-            raise NotServed(f"{ref.id} is not served: {line.problem}")
+        if fields.source is None and (line := self._unread(name, caller)) is not None:
+            raise NotServed(f"{name} is not served: {line.problem}")
+        ref = self._parsed(name, fields.source, caller, fields.is_model, fields.field)
         token = self._token(fields, caller)
         found = await self._resolved(ref, token, caller)
         return Adapter(str(ref), (found.pin,), token=_needed(token, found), caller=caller.identity)
@@ -149,9 +149,17 @@ class Selection:
         if entry is not None:
             adapter = await self.named(entry, fields.user or caller.request_id)
             return Resolved(adapter.pins[0], is_public=adapter.token is None)
-        return await self._resolved(self._parsed(name, self.source(fields.source), is_model=False), token, caller)
+        return await self._resolved(self._parsed(name, fields.source, caller, is_model=False), token, caller)
 
-    def _parsed(self, name: str, source: Source, is_model: bool, field: str = "adapter_id") -> Ref:
+    def _parsed(self, name: str, given: str | None, caller: Caller, is_model: bool, field: str = "adapter_id") -> Ref:
+        """`given`: the request's source, if any. Raises AdapterNotFound for a name that can only be an alias."""
+        is_hubs = name.startswith(refs.HUB_PREFIX) and given in (None, Source.HUB)
+        source = Source.HUB if is_hubs else self.source(given)
+        if source is Source.HUB and not is_hubs and refs.is_plain(name):
+            nearest = self.directory.nearest(name, lambda entry: self.access.may_use(entry, caller.key))
+            hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
+            shown = name[:256]
+            raise AdapterNotFound(f"there is no adapter {shown!r}{hint}. The hub's own is {refs.HUB_PREFIX}{shown}")
         try:
             return refs.parse(name, source)
         except ValueError as error:

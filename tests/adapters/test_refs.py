@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.adapters.refs import Ref, Source, parse
+from lorikeet.adapters.refs import HUB_PREFIX, Ref, Source, is_plain, parse
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,29 @@ def test_hub_names(text: str, id: str, revision: str | None) -> None:
     "text", ["", "a/b/c", "/a", "a/", "a b", "a@", "a@-x", "a@x/../y", "../a", "a--b", "a.git", "a\nb", "é", "x" * 600]
 )
 def test_invalid_hub_names(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a"):
+    with pytest.raises(ValueError, match=r"is not a|is a path"):
         parse(text)
 
 
 @pytest.mark.parametrize("source", [Source.LOCAL, Source.S3, Source.PBASE])
 def test_other_sources_keep_their_at(source: Source) -> None:
     assert parse("some/key@home", source) == Ref(source, "some/key@home", None)
+
+
+def test_the_hub_s_own_name() -> None:
+    assert parse("hub:gpt2@main") == Ref(Source.HUB, "gpt2", "main")
+    assert parse("hub:x", Source.LOCAL) == Ref(Source.LOCAL, "hub:x", None)
+    assert [is_plain(name) for name in ("gpt2", "gpt2@main", "a/b", "./a", "hub:gpt2", "")] == [
+        True,
+        True,
+        *[False] * 4,
+    ]
+
+
+@pytest.mark.parametrize("text", ["./adapters/x", "/adapters/x", "../x", "~/x", "~x", ".", "..", "hub:./x"])
+def test_a_path_is_not_a_hub_name(text: str) -> None:
+    with pytest.raises(ValueError, match="is a path, not a hub id"):
+        parse(text)
 
 
 @given(st.text(max_size=80), st.sampled_from(Source))
@@ -46,4 +62,4 @@ def test_any_text_is_a_name_or_raises_value_error(text: str, source: Source) -> 
     except ValueError as error:
         assert str(error)
     else:
-        assert str(ref) == text
+        assert str(ref) == (text.removeprefix(HUB_PREFIX) if source is Source.HUB else text)

@@ -145,6 +145,38 @@ async def test_the_server_s_keys_are_never_sent_to_a_source(tmp_path: Path, monk
                 source.tokens.clear()
 
 
+async def test_an_unknown_name_of_one_part_is_not_looked_up_at_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """404 at once, with the nearest names that the caller may use."""
+    (tmp_path / "keys.yaml").write_text(KEYS)
+    made(tmp_path, "v1")
+    entry = "{source: local, id: v1"
+    path = write(tmp_path, f"support: {entry}}}\nsales: {entry}, keys: [team-a]}}\nbroken: {{idd: x}}\n")
+    fields: dict[str, Any] = {"keys_path": str(tmp_path / "keys.yaml"), "catalogue_path": path}
+    with hub({"gpt-lora": Repository({"adapter_config.json": b"{}"})}) as source:
+        monkeypatch.setattr(constants, "ENDPOINT", source.url)
+        async with serving(tmp_path, adapters=True, adapter_source="hub", **fields) as server:
+            await settled(server)
+            for route in ("/generate", "/v1/completions"):
+                for name, headers, hint in (
+                    ("suport", {}, "the nearest names are support."),
+                    ("suport@v2", {}, "the nearest names are support."),
+                    ("salse", {}, "'salse'. The hub's own is hub:salse"),
+                    ("salse", bearer("secret a"), "the nearest names are sales."),
+                    ("gpt-lora", {}, "'gpt-lora'. The hub's own is hub:gpt-lora"),
+                ):
+                    response = await server.client.post(route, json=body(route, name), headers=headers)
+                    assert response.status_code == 404 and hint in response.text, response.text
+                broken = await server.client.post(route, json=body(route, "broken"), headers=bearer("secret root"))
+                assert broken.status_code == 422, broken.text
+                missing = await server.client.post(route, json=body(route, "./v1"))
+                assert missing.status_code in (404, 422) and "is a path, not a hub id" in missing.text
+            assert source.requests == []
+            response = await server.client.post("/generate", json=body("/generate", "hub:gpt-lora"))
+            assert response.status_code == 200 and response.headers["x-adapter-id"] == "gpt-lora"
+
+
 async def test_templates(tmp_path: Path) -> None:
     made(tmp_path, "bare", "jinja", "config", "same", "broken", "endless", "large")
     roots = tmp_path / "roots"
