@@ -120,7 +120,7 @@ def _methods(request: Request) -> list[str]:
     found = {"OPTIONS"}
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
-            found |= route.methods or set()
+            found |= getattr(route, "methods", None) or set()
     return sorted(found)
 
 

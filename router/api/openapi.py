@@ -1,19 +1,77 @@
-"""The OpenAPI document, from one table of routes and the models in `router/schemas/openapi_*.py`."""
+"""The OpenAPI document, from a table of routes, the models in `router/schemas/openapi_*.py` and the table
+of errors.
 
+An operation lists every status and media type of its answers.
+"""
+
+import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from lorikeet.router.errors import (
+    ANSWERS,
+    AdapterProblem,
+    AdminOnly,
+    AlreadyLoaded,
+    BodyMemoryFull,
+    BodyRejected,
+    Failed,
+    InternalError,
+    ModelNotFound,
+    NotServed,
+    Refused,
+    ReloadRefused,
+    RouterError,
+    ShuttingDown,
+    Unhealthy,
+    UnknownMethod,
+    UnknownRoute,
+    ValidationError,
+)
 from lorikeet.router.schemas import openapi_adapters as adapter_models
 from lorikeet.router.schemas import openapi_models as models
+
+JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
+
+Errors = frozenset[type[RouterError]]
+
+
+def _leaves(*classes: type[RouterError]) -> Errors:
+    """The rows of the table of errors of these classes."""
+    return frozenset(leaf for leaf in ANSWERS if issubclass(leaf, classes))
+
+
+_OF_KEYS = frozenset(
+    leaf for leaf, row in ANSWERS.items() if row.status == 401 and not issubclass(leaf, AdapterProblem)
+)
+_ANY = _leaves(ShuttingDown, InternalError) | _OF_KEYS
+_BODY = _leaves(BodyRejected, BodyMemoryFull, ValidationError)
+_OTHER_ROUTES = _leaves(UnknownRoute, UnknownMethod, AdminOnly, AlreadyLoaded, ReloadRefused, NotServed, Unhealthy)
+
+
+class Kind(enum.Enum):
+    """What an operation does, by which its errors are known."""
+
+    GENERATE = frozenset(ANSWERS) - _OTHER_ROUTES
+    TOKENIZE = _ANY | _BODY | (_leaves(Refused) - _OTHER_ROUTES)
+    PROBE = _leaves(Unhealthy, ShuttingDown, InternalError)
+    READ = _ANY | _leaves(ModelNotFound)
+    ADMIN = _ANY | _BODY | _leaves(
+        AdminOnly, AdapterProblem, AlreadyLoaded, ModelNotFound, NotServed, ReloadRefused, Failed
+    )  # fmt: skip
+    UNSUPPORTED = _ANY | _leaves(NotServed)
 
 
 @dataclass(frozen=True)
 class Operation:
     """One route of the document."""
 
+    kind: Kind
     method: str
     path: str
     summary: str
@@ -22,41 +80,72 @@ class Operation:
     is_list: bool = False
     streams: type[BaseModel] | None = None
     """Data of each server-sent event, where the route can stream."""
+    media: tuple[str, ...] = ()
+    """Media types of an answer without a model; none for an empty one."""
 
 
 _COMPAT = (models.CompatGenerateRequest, models.GenerateResponse, True, models.StreamResponse)
 OPERATIONS = (
-    Operation("post", "/", "Generate, streaming when `stream` is true", *_COMPAT),
-    Operation("post", "/invocations", "The same, for SageMaker", *_COMPAT),
-    Operation("post", "/generate", "Generate", models.GenerateRequest, models.GenerateResponse),
-    Operation("post", "/generate_stream", "Generate, one event per token", models.GenerateRequest,
+    Operation(Kind.GENERATE, "post", "/", "Generate, streaming when `stream` is true", *_COMPAT),
+    Operation(Kind.GENERATE, "post", "/invocations", "The same, for SageMaker", *_COMPAT),
+    Operation(Kind.GENERATE, "post", "/generate", "Generate", models.GenerateRequest, models.GenerateResponse),
+    Operation(Kind.GENERATE, "post", "/generate_stream", "Generate, one event per token", models.GenerateRequest,
               streams=models.StreamResponse),
-    Operation("post", "/predict", "Generate, in the format of LLMSpeculativeSampling's server",
+    Operation(Kind.GENERATE, "post", "/predict", "Generate, in the format of LLMSpeculativeSampling's server",
               models.PredictRequest, models.PredictResponse),
-    Operation("post", "/tokenize", "Tokenize", models.TokenizeRequest, models.TokenizeToken, is_list=True),
-    Operation("post", "/v1/completions", "OpenAI's completions", models.CompletionRequest, models.CompletionResponse),
-    Operation("post", "/v1/chat/completions", "OpenAI's chat completions",
-              models.ChatCompletionRequest, models.ChatCompletionResponse),
-    Operation("get", "/v1/models", "The base model and the operator's adapters", response=adapter_models.ModelList),
-    Operation("get", "/v1/models/{model_id}", "One of them", response=adapter_models.Model),
-    Operation("get", "/admin/adapters", "Named adapters and loaded contents", response=adapter_models.AdapterList),
-    Operation("post", "/admin/adapters/load", "Load an adapter before it is requested", adapter_models.AdapterName),
-    Operation("post", "/admin/adapters/pin", "Load an adapter and keep it loaded", adapter_models.AdapterName),
-    Operation("post", "/admin/adapters/unpin", "Allow the eviction of an adapter", adapter_models.AdapterName),
-    Operation("post", "/admin/adapters/unload", "Free an adapter's memory", adapter_models.AdapterUnload),
-    Operation("post", "/admin/adapters/refresh", "Query the sources again", adapter_models.AdapterRefresh),
-    Operation("post", "/admin/catalogue/reload", "Reload the operator's files", response=adapter_models.Reloaded),
-    Operation("post", "/v1/load_lora_adapter", "Name an adapter, as in vLLM", adapter_models.LoadLora),
-    Operation("post", "/v1/unload_lora_adapter", "Remove a name, as in vLLM", adapter_models.UnloadLora),
-    Operation("get", "/", "Liveness: whether shards answer"),
-    Operation("get", "/health", "Liveness: whether shards answer"),
-    Operation("get", "/ping", "Liveness, for SageMaker"),
-    Operation("get", "/ready", "Readiness: whether new requests are accepted"),
-    Operation("get", "/startup", "Startup: generates one token end to end"),
-    Operation("get", "/info", "Limits and effective configuration"),
-    Operation("get", "/metrics", "Metrics: Prometheus text, or JSON by the Accept header"),
+    Operation(Kind.TOKENIZE, "post", "/tokenize", "Tokenize", models.TokenizeRequest, models.TokenizeToken, True),
+    Operation(Kind.GENERATE, "post", "/v1/completions", "OpenAI's completions",
+              models.CompletionRequest, models.CompletionResponse, streams=models.CompletionChunk),
+    Operation(Kind.GENERATE, "post", "/v1/chat/completions", "OpenAI's chat completions",
+              models.ChatCompletionRequest, models.ChatCompletionResponse, streams=models.ChatCompletionChunk),
+    Operation(Kind.READ, "get", "/v1/models", "The base model and the operator's adapters",
+              response=adapter_models.ModelList),
+    Operation(Kind.READ, "get", "/v1/models/{model_id}", "One of them",
+              response=adapter_models.Model),
+    Operation(Kind.ADMIN, "get", "/admin/adapters", "Named adapters and loaded contents",
+              response=adapter_models.AdapterList),
+    Operation(Kind.ADMIN, "post", "/admin/adapters/load", "Load an adapter before it is requested",
+              adapter_models.AdapterName, media=(JSON,)),
+    Operation(Kind.ADMIN, "post", "/admin/adapters/pin", "Load an adapter and keep it loaded",
+              adapter_models.AdapterName, media=(JSON,)),
+    Operation(Kind.ADMIN, "post", "/admin/adapters/unpin", "Allow the eviction of an adapter",
+              adapter_models.AdapterName, media=(JSON,)),
+    Operation(Kind.ADMIN, "post", "/admin/adapters/unload", "Free an adapter's memory",
+              adapter_models.AdapterUnload, media=(JSON,)),
+    Operation(Kind.ADMIN, "post", "/admin/adapters/refresh", "Query the sources again",
+              adapter_models.AdapterRefresh, media=(JSON,)),
+    Operation(Kind.ADMIN, "post", "/admin/catalogue/reload", "Reload the operator's files",
+              response=adapter_models.Reloaded),
+    Operation(Kind.ADMIN, "post", "/v1/load_lora_adapter", "Name an adapter, as in vLLM",
+              adapter_models.LoadLora, media=(TEXT,)),
+    Operation(Kind.ADMIN, "post", "/v1/unload_lora_adapter", "Remove a name, as in vLLM",
+              adapter_models.UnloadLora, media=(TEXT,)),
+    Operation(Kind.PROBE, "get", "/", "Liveness: whether shards answer"),
+    Operation(Kind.PROBE, "get", "/health", "Liveness: whether shards answer"),
+    Operation(Kind.PROBE, "get", "/ping", "Liveness, for SageMaker"),
+    Operation(Kind.PROBE, "get", "/ready", "Readiness: whether new requests are accepted"),
+    Operation(Kind.PROBE, "get", "/startup", "Startup: generates one token end to end"),
+    Operation(Kind.READ, "get", "/info", "Limits and effective configuration", media=(JSON,)),
+    Operation(Kind.READ, "get", "/metrics", "Metrics: Prometheus text, or JSON by the Accept header",
+              media=(TEXT, JSON)),
+    Operation(Kind.READ, "get", "/openapi.json", "This document", media=(JSON,)),
+    Operation(Kind.READ, "get", "/api-doc/openapi.json", "This document, where LoRAX has it", media=(JSON,)),
+    Operation(Kind.READ, "get", "/docs", "This document as a page", media=(HTML,)),
+    *(Operation(Kind.UNSUPPORTED, "post", path, "Not supported: 501")
+      for path in ("/embed", "/classify", "/classify_batch", "/v1/embeddings")),
 )  # fmt: skip
 _REF = "#/components/schemas/{model}"
+_CONNECTION = {
+    400: "The request is not valid HTTP",
+    408: "The head of the request arrived too slowly",
+    431: "The head of the request is too large",
+}
+"""Answers of the connection itself, before any route; plain text."""
+_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "A key of this server, or a token of a source"},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "A key of this server"},
+    "admin": {"type": "http", "scheme": "bearer", "description": "The admin key"},
+}
 
 
 def document() -> dict[str, Any]:
@@ -73,38 +162,70 @@ def document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Lorikeet", "version": "1", "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
         "paths": paths,
-        "components": {"schemas": schemas["$defs"]},
+        "components": {"schemas": schemas["$defs"], "securitySchemes": _SCHEMES},
     }
 
 
 def _operation(operation: Operation) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    if operation.response is not None:
-        schema = _ref(operation.response)
-        content |= _json({"type": "array", "items": schema} if operation.is_list else schema)
-    if operation.streams is not None:
-        content["text/event-stream"] = {"schema": _ref(operation.streams)}
-    failure = models.OpenAIErrorResponse if operation.path.startswith("/v1/") else models.ErrorResponse
     shown: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": f"{operation.method}{operation.path.translate(_ID)}",
-        "responses": {
-            "200": {"description": "Success", **({"content": content} if content else {})},
-            "default": {"description": "Failure", "content": _json(_ref(failure))},
-        },
+        "security": _security(operation.kind),
+        "responses": _responses(operation),
     }
     if operation.request is not None:
-        shown["requestBody"] = {"required": True, "content": _json(_ref(operation.request))}
+        shown["requestBody"] = {"required": True, "content": _content(JSON, _ref(operation.request))}
     if "{model_id}" in operation.path:
         shown["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return shown
 
 
+def _security(kind: Kind) -> list[dict[str, list[str]]]:
+    """Which keys a request may have; `{}` is none, which the server may be configured to reject."""
+    if kind is Kind.ADMIN:
+        return [{"admin": []}, {"apiKey": []}]
+    return [{}] if kind is Kind.PROBE else [{}, {"bearer": []}, {"apiKey": []}]
+
+
+def _responses(operation: Operation) -> dict[str, Any]:
+    """By status, the success first."""
+    content: dict[str, Any] = {}
+    for media in operation.media:
+        content |= _content(media, {} if media == JSON else {"type": "string"})
+    if operation.response is not None:
+        schema = _ref(operation.response)
+        content |= _content(JSON, {"type": "array", "items": schema} if operation.is_list else schema)
+    if operation.streams is not None:
+        content |= _content(EVENTS, _ref(operation.streams))
+    responses: dict[str, Any] = {}
+    if operation.kind is not Kind.UNSUPPORTED:
+        responses["200"] = {"description": "Success", **({"content": content} if content else {})}
+    for status, media, schema in sorted(_failures(operation), key=lambda failure: failure[:2]):
+        response = responses.setdefault(str(status), {"description": HTTPStatus(status).phrase, "content": {}})
+        response["content"] |= _content(media, schema)
+    return responses
+
+
+def _failures(operation: Operation) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(status, media type, schema) of every failure."""
+    for status, text in _CONNECTION.items():
+        yield status, TEXT, {"type": "string", "description": text}
+    is_openai = operation.path.startswith("/v1/")
+    for leaf in operation.kind.value:
+        row = ANSWERS[leaf]
+        if is_openai:
+            yield row.openai_status, JSON, _ref(models.OpenAIErrorResponse)
+        elif issubclass(leaf, BodyRejected):
+            yield row.status, TEXT, {"type": "string"}
+        else:
+            yield row.status, JSON, _ref(models.ErrorResponse)
+
+
 _ID = str.maketrans({"/": "_", "{": None, "}": None})
 
 
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}
+def _content(media: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {media: {"schema": schema}}
 
 
 def _ref(model: type[BaseModel]) -> dict[str, str]:

@@ -316,3 +316,36 @@ class ChatChoice(BaseModel):
 class ChatCompletionResponse(_OpenAIResponse):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+
+
+class _OpenAIChunk(BaseModel):
+    """Data of one event; the last event is `[DONE]`."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage | None = Field(None, description="In the last event, where `include_usage` asks for it")
+    receipt: Receipt | None = None
+
+
+class CompletionChunk(_OpenAIChunk):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: ChatDelta
+    finish_reason: Literal["stop", "length"] | None
+    logprobs: dict[str, Any] | None
+
+
+class ChatCompletionChunk(_OpenAIChunk):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]

@@ -1,0 +1,151 @@
+"""Requests drawn from the published schema: every answer has a status and a media type that the document lists."""
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from starlette.routing import Route
+
+from lorikeet.adapters.keys import sha256
+from lorikeet.proto import shard_pb2
+from lorikeet.router.api import openapi
+from lorikeet.router.errors import ANSWERS, UnknownMethod, UnknownRoute
+from tests.router.serving import MODEL_ID, Serving, serving
+
+schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis from PyPI")
+checks = pytest.importorskip("schemathesis.specs.openapi.checks")
+GenerationMode = schemathesis.generation.GenerationMode
+
+ADMIN_KEY = "schema admin key"
+KNOWN = "known"
+"""An adapter that exists."""
+SAMPLE = 5
+"""Cases per operation and mode in `make test`."""
+ALL_CASES = 20_000
+
+
+class Server:
+    """A router in a thread with a loop of its own, because the drawn requests are sent from this one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ready, self._ended = threading.Event(), threading.Event()
+        self.url = ""
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        async with serving(self._folder, adapters=True, admin_key_sha256=sha256(ADMIN_KEY)) as server:
+            server.says("abc", ends=True)
+            server.adapter(KNOWN)
+            self.url, self.app = server.url, server.server.config.app
+            self._ready.set()
+            num_read = 0
+            while not self._ended.is_set():
+                await asyncio.sleep(0.01)
+                num_read = confirm_unloads(server, num_read)
+
+
+def confirm_unloads(server: Serving, num_read: int) -> int:
+    """Report adapters as gone that a command unloads; returns the number of commands that were read."""
+    commands = server.shard.commands
+    for command in commands[num_read:]:
+        absent = shard_pb2.AdapterState.ABSENT
+        server.shard.tell(*(shard_pb2.AdapterState(digest=each, residency=absent) for each in command.unload_digests))
+    return len(commands)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("openapi")) as found:
+        yield found
+
+
+def no_server_error(context: Any, response: Any, case: Any) -> None:
+    """501 is the documented answer of routes that are not supported."""
+    assert response.status_code < 500 or response.status_code == 501, f"{response.status_code}: {response.text[:500]}"
+
+
+CHECKS = [no_server_error, checks.status_code_conformance, checks.content_type_conformance]
+
+SETTINGS = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+def use_known_names(body: Any) -> None:
+    """Drawn names do not exist: replace them, so that requests get past the choice of the model."""
+    for fields in (body, body.get("parameters") if isinstance(body, dict) else None):
+        if isinstance(fields, dict):
+            known = {"model": MODEL_ID, "adapter_id": KNOWN, "lora_path": KNOWN, "lora_name": KNOWN}
+            fields.update({name: known[name] for name in known.keys() & fields.keys()})
+            fields.pop("adapter_source", None)
+
+
+def check(url: str, num_cases: int) -> Counter[int]:
+    """Draw `num_cases` for each operation and mode; returns the number of answers by status."""
+    schema = schemathesis.openapi.from_dict(httpx.get(f"{url}/openapi.json").json())
+    answers: Counter[int] = Counter()
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert {each.label for each in operations} == {f"{each.method.upper()} {each.path}" for each in openapi.OPERATIONS}
+    for operation in operations:
+        modes = list(GenerationMode) if operation.body else [GenerationMode.POSITIVE]
+        for mode in modes:
+
+            @settings(SETTINGS, max_examples=num_cases)
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def send(case: Any) -> None:
+                if sum(answers.values()) % 2:
+                    use_known_names(case.body)
+                response = case.call(base_url=url, headers=headers, timeout=60)
+                answers[response.status_code] += 1
+                case.validate_response(response, checks=CHECKS, headers=headers)
+
+            send()
+    return answers
+
+
+def test_a_sample_of_drawn_requests_gets_documented_answers(server: Server) -> None:
+    answers = check(server.url, SAMPLE)
+    assert answers[200] > 0 and answers[422] > 0
+
+
+@pytest.mark.long
+def test_all_drawn_requests_get_documented_answers(server: Server) -> None:
+    num_drawn = 2 * sum(operation.request is not None for operation in openapi.OPERATIONS)
+    answers = check(server.url, ALL_CASES // num_drawn + 1)
+    assert sum(answers.values()) >= ALL_CASES
+
+
+def test_the_document_lists_every_route(server: Server) -> None:
+    listed = {(each.method.upper(), each.path) for each in openapi.OPERATIONS}
+    routes = [each for each in server.app.routes if isinstance(each, Route)]
+    served = {(method, each.path.replace(":path}", "}")) for each in routes for method in each.methods or ()}
+    assert {each for each in served if each[0] != "HEAD"} == listed
+
+
+def test_every_error_is_documented_somewhere() -> None:
+    listed = {leaf for operation in openapi.OPERATIONS for leaf in operation.kind.value}
+    assert ANSWERS.keys() - listed == {UnknownMethod, UnknownRoute}
+
+
+def test_the_document_names_the_ways_to_authenticate() -> None:
+    document = json.loads(json.dumps(openapi.document()))
+    schemes = document["components"]["securitySchemes"]
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert all(scheme.keys() <= schemes.keys() for scheme in operation["security"])
