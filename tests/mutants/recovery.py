@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "a request that comes back goes last",
         "router/dispatch/fair_queue.py",
-        "        flow.waiting.move_to_end(request_id, last=False)\n",
-        "",
+        "_Place(-math.inf, -next(self._numbers), request_id, tokens)",
+        "_Place(math.inf, next(self._numbers), request_id, tokens)",
         "tests/router/dispatch/test_fair_queue.py::test_of_requeued_requests_the_last_one_goes_first",
     ),
     Mutant(
