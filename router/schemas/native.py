@@ -176,13 +176,13 @@ def _check_sampling(parameters: NativeParameters) -> None:
 _SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda value: value >= 0.0, "non-negative"),
     ("repetition_penalty", lambda value: value > 0.0, "strictly positive"),
+    ("repetition_penalty", lambda value: 1 / MAX_PENALTY <= value <= MAX_PENALTY, PENALTY_RULE),
     ("frequency_penalty", lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0"),
     ("presence_penalty", lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0"),
     ("top_p", lambda value: 0.0 < value <= 1.0, "> 0.0 and < 1.0"),
     ("min_p", lambda value: 0.0 <= value <= 1.0, ">= 0.0 and <= 1.0"),
     ("typical_p", lambda value: 0.0 < value < 1.0, "> 0.0 and < 1.0"),
     ("top_k", lambda value: value > 0, "strictly positive"),
-    ("repetition_penalty", lambda value: 1 / MAX_PENALTY <= value <= MAX_PENALTY, PENALTY_RULE),
     ("return_k_alternatives", lambda value: value > 0, "strictly positive"),
     ("return_k_alternatives", lambda value: value <= MAX_ALTERNATIVES, f"<= {MAX_ALTERNATIVES}"),
 )
