@@ -3,6 +3,8 @@
 Readers are woken once no further message is at hand.
 """
 
+from collections import Counter
+
 import structlog
 
 from lorikeet.proto import shard_pb2 as pb
@@ -14,9 +16,6 @@ from lorikeet.router.requests.generation import Generation
 from lorikeet.router.shards.connection import RouterEvents, ShardLink
 
 log = structlog.get_logger()
-
-BASE_FLOW = ""
-"""The flow of requests for the base model."""
 
 
 class Delivery:
@@ -36,20 +35,21 @@ class Delivery:
 
     def deliver(self, link: ShardLink, output: pb.StepOutput, now: float) -> int:
         """Take a message of a shard; return the number of its tokens that count."""
-        num_tokens = num_adapted = 0
+        num_tokens = 0
+        charged: Counter[tuple[str, str]] = Counter()
+        """By flow and caller."""
         for part in output.outputs:
             generation = link.running.get(part.id)
             if generation is None:
                 continue
             num_fed = self._feed(link, generation, part, now)
             num_tokens += num_fed
-            adapter = generation.request.adapter
-            if adapter is not None and num_fed:
-                num_adapted += num_fed
-                self._queue.charge(generation.routing.flow, num_fed)
-                self._metrics.adapters.received(adapter, generation.digest, num_fed)
-        if num_tokens > num_adapted:
-            self._queue.charge(BASE_FLOW, num_tokens - num_adapted)
+            request = generation.request
+            charged[generation.routing.flow, request.caller] += num_fed
+            if request.adapter is not None and num_fed:
+                self._metrics.adapters.received(request.adapter, generation.digest, num_fed)
+        for (flow, caller), num_charged in charged.items():
+            self._queue.charge(flow, num_charged, caller)
         return num_tokens
 
     def wake_readers(self) -> None:

@@ -170,7 +170,8 @@ class Dispatcher:
         request, routing = generation.request, generation.routing
         weight = 1.0 if request.adapter is None else request.adapter.weight
         try:
-            self._queue.push(routing.flow, routing.number, len(request.prompt_ids), weight, request.priority)
+            num_tokens = len(request.prompt_ids)
+            self._queue.push(routing.flow, routing.number, num_tokens, weight, request.priority, request.caller)
         except QueueFull:
             raise Overloaded(self._retry_after()) from None
         self._send_loop.schedule()
@@ -325,7 +326,7 @@ class Dispatcher:
         routing = generation.routing
         self.metrics.requests_retried.add()
         self._queued[routing.number] = generation
-        self._queue.requeue(routing.flow, routing.number, generation.num_known)
+        self._queue.requeue(routing.flow, routing.number, generation.num_known, generation.request.caller)
         self._send_loop.schedule()
 
     def on_recovery_timeout(self) -> None:

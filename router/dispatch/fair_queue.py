@@ -2,16 +2,15 @@
 
 A pure state machine: no clock, no sockets, no asyncio. A flow (an adapter) is charged for the prompt when one of its
 requests leaves the queue, and later for its output tokens; the sum divided by the flow's weight stays equal between
-flows that always have a request waiting.
+flows that always have a request waiting. Within a flow, callers take turns by what they were charged.
 """
 
-import heapq
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+from lorikeet.router.turns import Turns
 
 QUANTUM = 64
 """Tokens per round and unit of weight: about a short request, so that flows of short ones alternate within a second."""
@@ -22,40 +21,17 @@ class QueueFull(Exception):
     """The flow has reached its limit of waiting requests."""
 
 
-class _Place(NamedTuple):
-    """Of a waiting request in its flow; places compare by priority, then by arrival."""
-
-    priority: float
-    """Lower ones leave first."""
-    number: int
-    request_id: int
-    tokens: int
-    """Charged when it leaves the queue."""
-
-
 @dataclass(slots=True)
 class _Flow:
     """The waiting requests of one key, and the tokens that it may spend (negative: its debt)."""
 
     key: str
     weight: float = 1.0
-    waiting: dict[int, _Place] = field(default_factory=dict)
-    """By request id."""
-    order: list[_Place] = field(default_factory=list)
-    """A heap of the same, and of requests that were removed."""
+    waiting: Turns[int] = field(default_factory=Turns)
+    """Request ids with the tokens charged when they leave the queue."""
     deficit: float = 0.0
     idle_since: float = 0.0
     """The number of rounds when it became empty; an idle flow pays its debt as rounds pass."""
-
-    def add(self, place: _Place) -> None:
-        self.waiting[place.request_id] = place
-        heapq.heappush(self.order, place)
-
-    def first(self) -> _Place:
-        """The request that leaves next, where one waits."""
-        while self.waiting.get(self.order[0].request_id) is not self.order[0]:
-            heapq.heappop(self.order)
-        return self.order[0]
 
 
 class FairQueue:
@@ -67,25 +43,27 @@ class FairQueue:
         self._flows: dict[str, _Flow] = {}
         self._turns: deque[_Flow] = deque()
         """Flows with waiting requests, the current one first."""
-        self._key_of: dict[int, str] = {}
+        self._place_of: dict[int, tuple[str, str]] = {}
+        """Key and caller by request id."""
         self._rounds = 0.0
-        self._numbers = itertools.count(1)
         self._forget_at = _MANY_FLOWS
         """The number of flows at which idle ones are dropped."""
         self._fresh = True
         """Whether the first flow has not received its quantum for this turn."""
 
     def __len__(self) -> int:
-        return len(self._key_of)
+        return len(self._place_of)
 
     def num_waiting(self, key: str) -> int:
         flow = self._flows.get(key)
         return 0 if flow is None else len(flow.waiting)
 
-    def push(self, key: str, request_id: int, tokens: int, weight: float = 1.0, priority: int = 0) -> None:
+    def push(
+        self, key: str, request_id: int, tokens: int, weight: float = 1.0, priority: int = 0, caller: str = ""
+    ) -> None:
         """Queue a request that is charged `tokens` when it leaves. Raises QueueFull.
 
-        Of one flow's requests those of the lowest `priority` leave first, in the order of their arrival. `weight` is
+        Of a caller's requests those of the lowest `priority` leave first, in the order of their arrival. `weight` is
         the flow's share of the tokens relative to others; the last value applies.
         """
         if not weight > 0:
@@ -95,50 +73,52 @@ class FairQueue:
         if len(flow.waiting) >= self._max_waiting:
             raise QueueFull(key)
         self._activate(flow)
-        flow.add(_Place(priority, next(self._numbers), request_id, tokens))
-        self._key_of[request_id] = key
+        flow.waiting.push(caller, request_id, tokens, priority)
+        self._place_of[request_id] = (key, caller)
 
-    def requeue(self, key: str, request_id: int, tokens: int) -> None:
-        """Requeue a request that had left as the first of its flow, without a limit; its charge is refunded.
+    def requeue(self, key: str, request_id: int, tokens: int, caller: str = "") -> None:
+        """Requeue a request that had left as its caller's first one, without a limit; its charge is refunded.
 
         `tokens` are charged when it leaves again. Of several requests, the one requeued last goes first.
         """
         flow = self._flow(key)
         self._activate(flow)
         flow.deficit += tokens
-        flow.add(_Place(-math.inf, -next(self._numbers), request_id, tokens))
-        self._key_of[request_id] = key
+        flow.waiting.put_back(caller, request_id, tokens)
+        self._place_of[request_id] = (key, caller)
 
     def pop(self, fits: Callable[[int], bool]) -> int | None:
         """Take the next request if it fits. No other one overtakes it otherwise, or large ones would starve."""
         flow = self._next_flow()
         if flow is None:
             return None
-        first = flow.first()
-        request_id = first.request_id
+        request_id, tokens = flow.waiting.first()
         if not fits(request_id):
             return None
-        del flow.waiting[request_id]
-        flow.deficit -= first.tokens
-        del self._key_of[request_id]
-        if not flow.waiting:
+        flow.waiting.pop()
+        flow.deficit -= tokens
+        del self._place_of[request_id]
+        if not len(flow.waiting):
             self._deactivate(flow)
         return request_id
 
     def remove(self, request_id: int) -> bool:
         """Remove a waiting request; False when it is not queued."""
-        key = self._key_of.pop(request_id, None)
-        if key is None:
+        place = self._place_of.pop(request_id, None)
+        if place is None:
             return False
+        key, caller = place
         flow = self._flows[key]
-        del flow.waiting[request_id]
-        if not flow.waiting:
+        flow.waiting.remove(caller, request_id)
+        if not len(flow.waiting):
             self._deactivate(flow)
         return True
 
-    def charge(self, key: str, tokens: int) -> None:
+    def charge(self, key: str, tokens: int, caller: str = "") -> None:
         """Charge output tokens of a request of `key` that has left the queue."""
-        self._flow(key).deficit -= tokens
+        flow = self._flow(key)
+        flow.deficit -= tokens
+        flow.waiting.charge(caller, tokens)
 
     def _flow(self, key: str) -> _Flow:
         flow = self._flows.get(key)
@@ -151,13 +131,12 @@ class FairQueue:
 
     def _activate(self, flow: _Flow) -> None:
         """An empty flow joins the round."""
-        if not flow.waiting:
+        if not len(flow.waiting):
             flow.deficit = min(0.0, flow.deficit + self._paid(flow))
             self._turns.append(flow)
 
     def _deactivate(self, flow: _Flow) -> None:
         """An empty flow leaves the round; it keeps its debt but no credit."""
-        flow.order.clear()
         if self._turns and self._turns[0] is flow:
             self._turns.popleft()
             self._fresh = True
@@ -171,7 +150,7 @@ class FairQueue:
         visits = 0
         while self._turns:
             flow = self._turns[0]
-            cost = flow.first().tokens
+            cost = flow.waiting.first()[1]
             if self._fresh:
                 flow.deficit += self._quantum * flow.weight
                 self._fresh = False
@@ -189,7 +168,7 @@ class FairQueue:
     def _skip_rounds(self) -> None:
         """No flow can pay: give each one the quanta of all rounds but the last until the first of them can."""
         short = [
-            math.ceil((flow.first().tokens - flow.deficit) / (self._quantum * flow.weight)) for flow in self._turns
+            math.ceil((flow.waiting.first()[1] - flow.deficit) / (self._quantum * flow.weight)) for flow in self._turns
         ]
         rounds = max(0, min(short) - 1)
         for flow in self._turns:
@@ -199,7 +178,7 @@ class FairQueue:
     def forget_idle(self) -> None:
         """Drop flows without waiting requests and without debt."""
         for flow in list(self._flows.values()):
-            if not flow.waiting and flow.deficit + self._paid(flow) >= 0:
+            if not len(flow.waiting) and flow.deficit + self._paid(flow) >= 0:
                 del self._flows[flow.key]
 
     def _paid(self, flow: _Flow) -> float:

@@ -95,6 +95,8 @@ class GenerationRequest:
     request_id: str = ""
     priority: int = 0
     """Of the waiting requests of one flow, lower ones are sent first."""
+    caller: str = ""
+    """The identity of who sent it: callers take turns."""
     cache_salt: str = ""
     adapter: Adapter | None = None
     """None for the base model."""

@@ -199,7 +199,7 @@ ROWS: tuple[Row, ...] = (
     *_applied(OPENAI, "user", note="always gets the same version of a roll-out"),
     *_applied(OPENAI, "request_id", note="the end of the answer's `id`, and `x-request-id` without that header"),
     *_ignored(NATIVE, "user", "request_id"),
-    *_applied(ALL, "priority", note="default 0; of one adapter's waiting requests lower ones are served first"),
+    *_applied(ALL, "priority", note="default 0; of a caller's waiting requests for an adapter lower ones go first"),
     *_rejected(OPENAI, "extra_body", "parameters", neutral=({},), note="is no field: put its fields at the top level"),
     *_rejected(OPENAI, "sampling_params", neutral=({},), note="is no field: put its fields at the top level"),
     *_ignored(

@@ -26,9 +26,10 @@ def test_nothing_is_lost(steps: list[tuple[str, str, int]]) -> None:
         if step == "push":
             turns.push(caller, number, amount)
             waiting[caller].append(number)
-        elif step == "pop" and (first := turns.first()) is not None:
+        elif step == "pop" and len(turns):
+            first, _ = turns.first()
             item = turns.pop()
-            assert item == first[0]
+            assert item == first
             owner = next(each for each, items in waiting.items() if items and items[0] == item)
             left.append((owner, waiting[owner].pop(0)))
         elif step == "remove" and waiting[caller]:
@@ -41,7 +42,7 @@ def test_nothing_is_lost(steps: list[tuple[str, str, int]]) -> None:
             turns.charge(caller, amount)
         assert len(turns) == sum(map(len, waiting.values()))
     assert not turns.remove("a", -1)
-    while turns.first() is not None:
+    while len(turns):
         turns.pop()
     assert not len(turns)
 
@@ -54,9 +55,7 @@ def test_charges_stay_equal(draws: list[tuple[int, int]]) -> None:
     for caller in CALLERS:
         turns.push(caller, (caller, -1), 1)
     for number, (charge, later) in enumerate(draws):
-        found = turns.first()
-        assert found is not None
-        (caller, _), cost = found
+        (caller, _), cost = turns.first()
         turns.pop()
         turns.charge(caller, later)
         charged[caller] += int(cost) + later

@@ -175,6 +175,7 @@ class NativeRoutes:
             max_new_tokens=max_new_tokens,
             adapter=await self._service.adapter(caller, fields),
             heads=await self._service.heads(caller, parameters.heads, speculation),
+            caller=caller.identity,
             cache_salt=caller.cache_salt,
             speculation=speculation,
             seed=random_seed() if parameters.seed is None else parameters.seed,

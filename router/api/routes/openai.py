@@ -166,6 +166,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             raw_logprobs=True,
             adapter=adapter,
             priority=common.priority,
+            caller=caller.identity,
             cache_salt=caller.cache_salt,
             speculation=speculation,
             heads=await self._service.heads(caller, common.heads, speculation),

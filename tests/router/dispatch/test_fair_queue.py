@@ -246,3 +246,35 @@ def test_of_requeued_requests_the_last_one_goes_first() -> None:
     queue.requeue("key", 2, 6)
     queue.requeue("key", 1, 6)
     assert [queue.pop(anything) for _ in range(4)] == [1, 2, 3, None]
+
+
+def test_a_caller_s_flood_does_not_starve_another_caller_of_the_same_adapter() -> None:
+    queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
+    for request_id in range(500):
+        queue.push("adapter", request_id, 10, caller="flood")
+    for request_id in range(1000, 1005):
+        queue.push("adapter", request_id, 10, caller="other")
+    assert sum((queue.pop(anything) or 0) >= 1000 for _ in range(11)) == 5
+
+
+def test_output_tokens_count_for_their_caller() -> None:
+    queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
+    for request_id in range(200):
+        queue.push("", request_id, 10, caller="long")
+        queue.push("", 1000 + request_id, 10, caller="short")
+    sent = {"long": 0, "short": 0}
+    for _ in range(100):
+        caller = "long" if (queue.pop(anything) or 0) < 1000 else "short"
+        sent[caller] += 1
+        queue.charge("", 90 if caller == "long" else 0, caller)
+    assert 7 * sent["long"] < sent["short"] < 13 * sent["long"]
+
+
+def test_a_request_that_comes_back_is_its_caller_s_first() -> None:
+    queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
+    for request_id in range(4):
+        queue.push("", request_id, 10, caller="a")
+    assert queue.pop(anything) == 0
+    queue.requeue("", 0, 12, caller="a")
+    queue.push("", 9, 10, caller="b")
+    assert [queue.pop(anything) for _ in range(5)] == [0, 9, 1, 2, 3]
