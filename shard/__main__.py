@@ -4,6 +4,7 @@ Exit code 0 after a clean end, else 1.
 """
 
 import sys
+import time
 
 import structlog
 
@@ -13,6 +14,9 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.system.process import end_process, hold_signals
 
 log = structlog.get_logger()
+
+REPORTED_S = 1.0
+"""Time for the launcher to end a start that failed before the router logs a lost connection."""
 
 
 def main() -> int:
@@ -32,6 +36,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         if not report_failure(config.failure_file, str(error)):
             log.error("start_failed", reason=str(error))
+        else:
+            time.sleep(REPORTED_S)
         return 1
     except Exception as error:
         log.exception("shard_failed")

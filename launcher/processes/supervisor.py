@@ -196,9 +196,10 @@ class Supervisor:
         while not self._is_ready():
             self._handle_signal(signals)
             for child, exit in exits:
-                if child.exit_code is not None:
-                    # Nobody is connected yet: what the others would log while they end only hides the reason.
-                    for other in self._children():
+                if child.exit_code is not None or child.reason:
+                    # Nobody is connected yet: what the others would log while they end only hides the reason. The
+                    # router goes first: it would log that it has lost the shard.
+                    for other in reversed(self._children()):
                         other.kill()
                     plain = f"{child.ending} before the server was ready"
                     raise LauncherError(

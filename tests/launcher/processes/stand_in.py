@@ -1,8 +1,9 @@
 """A small process that stands in for a shard or router: `python -m tests.launcher.processes.stand_in CONFIG`.
 
 The configuration says what to do: `port` to answer `GET /ready` on, `die_after_s` and `exit_code` to end by itself,
-`reason` to leave at `failure_file` then, `says_at_end` to print at SIGTERM, `serves` to leave the mark at
-`served_file`, `ignore_sigterm`, `drain_s` to take so long to end, `log` to append its events to.
+`reason` to leave at `failure_file` then and `lingers_s` to wait after that, `says_at_end` to print at SIGTERM,
+`serves` to leave the mark at `served_file`, `ignore_sigterm`, `drain_s` to take so long to end, `log` to append its
+events to.
 """
 
 import http.server
@@ -71,6 +72,7 @@ def main() -> None:
         sys.exit(0)
     if "reason" in config:
         report_failure(config["failure_file"], config["reason"])
+        time.sleep(config.get("lingers_s", 0))
     sys.exit(config["exit_code"])
 
 

@@ -138,7 +138,7 @@ def test_the_reason_of_a_failed_start_is_the_last_sentence_and_nothing_else_is_s
 ) -> None:
     with pytest.raises(LauncherError) as caught:
         server.run(
-            {"die_after_s": 0.3, "exit_code": 1, "reason": "it is too\nlarge"},
+            {"die_after_s": 0.3, "exit_code": 1, "reason": "it is too\nlarge", "lingers_s": 60},
             {"port": free_port(), "says_at_end": "a shard is lost"},
             at="never",
         )
