@@ -17,6 +17,9 @@ _SAMPLING = (
 )
 """Parameters that are fields of a request on every route, with the same names."""
 
+_LATER = ("min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words")
+"""The same, but absent from receipts of version 0.1 and from requests where they ask for nothing."""
+
 Prompt = str | list[int] | list[dict[str, Any]]
 """A text, its token ids, or the messages of a chat."""
 
@@ -82,7 +85,11 @@ class Receipt:
 
     def _common(self) -> dict[str, Any]:
         parameters = self.values["parameters"]
+        later = {name: parameters[name] for name in _LATER if parameters.get(name)}
+        if not parameters.get("skip_special_tokens", True):
+            later["skip_special_tokens"] = False
         return {
+            **later,
             **{name: parameters[name] for name in _SAMPLING},
             "ignore_eos_token": parameters["ignore_eos"],
             "temperature": parameters["temperature"] if parameters["do_sample"] else 0.0,

@@ -26,6 +26,9 @@ class Completed:
     num_cached: int = 0
     prefill: list[tuple[int, str, float | None]] = field(default_factory=list)
     prefill_alternatives: list[Alternatives] | None = None
+    prefill_ranks: list[int] | None = None
+    """Of the prompt tokens from the second on."""
+    stop_reason: int | str | None = None
 
     @property
     def num_skipped(self) -> int:
@@ -48,12 +51,13 @@ async def collect(generation: Generation) -> Completed:
         texts.append(chunk.text)
         if chunk.num_cached:
             whole.num_cached = chunk.num_cached
+        whole.prefill_ranks = chunk.prefill_ranks or whole.prefill_ranks
         if chunk.prefill is not None:
             whole.prefill += chunk.prefill
         if chunk.prefill_alternatives is not None:
             whole.prefill_alternatives = chunk.prefill_alternatives
         if chunk.finish_reason is not None:
-            whole.finish_reason = chunk.finish_reason
+            whole.finish_reason, whole.stop_reason = chunk.finish_reason, chunk.stop_reason
             whole.text = "".join(texts)
             return whole
 

@@ -2,7 +2,8 @@
 
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -17,7 +18,7 @@ from lorikeet.router.adapters.reload import Reloading, read_catalogue, read_keys
 from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
-from lorikeet.router.errors import ValidationError
+from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts.receipts import Receipts
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
@@ -27,7 +28,9 @@ from lorikeet.router.requests.types import FinishReason, GenerationRequest, Spec
 from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.body import BodyReader
 from lorikeet.router.schemas.body_memory import BodyMemory
+from lorikeet.router.schemas.constraints import Constraints
 from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
+from lorikeet.router.text.bad_words import MAX_TOKENS, bad_word_ids
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage.writer import Usage
 
@@ -135,11 +138,42 @@ class Service:
         """Reject a request before it is tokenized. Raises a leaf of Refused."""
         self.dispatcher.check_room(self.tokenizer.pool.num_pending)
 
-    def check_ids(self, ids: list[int], field: str) -> None:
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raises ValidationError where one of the ids is not in the vocabulary."""
         info = self.dispatcher.info
         if info is not None and max(ids, default=0) >= info.vocab_size:
             raise ValidationError(f"`{field}` has a token id that is not below {info.vocab_size}", field)
+
+    async def constrained(self, request: GenerationRequest, wanted: Constraints, caller: str) -> GenerationRequest:
+        """With what the client asks for of the output's tokens and of its end. Raises ValidationError."""
+        self.check_ids(wanted.stop_token_ids, "stop_token_ids")
+        self.check_ids(wanted.allowed_token_ids, "allowed_token_ids")
+        self.check_ids([token_id for token_id, _ in wanted.logit_bias], "logit_bias")
+        if wanted.masks is not None:
+            self._check_masks(wanted.masks)
+        words = await bad_word_ids(self.tokenizer, wanted.bad_words, caller)
+        if any(len(word) > MAX_TOKENS for word in words):
+            raise ValidationError(f"a word of `bad_words` may have up to {MAX_TOKENS} tokens", "bad_words")
+        sampling = replace(request.sampling, allowed_ids=wanted.allowed_token_ids, bad_words=words)
+        if sampling.excludes_all:
+            raise ValidationError("`bad_words` excludes all of `allowed_token_ids`", "allowed_token_ids")
+        return replace(
+            request,
+            sampling=sampling,
+            bad_words=wanted.bad_words,
+            include_stop=request.include_stop if wanted.include_stop is None else wanted.include_stop,
+            include_stop_token=bool(wanted.include_stop),
+            ignore_eos=wanted.ignore_eos,
+            stop_token_ids=wanted.stop_token_ids,
+            min_tokens=wanted.min_tokens,
+            skip_special_tokens=wanted.skip_special_tokens,
+        )
+
+    def _check_masks(self, field: str) -> None:
+        """Raises UnsupportedField while a shard is connected that does not apply masks."""
+        for link in self.dispatcher.links:
+            if link.info is not None and not link.info.token_masks:
+                raise UnsupportedField(field, f"needs shards of version 0.2: one has version {link.info.version}")
 
     def validated(self, timing: Timing) -> None:
         """Record that the request is checked and tokenized."""

@@ -282,7 +282,7 @@ class Dispatcher:
         if request.adapter is not None and self.admission is not None:
             self.admission.record_sent(request.adapter, generation, link)
         deadline_ms = 0 if routing.deadline is None else max(1, round(1000 * (routing.deadline - now)))
-        return submit_message(generation, self._tokenizer.eos_ids, deadline_ms)
+        return submit_message(generation, deadline_ms)
 
     # Shards
 

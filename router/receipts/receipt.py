@@ -125,5 +125,10 @@ def _parameters(request: GenerationRequest, info: pb.ShardInfo) -> dict[str, Any
         "frequency_penalty": sampling.frequency_penalty,
         "presence_penalty": sampling.presence_penalty,
         "logit_bias": sampling.logit_bias,
+        "min_tokens": request.min_tokens,
+        "stop_token_ids": request.stop_token_ids,
+        "allowed_token_ids": sampling.allowed_ids,
+        "bad_words": request.bad_words,
+        "skip_special_tokens": request.skip_special_tokens,
         "watermark": watermark if sampling.watermark else None,
     }

@@ -63,7 +63,17 @@ class Generation:
         """Cancelled when it is over."""
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
-        self._hidden_ids = self._special_ids if request.ignore_eos else self._special_ids | tokenizer.eos_ids
+        eos_ids = frozenset[int]() if request.ignore_eos else tokenizer.eos_ids
+        self.end_ids = eos_ids.union(request.stop_token_ids)
+        """Tokens that end the output."""
+        all_end_ids = tokenizer.eos_ids.union(request.stop_token_ids)
+        self.masked_end_ids = all_end_ids if request.min_tokens else frozenset[int]()
+        """Tokens that cannot be sampled before `min_tokens`: those of the model even if they are ignored."""
+        hidden_ids = self._special_ids if request.skip_special_tokens else frozenset[int]()
+        self._hidden_ids = hidden_ids if request.include_stop_token else hidden_ids | self.end_ids
+        self._eos_ids = eos_ids
+        self.stop_reason: int | str | None = None
+        """The stop token or the stop string that ended the output."""
         self._detokenizer = tokenizer.detokenizer(request.prompt_ids)
         self._stop = StopMatcher(request.stop_strings, request.include_stop) if any(request.stop_strings) else None
         self._events = events
@@ -86,7 +96,7 @@ class Generation:
         while not self._tokens and self.finish_reason is None:
             self._is_exhausted = self._error is not None
             await self._wait()
-        chunk = Chunk(self._tokens, self._text, self.finish_reason, self.num_cached)
+        chunk = Chunk(self._tokens, self._text, self.finish_reason, self.num_cached, stop_reason=self.stop_reason)
         if self._prefill is not None:
             self._add_prefill(chunk, self._prefill)
             self._prefill = None
@@ -146,7 +156,10 @@ class Generation:
         if self._prefill is not None:
             if len(output.prefill_alternative_ids) != len(output.prefill_alternative_logprobs):
                 raise ValueError("alternatives and their log probabilities differ in number")
+            if len(output.prefill_ranks) not in (0, len(output.prefill_logprobs)):
+                raise ValueError("ranks and log probabilities differ in number")
             self._prefill.prefill_logprobs.extend(output.prefill_logprobs)
+            self._prefill.prefill_ranks.extend(output.prefill_ranks)
             self._prefill.prefill_alternative_ids.extend(output.prefill_alternative_ids)
             self._prefill.prefill_alternative_logprobs.extend(output.prefill_alternative_logprobs)
         if not self.emitted_ids and ids:
@@ -180,7 +193,7 @@ class Generation:
         if not self.emitted_ids:
             if self._prefill is not None:
                 self._prefill.Clear()  # the next shard sends all of them again
-        elif self.emitted_ids[-1] in self._tokenizer.eos_ids and not self.request.ignore_eos:
+        elif self.emitted_ids[-1] in self.end_ids:
             self._end(pb.FINISH_EOS, "")
         elif self.num_generated >= self.request.max_new_tokens:
             self._end(pb.FINISH_LENGTH, "")
@@ -206,6 +219,7 @@ class Generation:
         num_alternatives = len(output.alternative_ids) // len(ids) if self.request.num_alternatives else 0
         special_ids, hidden_ids, tokens, stop = self._special_ids, self._hidden_ids, self._tokens, self._stop
         push, skipped = self._detokenizer.push, self._is_mid_step
+        num_unended = self.request.min_tokens - len(self.emitted_ids)
         for index, token_id in enumerate(ids):
             text = push(token_id)
             logprob = logprobs[index] if logprobs else 0.0
@@ -218,11 +232,12 @@ class Generation:
             self.num_skipped += skipped
             skipped = bool(step_ends) and not step_ends[index]
             if token_id in hidden_ids:
+                token.hidden = True
                 continue
             if stop is None:
                 self._text += text
             elif text:
-                self._text += stop.push(text)
+                self._text += stop.push(text, index >= num_unended)
                 if stop.matched is not None:
                     token.text = text[: len(text) - stop.num_beyond]
                     is_last = output.finish_reason == pb.FINISH_LENGTH and index + 1 == len(ids)
@@ -239,8 +254,9 @@ class Generation:
 
     def _end_at_stop(self, is_last: bool) -> None:
         # LoRAX tests the length first, and its text is the same either way; OpenAI's clients expect "stop".
-        has_length = is_last and self.request.include_stop
+        has_length = is_last and self.request.include_stop and not self.request.include_stop_token
         self.finish_reason = FinishReason.LENGTH if has_length else FinishReason.STOP_SEQUENCE
+        self.stop_reason = None if has_length or self._stop is None else self._stop.matched
         self._close()
 
     def _end(self, finish: pb.FinishReason, error: str) -> None:
@@ -248,6 +264,8 @@ class Generation:
         if finish in _FINISH:
             self._finish_text()
             self.finish_reason = _FINISH[finish]
+            if finish == pb.FINISH_EOS and self.emitted_ids and self.emitted_ids[-1] not in self._eos_ids:
+                self.finish_reason, self.stop_reason = FinishReason.STOP_SEQUENCE, self.emitted_ids[-1]
             self._close()
         elif finish == pb.FINISH_DEADLINE:
             self.fail(DeadlineExceeded())
@@ -269,6 +287,7 @@ class Generation:
         ids = self.request.prompt_ids
         values: list[float | None] = [None, *prefill.prefill_logprobs]
         chunk.prefill = [(token_id, text(token_id), value) for token_id, value in zip(ids, values, strict=False)]
+        chunk.prefill_ranks = list(prefill.prefill_ranks) or None
         count = self.request.num_prefill_alternatives
         if count:
             triples = self._scored(prefill.prefill_alternative_ids, prefill.prefill_alternative_logprobs)

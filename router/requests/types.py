@@ -37,6 +37,15 @@ class Sampling:
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     watermark: bool = False
+    allowed_ids: tuple[int, ...] = ()
+    """The only tokens that can be sampled, empty for all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that never occur in the output."""
+
+    @property
+    def excludes_all(self) -> bool:
+        """Whether every token is excluded, whatever the output so far."""
+        return bool(self.allowed_ids) and {(token_id,) for token_id in self.allowed_ids} <= set(self.bad_words)
 
 
 @dataclass(frozen=True)
@@ -83,13 +92,25 @@ class GenerationRequest:
     stop_strings: tuple[str, ...] = ()
     include_stop: bool = True
     """Whether the stop string stays in the text (LoRAX) or is cut off (OpenAI)."""
+    include_stop_token: bool = False
+    """Whether the text of the token that ended the output is shown, unless it is a special token that is hidden."""
     ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output, in addition to the model's."""
+    min_tokens: int = 0
+    """Until the output has so many tokens, nothing but `max_new_tokens` ends it."""
+    bad_words: tuple[str, ...] = ()
+    """Those of `sampling` as they were given."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
     logprobs: bool = True
     """Whether log probabilities of output tokens are computed; otherwise `Token.logprob` is 0."""
     num_alternatives: int = 0
     """Number of most likely tokens that are returned with each output token."""
     prefill_logprobs: bool = False
     num_prefill_alternatives: int = 0
+    prefill_ranks: bool = False
+    """Whether the ranks of prompt tokens are returned with their log probabilities."""
     raw_logprobs: bool = False
     """Log probabilities of the model's own logits (OpenAI) instead of the distribution sampled from (LoRAX)."""
     request_id: str = ""
@@ -123,6 +144,8 @@ class Token:
     source: int
     """An index into SOURCE_NAMES."""
     alternatives: list[tuple[int, str, float]] | None = None
+    hidden: bool = False
+    """Whether its text is left out of the generated text."""
 
 
 @dataclass(slots=True)
@@ -137,3 +160,7 @@ class Chunk:
     prefill: list[tuple[int, str, float | None]] | None = None
     """Prompt tokens with log probabilities, in the first chunk, where requested."""
     prefill_alternatives: list[list[tuple[int, str, float]]] | None = None
+    prefill_ranks: list[int] | None = None
+    """Of the prompt tokens from the second on, 1 for the likeliest token."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended the output; None at an end-of-text token or the maximum length."""

@@ -13,6 +13,7 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.requests.types import MAX_ALTERNATIVES, MAX_PENALTY, PENALTY_RULE, Sampling
 from lorikeet.router.schemas.adapters import AdapterFields, merge_child, read_merge
+from lorikeet.router.schemas.constraints import Constraints, read_constraints
 from lorikeet.router.schemas.field_table import Route, Row, misplaced, rejected
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.speculation import SpeculationFields, read_speculation
@@ -45,17 +46,20 @@ class NativeParameters:
     top_k: int | None = _read_by(Fields.integer, "i32")
     return_k_alternatives: int | None = _read_by(Fields.integer, "i32")
     max_new_tokens: int | None = _read_by(Fields.integer, "u32")
-    stop: list[str] = _read_by(Fields.texts)
+    stop: list[str] = _read_by(lambda fields, _: fields.texts("stop") + fields.texts("stop_sequences"))
+    """TGI's client calls it `stop_sequences`."""
     seed: int | None = _read_by(Fields.integer, "u64")
     truncate: int | None = _read_by(Fields.integer, "usize")
     priority: int | None = _read_by(Fields.integer, "i32")
     do_sample: bool = _read_by(Fields.flag)
-    ignore_eos_token: bool = _read_by(Fields.flag)
     return_full_text: bool = _read_by(Fields.flag)
     watermark: bool = _read_by(Fields.flag)
     details: bool = _read_by(Fields.flag)
     receipt: bool = _read_by(Fields.flag)
     decoder_input_details: bool = _read_by(Fields.flag)
+    top_n_tokens: int | None = _read_by(Fields.integer, "u32")
+    add_special_tokens: bool | None = _read_by(Fields.optional_flag)
+    constraints: Constraints = _read_by(lambda fields, _: read_constraints(fields))
     speculation: SpeculationFields = _read_by(lambda fields, _: read_speculation(fields))
 
     @property
@@ -89,6 +93,7 @@ class NativeParameters:
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             watermark=self.watermark,
+            logit_bias=self.constraints.logit_bias,
         )
 
 
@@ -185,6 +190,7 @@ _SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("top_k", lambda value: value > 0, "strictly positive"),
     ("return_k_alternatives", lambda value: value > 0, "strictly positive"),
     ("return_k_alternatives", lambda value: value <= MAX_ALTERNATIVES, f"<= {MAX_ALTERNATIVES}"),
+    ("top_n_tokens", lambda value: value <= MAX_ALTERNATIVES, f"<= {MAX_ALTERNATIVES}"),
 )
 
 

@@ -11,16 +11,17 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.requests.types import MAX_PENALTY, PENALTY_RULE, Sampling
 from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, merge_child, read_merge
+from lorikeet.router.schemas.constraints import Constraints, read_constraints
 from lorikeet.router.schemas.field_table import Route, check_unread
 from lorikeet.router.schemas.fields import Fields, are_token_ids
 from lorikeet.router.schemas.messages import Conversation, read_conversation
 from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
+from lorikeet.router.schemas.vllm import PromptFields, ReportFields, read_prompt_fields, read_report_fields
 from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
-MAX_BIASES = 1024
 MAX_STOPS = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -39,7 +40,9 @@ class CommonFields:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
-    ignore_eos: bool
+    constraints: Constraints
+    prompt: PromptFields
+    report: ReportFields
     receipt: bool
     speculation: SpeculationFields
     request_id: str | None
@@ -80,11 +83,12 @@ def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionReq
     """Type and check. Raises WrongJsonType or ValidationError."""
     fields = Fields(body)
     model = _model(fields)
-    prompts = _prompts(fields.take("prompt"), config)
+    prompt = read_prompt_fields(fields, config.max_input_length, add_special_tokens=True)
+    prompts = _prompts(fields.take("prompt"), prompt, config)
     echo = fields.flag("echo")
-    max_tokens = fields.integer("max_tokens", "u32")
+    max_tokens = _max_tokens(fields)
     num_logprobs = _num_logprobs(fields, "logprobs")
-    common = _common(fields, config, model, 16 if max_tokens is None else max_tokens)
+    common = _common(fields, config, model, 16 if max_tokens is None else max_tokens, prompt)
     if max_tokens == 0 and not echo:
         raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
     if max_tokens == 0 and common.receipt:
@@ -100,22 +104,28 @@ def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
     fields = Fields(body)
     model = _model(fields)
     conversation = read_conversation(fields, config)
-    max_tokens = fields.integer("max_tokens", "u32")
-    max_completion_tokens = fields.integer("max_completion_tokens", "u32")
-    if max_tokens is not None and max_completion_tokens is not None and max_tokens != max_completion_tokens:
-        raise ValidationError("`max_tokens` and `max_completion_tokens` cannot both be set", "max_tokens")
-    limit = max_tokens if max_completion_tokens is None else max_completion_tokens
+    limit = _max_tokens(fields)
     if limit == 0:
         raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
     wants_logprobs = fields.flag("logprobs")
     top = _num_logprobs(fields, "top_logprobs")
     if top and not wants_logprobs:
         raise ValidationError("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
-    common = _common(fields, config, model, limit)
+    # The template writes every special token itself.
+    prompt = read_prompt_fields(fields, config.max_input_length, add_special_tokens=False)
+    common = _common(fields, config, model, limit, prompt)
     _check_num_sequences(common.num_choices, config)
     num_logprobs = (top or 0) if wants_logprobs else None
     check_unread(fields, Route.CHAT)
     return ChatRequest(common, num_logprobs, common.num_choices, fields.ignored(), conversation=conversation)
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    """`max_completion_tokens`, or its older name."""
+    given, older = fields.integer("max_completion_tokens", "u32"), fields.integer("max_tokens", "u32")
+    if given is not None and older is not None and given != older:
+        raise ValidationError("`max_tokens` and `max_completion_tokens` cannot both be set", "max_tokens")
+    return older if given is None else given
 
 
 def _num_logprobs(fields: Fields, name: str) -> int | None:
@@ -168,7 +178,9 @@ def _model(fields: Fields) -> str:
     return model
 
 
-def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | None) -> CommonFields:
+def _common(
+    fields: Fields, config: RouterConfig, model: str, max_tokens: int | None, prompt: PromptFields
+) -> CommonFields:
     adapter = _adapter(fields, config, model)
     heads = replace(adapter, name=fields.text("heads_id"), merge=None, is_model=False, field="heads_id")
     num_choices = fields.integer("n", "u32")
@@ -185,17 +197,20 @@ def _common(fields: Fields, config: RouterConfig, model: str, max_tokens: int | 
         raise ValidationError("`request_id` must be 1 to 128 letters, digits or any of ._:-", "request_id")
     if fields.has("stream_options") and not stream:
         raise ValidationError("`stream_options` needs `stream` to be true", "stream_options")
+    constraints = read_constraints(fields)
     return CommonFields(
         adapter=adapter,
         heads=heads,
-        sampling=_sampling(fields),
+        sampling=replace(_sampling(fields), logit_bias=constraints.logit_bias),
         num_choices=num_choices or 1,
         max_tokens=max_tokens,
         seed=_seed(fields),
         stop=stop,
         stream=stream,
         include_usage=fields.child("stream_options").flag("include_usage"),
-        ignore_eos=fields.flag("ignore_eos_token"),
+        constraints=constraints,
+        prompt=prompt,
+        report=read_report_fields(fields, stream=stream),
         receipt=fields.flag("receipt"),
         speculation=speculation,
         request_id=request_id,
@@ -242,7 +257,6 @@ def _sampling(fields: Fields) -> Sampling:
         repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
         frequency_penalty=_within(fields, "frequency_penalty", -2.0, 2.0, 0.0),
         presence_penalty=_within(fields, "presence_penalty", -2.0, 2.0, 0.0),
-        logit_bias=_logit_bias(fields),
     )
 
 
@@ -251,22 +265,6 @@ def _within(fields: Fields, name: str, low: float, high: float, default: float) 
     if value is not None and not low <= value <= high:
         raise ValidationError(f"`{name}` must be >= {low} and <= {high}", name)
     return default if value is None else value
-
-
-def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
-    given = fields.mapping("logit_bias") or {}
-    if len(given) > MAX_BIASES:
-        raise ValidationError(f"`logit_bias` supports up to {MAX_BIASES} tokens. Given: {len(given)}", "logit_bias")
-    values = Fields(given, "logit_bias.")
-    biases = []
-    for name in given:
-        bias = values.number(name)
-        if not (name.isascii() and name.isdigit() and len(name) <= 9):
-            raise ValidationError("`logit_bias` must map token ids to numbers", "logit_bias")
-        if bias is None or not -100.0 <= bias <= 100.0:
-            raise ValidationError("`logit_bias` values must be >= -100 and <= 100", "logit_bias")
-        biases.append((int(name), bias))
-    return tuple(biases)
 
 
 def _seed(fields: Fields) -> int | None:
@@ -298,19 +296,23 @@ def _check_num_sequences(num_sequences: int, config: RouterConfig) -> None:
         raise ValidationError(f"prompts times choices must be <= {config.max_sequences}. Given: {num_sequences}", "n")
 
 
-def _prompts(value: Any, config: RouterConfig) -> list[str | list[int]]:
-    """A text, texts, token ids, or lists of token ids: always as a list of prompts. Lengths before elements."""
+def _prompts(value: Any, prompt: PromptFields, config: RouterConfig) -> list[str | list[int]]:
+    """A text, texts, token ids, or lists of token ids: always as a list of prompts. Lengths before elements.
+
+    Of token ids only those that are kept.
+    """
+    most = config.max_input_length
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
         if not isinstance(value[0], int):
             _check_num_sequences(len(value), config)
-        elif len(value) > config.max_input_length:
+        elif len(value := prompt.cut(value, most)) > most:
             raise _too_long(len(value), config)
         if all(isinstance(item, str) for item in value):
             return value
         if are_token_ids(value):
             return [value]
         if all(isinstance(item, list) and are_token_ids(item) for item in value):
-            return value
+            return [prompt.cut(item, most) for item in value]
     raise ValidationError("`prompt` must be a string, strings, token ids, or lists of token ids", "prompt")

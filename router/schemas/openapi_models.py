@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
+from lorikeet.router.schemas.openapi_constraints import Constrained
 from lorikeet.router.schemas.openapi_receipts import FinishReason, Receipt
 
 AdapterSource = Literal["hub", "local", "s3"]
@@ -47,7 +48,7 @@ class _Speculative(BaseModel):
     heads_id: str | None = Field(None, description="An adapter whose Medusa heads are used; named like `adapter_id`")
 
 
-class _Parameters(_Speculative):
+class _Parameters(_Speculative, Constrained):
     adapter_id: str | None = Field(
         None, description="An alias, or `id` or `id@revision` within the source; empty: the default adapter, if any"
     )
@@ -66,8 +67,10 @@ class _Parameters(_Speculative):
     do_sample: bool | None = False
     seed: int | None = Field(None, ge=0, description="The same seed gives the same text, alone or in any batch")
     max_new_tokens: int | None = Field(None, gt=0, description="Default: what the prompt leaves of max_total_tokens")
-    ignore_eos_token: bool | None = False
     stop: list[str] | None = Field(None, description="Ends the text, which includes it")
+    stop_sequences: list[str] | None = Field(None, description="More of `stop`")
+    add_special_tokens: bool | None = Field(True, description="Whether the tokenizer's special tokens are added")
+    top_n_tokens: int | None = Field(None, le=256, description="Likeliest tokens returned in `top_tokens`, as in TGI")
     truncate: int | None = Field(None, gt=0, description="Keeps only this number of tokens, from the end of the prompt")
     return_full_text: bool | None = Field(False, description="Prepends the prompt to the text")
     watermark: bool | None = False
@@ -142,10 +145,15 @@ class _Sequence(BaseModel):
     seed: int | None
 
 
+class TopToken(PrefillToken):
+    special: bool
+
+
 class BestOfSequence(_Sequence):
     generated_text: str
     prefill: list[PrefillToken]
     tokens: list[Token]
+    top_tokens: list[list[TopToken]] | None = Field(None, description="With `top_n_tokens`")
 
 
 class StreamDetails(_Sequence):
@@ -158,6 +166,7 @@ class Details(StreamDetails):
     skipped_tokens: int
     prefill: list[PrefillToken]
     tokens: list[Token]
+    top_tokens: list[list[TopToken]] | None = Field(None, description="With `top_n_tokens`")
     best_of_sequences: list[BestOfSequence] | None = None
 
 
@@ -169,6 +178,7 @@ class GenerateResponse(BaseModel):
 
 class StreamResponse(BaseModel):
     token: Token
+    top_tokens: list[TopToken] | None = Field(None, description="With `top_n_tokens`")
     generated_text: str | None
     details: StreamDetails | None
     receipt: Receipt | None = Field(None, description="In the last event, where asked for without details")
@@ -206,7 +216,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = False
 
 
-class _OpenAIRequest(_Speculative):
+class _OpenAIRequest(_Speculative, Constrained):
     model: str = Field(description="The base model, an adapter's id or an alias")
     temperature: float | None = Field(1.0, ge=0, le=2, description="0 is greedy")
     top_p: float | None = Field(1.0, ge=0, le=1)
@@ -216,15 +226,24 @@ class _OpenAIRequest(_Speculative):
     repetition_penalty: float | None = Field(None, gt=0)
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
     presence_penalty: float | None = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
     n: int | None = Field(1, ge=1, le=128)
     max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, description="The same as `max_tokens`")
     seed: int | None = None
     stop: str | list[str] | None = Field(None, description="Ends the text, which excludes it")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    ignore_eos_token: bool | None = False
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the tokenizer adds its special tokens to the prompt; default: not to a rendered chat"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keeps only this number of tokens of the prompt; -1: as many as a prompt may have"
+    )
+    truncation_side: Literal["left", "right"] | None = Field("left", description="Where tokens are removed")
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="Of the prompt; not when streaming")
+    return_token_ids: bool | None = Field(False, description="Adds `prompt_token_ids` and `token_ids`")
+    return_tokens_as_token_ids: bool | None = Field(False, description="Writes tokens in `logprobs` as `token_id:<id>`")
     receipt: bool | None = _ASKED_RECEIPT
     adapter_id: str | None = Field(None, description="As on LoRAX's routes; `model` is then the base model")
     merged_adapters: MergedAdapters | None = None
@@ -266,7 +285,6 @@ class ChatCompletionRequest(_OpenAIRequest):
     documents: list[dict[str, Any]] | None = Field(None, description="For chat templates that read them")
     reasoning_effort: str | None = Field(None, description="For chat templates that read it")
     verbosity: str | None = Field(None, description="For chat templates that read it")
-    max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -285,11 +303,21 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionDetails | None = Field(None, description="Where speculation was possible")
 
 
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int | None = Field(description="Among all tokens, 1 for the likeliest; null from shards of version 0.1")
+    decoded_token: str
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length"] | None
+    stop_reason: int | str | None = Field(None, description="The stop token or stop string that ended the text")
+    prompt_token_ids: list[int] | None = Field(None, description="With `return_token_ids`")
+    token_ids: list[int] | None = Field(None, description="With `return_token_ids`")
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = Field(None, description="By token id; if asked for")
 
 
 class _OpenAIResponse(BaseModel):
@@ -311,11 +339,15 @@ class ChatChoice(BaseModel):
     message: ChatMessage
     finish_reason: Literal["stop", "length"]
     logprobs: dict[str, Any] | None
+    stop_reason: int | str | None = Field(None, description="The stop token or stop string that ended the text")
+    token_ids: list[int] | None = Field(None, description="With `return_token_ids`")
 
 
 class ChatCompletionResponse(_OpenAIResponse):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = Field(None, description="With `return_token_ids`")
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = Field(None, description="By token id; if asked for")
 
 
 class _OpenAIChunk(BaseModel):
@@ -344,8 +376,11 @@ class ChatChunkChoice(BaseModel):
     delta: ChatDelta
     finish_reason: Literal["stop", "length"] | None
     logprobs: dict[str, Any] | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(_OpenAIChunk):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = None

@@ -13,7 +13,8 @@ MAX_SUBMIT_BYTES = 4 << 20
 """The limit of a shard on one message."""
 _OTHER_BYTES = 64 << 10
 """Enough for all fields of a Submit but token ids, biases and the salt."""
-_SAMPLING = [name for name in pb.Sampling.DESCRIPTOR.fields_by_name if not name.startswith("bias_")]
+_CONVERTED = ("bias_ids", "bias_values", "bad_words", "min_tokens", "min_tokens_stop_ids")
+_SAMPLING = [name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in _CONVERTED]
 _SPECULATION = list(pb.Speculation.DESCRIPTOR.fields_by_name)
 
 
@@ -31,7 +32,8 @@ def check_size(request: GenerationRequest, vocab_size: int) -> None:
     bytes_per_id = -(-max(vocab_size - 1, 1).bit_length() // 7)
     num_ids = len(request.prompt_ids) + request.max_new_tokens + len(request.speculation.prediction_ids)
     most = (MAX_SUBMIT_BYTES - _OTHER_BYTES - len(request.cache_salt.encode())) // bytes_per_id
-    most -= 10 * len(request.sampling.logit_bias)
+    most -= 10 * len(request.sampling.logit_bias) + len(request.sampling.allowed_ids) + 2 * len(request.stop_token_ids)
+    most -= sum(len(word) + 4 for word in request.sampling.bad_words)
     if num_ids > most:
         raise ValidationError(
             f"prompt, output and `prediction` may have {most} tokens together, which is what fits a message to a "
@@ -39,7 +41,7 @@ def check_size(request: GenerationRequest, vocab_size: int) -> None:
         )
 
 
-def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms: int = 0) -> pb.Submit:
+def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
     """Of an admitted request; `deadline_ms` from now, 0 for none."""
     request, adapters = generation.request, generation.adapters
     sampling, speculation = request.sampling, request.speculation
@@ -53,9 +55,12 @@ def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms:
         sampling=pb.Sampling(
             bias_ids=[token_id for token_id, _ in sampling.logit_bias],
             bias_values=[value for _, value in sampling.logit_bias],
+            bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
+            min_tokens=request.min_tokens,
+            min_tokens_stop_ids=sorted(generation.masked_end_ids),
             **_fields(sampling, _SAMPLING),
         ),
-        stop_ids=() if request.ignore_eos else stop_ids,
+        stop_ids=generation.end_ids,
         deadline_ms=deadline_ms,
         logprobs=pb.Logprobs(
             wanted=request.logprobs,
@@ -63,6 +68,7 @@ def submit_message(generation: Generation, stop_ids: Iterable[int], deadline_ms:
             prefill=request.prefill_logprobs and not generation.emitted_ids,
             mode=pb.Logprobs.RAW if request.raw_logprobs else pb.Logprobs.PROCESSED,
             prefill_alternatives=request.num_prefill_alternatives,
+            prefill_ranks=request.prefill_ranks,
         ),
         cache_salt=request.cache_salt,
         adapter=None if adapter is None else adapter_pin(*adapter),

@@ -37,8 +37,8 @@ class _Stop:
         for index in range(1, len(text)):
             length = self._borders[index] = self._extended(length, text[index])
 
-    def push(self, data: str) -> int | None:
-        """The number of characters of `data` up to the end of a match; None without one."""
+    def push(self, data: str, may_end: bool) -> int | None:
+        """The number of characters of `data` up to the end of a match that counts, if `may_end`; None without one."""
         index = 0
         while index < len(data):
             if self.num_matched == 0:
@@ -48,7 +48,9 @@ class _Stop:
             self.num_matched = self._extended(self.num_matched, data[index])
             index += 1
             if self.num_matched == len(self.text):
-                return index
+                if may_end:
+                    return index
+                self.num_matched = self._borders[-1]
         return None
 
     def _extended(self, length: int, char: str) -> int:
@@ -72,9 +74,12 @@ class StopMatcher:
         self.num_beyond = 0
         """Characters of the last text that came after the stop string."""
 
-    def push(self, text: str) -> str:
-        """Add text; returns what may be shown now. Once `matched`, the text is complete."""
-        ends = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.push(text)) is not None]
+    def push(self, text: str, may_end: bool = True) -> str:
+        """Add text; returns what may be shown now. Once `matched`, the text is complete. Unless `may_end`, no stop
+        string that ends in this text counts.
+        """
+        found = [(stop.push(text, may_end), stop.text) for stop in self._stops]
+        ends = [(end, -len(stop), stop) for end, stop in found if end is not None]
         if ends:
             # The match that ends first; among those that end together, the one that starts first.
             end, _, self.matched = min(ends)

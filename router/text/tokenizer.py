@@ -106,36 +106,49 @@ class Tokenizer:
         """The token ids of `text`. Callers take turns."""
         return await self.pool.run(lambda: self._ids(text, add_special_tokens), caller, len(text))
 
-    async def encode_tail(self, text: str, num_tokens: int, *, caller: str = "") -> list[int]:
+    async def encode_each(self, texts: list[str], *, caller: str = "") -> list[list[int]]:
+        """The token ids of each of some short texts, without special tokens."""
+
+        def work() -> list[list[int]]:
+            return [each.ids for each in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+        return await self.pool.run(work, caller, sum(map(len, texts)))
+
+    async def encode_tail(
+        self, text: str, num_tokens: int, add_special_tokens: bool = True, *, caller: str = "", field: str = "truncate"
+    ) -> list[int]:
         """The last `num_tokens` ids of `encode(text)`; only as much of the text is tokenized as that needs.
 
-        Raises ValidationError for a text that would have to be tokenized whole and is too long for that.
+        Raises ValidationError, for the request's `field`, for a text that would have to be tokenized whole and is too
+        long for that.
         """
         length = _TAIL_CHARS * (num_tokens + 8)
         has_cut = self._cuts.before(text, len(text) - length) is not None
 
         def work() -> list[int]:
-            return self._tail(text, num_tokens, length)
+            return self._tail(text, num_tokens, length, add_special_tokens, field)
 
         return await self.pool.run(work, caller, length if has_cut else len(text))
 
-    def _tail(self, text: str, num_tokens: int, length: int) -> list[int]:
-        num_added = self._backend.num_special_tokens_to_add(False)
+    def _tail(
+        self, text: str, num_tokens: int, length: int, add_special_tokens: bool = True, field: str = "truncate"
+    ) -> list[int]:
+        num_added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
         while 2 * length < len(text):
             start = self._cuts.before(text, len(text) - length)
             if start is not None:
-                ids = self._ids(text[start:], True)
+                ids = self._ids(text[start:], add_special_tokens)
                 if len(ids) - num_added >= num_tokens:
                     return ids[-num_tokens:]
             length *= 4
         limit = max(MAX_WHOLE_BYTES, num_tokens * self.length.max_bytes)
         if len(text) > limit or len(text.encode()) > limit:
             raise ValidationError(
-                f"`inputs` has more than {limit} bytes and cannot be truncated to {num_tokens} tokens, because they "
+                f"the text has more than {limit} bytes and cannot be truncated to {num_tokens} tokens, because they "
                 "depend on all of it: send only the end of the text",
-                "truncate",
+                field,
             )
-        return self._ids(text, True)[-num_tokens:]
+        return self._ids(text, add_special_tokens)[-num_tokens:]
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # The batch functions release the GIL; `encode` does not. The fast one skips offsets.

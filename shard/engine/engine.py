@@ -32,6 +32,7 @@ from lorikeet.shard.scheduler.speculation.types import Verification
 log = structlog.get_logger()
 
 BAD_LOGITS = "the model gave no finite logits for this request"
+ALL_EXCLUDED = f"{BAD_LOGITS}, or its masks (allowed_token_ids, bad_words, min_tokens) exclude every token"
 WARM_UP_KEY = (0, 0)
 PARKED_WAIT_S = 0.05
 """Longest sleep of the loop while all requests wait for adapters; deadlines are checked as often."""
@@ -273,7 +274,7 @@ class Engine:
         item = part.item
         token_ids = part.accepted_ids(results.sampled)
         if item.samples and not token_ids:
-            self._fail(item, BAD_LOGITS, retryable=False)
+            self._fail(item, ALL_EXCLUDED if item.request.sampling.has_masks else BAD_LOGITS, retryable=False)
             return
         num_taken = self.scheduler.commit(item, token_ids)
         if num_taken >= 0 and part.scored:

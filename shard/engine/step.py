@@ -81,6 +81,8 @@ class Part(NamedTuple):
         rows = slice(self.scored.start, self.scored.stop)
         num_alternatives = request.logprobs.prefill_alternatives
         details = Details(prefill_logprobs=scores.logprobs[rows])
+        if request.logprobs.prefill_ranks:
+            details.prefill_ranks = scores.ranks[rows]
         for ids, logprobs in zip(scores.alternative_ids[rows], scores.alternative_logprobs[rows], strict=True):
             details.prefill_alternative_ids += ids[:num_alternatives]
             details.prefill_alternative_logprobs += logprobs[:num_alternatives]
@@ -179,7 +181,7 @@ class Step:
         """Waits for the step."""
         return HostResults(
             self.sampled.to_host() if self.sampled else HostSampled([], [], [], [], []),
-            self.scores.to_host() if self.scores else HostPromptLogprobs([], [], []),
+            self.scores.to_host() if self.scores else HostPromptLogprobs([], [], [], []),
             self.head_ids.wait()[0].tolist() if self.head_ids else [],
         )
 

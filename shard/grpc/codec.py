@@ -13,7 +13,7 @@ from typing import Any
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.inbox import Commands, Refusal
 from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StreamUpdate
-from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
+from lorikeet.shard.scheduler.request import MAX_BAD_WORD, LogprobParams, Request, SamplingParams
 from lorikeet.shard.scheduler.speculation.types import (
     DEPRECATED_SHARED_NOISE,
     Method,
@@ -38,7 +38,8 @@ def common_fields(kind: Any, message: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind) if field.name in message.DESCRIPTOR.fields_by_name)
 
 
-SAMPLING = common_fields(SamplingParams, pb.Sampling)
+MASKS = ("allowed_ids", "bad_words", "min_tokens", "min_tokens_stop_ids")
+SAMPLING = tuple(name for name in common_fields(SamplingParams, pb.Sampling) if name not in MASKS)
 LOGPROBS = common_fields(LogprobParams, pb.Logprobs)
 LOAD = tuple(name for name in common_fields(Status, pb.Load) if name != "num_preempted")
 
@@ -86,6 +87,10 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         sampling=SamplingParams(
             **pick(sampling, SAMPLING),
             logit_bias=tuple(zip(sampling.bias_ids, sampling.bias_values, strict=True)),
+            allowed_ids=tuple(sampling.allowed_ids),
+            bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),
+            min_tokens=sampling.min_tokens,
+            min_tokens_stop_ids=tuple(sampling.min_tokens_stop_ids),
             seed=submit.seed,
         ),
         logprobs=LogprobParams(**pick(logprobs, LOGPROBS), raw=logprobs.mode == pb.Logprobs.RAW),
@@ -194,6 +199,18 @@ def find_sampling_fault(sampling: pb.Sampling, bounds: Bounds) -> str:
         return "bias_ids and bias_values differ in length"
     if max(sampling.bias_ids, default=0) >= bounds.vocab_size:
         return f"token id {max(sampling.bias_ids)} of the logit bias is outside the vocabulary of {bounds.vocab_size}"
+    return find_mask_fault(sampling, bounds)
+
+
+def find_mask_fault(sampling: pb.Sampling, bounds: Bounds) -> str:
+    """The error message of masks that are invalid; empty if they are valid."""
+    words = [word.token_ids for word in sampling.bad_words]
+    if any(not 1 <= len(word) <= MAX_BAD_WORD for word in words):
+        return f"a bad word must have 1 to {MAX_BAD_WORD} tokens"
+    groups = [sampling.allowed_ids, sampling.min_tokens_stop_ids, *words]
+    largest = max((max(ids) for ids in groups if ids), default=0)
+    if largest >= bounds.vocab_size:
+        return f"token id {largest} of a mask is outside the vocabulary of {bounds.vocab_size}"
     return ""
 
 
@@ -258,6 +275,7 @@ def estimate_bytes(output: Output) -> int:
     details = output.details
     if details is not None:
         num_items += len(details.alternative_ids) + len(details.prefill_logprobs) + len(details.prefill_alternative_ids)
+        num_items += len(details.prefill_ranks)
     return BYTES_PER_ITEM * num_items + 4 * len(output.error) + 64
 
 
@@ -280,13 +298,14 @@ def split_scores(output: Output) -> Iterator[Output]:
     details = output.details or Details()
     num_scores = len(details.prefill_logprobs)
     width = len(details.prefill_alternative_ids) // max(num_scores, 1)
-    step = max(1, MAX_MESSAGE_BYTES // (BYTES_PER_ITEM * (1 + width)) - 64)
+    step = max(1, MAX_MESSAGE_BYTES // (BYTES_PER_ITEM * (2 + width)) - 64)
     for first in range(0, num_scores, step):
         scores, alternatives = slice(first, first + step), slice(first * width, (first + step) * width)
         part = Details(
             prefill_logprobs=details.prefill_logprobs[scores],
             prefill_alternative_ids=details.prefill_alternative_ids[alternatives],
             prefill_alternative_logprobs=details.prefill_alternative_logprobs[alternatives],
+            prefill_ranks=details.prefill_ranks[scores],
         )
         yield Output(output.key, details=part)
 

@@ -31,6 +31,7 @@ class Details:
     prefill_logprobs: list[float] = field(default_factory=list)
     prefill_alternative_ids: list[int] = field(default_factory=list)
     prefill_alternative_logprobs: list[float] = field(default_factory=list)
+    prefill_ranks: list[int] = field(default_factory=list)
 
     def merge(self, later: "Details") -> None:
         """Append those of a later step."""

@@ -42,6 +42,14 @@ class Block:
                 levels[level].append((first + depth, row))
         yield from levels
 
+    def recorded_drafts(self, depth: int) -> list[tuple[int, int, int]]:
+        """Of rows that read the history: device row, position and token of the draft at this depth."""
+        return [
+            (row.row, self.positions[first + depth], ids[depth])
+            for row, ids, first in zip(self.rows, self.drafts, self.firsts, strict=True)
+            if row.reads_history and len(ids) > depth
+        ]
+
     def last_emitted(
         self, token_ids: torch.Tensor, bad: torch.Tensor, tensor: Callable[[Sequence[int]], torch.Tensor]
     ) -> torch.Tensor:

@@ -32,6 +32,8 @@ class DraftPlan:
     depending_on_history: tuple[torch.Tensor, torch.Tensor] | None
     # [n] rows of the batch with penalties, [n] their rows of the token counts
     counted: tuple[torch.Tensor, torch.Tensor] | None
+    # [n] rows of the batch that read the history, [n] their device rows
+    recorded: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class DraftDraws:
@@ -53,16 +55,20 @@ class DraftDraws:
         token_ids = arg_max(logits)
         at = state.planner.tensor(positions) if plan.shared_noise or plan.rejecting else None
         for chunk in plan.shared_noise:
-            scores = state.distribution(chunk, logits[chunk.batch_rows])
+            scores = state.distribution(chunk, logits[chunk.batch_rows], at)
             token_ids.index_copy_(0, chunk.batch_rows, state.choose(chunk, scores, at))
         for chunk in plan.rejecting:
-            scores = state.distribution(chunk, logits[chunk.batch_rows])
+            scores = state.distribution(chunk, logits[chunk.batch_rows], at)
             token_ids.index_copy_(0, chunk.batch_rows, state.choose(chunk, scores, at, Purpose.DRAFT))
             first = sum(map(len, self._distributions))
             self._distributions.append(torch.softmax(scores, dim=-1))
             self._distribution_at |= {(rows[index], depth): first + n for n, index in enumerate(chunk.members)}
         self._drawn.append((list(rows), token_ids))
         self._assume_accepted(plan, token_ids)
+        if plan.recorded is not None and at is not None:
+            recorded, device_rows = plan.recorded
+            drafted = token_ids.index_select(0, recorded)
+            state.history.write(device_rows, at.index_select(0, recorded), drafted)
         return token_ids
 
     def restore(self) -> None:
@@ -114,6 +120,7 @@ class DraftDraws:
             rejecting=planner.plan_some([member for member in members if member[1].rejects]).chunks,
             depending_on_history=planner.pair([(at, row.row) for at, row in depending]),
             counted=planner.pair([(at, row.slot) for at, row in depending if row.slot >= 0]),
+            recorded=planner.pair([(at, row.row) for at, row in depending if row.reads_history]),
         )
 
     def _assume_accepted(self, plan: DraftPlan, token_ids: torch.Tensor) -> None:

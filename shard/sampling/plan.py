@@ -10,6 +10,7 @@ from math import inf, isfinite, log
 import torch
 
 from lorikeet.shard.batch.transfer import to_device
+from lorikeet.shard.sampling.masks import Allowed, BadWords, Masks, MinTokens
 from lorikeet.shard.sampling.noise import as_signed
 from lorikeet.shard.sampling.penalties import Bias, Penalties
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
@@ -32,6 +33,9 @@ class Row:
     """Row of the token counts, -1 without penalties."""
     by_rejection: bool = False
     """Whether a draft model's drafts are verified by the rejection rule, where tokens are sampled at all."""
+    num_prompt: int = 0
+    # [V] bool on the device, None for all
+    allowed: torch.Tensor | None = None
 
     @property
     def do_sample(self) -> bool:
@@ -46,12 +50,18 @@ class Row:
     @property
     def has_logit_processors(self) -> bool:
         """Whether anything is added to its logits."""
-        return self.slot >= 0 or bool(self.params.logit_bias) or self.params.watermark
+        params = self.params
+        return self.slot >= 0 or bool(params.logit_bias) or params.watermark or params.has_masks
 
     @property
     def depends_on_history(self) -> bool:
         """Whether its distribution depends on earlier tokens by more than the logits."""
-        return self.slot >= 0 or self.params.watermark
+        return self.slot >= 0 or self.params.watermark or self.reads_history
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether its masks depend on several tokens before."""
+        return any(len(word) > 1 for word in self.params.bad_words)
 
     @property
     def plain(self) -> bool:
@@ -92,6 +102,7 @@ class Chunk:
     members: list[int]
     """The same for the host."""
     do_sample: bool
+    masks: Masks | None
     bias: Bias | None
     # [n] rows of the chunk with a watermark, [n] their device rows
     watermarked: tuple[torch.Tensor, torch.Tensor] | None
@@ -110,7 +121,7 @@ class Chunk:
     @property
     def modifies_scores(self) -> bool:
         """Whether the distribution differs from that of the model's logits."""
-        return self.do_sample or bool(self.bias or self.penalties) or self.watermarked is not None
+        return self.do_sample or bool(self.masks or self.bias or self.penalties) or self.watermarked is not None
 
 
 @dataclass(frozen=True)
@@ -121,10 +132,13 @@ class Plan:
     rows: torch.Tensor
     chunks: list[Chunk]
     any_plain: bool
-    any_sampled: bool
+    needs_positions: bool
+    """Whether sampling depends on the positions of the tokens."""
     num_alternatives: list[int]
     # [n] rows of the batch with penalties, [n] their rows of the token counts
     counted: tuple[torch.Tensor, torch.Tensor] | None
+    # [n] rows of the batch that read the history, [n] their device rows
+    recorded: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class Planner:
@@ -149,9 +163,10 @@ class Planner:
             rows=self.tensor([row.row for _, row in indexed]),
             chunks=chunks,
             any_plain=any(row.plain for _, row in indexed),
-            any_sampled=bool(sampled),
+            needs_positions=any(row.do_sample or row.params.has_masks for _, row in indexed),
             num_alternatives=[row.logprobs.alternatives for _, row in indexed],
             counted=self.pair([(index, row.slot) for index, row in indexed if row.slot >= 0]),
+            recorded=self.pair([(index, row.row) for index, row in indexed if row.reads_history]),
         )
 
     def tensor(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype = torch.long) -> torch.Tensor:
@@ -175,6 +190,7 @@ class Planner:
             batch_rows=self.tensor([index for index, _ in members]),
             members=[index for index, _ in members],
             do_sample=rows[0].do_sample,
+            masks=self._masks(rows),
             bias=self._bias(rows),
             watermarked=self.pair([(at, row.row) for at, row in enumerate(rows) if row.params.watermark]),
             penalties=self._penalties(rows),
@@ -203,6 +219,40 @@ class Planner:
             return None
         used = None if len(values) == len(rows) else self.tensor(list(values))
         return Filter(used, self.tensor(list(values.values()), dtype)[:, None], int(max(values.values())))
+
+    def _masks(self, rows: list[Row]) -> Masks | None:
+        if not any(row.params.has_masks for row in rows):
+            return None
+        return Masks(self._allowed(rows), self._bad_words(rows), self._min_tokens(rows))
+
+    def _allowed(self, rows: list[Row]) -> Allowed | None:
+        used = [(at, row.allowed) for at, row in enumerate(rows) if row.allowed is not None]
+        if not used:
+            return None
+        return Allowed(self.tensor([at for at, _ in used]), torch.stack([kept for _, kept in used]))
+
+    def _bad_words(self, rows: list[Row]) -> BadWords | None:
+        words = [(at, row, word) for at, row in enumerate(rows) for word in row.params.bad_words]
+        if not words:
+            return None
+        width = max(len(word) for _, _, word in words) - 1
+        before = [[*reversed(word[:-1]), *[-1] * (width + 1 - len(word))] for _, _, word in words]
+        return BadWords(
+            rows=self.tensor([at for at, _, _ in words]),
+            device_rows=self.tensor([row.row for _, row, _ in words]),
+            before=to_device(torch.tensor(before, dtype=torch.long), self._device),
+            last_ids=self.tensor([word[-1] for _, _, word in words]),
+            earliest=self.tensor([row.num_prompt + len(word) - 1 for _, row, word in words]),
+        )
+
+    def _min_tokens(self, rows: list[Row]) -> MinTokens | None:
+        entries = [
+            (at, stop_id, row.num_prompt + row.params.min_tokens)
+            for at, row in enumerate(rows)
+            if row.params.min_tokens
+            for stop_id in row.params.min_tokens_stop_ids
+        ]
+        return MinTokens(*self.columns(entries)) if entries else None
 
     def _bias(self, rows: list[Row]) -> Bias | None:
         entries = [(at, token_id, value) for at, row in enumerate(rows) for token_id, value in row.params.logit_bias]

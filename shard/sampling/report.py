@@ -83,14 +83,16 @@ class HostPromptLogprobs:
     logprobs: list[float]
     alternative_ids: list[list[int]]
     alternative_logprobs: list[list[float]]
+    ranks: list[int]
+    """1 for the most likely token."""
 
 
 class PromptLogprobs:
     """Log probabilities of M prompt tokens, being copied from the device."""
 
-    def __init__(self, logprobs: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """logprobs: [M] float32; ids: [M, k] most likely tokens; values: [M, k] float32."""
-        self._copy = HostCopy(logprobs, ids, values)
+    def __init__(self, logprobs: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, ranks: torch.Tensor) -> None:
+        """logprobs: [M] float32; ids: [M, k] most likely tokens; values: [M, k] float32; ranks: [M]."""
+        self._copy = HostCopy(logprobs, ids, values, ranks)
 
     def to_host(self) -> HostPromptLogprobs:
         return HostPromptLogprobs(*(tensor.tolist() for tensor in self._copy.wait()))
@@ -99,14 +101,15 @@ class PromptLogprobs:
 def prompt_logprobs(logits: torch.Tensor, target_ids: torch.Tensor, k: int) -> PromptLogprobs:
     """logits: [M, V] float32; target_ids: [M]. Of each target by its logits, and of the k most likely tokens there."""
     k = min(k, logits.shape[1])
-    logprobs, ids, values = [], [], []
+    logprobs, ids, values, ranks = [], [], [], []
     num_rows = max(1, _BLOCK_ELEMENTS // logits.shape[1])
     for rows, targets in zip(logits.split(num_rows), target_ids.split(num_rows), strict=True):
         distribution = torch.log_softmax(rows, dim=-1)
         logprobs.append(distribution.gather(1, targets[:, None])[:, 0])
         ids.append(most_likely(rows, k) if k else targets.new_empty(len(rows), 0))
         values.append(distribution.gather(1, ids[-1]))
-    return PromptLogprobs(torch.cat(logprobs), torch.cat(ids), torch.cat(values))
+        ranks.append((rows > rows.gather(1, targets[:, None])).sum(dim=-1) + 1)
+    return PromptLogprobs(*(torch.cat(parts) for parts in (logprobs, ids, values, ranks)))
 
 
 def most_likely(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.sampling.block import Block
 from lorikeet.shard.sampling.drafting import DraftDraws, DraftPlan
 from lorikeet.shard.sampling.filters import arg_max
@@ -55,13 +56,17 @@ class Sampler:
             raise ValueError(f"row {row} is taken")
         penalised = params.repetition_penalty != 1.0 or params.frequency_penalty != 0 or params.presence_penalty != 0
         alternatives = min(logprobs.alternatives, state.vocab_size)
-        state.rows[row] = Row(
+        added = state.rows[row] = Row(
             row=row,
             params=replace(params, logit_bias=_summed(params.logit_bias)),
             logprobs=replace(logprobs, wanted=logprobs.wanted or logprobs.alternatives > 0, alternatives=alternatives),
             slot=state.counts.take(token_ids, num_prompt) if penalised else -1,
             by_rejection=rejects,
+            num_prompt=num_prompt,
+            allowed=self._kept(params.allowed_ids) if params.allowed_ids else None,
         )
+        if added.reads_history:
+            state.history.begin(row, token_ids)
         self.last_tokens[row] = token_ids[-1]
         self._forget_plans()
 
@@ -75,13 +80,17 @@ class Sampler:
         """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`."""
         plan = self._plan_for(list(rows))
         found = self._begin(logits, plan.num_alternatives, plan.any_plain)
-        at = self._state.planner.tensor(positions) if plan.any_sampled else None
+        at = self._state.planner.tensor(positions) if plan.needs_positions else None
         for chunk in plan.chunks:
             self._sample_chunk(chunk, logits, at, found)
         self.last_tokens.index_copy_(0, plan.rows, found.token_ids)
         if plan.counted is not None:
             counted, slots = plan.counted
             self._state.counts.append(slots, found.token_ids.index_select(0, counted))
+        if plan.recorded is not None and at is not None:
+            recorded, device_rows = plan.recorded
+            token_ids = found.token_ids.index_select(0, recorded)
+            self._state.history.write(device_rows, at.index_select(0, recorded), token_ids)
         return found.start_copy()
 
     def verify(
@@ -135,6 +144,8 @@ class Sampler:
         counted = [(row.slot, token_id) for row, token_id in members if row.slot >= 0]
         if counted:
             self._state.counts.append(*columns(counted))
+        if recorded := block.recorded_drafts(depth - 1):
+            self._state.history.write(*columns(recorded))
 
     def _commit_state(self, block: Block, found: Sampled) -> None:
         """Move the rows' state to the last emitted token."""
@@ -142,6 +153,11 @@ class Sampler:
         last = block.last_emitted(found.token_ids, found.bad, tensor)
         token_ids = found.token_ids.index_select(0, last)
         self.last_tokens.index_copy_(0, tensor([row.row for row in block.rows]), token_ids)
+        recorded = [(index, row.row) for index, row in enumerate(block.rows) if row.reads_history]
+        if recorded:
+            at, device_rows = columns(recorded)
+            positions = tensor(block.positions).index_select(0, last.index_select(0, at))
+            self._state.history.write(device_rows, positions, token_ids.index_select(0, at))
         counted = [(index, row.slot) for index, row in enumerate(block.rows) if row.slot >= 0]
         if not counted:
             return
@@ -156,6 +172,12 @@ class Sampler:
             slots, drafted, owners, positions = columns(assumed)
             was_emitted = positions < last.index_select(0, owners)
             counts.add(slots, drafted, -(~was_emitted).to(torch.int32))
+
+    def _kept(self, allowed_ids: Sequence[int]) -> torch.Tensor:
+        """[V] bool on the device: whether each token is allowed."""
+        kept = torch.zeros(self._state.vocab_size, dtype=torch.bool)
+        kept[torch.tensor(allowed_ids, dtype=torch.long)] = True
+        return to_device(kept, self._device)
 
     def _forget_plans(self) -> None:
         self._plan = None
@@ -178,7 +200,7 @@ class Sampler:
         """logits: [S, V]; positions: [S], needed where tokens are sampled; distributions: for the rejection rule."""
         scores = logits.index_select(0, chunk.batch_rows)
         raw = scores.clone() if chunk.raw is not None and chunk.modifies_scores else scores
-        scores = self._state.distribution(chunk, scores)
+        scores = self._state.distribution(chunk, scores, positions)
         if distributions is None or positions is None:
             token_ids = self._state.choose(chunk, scores, positions)
         else:

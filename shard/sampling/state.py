@@ -9,13 +9,14 @@ import torch
 
 from lorikeet.shard.sampling import filters
 from lorikeet.shard.sampling.filters import arg_max
+from lorikeet.shard.sampling.masks import History
 from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys, token_words
 from lorikeet.shard.sampling.penalties import TokenCounts, Watermark
 from lorikeet.shard.sampling.plan import Chunk, Filter, Planner, Row
 
 
 class RowState:
-    """The newest token of each row, the counts of penalties, and the parameters of the requests."""
+    """The newest tokens of each row, the counts of penalties, and the parameters of the requests."""
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device, gamma: float, delta: float) -> None:
         """`gamma` and `delta` are those of the watermark."""
@@ -25,12 +26,17 @@ class RowState:
         # [V] int64 by token id
         self.words = token_words(vocab_size, device)
         self.counts = TokenCounts(vocab_size, device)
+        self.history = History(max_rows, device)
         self.planner = Planner(vocab_size, device)
         self.rows: dict[int, Row] = {}
         self._watermark = Watermark(self.words, gamma, delta)
 
-    def distribution(self, chunk: Chunk, scores: torch.Tensor) -> torch.Tensor:
-        """scores: [S', V], perhaps changed in place. Returns [S', V]: those that tokens are chosen by."""
+    def distribution(self, chunk: Chunk, scores: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """scores: [S', V], perhaps changed in place; positions: [S], needed for masks. Returns [S', V]: the scores that
+        tokens are chosen by.
+        """
+        if chunk.masks is not None and positions is not None:
+            chunk.masks.apply(scores, positions[chunk.batch_rows], self.history)
         if chunk.bias is not None:
             chunk.bias.apply(scores)
         if chunk.watermarked is not None:

@@ -12,6 +12,9 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.scheduler.speculation.acceptance import DraftState
 from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, DraftKind, DraftSource, Speculation
 
+MAX_BAD_WORD = 64
+"""Most tokens of a bad word."""
+
 
 class FinishReason(IntEnum):
     """Why a request ended."""
@@ -28,8 +31,9 @@ class FinishReason(IntEnum):
 class SamplingParams:
     """How a request's tokens are sampled. The neutral value of each transform is its default.
 
-    Order: logit bias, watermark, repetition, frequency and presence penalty, temperature, top_k, top_p, min_p,
-    typical_p. Without `do_sample` the arg max of the penalised scores is taken; temperature and filters play no part.
+    Order: excluded tokens, logit bias, watermark, repetition, frequency and presence penalty, temperature, top_k,
+    top_p, min_p, typical_p. Without `do_sample` the arg max of the penalised scores is taken; temperature and filters
+    play no part.
     """
 
     do_sample: bool = False
@@ -43,7 +47,20 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     watermark: bool = False
+    allowed_ids: tuple[int, ...] = ()
+    """The only tokens that can be sampled, empty for all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that never occur in the output."""
+    min_tokens: int = 0
+    """Until the output has so many tokens, …"""
+    min_tokens_stop_ids: tuple[int, ...] = ()
+    """… these are excluded."""
     seed: int = 0
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether any token is excluded, at least at some positions."""
+        return bool(self.allowed_ids or self.bad_words or (self.min_tokens and self.min_tokens_stop_ids))
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,7 @@ class LogprobParams:
     raw: bool = False
     prefill: bool = False
     prefill_alternatives: int = 0
+    prefill_ranks: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -99,6 +99,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         page_size=cache.page_size,
         num_pages=cache.num_pages,
         draft_model_id="" if config.draft_model is None else config.draft_model_id,
+        token_masks=True,
     )
     has_adapters, has_draft_model = engine.scheduler.adapters.limits.num_slots > 0, config.draft_model is not None
     num_kv_tokens = cache.num_pages * cache.page_size

@@ -30,6 +30,7 @@ DISTRIBUTIONS: tuple[dict[str, Any], ...] = (
     {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 6, "decoder_input_details": True},
     {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
     {"do_sample": True, "seed": 9, "watermark": True, "top_n_tokens": 2},
+    {"do_sample": True, "seed": 4, "bad_words": ["self", "return a", "def"], "min_tokens": 50, "stop_token_ids": [2]},
 )
 PROMPTS = ("def add(a, b):\n    return a + b\n\n", "class A:\n    def __init__(self, name):\n")
 ASKED = [(prompt, distribution) for prompt in PROMPTS for distribution in DISTRIBUTIONS]

@@ -31,6 +31,7 @@ LOOKUP_ASKED: tuple[dict[str, Any], ...] = (
     *ASKED,
     {"do_sample": True, "seed": 9, "watermark": True, "top_k": 40},
     {"stop": ["\n\n"]},
+    {"do_sample": True, "seed": 3, "min_tokens": 20, "bad_words": ["self", "return", "range(1"], "stop": ["\n"]},
 )
 REPEATING = (
     PROMPTS[0],

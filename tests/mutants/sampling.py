@@ -80,6 +80,27 @@ MUTANTS = [
         f"{BATCH}::test_a_seed_decides_the_text_and_only_a_seed",
     ),
     Mutant(
+        "min_tokens counts the prompt",
+        "shard/sampling/plan.py",
+        "row.num_prompt + row.params.min_tokens",
+        "row.params.min_tokens",
+        "tests/shard/sampling/test_transforms.py::test_same_distribution_as_numpy[min tokens]",
+    ),
+    Mutant(
+        "a bad word may begin in the prompt",
+        "shard/sampling/plan.py",
+        "row.num_prompt + len(word) - 1 for",
+        "0 for",
+        "tests/shard/sampling/test_transforms.py::test_same_distribution_as_numpy[bad words]",
+    ),
+    Mutant(
+        "a sampled token is not recorded for bad words",
+        SAMPLER,
+        "self._state.history.write(device_rows, at.index_select(0, recorded), token_ids)",
+        "pass",
+        f"{BATCH}::test_bad_words_are_found_in_the_sampled_tokens",
+    ),
+    Mutant(
         "the watermark always follows the prompt's last token",
         SAMPLER,
         "self.last_tokens.index_copy_(0, plan.rows, found.token_ids)",

@@ -105,6 +105,7 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
     async def Info(self, request: shard_pb2.InfoRequest, context: grpc.aio.ServicerContext) -> shard_pb2.ShardInfo:
         shard = self._shard
         return shard_pb2.ShardInfo(
+            token_masks=True,
             version=version(),
             model_id="test/model",
             dtype="torch.float32",
@@ -252,6 +253,7 @@ def _output(submit: shard_pb2.Submit, script: Script, ids: list[int], indices: r
     if indices.start == 0 and wanted.prefill:
         num_prompt = len(submit.prompt_ids)
         output.prefill_logprobs.extend(-0.5 for _ in range(num_prompt - 1))
+        output.prefill_ranks.extend(1 for _ in range(num_prompt - 1) if wanted.prefill_ranks)
         for position in range(1, num_prompt):
             for rank in range(wanted.prefill_alternatives):
                 output.prefill_alternative_ids.append(submit.prompt_ids[position] + rank)

@@ -84,6 +84,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.ShardInfo:
         model = self._model
         return pb.ShardInfo(
+            token_masks=True,
             version=version(),
             model_id="simulated",
             dtype="torch.bfloat16",

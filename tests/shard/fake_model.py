@@ -5,7 +5,7 @@ request is computed here without pages.
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -32,12 +32,22 @@ def digest(states: Sequence[int]) -> int:
     return crc32(array("L", states).tobytes())
 
 
-def generate_alone(prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()) -> list[int]:
-    """The output of a request that is computed alone."""
+def generate_alone(
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: frozenset[int] = frozenset(),
+    excluded: Callable[[list[int]], set[int]] = lambda output: set(),
+) -> list[int]:
+    """The output of a request that is computed alone; `excluded` are the tokens that cannot follow an output."""
     states = states_of(prompt_ids)
     output: list[int] = []
     while len(output) < max_new_tokens:
-        output.append(next_token(states))
+        token_id = next_token(states)
+        if token_id in (masked := excluded(output)):
+            logits = logits_after(states)
+            logits[list(masked)] = float("-inf")
+            token_id = int(logits.argmax())
+        output.append(token_id)
         states.append(extend(states[-1], output[-1]))
         if output[-1] in stop_ids:
             break

@@ -154,4 +154,4 @@ def copy_of(request: Request, request_id: int) -> Request:
 
 
 SAMPLED = SamplingParams(do_sample=True, temperature=1.3, top_p=0.9, repetition_penalty=1.1, seed=11)
-SCORED = LogprobParams(wanted=True, alternatives=2, raw=True, prefill=True, prefill_alternatives=3)
+SCORED = LogprobParams(wanted=True, alternatives=2, raw=True, prefill=True, prefill_alternatives=3, prefill_ranks=True)

@@ -24,26 +24,32 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
 
     async def _prompts(self, wanted: ChatRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
         adapter = await self._service.adapter(caller, wanted.common.adapter)
-        config, tokenizer, conversation = self._service.config, self._service.tokenizer, wanted.conversation
-        check_texts([each["content"] for each in conversation.messages], tokenizer.length, config, "messages")
+        tokenizer, conversation = self._service.tokenizer, wanted.conversation
+        if not wanted.common.prompt.keeps_last:
+            texts = [each["content"] for each in conversation.messages]
+            check_texts(texts, tokenizer.length, self._service.config, "messages")
         rendered = await self._service.templates.render(adapter, conversation, caller.identity)
         wanted.ignored.extend(conversation.ignored(rendered.unread))
-        text = rendered.text
-        check_texts([text], tokenizer.length, config, "messages")
-        # The template writes every special token itself.
-        ids = await tokenizer.encode(text, add_special_tokens=False, caller=caller.identity)
+        ids = await self._tokenized(rendered.text, wanted.common, caller, "messages")
         if not ids:
             raise ChatTemplateError("the prompt has no tokens")
-        return [Prompt(ids, text)], adapter
+        return [Prompt(ids, rendered.text)], adapter
+
+    def _prompt_fields(self, wanted: ChatRequest, prompts: list[Prompt]) -> dict[str, Any]:
+        return {"prompt_token_ids": prompts[0].ids} if wanted.common.report.token_ids else {}
+
+    def _answer_fields(self, wanted: ChatRequest, sequences: list[Completed]) -> dict[str, Any]:
+        return self._prompt_logprobs_of(wanted, sequences[0])
 
     def _choice(self, wanted: ChatRequest, prompt: Prompt, whole: Completed) -> dict[str, Any]:
+        token_ids = {"token_ids": [token.id for token in whole.tokens]} if wanted.common.report.token_ids else {}
         return {
             "index": 0,
             "message": {"role": "assistant", "content": whole.text, "refusal": None},
             "finish_reason": FINISH_REASONS[whole.finish_reason],
-            "logprobs": self._logprobs(
-                wanted, whole.tokens, whole.text, whole.finish_reason, VisibleTokens(self._service)
-            ),
+            "logprobs": self._logprobs(wanted, whole.tokens, whole.text, whole.finish_reason, VisibleTokens()),
+            "stop_reason": whole.stop_reason,
+            **token_ids,
         }
 
     def _first_choices(self, num_choices: int) -> list[dict[str, Any]]:
@@ -55,10 +61,13 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
         logprobs = self._logprobs(wanted, chunk.tokens, chunk.text, chunk.finish_reason, visible)
         if logprobs is not None and not logprobs["content"]:
             logprobs = None
-        if logprobs is not None or chunk.text:
-            yield _delta(index, {"content": chunk.text}, logprobs=logprobs)
+        token_ids = {}
+        if wanted.common.report.token_ids and chunk.tokens:
+            token_ids = {"token_ids": [token.id for token in chunk.tokens]}
+        if logprobs is not None or chunk.text or token_ids:
+            yield _delta(index, {"content": chunk.text}, logprobs=logprobs) | token_ids
         if chunk.finish_reason is not None:
-            yield _delta(index, {}, FINISH_REASONS[chunk.finish_reason])
+            yield _delta(index, {}, FINISH_REASONS[chunk.finish_reason]) | {"stop_reason": chunk.stop_reason}
 
     def _logprobs(
         self, wanted: ChatRequest, tokens: list[Token], text: str, finish: FinishReason | None, visible: VisibleTokens
@@ -68,15 +77,17 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
             return None
         content = []
         for token, _ in visible.take(tokens, text, finish):
-            entry = self._entry(token.id, token.logprob)
-            entry["top_logprobs"] = [self._entry(other, value) for other, _, value in token.alternatives or ()]
+            entry = self._entry(wanted, token.id, token.logprob)
+            entry["top_logprobs"] = [self._entry(wanted, other, value) for other, _, value in token.alternatives or ()]
             content.append(entry)
         return {"content": content, "refusal": None}
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, wanted: ChatRequest, token_id: int, logprob: float) -> dict[str, Any]:
         vocabulary = self._service.tokenizer.vocabulary
         text = self._service.tokenizer.token_text(token_id)
         raw = vocabulary.piece(token_id) if vocabulary.is_bytewise else text.encode()
+        if wanted.common.report.tokens_as_ids:
+            text = f"token_id:{token_id}"
         return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}
 
 

@@ -9,7 +9,7 @@ from lorikeet.router.errors import ValidationError
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, Token
-from lorikeet.router.schemas.openai import CompletionRequest, check_texts, read_completion
+from lorikeet.router.schemas.openai import CompletionRequest, read_completion
 
 Logprobs = dict[str, list[Any] | None]
 """Four lists with an entry per token."""
@@ -25,31 +25,44 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         return read_completion(body, self._service.config)
 
     async def _prompts(self, wanted: CompletionRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
-        prompts = [await self._prompt(given, wanted.echo, caller) for given in wanted.prompts]
+        prompts = [await self._prompt(given, wanted, caller) for given in wanted.prompts]
         return prompts, await self._service.adapter(caller, wanted.common.adapter)
 
-    async def _prompt(self, given: str | list[int], echo: bool, caller: Caller) -> Prompt:
-        tokenizer = self._service.tokenizer
+    async def _prompt(self, given: str | list[int], wanted: CompletionRequest, caller: Caller) -> Prompt:
         if isinstance(given, str):
-            check_texts([given], tokenizer.length, self._service.config, "prompt")
-            ids = await tokenizer.encode(given, caller=caller.identity)
+            ids = await self._tokenized(given, wanted.common, caller, "prompt")
             if not ids:
                 raise ValidationError("`prompt` cannot be empty", "prompt")
-            return Prompt(ids, given)
-        self._service.check_ids(given, "prompt")
-        return Prompt(given, self._decode(given) if echo else "")
+            if wanted.common.prompt.num_kept is None or not wanted.echo:
+                return Prompt(ids, given)
+        else:
+            self._service.check_ids(given, "prompt")
+            ids = given
+        return Prompt(ids, self._decode(ids) if wanted.echo else "")
 
     def _choice(self, wanted: CompletionRequest, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         echoed = prompt.text if wanted.echo else ""
         tokens, text = ([], "") if wanted.only_prompt else (whole.tokens, whole.text)
         logprobs: Logprobs | None = None
         if wanted.num_logprobs is not None:
-            shown = VisibleTokens(self._service, echoed).take(tokens, text, whole.finish_reason)
-            logprobs = self._logprobs(shown, wanted.num_logprobs)
+            shown = VisibleTokens(echoed).take(tokens, text, whole.finish_reason)
+            logprobs = self._logprobs(shown, wanted)
             if wanted.echo:
-                logprobs = _joined(self._prompt_logprobs(whole.prefill, whole.prefill_alternatives), logprobs)
+                prompt_logprobs = self._prompt_logprobs(whole.prefill, whole.prefill_alternatives, wanted)
+                logprobs = _joined(prompt_logprobs, logprobs)
         finish = "length" if wanted.only_prompt else FINISH_REASONS[whole.finish_reason]
-        return {"index": 0, "text": echoed + text, "logprobs": logprobs, "finish_reason": finish}
+        token_ids = {}
+        if wanted.common.report.token_ids:
+            token_ids = {"prompt_token_ids": prompt.ids, "token_ids": [token.id for token in tokens]}
+        return {
+            "index": 0,
+            "text": echoed + text,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+            "stop_reason": None if wanted.only_prompt else whole.stop_reason,
+            **token_ids,
+            **self._prompt_logprobs_of(wanted, whole),
+        }
 
     def _chunk_choices(
         self, wanted: CompletionRequest, index: int, chunk: Chunk, visible: VisibleTokens
@@ -58,27 +71,36 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         if wanted.num_logprobs is not None:
             shown = visible.take(chunk.tokens, chunk.text, chunk.finish_reason)
             if shown:
-                logprobs = self._logprobs(shown, wanted.num_logprobs)
+                logprobs = self._logprobs(shown, wanted)
             if chunk.prefill is not None:
-                prompt = self._prompt_logprobs(chunk.prefill, chunk.prefill_alternatives)
+                prompt = self._prompt_logprobs(chunk.prefill, chunk.prefill_alternatives, wanted)
                 logprobs = prompt if logprobs is None else _joined(prompt, logprobs)
         text, visible.echo = visible.echo + chunk.text, ""
         finish = FINISH_REASONS[chunk.finish_reason]
-        if text or logprobs or finish:
-            yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        more: dict[str, Any] = {"stop_reason": chunk.stop_reason} if finish else {}
+        if wanted.common.report.token_ids:
+            more["token_ids"] = [token.id for token in chunk.tokens]
+            if visible.prompt_ids is not None:
+                more["prompt_token_ids"], visible.prompt_ids = visible.prompt_ids, None
+        if text or logprobs or finish or more.get("token_ids"):
+            yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish} | more
 
-    def _logprobs(self, tokens: list[tuple[Token, int]], num_alternatives: int) -> Logprobs:
+    def _logprobs(self, tokens: list[tuple[Token, int]], wanted: CompletionRequest) -> Logprobs:
         """`logprobs` of a choice, for its visible tokens."""
-        shown = [self._shown(token.id, token.logprob, token.alternatives) for token, _ in tokens]
+        as_ids = wanted.common.report.tokens_as_ids
+        shown = [self._shown(token.id, token.logprob, token.alternatives, as_ids) for token, _ in tokens]
         return {
             "tokens": [label for label, _ in shown],
             "token_logprobs": [_bounded(token.logprob) for token, _ in tokens],
-            "top_logprobs": [top for _, top in shown] if num_alternatives else None,
+            "top_logprobs": [top for _, top in shown] if wanted.num_logprobs else None,
             "text_offset": [offset for _, offset in tokens],
         }
 
     def _prompt_logprobs(
-        self, prefill: list[tuple[int, str, float | None]], alternatives: list[Alternatives] | None
+        self,
+        prefill: list[tuple[int, str, float | None]],
+        alternatives: list[Alternatives] | None,
+        wanted: CompletionRequest,
     ) -> Logprobs:
         """The same four lists for an echoed prompt; its first token has no probability."""
         hidden_ids = self._service.tokenizer.special_ids
@@ -86,38 +108,47 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         for token_id, text, _ in prefill:
             offsets.append(offset)
             offset += 0 if token_id in hidden_ids else len(text)
-        given = [None] * len(prefill) if alternatives is None else alternatives
+        given = (
+            [None] * len(prefill) if alternatives is None else [best[: wanted.num_logprobs] for best in alternatives]
+        )
+        as_ids = wanted.common.report.tokens_as_ids
         shown = [
-            self._shown(token_id, logprob, best) for (token_id, _, logprob), best in zip(prefill, given, strict=True)
+            self._shown(token_id, logprob, best, as_ids)
+            for (token_id, _, logprob), best in zip(prefill, given, strict=True)
         ]
         return {
             "tokens": [label for label, _ in shown],
             "token_logprobs": [logprob for _, _, logprob in prefill],
-            "top_logprobs": None if alternatives is None else [None, *(top for _, top in shown[1:])],
+            "top_logprobs": [None, *(top for _, top in shown[1:])] if wanted.num_logprobs else None,
             "text_offset": offsets,
         }
 
     def _shown(
-        self, token_id: int, logprob: float | None, alternatives: Alternatives | None
+        self, token_id: int, logprob: float | None, alternatives: Alternatives | None, as_ids: bool = False
     ) -> tuple[str, dict[str, float]]:
         """The token's label, and log probabilities by label, the likeliest first.
 
         Of two tokens with the same text the less likely one is labelled by its bytes, and left out if these are equal.
         """
         vocabulary = self._service.tokenizer.vocabulary
+        label_of = _id_label if as_ids else vocabulary.label
         if logprob is None or not alternatives:
-            return vocabulary.label(token_id), {}
+            return label_of(token_id), {}
         chances = {other: value for other, _, value in alternatives}
         chances.setdefault(token_id, logprob)
         top: dict[str, float] = {}
         own = ""
         for other in sorted(chances, key=lambda each: -chances[each]):
-            label = vocabulary.label(other)
+            label = label_of(other)
             if label in top:
                 label = vocabulary.bytes_label(other)
             top.setdefault(label, _bounded(chances[other]))
             own = label if other == token_id else own
         return own, top
+
+
+def _id_label(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _bounded(logprob: float) -> float:

@@ -22,6 +22,7 @@ from lorikeet.router.errors import RouterError, UnsupportedField, ValidationErro
 from lorikeet.router.receipts.receipt import check_receipt
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import SOURCE_NAMES, GenerationRequest, Token
+from lorikeet.router.schemas.constraints import check_min_tokens
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.native import NativeRequest, check_lengths, check_rules, check_text, read_native
 
@@ -135,7 +136,7 @@ class NativeRoutes:
                 if chunk.finish_reason is not None:
                     break
                 if chunk.tokens:
-                    yield b"".join([token_event(token) for token in chunk.tokens])
+                    yield b"".join([self._token_event(token, native) for token in chunk.tokens])
             request.state.log_fields = log_fields(wanted, num_tokens, chunk.finish_reason)
             details: dict[str, Any] | None = None
             if native.parameters.details:
@@ -147,9 +148,9 @@ class NativeRoutes:
                     **_speculation(generation),
                 }
             whole = Completed(seed=wanted.seed, text="".join(texts))
-            last = [token_event(token) for token in chunk.tokens[:-1]]
-            token = _token(chunk.tokens[-1]) if chunk.tokens else None
-            final = {"token": token, "generated_text": self._shown_text(native, whole), "details": details}
+            last = [self._token_event(token, native) for token in chunk.tokens[:-1]]
+            final = {"generated_text": self._shown_text(native, whole), "details": details}
+            final = (self._token_fields(chunk.tokens[-1], native) if chunk.tokens else {"token": None}) | final
             if wanted.receipt:
                 (final if details is None else details)["receipt"] = await self._service.receipts.of(generation)
             last.append(event(final))
@@ -167,9 +168,10 @@ class NativeRoutes:
         self._service.check_room()
         prompt_ids = await self._prompt_ids(native, caller.identity)
         max_new_tokens = check_lengths(len(prompt_ids), parameters.max_new_tokens, config)
+        check_min_tokens(parameters.constraints.min_tokens, max_new_tokens)
         speculation = self._service.speculation(parameters.speculation, is_seeded=parameters.seed is not None)
         check_receipt(parameters.receipt, speculation, parameters.best_of or 1)
-        return GenerationRequest(
+        wanted = GenerationRequest(
             prompt_ids=prompt_ids,
             text=native.inputs,
             max_new_tokens=max_new_tokens,
@@ -181,25 +183,26 @@ class NativeRoutes:
             seed=random_seed() if parameters.seed is None else parameters.seed,
             sampling=parameters.sampling(),
             stop_strings=tuple(parameters.stop),
-            ignore_eos=parameters.ignore_eos_token,
-            num_alternatives=parameters.return_k_alternatives or 0,
+            num_alternatives=max(parameters.return_k_alternatives or 0, parameters.top_n_tokens or 0),
             prefill_logprobs=parameters.decoder_input_details,
             request_id=request_id,
             priority=parameters.priority or 0,
             receipt=parameters.receipt,
         )
+        return await self._service.constrained(wanted, parameters.constraints, caller.identity)
 
     async def _prompt_ids(self, native: NativeRequest, caller: str) -> list[int]:
         """With `truncate` the last ones."""
         tokenizer, truncate = self._service.tokenizer, native.parameters.truncate
+        with_special = native.parameters.add_special_tokens is not False
         if native.input_ids is not None:
             self._service.check_ids(native.input_ids, "inputs")
             return native.input_ids if truncate is None else native.input_ids[-truncate:]
         if truncate is not None:
-            ids = await tokenizer.encode_tail(native.inputs, truncate, caller=caller)
+            ids = await tokenizer.encode_tail(native.inputs, truncate, with_special, caller=caller)
         else:
             check_text(native.inputs, tokenizer.length, self._service.config)
-            ids = await tokenizer.encode(native.inputs, caller=caller)
+            ids = await tokenizer.encode(native.inputs, with_special, caller=caller)
         if not ids:
             raise ValidationError("`inputs` has no tokens", "inputs")
         return ids
@@ -213,36 +216,58 @@ class NativeRoutes:
     ) -> dict[str, Any]:
         counts = {"prompt_tokens": len(wanted.prompt_ids), "generated_tokens": len(whole.tokens)}
         counts["skipped_tokens"] = whole.num_skipped
-        details = _sequence(wanted, whole, counts)
+        details = self._sequence(native, wanted, whole, counts)
         if losers:
             details["best_of_sequences"] = [
                 {
                     "generated_text": self._shown_text(native, loser),
-                    **_sequence(wanted, loser, {"generated_tokens": len(loser.tokens)}),
+                    **self._sequence(native, wanted, loser, {"generated_tokens": len(loser.tokens)}),
                 }
                 for loser in losers
             ]
         return details
+
+    def _sequence(
+        self, native: NativeRequest, wanted: GenerationRequest, whole: Completed, counts: dict[str, int]
+    ) -> dict[str, Any]:
+        """What `details` and each of `best_of_sequences` have in common, in LoRAX's order; `top_tokens` is TGI's."""
+        shown = [self._token_fields(token, native) for token in whole.tokens]
+        top_tokens = {"top_tokens": [each["top_tokens"] for each in shown]} if native.parameters.top_n_tokens else {}
+        return {
+            "finish_reason": whole.finish_reason.value,
+            **counts,
+            "seed": whole.seed if wanted.sampling.do_sample else None,
+            "prefill": [
+                {"id": token_id, "text": text, "logprob": None if logprob is None else round(logprob, 7)}
+                for token_id, text, logprob in whole.prefill
+            ],
+            "tokens": [each["token"] for each in shown],
+            **top_tokens,
+        }
+
+    def _token_fields(self, token: Token, native: NativeRequest) -> dict[str, Any]:
+        """`token`, and TGI's `top_tokens` where asked for."""
+        parameters = native.parameters
+        fields: dict[str, Any] = {"token": _token(token, parameters.return_k_alternatives or 0)}
+        if parameters.top_n_tokens:
+            special_ids = self._service.tokenizer.special_ids
+            fields["top_tokens"] = [
+                {"id": token_id, "text": text, "logprob": round(logprob, 7), "special": token_id in special_ids}
+                for token_id, text, logprob in (token.alternatives or ())[: parameters.top_n_tokens]
+            ]
+        return fields
+
+    def _token_event(self, token: Token, native: NativeRequest) -> bytes:
+        """The event of any token but the last."""
+        if token.alternatives is None:
+            return token_event(token)
+        return event(self._token_fields(token, native) | {"generated_text": None, "details": None})
 
 
 def _num_entries(whole: Completed) -> int:
     """Tokens and alternatives that `details` lists."""
     listed = [*(token.alternatives or () for token in whole.tokens), *(whole.prefill_alternatives or ())]
     return len(whole.tokens) + len(whole.prefill) + sum(map(len, listed))
-
-
-def _sequence(wanted: GenerationRequest, whole: Completed, counts: dict[str, int]) -> dict[str, Any]:
-    """What `details` and each of `best_of_sequences` have in common, in LoRAX's order."""
-    return {
-        "finish_reason": whole.finish_reason.value,
-        **counts,
-        "seed": whole.seed if wanted.sampling.do_sample else None,
-        "prefill": [
-            {"id": token_id, "text": text, "logprob": None if logprob is None else round(logprob, 7)}
-            for token_id, text, logprob in whole.prefill
-        ],
-        "tokens": [_token(token) for token in whole.tokens],
-    }
 
 
 def _speculation(generation: Generation) -> dict[str, Any]:
@@ -288,7 +313,7 @@ async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
     yield item
 
 
-def _token(token: Token) -> dict[str, Any]:
+def _token(token: Token, num_alternatives: int) -> dict[str, Any]:
     """LoRAX's token. A logprob of minus infinity becomes null, since JSON cannot represent it."""
     shown: dict[str, Any] = {
         "id": token.id,
@@ -296,10 +321,10 @@ def _token(token: Token) -> dict[str, Any]:
         "logprob": round(token.logprob, 7),
         "special": token.special,
     }
-    if token.alternatives is not None:
+    if num_alternatives and token.alternatives is not None:
         shown["alternative_tokens"] = [
             {"id": token_id, "text": text, "logprob": round(logprob, 7)}
-            for token_id, text, logprob in token.alternatives
+            for token_id, text, logprob in token.alternatives[:num_alternatives]
         ]
     shown["skipped"] = token.skipped
     shown["source"] = SOURCE_NAMES[token.source]
@@ -307,9 +332,7 @@ def _token(token: Token) -> dict[str, Any]:
 
 
 def token_event(token: Token) -> bytes:
-    """The event of any token but the last. Its usual shape is formatted by hand, which halves the time per token."""
-    if token.alternatives is not None:
-        return event({"token": _token(token), "generated_text": None, "details": None})
+    """The event of a token without alternatives: formatted by hand, which halves the time per token."""
     return _TOKEN_EVENT % (
         token.id,
         orjson.dumps(token.text),

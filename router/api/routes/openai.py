@@ -3,7 +3,7 @@
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -23,7 +23,8 @@ from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Speculation, Token
-from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths
+from lorikeet.router.schemas.constraints import check_min_tokens
+from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths, check_texts
 
 FINISH_REASONS = {
     None: None,
@@ -79,6 +80,14 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         """What a stream starts with."""
         return []
 
+    def _prompt_fields(self, wanted: Wanted, prompts: list[Prompt]) -> dict[str, Any]:
+        """What an answer, and the first event of a stream, contain about the prompt besides the choices."""
+        return {}
+
+    def _answer_fields(self, wanted: Wanted, sequences: list[Completed]) -> dict[str, Any]:
+        """What an answer contains besides the choices."""
+        return {}
+
     async def handle(self, request: Request) -> Response:
         """Answer one request. Raises RouterError."""
         service = self._service
@@ -86,7 +95,6 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         wanted = self._read(service.openai_defaults(service.caller(request), await service.body(request)))
         stream = wanted.common.stream
         service.check_room()
-        service.check_ids([token_id for token_id, _ in wanted.common.sampling.logit_bias], "logit_bias")
         async with ClientWatch(request.receive):
             caller = self._named(request, wanted.common)
             prompts, adapter = await self._prompts(wanted, caller)
@@ -113,6 +121,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         request.state.log_fields = log_fields(requests[0], num_generated, sequences[0].finish_reason)
         frame = self._envelope(self.object_name, wanted.common)
         whole = frame.around(self._choices(wanted, prompts, sequences), usage(wanted, prompts, generations)) | receipts
+        whole |= self._prompt_fields(wanted, prompts) | self._answer_fields(wanted, sequences)
         counts = Counts(characters, num_prompt, num_generated, num_skipped)
         headers = answer_headers(service, timing, generations[0], counts) | ignored
         return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
@@ -140,6 +149,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             text = prompt.text or (self._decode(prompt.ids) if config.log_texts else "")
             # Scoring a prompt needs a step like any other: its one token is dropped.
             max_tokens = check_lengths(len(prompt.ids), 1 if wanted.only_prompt else common.max_tokens, config)
+            check_min_tokens(common.constraints.min_tokens, 0 if wanted.only_prompt else max_tokens)
             one_prompt = replace(
                 shared, prompt_ids=prompt.ids, text=text, max_new_tokens=max_tokens, request_id=request_id
             )
@@ -152,17 +162,18 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         """What all sequences of a request have in common."""
         common, count = wanted.common, wanted.num_logprobs or 0
         speculation = await self._speculation(common, caller)
-        return GenerationRequest(
+        num_prompt_logprobs = common.report.num_prompt_logprobs
+        request = GenerationRequest(
             prompt_ids=[],
             max_new_tokens=0,
             seed=0,
             sampling=common.sampling,
             stop_strings=common.stop,
             include_stop=False,
-            ignore_eos=common.ignore_eos,
             num_alternatives=count,
-            prefill_logprobs=wanted.echo and wanted.num_logprobs is not None,
-            num_prefill_alternatives=count if wanted.echo else 0,
+            prefill_logprobs=num_prompt_logprobs is not None or (wanted.echo and wanted.num_logprobs is not None),
+            prefill_ranks=num_prompt_logprobs is not None,
+            num_prefill_alternatives=max(count if wanted.echo else 0, num_prompt_logprobs or 0),
             raw_logprobs=True,
             adapter=adapter,
             priority=common.priority,
@@ -173,6 +184,36 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             receipt=common.receipt,
             is_probe=wanted.only_prompt,
         )
+        return await self._service.constrained(request, common.constraints, caller.identity)
+
+    async def _tokenized(self, text: str, common: CommonFields, caller: Caller, field: str) -> list[int]:
+        """The token ids of a prompt that are kept; `field` is the request's field with the text."""
+        tokenizer, config, fields = self._service.tokenizer, self._service.config, common.prompt
+        special, most = fields.add_special_tokens, config.max_input_length
+        if fields.keeps_last:
+            num_kept = fields.most(most) or most
+            name = "truncate_prompt_tokens"
+            return await tokenizer.encode_tail(text, num_kept, special, caller=caller.identity, field=name)
+        check_texts([text], tokenizer.length, config, field)
+        return fields.cut(await tokenizer.encode(text, special, caller=caller.identity), most)
+
+    def _prompt_logprobs_of(self, wanted: Wanted, whole: Completed) -> dict[str, Any]:
+        """vLLM's `prompt_logprobs`, where asked for: the likeliest tokens and the prompt's own at each position."""
+        count = wanted.common.report.num_prompt_logprobs
+        if count is None:
+            return {}
+        alternatives = whole.prefill_alternatives or [[] for _ in whole.prefill]
+        ranks: Sequence[int | None] = whole.prefill_ranks or [None] * (len(whole.prefill) - 1)
+        shown: list[dict[str, Any] | None] = [None]
+        for (token_id, text, logprob), best, rank in zip(whole.prefill[1:], alternatives[1:], ranks, strict=True):
+            entries = [(rank, (token_id, text, logprob or 0.0)), *enumerate(best[:count], 1)]
+            shown.append(
+                {
+                    str(other): {"logprob": max(value, LOWEST_LOGPROB), "rank": place, "decoded_token": other_text}
+                    for place, (other, other_text, value) in entries
+                }
+            )
+        return {"prompt_logprobs": shown}
 
     def _decode(self, ids: list[int]) -> str:
         """The text of a prompt that came as token ids."""
@@ -227,11 +268,15 @@ class OpenAIRoute(ABC, Generic[Wanted]):
     ) -> AsyncGenerator[bytes, None]:
         frame = self._envelope(self.chunk_name, wanted.common)
         echoed = [prompts[index // wanted.best_of].text if wanted.echo else "" for index in range(len(generations))]
-        visible = [VisibleTokens(self._service, text) for text in echoed]
+        visible = [VisibleTokens(text) for text in echoed]
+        if wanted.common.report.token_ids:
+            for index, each in enumerate(visible):
+                each.prompt_ids = prompts[index // wanted.best_of].ids
         no_usage = {"usage": None} if wanted.common.include_usage else {}
         num_generated = 0
         if first := self._first_choices(len(generations)):
-            yield b"".join(event(frame.around([choice]) | no_usage) for choice in first)
+            fields = no_usage | self._prompt_fields(wanted, prompts)
+            yield b"".join(event(frame.around([choice]) | fields) for choice in first)
         try:
             async for index, chunk in interleave(generations):
                 if wanted.only_prompt:
@@ -301,10 +346,11 @@ def usage(wanted: OpenAIRequest, prompts: list[Prompt], generations: list[Genera
 class VisibleTokens:
     """Finds the tokens of a choice that its text shows: no end-of-text token, nothing that a stop string cut off."""
 
-    def __init__(self, service: Service, echo: str = "") -> None:
-        self._hidden_ids = service.tokenizer.special_ids | service.tokenizer.eos_ids
+    def __init__(self, echo: str = "") -> None:
         self.echo = echo
         """The part of the prompt that is not shown yet."""
+        self.prompt_ids: list[int] | None = None
+        """The prompt's token ids, where asked for and not shown yet."""
         self._offset = len(echo)
         """Characters of the text before the next token."""
         self._text_length = len(echo)
@@ -314,7 +360,7 @@ class VisibleTokens:
         self._text_length += len(text)
         shown = []
         for token in tokens:
-            if token.id in self._hidden_ids:
+            if token.hidden:
                 continue
             if finish is FinishReason.STOP_SEQUENCE and self._offset >= self._text_length:
                 break

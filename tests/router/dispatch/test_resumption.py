@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 from unittest.mock import Mock
 
 from hypothesis import settings
@@ -20,17 +21,22 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoShard, PoisonRequest, RouterError
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.routing import ISOLATION_STEPS
-from lorikeet.router.requests.types import FinishReason, GenerationRequest
+from lorikeet.router.requests.types import FinishReason, GenerationRequest, Sampling
 from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 from tests.router.unwired import Died, Shard, Unwired
-from tests.shard.fake_model import generate_alone
+from tests.shard.fake_model import VOCAB_SIZE, generate_alone
 from tests.shard.rig import Setup
+from tests.shard.sampling.oracle import Case, excluded
 
 EOS_IDS = frozenset({3, 17})
 TOKENIZER = Tokenizer(byte_level(), eos_ids=EOS_IDS)
 RECOVERY_S = 300.0
+MASKED = Sampling(
+    allowed_ids=tuple(range(50)),
+    bad_words=tuple((first, last) for first in range(50) for last in range(first % 4, 50, 4)),
+)
 MOST_TURNS = 4000
 
 
@@ -79,8 +85,17 @@ class Submitted:
 def undisturbed(request: GenerationRequest) -> Submitted:
     """The request alone, token by token."""
     made = Generation(0, request, TOKENIZER, Mock())
-    stop_ids = frozenset[int]() if request.ignore_eos else EOS_IDS
-    ids = generate_alone(request.prompt_ids, request.max_new_tokens, stop_ids)
+    stop_ids = (frozenset[int]() if request.ignore_eos else EOS_IDS) | set(request.stop_token_ids)
+    sampling = request.sampling
+    case = Case(
+        allowed_ids=sampling.allowed_ids,
+        bad_words=sampling.bad_words,
+        min_tokens=request.min_tokens,
+        min_tokens_stop_ids=(*EOS_IDS, *request.stop_token_ids),
+    )
+    ids = generate_alone(
+        request.prompt_ids, request.max_new_tokens, stop_ids, lambda output: excluded(case, output, VOCAB_SIZE)
+    )
     for place, token_id in enumerate(ids, 1):
         output = pb.RequestOutput(token_ids=[token_id], sources=b"\1", step_ends=b"\1", logprobs=[0.0])
         if place == len(ids):
@@ -118,13 +133,20 @@ class ResumptionMachine(RuleBasedStateMachine):
         include_stop=st.booleans(),
         seconds=st.sampled_from([None, None, None, 0.02, 5.0]),
         fault=st.sampled_from(["", "", "", "", "", "crashes", "fails"]),
+        constraints=st.sampled_from([{}, {}, {"sampling": MASKED}, {"min_tokens": 6, "stop_token_ids": (20, 30)}]),
     )
     def submit_one(
-        self, prompt: list[int], num_tokens: int, stop: str, include_stop: bool, seconds: float | None, fault: str
+        self,
+        prompt: list[int],
+        num_tokens: int,
+        stop: str,
+        include_stop: bool,
+        seconds: float | None,
+        fault: str,
+        constraints: dict[str, Any],
     ) -> None:
-        request = GenerationRequest(
-            prompt, num_tokens, 1, stop_strings=(stop,) if stop else (), include_stop=include_stop
-        )
+        stops = (stop,) if stop else ()
+        request = GenerationRequest(prompt, num_tokens, 1, stop_strings=stops, include_stop=include_stop, **constraints)
         alone = undisturbed(request)
         deadline = None if seconds is None else self.fleet.clock.now + seconds
         made = self.fleet.do(self.submit, request, deadline)

@@ -58,7 +58,7 @@ async def test_every_finished_text_has_a_line_without_tokens(tmp_path: Path) -> 
     assert [line["parameters"]["seed"] for line in rest[3:5]] == [5, 6]
     assert {Receipt.read(line).values["base_digest"] for line in rest} == {server.shard.base_digest}
     assert rest[-1]["output"]["finish_reason"] == "stop_sequence"
-    assert "token_ids" not in path.read_text()
+    assert '"token_ids"' not in path.read_text()
 
 
 async def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:

@@ -174,6 +174,62 @@ def test_held_back_text_comes_with_the_end_even_without_tokens(tokenizer: Tokeni
     assert fed.chunk() == Chunk([], "fox", FinishReason.LENGTH)
 
 
+@pytest.mark.parametrize("per_message", [1, 3, 100])
+def test_a_stop_string_counts_from_the_minimum_on(tokenizer: Tokenizer, per_message: int) -> None:
+    text = "the fox jumps over the fox and the fox again"
+    probe = Fed(tokenizer)
+    ids = probe.ids(text)
+    num_first = len(probe.ids("the fox"))
+    for min_tokens, expected in ((0, "the fox"), (num_first - 1, "the fox"), (num_first, "the fox jumps over the fox")):
+        fed = Fed(tokenizer, stop_strings=("fox",), min_tokens=min_tokens)
+        shown = ""
+        for start in range(0, len(ids), per_message):
+            fed.feed(ids[start : start + per_message])
+            chunk = fed.chunk()
+            shown += chunk.text
+            if fed.generation.is_over:
+                break
+        assert shown == expected
+        assert (chunk.finish_reason, chunk.stop_reason) == (FinishReason.STOP_SEQUENCE, "fox")
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "the fox"), (True, "the fox jumps")])
+def test_a_stop_token_ends_the_text(tokenizer: Tokenizer, include: bool, text: str) -> None:
+    ids = Fed(tokenizer).ids("the fox")
+    last = Fed(tokenizer).ids(" jumps")
+    fed = Fed(tokenizer, stop_token_ids=(last[-1],), include_stop_token=include)
+    fed.feed([*ids, *last], finish_reason=pb.FINISH_EOS)
+    chunk = fed.chunk()
+    shown = text if include else "the fox" + "".join(tokenizer.token_text(each) for each in last[:-1])
+    assert (chunk.text, chunk.finish_reason, chunk.stop_reason) == (shown, FinishReason.STOP_SEQUENCE, last[-1])
+    assert [token.hidden for token in chunk.tokens][-1] is not include
+
+
+def test_a_stop_token_that_was_the_last_of_a_lost_shard_ends_the_text(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer, stop_token_ids=(50,))
+    fed.feed([60, 50])
+    fed.generation.requeue()
+    assert fed.generation.is_over
+    assert fed.chunk().stop_reason == 50
+
+
+def test_special_tokens_are_shown_on_request(tokenizer: Tokenizer) -> None:
+    fox = Fed(tokenizer).ids("fox")
+    for fields, text in (
+        ({}, "foxfox"),
+        ({"skip_special_tokens": False}, "fox<|turn|>fox"),
+        ({"skip_special_tokens": False, "include_stop_token": True}, "fox<|turn|>fox</s>"),
+        ({"include_stop_token": True}, "foxfox"),
+    ):
+        fed = Fed(tokenizer, **fields)
+        fed.feed([*fox, 2, *fox, EOS], finish_reason=pb.FINISH_EOS)
+        chunk = fed.chunk()
+        assert (chunk.text, chunk.finish_reason, chunk.stop_reason) == (text, FinishReason.EOS_TOKEN, None)
+    fed = Fed(tokenizer, skip_special_tokens=False, stop_strings=("turn|>",))
+    fed.feed([*fox, 2, *fox])
+    assert fed.chunk().text == "fox<|turn|>"
+
+
 def test_prompt_log_probabilities_come_with_the_first_chunk(tokenizer: Tokenizer) -> None:
     fed = Fed(tokenizer, prompt_ids=[40, 41, 42], prefill_logprobs=True, num_prefill_alternatives=2)
     first = pb.RequestOutput(

@@ -49,6 +49,7 @@ outputs = st.builds(
     prefill_logprobs=st.lists(numbers, max_size=4),
     prefill_alternative_ids=st.lists(token_ids, max_size=8),
     prefill_alternative_logprobs=st.lists(numbers, max_size=8),
+    prefill_ranks=st.lists(st.integers(0, 9), max_size=8),
     step_ends=flags,
     retryable=st.booleans(),
     in_step=st.booleans(),

@@ -63,6 +63,29 @@ def test_only_possible_stops_are_withheld(text: str, stops: list[str]) -> None:
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
+@given(text=TEXT, stops=STOPS, include=st.booleans(), data=st.data())
+@settings(max_examples=500, deadline=None)
+def test_no_match_ends_in_the_text_before_the_minimum(
+    text: str, stops: list[str], include: bool, data: st.DataObject
+) -> None:
+    """The oracle is vLLM's rule: the first match whose end lies in text that may end the output."""
+    num_early = data.draw(st.integers(0, len(text)))
+    matcher = StopMatcher(stops, include)
+    shown = "".join(matcher.push(char, may_end=False) for char in text[:num_early])
+    for char in text[num_early:]:
+        shown += matcher.push(char)
+        if matcher.matched is not None:
+            break
+    shown += "" if matcher.matched is not None else matcher.flush()
+    late = range(num_early + 1, len(text) + 1)
+    ends = [(end, start) for end in late for start in range(end) if text[start:end] in stops]
+    end, start = min(ends, default=(len(text), len(text)))
+    assert matcher.matched == (text[start:end] if ends else None)
+    # What was shown before the minimum stays shown, even where a stop string begins in it.
+    cut = end if include or not ends else start
+    assert shown == text[:cut]
+
+
 def test_a_stop_inside_a_text_leaves_a_rest() -> None:
     matcher = StopMatcher(["\n\n"], include=True)
     assert matcher.push("}\n\nfoo") == "}\n\n"

@@ -99,12 +99,12 @@ TEXT = st.lists(PIECES, max_size=120).map("".join)
 
 @pytest.mark.parametrize("name", [*CUTTABLE, *OTHERS])
 @settings(max_examples=60, deadline=None)
-@given(text=TEXT, num_tokens=st.integers(1, 20))
-def test_the_end_has_the_same_tokens(name: str, text: str, num_tokens: int) -> None:
+@given(text=TEXT, num_tokens=st.integers(1, 20), special=st.booleans())
+def test_the_end_has_the_same_tokens(name: str, text: str, num_tokens: int, special: bool) -> None:
     tokenizer = Tokenizer({**CUTTABLE, **OTHERS}[name]())
     for length in (2, 8, 100):
-        ids = tokenizer._tail(text, num_tokens, length)
-        assert ids == tokenizer._ids(text, True)[-num_tokens:]
+        ids = tokenizer._tail(text, num_tokens, length, special)
+        assert ids == tokenizer._ids(text, special)[-num_tokens:]
     tokenizer.close()
 
 

@@ -138,8 +138,15 @@ def run(requests: list[Request], running: Running) -> int:
     return scheduler.num_preempted
 
 
+MASKED = Case(
+    top_k=8,
+    allowed_ids=tuple(range(20)),
+    bad_words=((3,), (4, 5), *((token, token) for token in range(20)), *((1, token, 7) for token in range(20))),
+    min_tokens=2,
+    min_tokens_stop_ids=(6, 9),
+)
 RUNS = {
-    "lag 0": (Running(0, 2000, 512), [Case(top_k=8)]),
+    "lag 0": (Running(0, 2000, 512), [Case(top_k=8), MASKED]),
     "lag 1, few pages, small chunks": (
         Running(1, 40, 61),
         [
@@ -148,7 +155,8 @@ RUNS = {
         ],
     ),
     "drafts, coupled": (Running(0, 2000, 512, Verification.SHARED_NOISE), [Case(top_k=8)]),
-    "drafts, rejection": (Running(0, 2000, 512, Verification.REJECTION), [Case(top_k=8)]),
+    "drafts, rejection": (Running(0, 2000, 512, Verification.REJECTION), [Case(top_k=8), MASKED]),
+    "drafts, masks, lag 1": (Running(1, 2000, 512, Verification.SHARED_NOISE), [MASKED]),
     "drafts, rejection, all transforms, lag 1": (
         Running(1, 2000, 512, Verification.REJECTION),
         [Case(temperature=1.3, top_k=8, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias=((4, 1.0),))],

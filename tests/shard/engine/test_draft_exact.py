@@ -50,6 +50,10 @@ def run(config: ShardConfig, width: int, rule: Verification = Verification.SHARE
         request = Request((1, i), prompt, len(prompt), NEW_TOKENS)
         if i % 2:
             request.sampling = replace(SAMPLED, seed=i)
+        if i in (2, 5):
+            words = tuple((first, last) for first in range(60) for last in range(first % 3, 60, 3))
+            request.sampling = replace(request.sampling, bad_words=words, allowed_ids=tuple(range(60)))
+            request.sampling = replace(request.sampling, min_tokens=9, min_tokens_stop_ids=(4, 5))
         if width:
             request.speculation = Speculation(Method.DRAFT, width + i % 3, verify=rule)
         requests.append(request)

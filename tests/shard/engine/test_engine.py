@@ -85,6 +85,9 @@ def test_log_probabilities_of_prompt_and_output_are_complete(setup: Setup) -> No
         distributions = torch.stack([logits_after(states[:n]) for n in range(1, len(states))]).log_softmax(-1)
         expected = distributions.gather(1, torch.tensor(request.token_ids[1:])[:, None])[:, 0].tolist()
         assert details.prefill_logprobs == pytest.approx(expected[: request.num_prompt - 1])
+        own = distributions.gather(1, torch.tensor(request.token_ids[1:])[:, None])
+        ranks = ((distributions > own).sum(-1) + 1).tolist()
+        assert details.prefill_ranks == ranks[: request.num_prompt - 1]
         assert output.logprobs == pytest.approx(expected[request.num_prompt - 1 :])
         top = distributions.topk(3)
         num_scores = request.num_prompt - 1

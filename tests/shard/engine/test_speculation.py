@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.shard.grpc.outbox import Details, Output
-from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
+from lorikeet.shard.scheduler.request import FinishReason, LogprobParams, Request, SamplingParams
 from lorikeet.shard.scheduler.speculation.types import Method, Source, Speculation
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, copy_of, make_request
+from tests.shard.sampling.oracle import Case, excluded
 from tests.shard.scheduler.scripted_drafts import ScriptedDraftSources
 
 SETUPS = {
@@ -31,6 +32,24 @@ DISTRIBUTIONS = {
     "greedy, penalised, watermark": {"sampling": SamplingParams(repetition_penalty=1.5, watermark=True)},
     "log probabilities": {"sampling": replace(SAMPLED, watermark=True), "logprobs": SCORED},
     "processed log probabilities": {"sampling": SAMPLED, "logprobs": LogprobParams(wanted=True, alternatives=3)},
+}
+MASKED = SamplingParams(
+    do_sample=True,
+    temperature=1.3,
+    allowed_ids=tuple(range(48)),
+    bad_words=(
+        *((first, last) for first in range(48) for last in range(first % 5, 48, 5)),
+        *((first, second, 7) for first in range(0, 48, 3) for second in range(48)),
+        (11,),
+    ),
+    min_tokens=12,
+    min_tokens_stop_ids=(7, 8),
+    seed=4,
+)
+DISTRIBUTIONS |= {
+    "masks": {"sampling": MASKED, "logprobs": SCORED, "stop_ids": frozenset({7, 8})},
+    "masks, greedy": {"sampling": replace(MASKED, do_sample=False), "stop_ids": frozenset({7, 8})},
+    "masks, penalties": {"sampling": replace(MASKED, repetition_penalty=1.3), "stop_ids": frozenset({7, 8})},
 }
 SOURCES = {Source.LOOKUP, Source.RESAMPLE, Source.BONUS}
 
@@ -105,6 +124,34 @@ def test_drafts_change_no_distribution(values: dict[str, object]) -> None:
     outputs = Rig(Setup(draft_sources=ScriptedDraftSources(texts=texts, chance=0.8))).run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
+
+
+@pytest.mark.parametrize("setup", [Setup(), Setup(commit_lag=1, num_pages=26)], ids=["lag 0", "lag 1, few pages"])
+def test_no_masked_token_is_emitted(setup: Setup) -> None:
+    requests = make_mix(sampling=MASKED, stop_ids=frozenset({7, 8}))
+    free = make_mix(sampling=SamplingParams(do_sample=True, temperature=1.3, seed=4))
+    outputs, unmasked = Rig(setup).run(*requests), Rig(setup).run(*free)
+    assert {breaks_mask(output.token_ids) for output in outputs.values()} == {False}
+    assert sum(breaks_mask(output.token_ids) for output in unmasked.values()) > 6
+    ends = [len(output.token_ids) for output in outputs.values() if output.finish_reason is FinishReason.EOS]
+    assert ends and min(ends) > MASKED.min_tokens
+
+
+def breaks_mask(output: list[int]) -> bool:
+    case = Case(
+        allowed_ids=MASKED.allowed_ids,
+        bad_words=MASKED.bad_words,
+        min_tokens=MASKED.min_tokens,
+        min_tokens_stop_ids=MASKED.min_tokens_stop_ids,
+    )
+    return any(token in excluded(case, output[:at], VOCAB_SIZE) for at, token in enumerate(output))
+
+
+def test_masks_that_exclude_every_token_end_only_their_request() -> None:
+    nothing = make_request(1, [1, 2], 5, sampling=SamplingParams(allowed_ids=(3,), bad_words=((3,),)))
+    outputs = Rig().run(nothing, make_request(2, [1, 2], 5))
+    assert "exclude every token" in outputs[1].error
+    assert len(outputs[2].token_ids) == 5 and not outputs[2].error
 
 
 def test_accepted_drafts_take_fewer_steps() -> None:

@@ -31,6 +31,7 @@ def make_output(request_id: int, num_tokens: int, num_scores: int, width: int) -
             prefill_logprobs=[-float(i) for i in range(num_scores)],
             prefill_alternative_ids=list(range(width * num_scores)),
             prefill_alternative_logprobs=[-float(i) for i in range(width * num_scores)],
+            prefill_ranks=list(range(num_scores)),
         ),
     )
 

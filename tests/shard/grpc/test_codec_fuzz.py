@@ -54,6 +54,10 @@ samplings = st.builds(
     bias_ids=mostly([], st.lists(token_ids, max_size=3)),
     bias_values=mostly([], st.lists(numbers, max_size=3)),
     watermark=st.booleans(),
+    allowed_ids=mostly([], st.lists(token_ids, max_size=3)),
+    bad_words=mostly([], st.lists(st.builds(pb.TokenSequence, token_ids=st.lists(token_ids, max_size=70)), max_size=3)),
+    min_tokens=few,
+    min_tokens_stop_ids=mostly([], st.lists(token_ids, max_size=3)),
 )
 speculations = st.builds(
     pb.Speculation,

@@ -25,6 +25,10 @@ class Case:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    min_tokens_stop_ids: tuple[int, ...] = ()
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
@@ -32,8 +36,21 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return np.asarray(weights / weights.sum())
 
 
+def excluded(case: Case, output: list[int], vocab_size: int) -> set[int]:
+    """The tokens that cannot follow this output."""
+    found = set(range(vocab_size)) - set(case.allowed_ids or range(vocab_size))
+    for word in case.bad_words:
+        length = len(word) - 1
+        if length <= len(output) and tuple(output[len(output) - length :]) == word[:-1]:
+            found.add(word[-1])
+    if len(output) < case.min_tokens:
+        found |= set(case.min_tokens_stop_ids)
+    return found
+
+
 def penalised(logits: np.ndarray, case: Case, prompt: list[int], output: list[int]) -> np.ndarray:
     scores = logits.astype(np.float64).copy()
+    scores[list(excluded(case, output, len(scores)))] = -np.inf
     for token, value in case.logit_bias:
         scores[token] += value
     for token in set(prompt) | set(output):

@@ -2,15 +2,22 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from lorikeet.shard.sampling import HostSampled, Sampler
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
-from tests.shard.sampling.drawing import CPU
+from tests.shard.sampling import oracle
+from tests.shard.sampling.drawing import CPU, params
+from tests.shard.sampling.oracle import Case
 
 NUM_STEPS = 5
+
+
+def any_words(rng: random.Random, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(rng.randrange(vocab_size) for _ in range(rng.randrange(1, 4))) for _ in range(40))
 
 
 def any_params(rng: random.Random, vocab_size: int) -> SamplingParams:
@@ -29,6 +36,10 @@ def any_params(rng: random.Random, vocab_size: int) -> SamplingParams:
         presence_penalty=sometimes(rng.uniform(-1, 2), 0.0),
         logit_bias=((rng.randrange(vocab_size), 3.0), (1, -1.0)) if rng.random() < 0.3 else (),
         watermark=rng.random() < 0.3,
+        allowed_ids=tuple(rng.sample(range(vocab_size), vocab_size // 2)) if rng.random() < 0.2 else (),
+        bad_words=any_words(rng, vocab_size) if rng.random() < 0.3 else (),
+        min_tokens=rng.randrange(9),
+        min_tokens_stop_ids=tuple(rng.choices(range(vocab_size), k=9)) if rng.random() < 0.3 else (),
         seed=rng.getrandbits(64),
     )
 
@@ -153,6 +164,22 @@ def test_a_seed_decides_the_text_and_only_a_seed() -> None:
     assert text(greedy) == text(replace(greedy, seed=2)) == logits.argmax(-1).tolist()
     for sure in (replace(drawn, top_k=1), replace(drawn, temperature=1e-42), replace(drawn, top_p=1e-9)):
         assert text(sure) == text(greedy)
+
+
+def test_bad_words_are_found_in_the_sampled_tokens() -> None:
+    """Of five tokens, against a loop over the whole output, for longer than the history that is kept."""
+    rng = random.Random(2)
+    logits = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
+    words = {(token, token) for token in range(5)}
+    words |= {(*(rng.randrange(5) for _ in range(length)), rng.randrange(4)) for length in (2, 3, 4) for _ in range(40)}
+    case = Case(bad_words=tuple(words))
+    sampler, output = Sampler(5, 3, CPU), list[int]()
+    sampler.add(1, params(case, do_sample=False), LogprobParams(), [1, 2, 3], 3)
+    for step in range(300):
+        scores = oracle.penalised(logits.numpy(), case, [1, 2, 3], output)
+        output.append(int(scores.argmax()))
+        assert sampler.sample(logits[None], [1], [3 + step]).to_host().token_ids == output[-1:]
+    assert len(set(pairwise(output))) > 5
 
 
 def test_counts_grow_with_the_requests_that_need_them() -> None:

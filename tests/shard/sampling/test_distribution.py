@@ -23,6 +23,12 @@ CASES = {
     "presence": Case(presence_penalty=1.5),
     "bias": Case(logit_bias=((3, 2.0), (4, -2.0))),
     "temperature and filters": Case(temperature=1.6, top_k=20, top_p=0.9, min_p=0.02, typical_p=0.9),
+    "masks": Case(
+        allowed_ids=tuple(range(20)),
+        bad_words=((3,), (8,)),
+        min_tokens=20,
+        min_tokens_stop_ids=(7,),
+    ),
     "all": Case(0.8, 24, 0.95, 0.01, 0.95, 1.5, 0.5, 0.7, ((7, 1.5),)),
 }
 SAFE = 1e-6 / (3 * len(CASES))

@@ -90,6 +90,7 @@ def test_prompt_logprobs_are_the_models_own() -> None:
     assert host.logprobs == pytest.approx(distribution[np.arange(9), targets].tolist(), abs=1e-5)
     assert host.alternative_ids == np.argsort(-distribution, axis=1)[:, :3].tolist()
     np.testing.assert_allclose(host.alternative_logprobs, -np.sort(-distribution, axis=1)[:, :3], atol=1e-5)
+    assert host.ranks == [(row > row[target]).sum().item() + 1 for row, target in zip(logits, targets, strict=True)]
     none = prompt_logprobs(logits, targets, 0).to_host()
     assert none.logprobs == host.logprobs
     assert none.alternative_ids == [[]] * 9

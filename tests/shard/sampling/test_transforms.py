@@ -41,6 +41,25 @@ OURS = {
     "negative": Case(frequency_penalty=-0.5, presence_penalty=-1.0),
     "bias": Case(logit_bias=((3, 4.0), (9, -100.0), (9, 1.0))),
     "everything": Case(1.2, 80, 0.95, 0.01, 0.9, 1.3, 0.4, 0.6, ((2, 3.0), (3, 1.0))),
+    "allowed": Case(allowed_ids=(3, 9, 9, 40, 59)),
+    "bad words": Case(bad_words=((7,), (9, 8), (40, 9, 6), (3, 40, 9, 6), (3, 9, 5), (17, 3, 3, 3, 40, 9, 4))),
+    "min tokens": Case(min_tokens=6, min_tokens_stop_ids=(1, 9, 59)),
+    "min tokens reached": Case(min_tokens=5, min_tokens_stop_ids=(1, 9, 59)),
+    "all masks and everything": Case(
+        1.2,
+        80,
+        0.95,
+        0.01,
+        0.9,
+        1.3,
+        0.4,
+        0.6,
+        ((2, 3.0), (3, 1.0)),
+        tuple(range(2, 60)),
+        ((3,), (9, 8), (9, 9, 7)),
+        6,
+        (9, 10),
+    ),
 }
 
 

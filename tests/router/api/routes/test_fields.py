@@ -29,9 +29,9 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "frequency_penalty": (0.5, A, A, A, (0,)),
     "function_call": ("auto", R, R, R, ("none",)),
     "functions": ([{"name": "f"}], R, R, R, ([],)),
-    "logit_bias": ({"5": 1}, A, A, R, ({},)),
+    "logit_bias": ({"5": 1}, A, A, A, ({},)),
     "logprobs": (1, A, A, I, ()),
-    "max_completion_tokens": (2, A, R, R, ()),
+    "max_completion_tokens": (2, A, A, R, ()),
     "max_tokens": (2, A, A, R, ()),
     "metadata": ({"a": "b"}, I, I, I, ()),
     "modalities": (["text", "audio"], R, R, R, (["text"],)),
@@ -61,9 +61,9 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "web_search_options": ({}, I, I, I, ()),
     # vLLM
     "add_generation_prompt": (False, R, R, R, (True,)),
-    "add_special_tokens": (None, R, R, R, ()),
-    "allowed_token_ids": ([5], R, R, R, ([],)),
-    "bad_words": (["x"], R, R, R, ([],)),
+    "add_special_tokens": (None, A, A, A, ()),
+    "allowed_token_ids": ([5], A, A, A, ([],)),
+    "bad_words": (["x"], A, A, A, ([],)),
     "cache_salt": ("x", I, I, I, ()),
     "chat_template": ("{{ messages }}", R, R, R, ("",)),
     "chat_template_kwargs": ({"foo": 1}, I, R, R, ({},)),
@@ -75,36 +75,36 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "guided_grammar": ("x", R, R, R, ()),
     "guided_decoding_backend": ("x", I, I, I, ()),
     "guided_whitespace_pattern": ("x", R, R, R, ()),
-    "ignore_eos": (True, R, R, R, (False,)),
+    "ignore_eos": (True, A, A, A, (False,)),
     "include_reasoning": (True, I, I, I, ()),
-    "include_stop_str_in_output": (True, R, R, R, (False,)),
+    "include_stop_str_in_output": (True, A, A, A, (False,)),
     "kv_transfer_params": ({}, I, I, I, ()),
     "length_penalty": (2.0, R, R, R, (1, 1.0)),
     "logprob_token_ids": ([5], R, R, R, ([],)),
     "media_io_kwargs": ({}, I, I, I, ()),
     "min_p": (0.5, A, A, A, (0,)),
-    "min_tokens": (2, R, R, R, (0,)),
+    "min_tokens": (2, A, A, A, (0,)),
     "mm_processor_kwargs": ({}, I, I, I, ()),
     "priority": (-1, A, A, A, (0,)),
     "prompt_embeds": ("x", R, R, R, ()),
-    "prompt_logprobs": (1, R, R, R, ()),
+    "prompt_logprobs": (1, A, A, R, ()),
     "repetition_detection": ({}, R, R, R, ()),
     "repetition_penalty": (1.5, A, A, A, (1,)),
     "request_id": ("x", A, A, I, ()),
     "return_prompt_text": (True, I, I, I, ()),
-    "return_token_ids": (True, R, R, R, (False,)),
+    "return_token_ids": (True, A, A, R, (False,)),
     "return_token_offsets": (True, I, I, I, ()),
-    "return_tokens_as_token_ids": (True, I, I, I, ()),
+    "return_tokens_as_token_ids": (True, A, A, I, ()),
     "session_id": ("x", I, I, I, ()),
-    "skip_special_tokens": (False, R, R, R, (True,)),
-    "spaces_between_special_tokens": (False, R, R, R, (True,)),
-    "stop_token_ids": ([5], R, R, R, ([],)),
+    "skip_special_tokens": (False, A, A, A, (True,)),
+    "spaces_between_special_tokens": (False, A, A, A, (True,)),
+    "stop_token_ids": ([5], A, A, A, ([],)),
     "stream_interval": (2, I, I, I, ()),
     "structured_outputs": ({"regex": "x"}, R, R, R, ({},)),
     "thinking_token_budget": (5, R, R, R, ()),
     "top_k": (5, A, A, A, ()),
-    "truncate_prompt_tokens": (5, R, R, R, ()),
-    "truncation_side": ("right", R, R, R, ("left",)),
+    "truncate_prompt_tokens": (5, A, A, R, ()),
+    "truncation_side": ("right", A, A, R, ("left",)),
     "use_beam_search": (True, R, R, R, (False,)),
     "vllm_xargs": ({}, I, I, I, ()),
     "watermarking": (True, R, R, R, (False,)),
@@ -114,8 +114,8 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "ebnf": ("x", R, R, R, ()),
     "json_schema": ("{}", R, R, R, ()),
     "lora_path": ("x", R, R, R, ("",)),
-    "min_new_tokens": (2, R, R, R, (0,)),
-    "no_stop_trim": (True, R, R, R, (False,)),
+    "min_new_tokens": (2, A, A, A, (0,)),
+    "no_stop_trim": (True, A, A, A, (False,)),
     "regex": ("x", R, R, R, ()),
     "rid": ("x", I, I, I, ()),
     "sampling_params": ({"temperature": 0}, R, R, I, ()),
@@ -139,9 +139,9 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "merged_adapters": ({"ids": ["one", "two"], "weights": [1, 1]}, A, A, A, ()),
     "return_full_text": (True, I, I, A, (False,)),
     "return_k_alternatives": (2, I, I, A, ()),
-    "stop_sequences": (["x"], R, R, R, ([],)),
+    "stop_sequences": (["x"], R, R, A, ([],)),
     "tool_prompt": ("x", R, R, R, ()),
-    "top_n_tokens": (2, R, R, R, (0,)),
+    "top_n_tokens": (2, R, R, A, (0,)),
     "truncate": (5, R, R, A, ()),
     "typical_p": (0.5, A, A, A, ()),
     "use_cache": (False, I, I, I, ()),
@@ -377,10 +377,10 @@ async def test_parameters_next_to_parameters(server: Serving, field: str) -> Non
 async def test_unknown_fields_are_ignored_as_in_lorax(tmp_path: Path, anyio_backend: str) -> None:
     async with serving(tmp_path, unknown_fields="ignore") as server:
         server.says("x")
-        body = {"inputs": "Hi", "parameters": {"min_tokens": 5, "grammar": {}, "tools": [{}]}, "top_k": 5}
+        body = {"inputs": "Hi", "parameters": {"stop_regex": "x", "grammar": {}, "tools": [{}]}, "top_k": 5}
         response = await server.client.post("/generate", json=body)
         assert response.status_code == 200, response.text
-        assert ignored(response) == ["top_k", "min_tokens", "grammar", "tools"]
+        assert ignored(response) == ["top_k", "stop_regex", "grammar", "tools"]
         body = {"inputs": "Hi", "parameters": {"response_format": {"type": "json_object"}}}
         assert (await server.client.post("/generate", json=body)).status_code == 422
         response = await server.client.post(PATHS[CHAT], json={**CHAT_BODY, "tools": [{}]})
@@ -388,6 +388,6 @@ async def test_unknown_fields_are_ignored_as_in_lorax(tmp_path: Path, anyio_back
 
 
 async def test_errors_name_what_to_use(server: Serving) -> None:
-    response = await server.client.post("/generate", json={"inputs": "Hi", "parameters": {"stop_sequences": ["x"]}})
-    expected = "Input validation error: `stop_sequences` is not supported by this server: use `stop`"
+    response = await server.client.post("/generate", json={"inputs": "Hi", "parameters": {"n": 2}})
+    expected = "Input validation error: `n` is not supported by this route: use `best_of`, or /v1/completions"
     assert response.json()["error"] == expected

@@ -28,7 +28,9 @@ async def test_completion(server: Serving) -> None:
     assert answer["id"].startswith("cmpl-") and answer["object"] == "text_completion"
     assert abs(answer["created"] - time.time()) < 60
     assert answer["model"] == MODEL_ID
-    assert answer["choices"] == [{"index": 0, "text": " there!", "logprobs": None, "finish_reason": "stop"}]
+    assert answer["choices"] == [
+        {"index": 0, "text": " there!", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
     assert list(answer["usage"])[:3] == ["prompt_tokens", "total_tokens", "completion_tokens"]
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2, 3)
     assert answer["usage"]["total_tokens"] == 5
@@ -242,7 +244,8 @@ async def test_scoring_a_prompt(server: Serving) -> None:
         "text_offset": [0, 1, 2],
     }
     answer = await post(server, "/v1/completions", body)
-    assert answer["choices"] == [{"index": 0, "text": "Hi there", "logprobs": expected, "finish_reason": "length"}]
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["logprobs"], choice["finish_reason"]) == ("Hi there", expected, "length")
     assert answer["usage"]["completion_tokens"] == 0
     events = await server.events("/v1/completions", {**body, "stream": True})
     assert events[0]["choices"] == answer["choices"]

@@ -105,7 +105,8 @@ async def test_it_holds_all_that_determines_the_text(server: Serving) -> None:
     parameters = {
         "adapter_id": "two", "do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25,
         "typical_p": 0.5, "repetition_penalty": 1.5, "frequency_penalty": 0.25, "presence_penalty": -0.5, "seed": 2**63,
-        "stop": ["x"], "max_new_tokens": 9, "watermark": True,
+        "stop": ["x"], "max_new_tokens": 9, "watermark": True, "min_tokens": 2, "stop_token_ids": [9, 8],
+        "allowed_token_ids": [41, 40], "bad_words": ["there"], "skip_special_tokens": False,
     }  # fmt: skip
     receipt = (await generate(server, receipt=True, **parameters))["receipt"]
     config = server.service.config
@@ -123,7 +124,8 @@ async def test_it_holds_all_that_determines_the_text(server: Serving) -> None:
         "seed": 2**63, "max_new_tokens": 9, "stop": ["x"], "ignore_eos": False, "do_sample": True, "temperature": 0.5,
         "top_k": 3, "top_p": 0.75, "min_p": 0.25, "typical_p": 0.5, "repetition_penalty": 1.5,
         "frequency_penalty": 0.25, "presence_penalty": -0.5, "logit_bias": [],
-        "watermark": {"gamma": 0.25, "delta": 2.0},
+        "watermark": {"gamma": 0.25, "delta": 2.0}, "min_tokens": 2, "stop_token_ids": [8, 9],
+        "allowed_token_ids": [40, 41], "bad_words": ["there"], "skip_special_tokens": False,
     }  # fmt: skip
     assert receipt["output"]["finish_reason"] == "eos_token"
 
@@ -133,6 +135,10 @@ def by_sha256sum(folder: Path, *names: str) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+CONSTRAINED = {
+    "min_tokens": 2, "stop_token_ids": [9], "allowed_token_ids": [40, 41], "bad_words": ["there", "x y"],
+    "skip_special_tokens": False, "ignore_eos": True, "include_stop_str_in_output": True,
+}  # fmt: skip
 MERGED = {"ids": ["one", "two"], "weights": [0.5, 0.25], "merge_strategy": "ties", "density": 0.5}
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}),
@@ -152,6 +158,10 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**COMPLETION, "merged_adapters": MERGED, "logit_bias": {"5": 1.5}, "do_sample": False}),
     ("/v1/chat/completions", {**CHAT, "max_tokens": 3, "repetition_penalty": 1.5}),
     ("/v1/chat/completions", {**CHAT, "merged_adapters": MERGED, "continue_final_message": True}),
+    ("/generate", {"inputs": "Hi there", "parameters": {**CONSTRAINED, "truncate": 2, "max_new_tokens": 3}}),
+    ("/generate", {"inputs": "Hi there", "parameters": {"max_new_tokens": 3, "logit_bias": {"5": 1.5}}}),
+    ("/v1/completions", {**COMPLETION, **CONSTRAINED, "truncate_prompt_tokens": 1}),
+    ("/v1/chat/completions", {**CHAT, **CONSTRAINED, "max_tokens": 3}),
 ]  # fmt: skip
 
 
