@@ -70,6 +70,8 @@ class RouterConfig(ConfigFile):
     loader_address: str | None = None
     """Unix socket of the adapter loader; None serves the base model only."""
     sources: SourceSettings = field(default_factory=SourceSettings)
+    s3_prefixes: tuple[str, ...] | None = None
+    """Buckets and folders of the source `s3` that callers may name; None is any. Aliases may be anywhere."""
     adapter_id: str | None = None
     adapter_source: str = "hub"
     default_adapter_source: str | None = None

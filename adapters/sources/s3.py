@@ -1,15 +1,18 @@
 """Adapters in S3 and compatible stores, read with the server's own credentials. Imports no torch.
 
-An id is `bucket/key` or `s3://bucket/key`; the objects directly below the key are the adapter's files. Everyone who may
-use this server may use what its credentials can read.
+An id is `bucket/key` or `s3://bucket/key`; the objects directly below the key are the adapter's files. Where
+PREDIBASE_MODEL_BUCKET names a bucket, as in LoRAX, ids without `s3://` are keys in it, below PREDIBASE_MODEL_FOLDER.
+Everyone who may use this server may use what its credentials can read below the prefixes that the operator permits.
 """
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
+
+import structlog
 
 from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterError
@@ -17,9 +20,11 @@ from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.sources.base import FileHead, ListedFile, ListedSource, Within, unbounded
 
 T = TypeVar("T")
+log = structlog.get_logger()
 
 _MOST_OBJECTS = 10_000
 _CHUNK = 4 << 20
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STATUS = re.compile(r"non-2xx status code: (\d+)")
 
 
@@ -31,6 +36,7 @@ class S3Source(ListedSource):
     def __init__(self, max_bytes: int, environment: Mapping[str, str]) -> None:
         super().__init__(max_bytes)
         self._options = _options(environment)
+        self._home = home(environment)
         self._stores: dict[str, Any] = {}
 
     def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
@@ -42,7 +48,7 @@ class S3Source(ListedSource):
 
     def real_ids(self, id: str) -> frozenset[str]:
         """Bucket and key without empty parts and dots, which stores may ignore."""
-        parts = id.removeprefix("s3://").split("/")
+        parts = self._whole(id).removeprefix("s3://").split("/")
         return frozenset(("/".join(part for part in parts if part not in ("", ".")),))
 
     def missing(self, ref: Ref, token: str | None) -> errors.AdapterNotFound:
@@ -60,7 +66,7 @@ class S3Source(ListedSource):
 
     def _listed(self, id: str) -> dict[str, ListedFile]:
         """The objects directly below the key, by name."""
-        _, key = _parts(id)
+        _, key = _parts(self._whole(id))
         store = self._store(id)
         prefix = f"{key}/" if key else ""
 
@@ -103,8 +109,12 @@ class S3Source(ListedSource):
         _translated(copy, id)
         part.replace(path)
 
+    def _whole(self, id: str) -> str:
+        """With its bucket."""
+        return f"{self._home}/{id}" if self._home and not id.startswith("s3://") else id
+
     def _store(self, id: str) -> Any:
-        bucket, _ = _parts(id)
+        bucket, _ = _parts(self._whole(id))
         if (store := self._stores.get(bucket)) is None:
             from obstore.store import S3Store
 
@@ -117,7 +127,7 @@ class S3Source(ListedSource):
 def _parts(id: str) -> tuple[str, str]:
     """Bucket and key. Raises errors.AdapterNotFound if `id` is not of this form."""
     bucket, _, key = id.removeprefix("s3://").strip("/").partition("/")
-    if not bucket or not all(character.isalnum() or character in ".-_" for character in bucket) or ".." in id:
+    if not _BUCKET.fullmatch(bucket) or ".." in id:
         raise errors.AdapterNotFound(f"{id!r} is not a bucket and a key: use `bucket/folder/adapter`")
     return bucket, key
 
@@ -148,7 +158,7 @@ def _translated(call: Callable[[], T], id: str) -> T:
     except AdapterError:
         raise
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
-        raise _not_allowed(id) from None
+        raise _refused(id) from None
     except (exceptions.NotFoundError, FileNotFoundError):
         raise _nothing(id) from None
     except exceptions.PreconditionError:
@@ -157,7 +167,7 @@ def _translated(call: Callable[[], T], id: str) -> T:
         # For a listing the library gives no more than this, and also quotes the request.
         status = _STATUS.search(str(error))
         if status is not None and status[1] in ("401", "403"):
-            raise _not_allowed(id) from None
+            raise _refused(id) from None
         if status is not None and status[1] == "404":
             raise _nothing(id) from None
         if isinstance(error, OSError) and errors.is_full(error):
@@ -169,5 +179,18 @@ def _nothing(id: str) -> errors.AdapterNotFound:
     return errors.AdapterNotFound(f"there is no object below s3://{id.removeprefix('s3://')}")
 
 
-def _not_allowed(id: str) -> errors.AdapterNotAllowed:
-    return errors.AdapterNotAllowed(f"this server's credentials have no access to s3://{id.removeprefix('s3://')}")
+def _refused(id: str) -> errors.AdapterNotFound:
+    """What may not be read is as what does not exist; the operator finds the difference in the log."""
+    log.warning("s3_access_denied", adapter=id[:256], reason="this server's credentials have no access to it")
+    return _nothing(id)
+
+
+def home(environment: Mapping[str, str]) -> str:
+    """LoRAX's bucket and folder for ids without a bucket; "" if there is none."""
+    bucket, folder = (environment.get(f"PREDIBASE_MODEL_{name}", "").strip("/") for name in ("BUCKET", "FOLDER"))
+    return "/".join(part for part in (bucket, folder) if part) if bucket else ""
+
+
+def is_below(id: str, prefixes: Sequence[str]) -> bool:
+    """Whether a bucket and key, as `real_ids` gives them, are below one of these buckets or folders."""
+    return any(id.startswith(prefix.removeprefix("s3://").strip("/") + "/") for prefix in prefixes)

@@ -35,6 +35,7 @@ _TAIL = """
 | `HF_HUB_DOWNLOAD_TIMEOUT` | timeout of the hub's responses in seconds, 10 by default |
 | `HF_HOME` | parent of the cache, without `--huggingface-hub-cache` |
 | `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION` | credentials of the source `s3` |
+| `PREDIBASE_MODEL_BUCKET`, `PREDIBASE_MODEL_FOLDER` | where S3 ids without `s3://` are |
 | `S3_ENDPOINT_URL`, `R2_ACCOUNT_ID` | an S3-compatible store, or Cloudflare R2 |
 
 ## Models

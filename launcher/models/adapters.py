@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lorikeet.adapters.sources import s3
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import refuse
 from lorikeet.launcher.models.fetch import TOKEN_VARIABLES
 from lorikeet.launcher.models.model import embedded
 
 _FOLDER = "lorikeet-adapters"
+_S3_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_ROLE_ARN", "S3_ENDPOINT_URL", "R2_ACCOUNT_ID")
+"""Any of them shows that S3 is used."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,11 @@ class AdapterPlan:
     roots: tuple[str, ...]
     hub_token: str | None = field(default=None, repr=False)
     admin_key_sha256: str | None = None
+    s3_prefixes: tuple[str, ...] | None = None
+    """Where callers may name adapters in S3; None is anywhere."""
     warning: str = ""
-    """For the operator."""
+    """For the operator, about the store."""
+    s3_warning: str = ""
 
     @property
     def sources(self) -> dict[str, object]:
@@ -48,7 +54,8 @@ def plan(settings: Settings, environment: Mapping[str, str], model: Path, folder
     store, warning = _store(settings, cache, model, folder)
     token = next((environment[name] for name in TOKEN_VARIABLES if environment.get(name)), None)
     admin = _admin_key(settings, environment)
-    return AdapterPlan(cache, store, tuple(roots) or (str(cache),), token, admin, warning)
+    prefixes, s3_warning = _s3_prefixes(settings, environment)
+    return AdapterPlan(cache, store, tuple(roots) or (str(cache),), token, admin, prefixes, warning, s3_warning)
 
 
 def with_family(settings: Settings, environment: Mapping[str, str]) -> Settings:
@@ -92,6 +99,17 @@ def _admin_key(settings: Settings, environment: Mapping[str, str]) -> str | None
         if not key:
             refuse(f"{settings.given['admin-key-file']} {path} is empty")
     return hashlib.sha256(key.encode()).hexdigest() if key else None
+
+
+def _s3_prefixes(settings: Settings, environment: Mapping[str, str]) -> tuple[tuple[str, ...] | None, str]:
+    """Where callers may name adapters in S3, and a warning if that is wherever this server's credentials reach."""
+    prefixes = tuple(settings["s3-prefix"]) or tuple(filter(None, [s3.home(environment)]))
+    if prefixes or settings["api-keys"] is not None:
+        return prefixes, ""
+    if not any(environment.get(name) for name in _S3_VARIABLES):
+        return None, ""
+    sentence = "everyone who reaches this server may use adapters in every bucket that its S3 credentials can read"
+    return None, f"{sentence}: name the buckets with --s3-prefix"
 
 
 def _store(settings: Settings, cache: Path, model: Path, folder: Path) -> tuple[Path, str]:

@@ -228,6 +228,7 @@ def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
         "stuck_files": [] if plan.is_on_ray else [str(plan.stuck_file(index)) for index in range(plan.num_replicas)],
         "loader_address": plan.loader_address,
         "sources": plan.sources,
+        "s3_prefixes": None if plan.adapters.s3_prefixes is None else list(plan.adapters.s3_prefixes),
         "admin_key_sha256": plan.adapters.admin_key_sha256,
         "hub_token": plan.adapters.hub_token,
         "listen_fd": listen_fd,

@@ -40,6 +40,8 @@ def serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
 def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Signals, log: logging.Logger) -> int:
     if plan.adapters.warning:
         log.warning("adapter_store: %s", plan.adapters.warning)
+    if plan.adapters.s3_warning:
+        log.warning("s3_open: %s", plan.adapters.s3_warning)
     if plan.num_replicas:
         log.info("model_loading: loading %s on %s from %s", plan.model.id, plan.device, plan.model.path)
     if plan.num_replicas and plan.draft is not None:

@@ -10,6 +10,7 @@ from lorikeet.adapters.keys import Keys
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.adapters.rights import Rights
 from lorikeet.adapters.sources.base import Resolved
+from lorikeet.adapters.sources.s3 import is_below
 from lorikeet.router.adapters.access import Access
 from lorikeet.router.adapters.directory import Directory, Listed
 from lorikeet.router.config import RouterConfig
@@ -171,12 +172,20 @@ class Selection:
         """What a name that is not the operator's is for the caller. Raises AdapterError."""
         assert self.rights is not None
         # Before anything else, so that a closed adapter has no other answer than one that does not exist.
-        if not await self.access.may_open(ref, caller.key):
+        if not self._is_permitted(ref) or not await self.access.may_open(ref, caller.key):
             raise self.rights.sources[ref.source].missing(ref, token)
         found = await self.rights.resolve(ref, token)
         if not await self.access.may_open(ref, caller.key, found):
             raise self.rights.sources[ref.source].missing(ref, token)
         return found
+
+    def _is_permitted(self, ref: Ref) -> bool:
+        """Whether the server reads the adapter for callers, with its own credentials in S3."""
+        prefixes = self._config.s3_prefixes
+        if ref.source is not Source.S3 or prefixes is None:
+            return True
+        assert self.rights is not None
+        return all(is_below(id, prefixes) for id in self.rights.sources[ref.source].real_ids(ref.id))
 
     @staticmethod
     def _base_only(fields: AdapterFields) -> Exception:

@@ -29,6 +29,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             separator=":", new=True, differs="LoRAX reads any folder of the machine",
         ),
         Flag(
+            "s3-prefix", "bucket, or folder in one, whose adapters callers may name with the source `s3`", default=(),
+            to=ROUTER, field_name="s3_prefixes", computed=True, repeated=True, separator=",", new=True,
+            default_text="PREDIBASE_MODEL_BUCKET and _FOLDER, else any bucket, or none with --api-keys",
+            differs="LoRAX reads any bucket",
+        ),
+        Flag(
             "adapters", "YAML file of adapters by alias; reloaded on SIGHUP and `POST /admin/catalogue/reload`",
             to=ROUTER, field_name="catalogue_path", default_text="none; the demo model includes one", must_exist="file",
             new=True,

@@ -13,13 +13,12 @@ from obstore.store import S3Store
 
 from lorikeet.adapters.errors import (
     AdapterInvalid,
-    AdapterNotAllowed,
     AdapterNotFound,
     AdapterTooLarge,
     SourceUnreachable,
 )
 from lorikeet.adapters.refs import Ref, Source
-from lorikeet.adapters.sources.s3 import S3Source
+from lorikeet.adapters.sources.s3 import S3Source, is_below
 
 pytestmark = pytest.mark.anyio
 
@@ -135,7 +134,7 @@ async def test_a_download_resumes(bucket: S3Store, account: dict[str, str], tmp_
 
 async def test_what_is_not_there(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
     source = S3Source(10_000_000, account)
-    for id in ("adapters/none", "nobucket/x", "adapters/team/on", "", "/", "a b/c", "adapters/../x"):
+    for id in ("adapters/none", "nobucket/x", "adapters/team/on", "", "/", "a b/c", "adapters/../x", ".", "./x", "-/x"):
         with pytest.raises(AdapterNotFound):
             await source.resolve(ref(id), None)
     pin = (await source.resolve(ref("adapters/team/bare"), None)).pin
@@ -169,8 +168,26 @@ async def test_credentials_without_access(monkeypatch: pytest.MonkeyPatch, statu
     with hub({}) as refusing:
         refusing.status = status
         source = S3Source(1000, {"S3_ENDPOINT_URL": refusing.url})
-        with pytest.raises(AdapterNotAllowed, match="credentials have no access"):
+        with pytest.raises(AdapterNotFound) as caught:
             await source.resolve(ref("adapters/team/one"), None)
+        assert str(caught.value) == str(source.missing(ref("adapters/team/one"), None)), "as what does not exist"
+
+
+async def test_lorax_s_bucket(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:
+    account |= {"PREDIBASE_MODEL_BUCKET": "adapters", "PREDIBASE_MODEL_FOLDER": "team/"}
+    source = S3Source(10_000_000, account)
+    pin = (await source.resolve(ref("one"), None)).pin
+    assert (source.fetch(pin, None, tmp_path) / "adapter_model.safetensors").read_bytes() == WEIGHTS
+    assert source.real_ids("one") == source.real_ids("s3://adapters/team/one") == {"adapters/team/one"}
+    assert (await source.resolve(ref("s3://adapters/team/one"), None)).pin.revision == pin.revision
+
+
+def test_prefixes_end_at_a_folder() -> None:
+    for id in ("bucket/a/b", "bucket/a/b/c", "other/x"):
+        assert is_below(id, ["s3://bucket/a/", "other"])
+    for id in ("bucket/a", "bucket/ab/c", "other", "others/x", ""):
+        assert not is_below(id, ["s3://bucket/a/", "other"])
+    assert not is_below("bucket/a", [])
 
 
 def test_cloudflare_s_store_is_found_by_its_account() -> None:

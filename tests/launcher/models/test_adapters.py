@@ -28,3 +28,26 @@ def test_the_default_adapter_root_need_not_exist(tmp_path: Path) -> None:
     settings = adapters.with_family(read([], {}, "box"), {"HF_HUB_CACHE": str(tmp_path / "later")})
     planned = adapters.plan(settings, {"HF_HUB_CACHE": str(tmp_path / "later")}, FAMILY / "base", tmp_path)
     assert planned.roots == (str(FAMILY / "adapters"), str(FAMILY), str(tmp_path / "later"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "prefixes", "warns"),
+    [
+        ([], {}, None, False),
+        ([], {"AWS_ACCESS_KEY_ID": "x"}, None, True),
+        (["--api-keys", "keys"], {"AWS_ACCESS_KEY_ID": "x"}, (), False),
+        (["--api-keys", "keys", "--s3-prefix", "a/b", "--s3-prefix", "c"], {}, ("a/b", "c"), False),
+        ([], {"PREDIBASE_MODEL_BUCKET": "m", "PREDIBASE_MODEL_FOLDER": "f/"}, ("m/f",), False),
+        (["--s3-prefix", "a"], {"PREDIBASE_MODEL_BUCKET": "m", "AWS_ACCESS_KEY_ID": "x"}, ("a",), False),
+    ],
+)
+def test_where_callers_may_name_adapters_in_s3(
+    arguments: list[str], variables: dict[str, str], prefixes: tuple[str, ...] | None, warns: bool, tmp_path: Path
+) -> None:
+    if "keys" in arguments:
+        (tmp_path / "keys").write_text("[]")
+        arguments = [str(tmp_path / "keys") if each == "keys" else each for each in arguments]
+    environment = {"HF_HUB_CACHE": str(tmp_path / "cache"), **variables}
+    planned = adapters.plan(read(arguments, {}, "box"), environment, FAMILY / "base", tmp_path)
+    assert planned.s3_prefixes == prefixes
+    assert ("--s3-prefix" in planned.s3_warning) == warns

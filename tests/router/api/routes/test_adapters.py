@@ -262,6 +262,24 @@ async def test_a_public_adapter_needs_no_valid_token(tmp_path: Path, monkeypatch
             assert missing.status_code == 401 and "does not accept the token" in missing.text
 
 
+async def test_adapters_in_s3_are_below_the_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aliases may be anywhere. The store of this test does not answer, so that 503 shows what was looked up."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
+    (tmp_path / "catalogue.yaml").write_text("ours: {source: s3, id: private/a}")
+    fields: dict[str, Any] = {"s3_prefixes": ("team/public",), "catalogue_path": str(tmp_path / "catalogue.yaml")}
+    async with serving(tmp_path, adapters=True, **fields) as server:
+        cases = (("team/public/a", 503), ("ours", 503), ("private/a", 404), ("team/publica", 404), ("s3://x/a", 404))
+        for name, status in (*cases, ("team/public/../secret", 404), (".", 404), ("team/public", 404)):
+            source = {} if name == "ours" else {"adapter_source": "s3"}
+            response = await server.client.post("/generate", json=body("/generate", name, **source))
+            assert response.status_code == status, (name, response.text)
+            merged = {"ids": [name], "weights": [1.0]}
+            request = {"inputs": "Hi", "parameters": {"merged_adapters": merged, **source}}
+            assert (await server.client.post("/generate", json=request)).status_code == status
+
+
 async def test_merged_adapters(server: Serving) -> None:
     merged = {"ids": ["one", "two"], "weights": [0.25, 0.75], "merge_strategy": "TIES", "density": 0.5}
     request = {"inputs": "Hi", "parameters": {"max_new_tokens": 2, "merged_adapters": merged}}
