@@ -49,9 +49,9 @@ MUTANTS = [
     ),
     Mutant(
         "a request that comes back goes last",
-        "router/dispatch/fair_queue.py",
-        "_Place(-math.inf, -next(self._numbers), request_id, tokens)",
-        "_Place(math.inf, next(self._numbers), request_id, tokens)",
+        "router/turns.py",
+        "_Place(-math.inf, -next(self._numbers), item, charge)",
+        "_Place(math.inf, next(self._numbers), item, charge)",
         "tests/router/dispatch/test_fair_queue.py::test_of_requeued_requests_the_last_one_goes_first",
     ),
     Mutant(
