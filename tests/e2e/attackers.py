@@ -1,0 +1,215 @@
+"""Attackers at fixed rates, as a process of its own: `python -m tests.e2e.attackers PORT ATTACK SECONDS [PEER]`.
+
+Eight clients, each with an address of its own, repeat one attack. With PEER they do something harmless at the same rate
+instead: `health` sends GET /health, `users` are ordinary users who generate short texts.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.launched import ROOT
+
+NUM_ATTACKERS = 8
+MAX_HELD = 50
+"""Connections that one attacker holds open."""
+MIB = 1 << 20
+ANSWER_S = 20.0
+"""How long an attacker waits for an answer."""
+LOOP = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}" + 3 * "{% endfor %}"
+NUM_FRESH = 40
+
+
+@dataclass
+class Attacker:
+    """One client."""
+
+    port: int
+    number: int
+    draw: random.Random
+    held: list[asyncio.StreamWriter] = field(default_factory=list)
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection from this client's address."""
+        return await asyncio.open_connection("127.0.0.1", self.port, local_addr=(f"127.0.1.{self.number + 1}", 0))
+
+    async def send(self, data: bytes, *, waits: bool = True, holds: bool = False) -> bytes:
+        """Send and return the beginning of the answer; `holds` leaves the connection open."""
+        reader, writer = await self.open()
+        try:
+            writer.write(data)
+            async with asyncio.timeout(ANSWER_S):
+                await writer.drain()
+                return await reader.read(4096) if waits else b""
+        finally:
+            if holds and len(self.held) < MAX_HELD:
+                self.held.append(writer)
+            else:
+                writer.close()
+
+    async def post(self, path: str, body: dict[str, Any], **options: bool) -> bytes:
+        return await self.send(post(path, json.dumps(body).encode()), **options)
+
+
+def post(path: str, body: bytes, num_declared: int | None = None) -> bytes:
+    """A request; `num_declared` is its length where not all of the body is sent."""
+    size = len(body) if num_declared is None else num_declared
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    return head.encode() + body
+
+
+async def health(client: Attacker) -> None:
+    await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+
+
+async def user(client: Attacker) -> None:
+    body = {"inputs": f"def f{client.draw.randrange(1000)}(", "parameters": {"max_new_tokens": 16}}
+    await client.post("/generate", body)
+
+
+async def pipelined(client: Attacker) -> None:
+    body = {"inputs": "Hi", "parameters": {"max_new_tokens": 1500, "ignore_eos_token": True}}
+    both = post("/generate", json.dumps(body).encode()) + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    await client.send(both, waits=False)
+
+
+async def large_head(client: Attacker) -> None:
+    head = b"GET / HTTP/1.1\r\nhost: x\r\n"
+    fields = b"x: " + b"a" * (4 * MIB) if client.draw.random() < 0.5 else b"a: b\r\n" * (MIB // 2)
+    await client.send(head + fields + b"\r\n\r\n")
+
+
+async def long_prompt(client: Attacker) -> None:
+    text = client.draw.choice(["a ", "\n", "aaaa", "é"]) * MIB
+    path = client.draw.choice(["/generate", "/tokenize", "/v1/completions", "/v1/chat/completions"])
+    body: dict[str, Any] = {
+        "inputs": text,
+        "model": "",
+        "prompt": text,
+        "messages": [{"role": "user", "content": text}],
+    }
+    wanted = {"/generate": ("inputs",), "/tokenize": ("inputs",), "/v1/completions": ("model", "prompt")}
+    await client.post(path, {name: body[name] for name in wanted.get(path, ("model", "messages"))})
+
+
+async def long_token(client: Attacker) -> None:
+    token = client.draw.choice(["t" * (5 * MIB), "t" * 100_000, "tökén", "a\r\nb"])
+    await client.post("/generate", {"inputs": "Hi", "parameters": {**local("public"), "api_token": token}})
+
+
+async def leave(client: Attacker) -> None:
+    name = f"fresh-{client.draw.randrange(NUM_FRESH)}"
+    await client.post("/generate", {"inputs": "Hi", "parameters": local(name)}, waits=False)
+
+
+async def many_elements(client: Attacker) -> None:
+    ones = b",".join([b"1"] * (2 * MIB))
+    bodies = {
+        "/generate": b'{"inputs":"x","parameters":{"merged_adapters":{"ids":["a"],"weights":[' + ones + b"]}}}",
+        "/v1/completions": b'{"model":"","prompt":[' + b",".join([b"[0]"] * MIB) + b"]}",
+    }
+    path = client.draw.choice(list(bodies))
+    await client.send(post(path, bodies[path]))
+
+
+async def large_template(client: Attacker) -> None:
+    await chat(client, "large")
+
+
+async def looping_template(client: Attacker) -> None:
+    await chat(client, "loop")
+
+
+async def many_sequences(client: Attacker) -> None:
+    body = {"model": "", "prompt": ["Hi"] * 8, "n": 128, "max_tokens": 500, "ignore_eos_token": True, "temperature": 1}
+    await client.post("/v1/completions", body)
+
+
+async def unfinished(client: Attacker) -> None:
+    if client.draw.random() < 0.5:
+        await client.send(b"GET / HTTP/1.1\r\nhost: x\r\nx: ", waits=False, holds=True)
+    else:
+        await client.send(post("/generate", b" " * (4 * MIB), 8 * MIB), waits=False, holds=True)
+
+
+async def chat(client: Attacker, name: str) -> None:
+    body = {"model": name, "adapter_source": "local", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    await client.post("/v1/chat/completions", body)
+
+
+def local(name: str) -> dict[str, Any]:
+    return {"adapter_id": name, "adapter_source": "local", "max_new_tokens": 4}
+
+
+@dataclass(frozen=True)
+class Attack:
+    once: Callable[[Attacker], Awaitable[None]]
+    interval_s: float
+    """Between two attacks of one attacker."""
+    peer: str = "health"
+    """What the canary next to the attack is compared with."""
+
+
+ATTACKS = {
+    "pipelined": Attack(pipelined, 0.1, "users"),
+    "large-head": Attack(large_head, 0.5),
+    "long-prompt": Attack(long_prompt, 2.0),
+    "long-token": Attack(long_token, 1.0),
+    "leave": Attack(leave, 0.5, "users"),
+    "many-elements": Attack(many_elements, 2.0),
+    "large-template": Attack(large_template, 1.0),
+    "looping-template": Attack(looping_template, 1.0),
+    "many-sequences": Attack(many_sequences, 1.0, "users"),
+    "unfinished": Attack(unfinished, 0.25),
+}
+PEERS = {"health": health, "users": user}
+
+
+def write_adapters(folder: Path) -> None:
+    """The local adapters that attacks name."""
+    source = ROOT / "demo" / "adapters" / "record"
+    names = ["public", "large", "loop", *(f"fresh-{number}" for number in range(NUM_FRESH))]
+    for name in names:
+        shutil.copytree(source, folder / name)
+    entries = ",".join([f'"{number}":0' for number in range(2 * MIB)])
+    (folder / "large" / "tokenizer_config.json").write_text("{" + entries + "}")
+    (folder / "loop" / "tokenizer_config.json").write_text(json.dumps({"chat_template": LOOP}))
+
+
+async def attack(port: int, name: str, seconds: float, peer: str = "") -> int:
+    """Run it; returns how often it was done."""
+    chosen = ATTACKS[name]
+    once, end = PEERS[peer] if peer else chosen.once, time.monotonic() + seconds
+
+    async def repeat(number: int) -> int:
+        client, count = Attacker(port, number, random.Random(number)), 0
+        await asyncio.sleep(chosen.interval_s * number / NUM_ATTACKERS)
+        while time.monotonic() < end:
+            next_at = time.monotonic() + chosen.interval_s
+            with contextlib.suppress(OSError, TimeoutError):
+                await once(client)
+            count += 1
+            await asyncio.sleep(max(0.0, min(next_at, end) - time.monotonic()))
+        for writer in client.held:
+            writer.close()
+        return count
+
+    return sum(await asyncio.gather(*map(repeat, range(NUM_ATTACKERS))))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("port", type=int)
+    parser.add_argument("attack", choices=ATTACKS)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("peer", nargs="?", default="", choices=["", *PEERS])
+    given = parser.parse_args()
+    print(asyncio.run(attack(given.port, given.attack, given.seconds, given.peer)))

@@ -1,0 +1,156 @@
+"""Eight attackers never get in the way of another user: a canary next to each attack is answered, as fast as next to
+harmless clients, and the router's memory stays bounded.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.attackers import ATTACKS, NUM_ATTACKERS, write_adapters
+from tests.e2e.launched import ROOT, Launched
+
+SECONDS, QUICK_SECONDS = 60.0, 3.0
+MIN_CANARIES = 500
+MAX_SLOWDOWN = 3.0
+"""Of the canary's p99, against the same clients doing something harmless."""
+PEAK_MB, LATER_MB = 400.0, 60.0
+"""Memory of router and helpers above idle: at most, and a minute after the attack."""
+BODY = {"inputs": "def add(a, b):", "parameters": {"max_new_tokens": 4}}
+
+
+@dataclass
+class Canary:
+    """What an ordinary user saw."""
+
+    seconds: list[float]
+    failures: list[str]
+
+    @property
+    def p99(self) -> float:
+        return statistics.quantiles(self.seconds, n=100)[98]
+
+
+def canary(url: str, seconds: float, at_least: int) -> Canary:
+    """One request after another for so long, and at least so many."""
+    seen, end, expected = Canary([], []), time.monotonic() + seconds, ""
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while time.monotonic() < end or len(seen.seconds) < at_least:
+            began = time.monotonic()
+            try:
+                response = client.post("/generate", json=BODY)
+                text = response.json().get("generated_text", "")
+                expected = expected or text
+                if response.status_code != 200 or text != expected:
+                    seen.failures.append(f"{response.status_code} {response.text[:200]}")
+            except httpx.HTTPError as error:
+                seen.failures.append(repr(error))
+            seen.seconds.append(time.monotonic() - began)
+    return seen
+
+
+class Memory(threading.Thread):
+    """The largest memory of processes and their children, measured until `end`."""
+
+    def __init__(self, pids: list[int]) -> None:
+        super().__init__(daemon=True)
+        self._pids = pids
+        self._ended = threading.Event()
+        self.peak_mb = 0.0
+        self.start()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.1):
+            self.peak_mb = max(self.peak_mb, resident_mb(self._pids))
+
+    def end(self) -> float:
+        self._ended.set()
+        self.join()
+        return self.peak_mb
+
+
+def resident_mb(pids: list[int]) -> float:
+    """Memory of processes and of all that they have started. Processes may end meanwhile."""
+    total, left = 0.0, list(pids)
+    while left:
+        pid = left.pop()
+        try:
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                left += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        total += pages * os.sysconf("SC_PAGESIZE") / 1e6
+    return total
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    roots = tmp_path_factory.mktemp("roots")
+    write_adapters(roots)
+    with Launched("--cpu-memory", "256MiB", "--threads", "1", "--local-adapter-root", str(roots)) as launched:
+        yield launched.wait_until_ready()
+
+
+def next_to(launched: Launched, name: str, seconds: float, at_least: int, peer: str = "") -> tuple[Canary, int]:
+    """A canary next to an attack, or to what `peer` names; and how often the attackers acted."""
+    command = [sys.executable, "-m", "tests.e2e.attackers", str(launched.port), name, str(seconds), peer]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as attackers:
+        time.sleep(1.0)
+        seen = canary(launched.url, seconds - 1.0, at_least)
+        output, _ = attackers.communicate(timeout=120)
+    assert attackers.returncode == 0
+    return seen, int(output)
+
+
+def measure(launched: Launched, name: str, seconds: float, rest_s: float, at_least: int) -> tuple[Canary, str]:
+    """A canary next to the attack; the bars that are not met, "" for none."""
+    pids = [launched.child("router"), launched.child("adapters")]
+    harmless, _ = next_to(launched, name, seconds, at_least, ATTACKS[name].peer)
+    idle_mb = resident_mb(pids)
+    memory = Memory(pids)
+    seen, num_attacks = next_to(launched, name, seconds, at_least)
+    peak_mb = memory.end() - idle_mb
+    time.sleep(rest_s)
+    later_mb = resident_mb(pids) - idle_mb
+    slowdown = seen.p99 / harmless.p99
+    print(
+        f"{name}: {num_attacks} attacks, {len(seen.seconds)} canary requests, {len(seen.failures)} failed, "
+        f"p99 {1000 * seen.p99:.0f} ms = {slowdown:.2f} x {ATTACKS[name].peer}, max {max(seen.seconds):.2f} s, "
+        f"memory +{peak_mb:.0f} MB, later +{later_mb:.0f} MB",
+        file=sys.stderr,
+    )
+    bars = {
+        f"{len(harmless.failures)} failed next to harmless clients": not harmless.failures,
+        f"{len(seen.failures)} failed: {seen.failures[:3]}": not seen.failures,
+        f"p99 {slowdown:.2f} x": slowdown <= MAX_SLOWDOWN,
+        f"{peak_mb:.0f} MB above idle": peak_mb <= PEAK_MB,
+        f"{later_mb:.0f} MB above idle later": later_mb <= LATER_MB,
+    }
+    return seen, "; ".join(text for text, is_met in bars.items() if not is_met)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_canary_next_to_each_attack(launched: Launched, name: str) -> None:
+    seen, missed = measure(launched, name, SECONDS, 60.0, MIN_CANARIES)
+    assert len(seen.seconds) >= MIN_CANARIES
+    assert not missed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attackers_act_and_the_canary_is_answered(launched: Launched, name: str) -> None:
+    """The generators in seconds, without the bars of time and memory."""
+    seen, num_attacks = next_to(launched, name, QUICK_SECONDS, 5)
+    assert num_attacks >= NUM_ATTACKERS
+    assert not seen.failures
