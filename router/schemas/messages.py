@@ -37,6 +37,11 @@ class Conversation:
     named: dict[str, str] = field(default_factory=dict)
     """Variables of the template by name, and the fields that they came from."""
 
+    @property
+    def documents(self) -> list[str]:
+        """The documents as JSON, whose length is about that of what a template shows of them."""
+        return [orjson.dumps(each).decode() for each in self.options.variables.get("documents", ())]
+
     def ignored(self, unread: Iterable[str]) -> list[str]:
         """The fields of variables that the template does not read.
 

@@ -31,6 +31,11 @@ class TemplateOptions:
     continue_final_message: bool = False
     """Whether the prompt ends within the final message, so that the output continues it."""
 
+    @property
+    def num_chars(self) -> int:
+        """Of the variables as JSON."""
+        return len(json.dumps(dict(self.variables))) if self.variables else 0
+
 
 @dataclass(frozen=True)
 class Rendered:

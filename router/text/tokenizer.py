@@ -180,7 +180,7 @@ class Tokenizer:
             template = self._compiled(source)
             return Rendered(template.render(messages, options), template.unread(options.variables))
 
-        num_chars = sum(len(message.get("content") or "") for message in messages)
+        num_chars = sum(len(message.get("content") or "") for message in messages) + options.num_chars
         return await self.pool.run(work, caller, num_chars)
 
     def _compiled(self, source: str) -> ChatTemplate:

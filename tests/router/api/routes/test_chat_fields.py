@@ -70,6 +70,16 @@ async def test_fields_that_the_template_does_not_read_are_rejected(server: Servi
     assert "is not read by the chat template" in error["message"]
 
 
+async def test_documents_that_cannot_fit_are_rejected_before_they_are_rendered(server: Serving) -> None:
+    for documents in ([{"text": "a" * 8_000_000}], [{"text": [["a"] * 1_000_000]}]):
+        fields = {"model": "full", "documents": documents}
+        response = await server.client.post(PATH, json={**CHAT, **fields})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "context_length_exceeded"), response.text
+        assert error["param"] == "documents"
+        assert "x-ignored-fields" not in response.headers
+
+
 async def test_names_that_break_a_call_are_harmless(server: Serving) -> None:
     server.says("x")
     for name in ("self", "raise_exception", "loop", "a b", "{{", ""):
