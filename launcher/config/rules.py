@@ -227,10 +227,10 @@ def _check_clients(settings: Settings) -> None:
         except ValueError as error:
             refuse(f"--trusted-proxies must be networks such as 10.0.0.0/8 or 192.0.2.1: {error}")
     most, together = settings["max-body-bytes"], settings["max-body-memory"]
-    if most > together // 4:
+    if most > together // 5:
         refuse(
-            f"--max-body-bytes {most} must be at most a quarter of --max-body-memory {together}, which is what one"
-            " caller gets"
+            f"--max-body-bytes {most} must be at most a fifth of --max-body-memory {together}: one caller gets a"
+            " quarter, and part of it is for small bodies"
         )
 
 

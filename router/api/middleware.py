@@ -145,12 +145,13 @@ class _RequestScope:
         self._began_at = now()
         self.status = 0
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
+        """Not a coroutine function, because it is called for every token."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             identity = (b"x-request-id", self._scope["state"]["request_id"].encode())
             message["headers"] = [*message.get("headers", []), identity, *self.headers]
-        await self._send(message)
+        return self._send(message)
 
     async def fail(self, error: RouterError, receive: Receive) -> None:
         """Answer with `error`, unless an answer has begun."""

@@ -29,7 +29,9 @@ class Exchange(RequestResponseCycle):
         """Send one ASGI message. Not a coroutine function, because it is called for every token."""
         if message["type"] == "http.response.start":
             return self._start(message)
-        if self.is_http_1_0 and not message.get("more_body", False) and self.expected_content_length > sys.maxsize // 2:
+        if not self.is_http_1_0:
+            return RequestResponseCycle.send(self, message)
+        if not message.get("more_body", False) and self.expected_content_length > sys.maxsize // 2:
             self.expected_content_length = len(message.get("body", b""))
         return super().send(message)
 

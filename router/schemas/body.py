@@ -128,7 +128,7 @@ class BodyReader:
         return b"".join(parts)
 
     async def _parsed(self, body: bytes, charge: BodyCharge) -> Any:
-        most = self._memory.max_per_caller - len(body)
+        most = self._memory.max_per_body - len(body)
         is_small = len(body) <= OFF_LOOP_BYTES
         size = _values_size(body, most) if is_small else await self._in_thread(_values_size, body, most)
         await charge.resize(len(body) + size)

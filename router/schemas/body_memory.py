@@ -1,7 +1,7 @@
 """A budget of bytes for all request bodies: what is read, decoded and parsed is counted before it is allocated.
 
-A body that does not fit waits, and is rejected where nothing becomes free in time. One caller holds at most a quarter,
-and large bodies leave an eighth free, so that small ones are never in their way.
+A body that does not fit waits, and is rejected where nothing becomes free in time. One caller holds at most a quarter.
+Large bodies leave an eighth free, of all and of each caller's share, so that small ones do not wait for them.
 """
 
 import asyncio
@@ -24,8 +24,10 @@ class BodyMemory:
 
     def __init__(self, max_bytes: int, max_wait_s: float | None = None) -> None:
         """A body waits for `max_wait_s` at most, MAX_WAIT_S by default."""
-        self.max_per_caller = max_bytes // 4
         self._max_bytes = max_bytes
+        self._max_per_caller = max_bytes // 4
+        self.max_per_body = _for_large(self._max_per_caller)
+        """What one body and its values may take."""
         self._max_wait_s = MAX_WAIT_S if max_wait_s is None else max_wait_s
         self._used = 0
         self._used_by: Counter[str] = Counter()
@@ -47,8 +49,8 @@ class BodyMemory:
 
     async def take(self, charge: "BodyCharge", num_bytes: int) -> None:
         """Add to `charge`. Raises BodyMemoryFull, and BodyTooDetailed where it could never fit."""
-        if charge.size + num_bytes > self.max_per_caller:
-            raise BodyTooDetailed(self.max_per_caller)
+        if charge.size + num_bytes > self.max_per_body:
+            raise BodyTooDetailed(self.max_per_body)
         if self._fits(charge, num_bytes):
             self._add(charge, num_bytes)
             return
@@ -76,9 +78,10 @@ class BodyMemory:
                 waiting.granted.set_result(None)
 
     def _fits(self, charge: "BodyCharge", num_bytes: int) -> bool:
-        is_small = charge.size + num_bytes <= SMALL_BYTES
-        limit = self._max_bytes if is_small else self._max_bytes - self._max_bytes // 8
-        return self._used + num_bytes <= limit and self._used_by[charge.caller] + num_bytes <= self.max_per_caller
+        limit, share = self._max_bytes, self._max_per_caller
+        if charge.size + num_bytes > SMALL_BYTES:
+            limit, share = _for_large(limit), _for_large(share)
+        return self._used + num_bytes <= limit and self._used_by[charge.caller] + num_bytes <= share
 
     def _add(self, charge: "BodyCharge", num_bytes: int) -> None:
         charge.size += num_bytes
@@ -86,6 +89,11 @@ class BodyMemory:
         self._used_by[charge.caller] += num_bytes
         if not self._used_by[charge.caller]:
             del self._used_by[charge.caller]
+
+
+def _for_large(num_bytes: int) -> int:
+    """The part of a limit that large bodies may use."""
+    return num_bytes - num_bytes // 8
 
 
 class BodyCharge:

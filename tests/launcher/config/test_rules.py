@@ -301,5 +301,5 @@ def test_trusted_proxies_are_networks() -> None:
 
 
 def test_one_body_fits_the_share_of_a_caller() -> None:
-    assert "at most a quarter of --max-body-memory" in refusal("--max-body-memory", "32MiB")
-    rules.check(settings("--max-body-memory", "32MiB", "--max-body-bytes", "8MiB"))
+    assert "at most a fifth of --max-body-memory" in refusal("--max-body-memory", "32MiB")
+    rules.check(settings("--max-body-memory", "32MiB", "--max-body-bytes", "6MiB"))

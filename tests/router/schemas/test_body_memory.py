@@ -20,9 +20,13 @@ async def test_a_caller_holds_at_most_a_quarter() -> None:
         await memory.body("a").resize(10 * MIB)
     await memory.body("b").resize(10 * MIB)
     with pytest.raises(BodyTooDetailed):
-        await memory.body("c").resize(17 * MIB)
+        await memory.body("c").resize(15 * MIB)
     first.shrink(0)
-    await memory.body("a").resize(16 * MIB)
+    await memory.body("a").resize(14 * MIB)
+    for _ in range(32):
+        await memory.body("a").resize(SMALL_BYTES)
+    with pytest.raises(BodyMemoryFull):
+        await memory.body("a").resize(SMALL_BYTES)
     assert (memory.num_used, memory.num_waiting) == (26 * MIB, 0)
 
 
@@ -40,22 +44,23 @@ async def test_small_bodies_have_room_of_their_own() -> None:
 async def test_a_body_waits_until_there_is_room() -> None:
     memory = BodyMemory(64 * MIB)
     first = memory.body("a")
-    await first.resize(16 * MIB)
+    await first.resize(14 * MIB)
     large, short = memory.body("a"), memory.body("a")
     waiting = [asyncio.create_task(each.resize(size)) for each, size in ((large, 12 * MIB), (short, 4 * MIB))]
     await asyncio.sleep(0)
     assert memory.num_waiting == 2
-    first.shrink(10 * MIB)
+    first.shrink(9 * MIB)
     await waiting[1]
     assert not waiting[0].done(), "a body that fits does not wait for one that doesn't"
     first.shrink(0)
+    short.shrink(0)
     await waiting[0]
-    assert memory.num_used == 16 * MIB
+    assert memory.num_used == 12 * MIB
 
 
 async def test_a_caller_has_a_limited_number_of_waiting_bodies() -> None:
     memory = BodyMemory(64 * MIB)
-    await memory.body("a").resize(16 * MIB)
+    await memory.body("a").resize(14 * MIB)
     waiting = [asyncio.create_task(memory.body("a").resize(MIB)) for _ in range(MAX_WAITING_PER_CALLER)]
     await asyncio.sleep(0)
     with pytest.raises(BodyMemoryFull):
@@ -63,13 +68,13 @@ async def test_a_caller_has_a_limited_number_of_waiting_bodies() -> None:
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert (memory.num_used, memory.num_waiting) == (16 * MIB, 0)
+    assert (memory.num_used, memory.num_waiting) == (14 * MIB, 0)
 
 
 async def test_a_body_that_is_cancelled_as_it_gets_room_gives_it_back() -> None:
     memory = BodyMemory(64 * MIB)
     first = memory.body("a")
-    await first.resize(16 * MIB)
+    await first.resize(14 * MIB)
     waiting = asyncio.create_task(memory.body("a").resize(MIB))
     await asyncio.sleep(0)
     first.shrink(0)

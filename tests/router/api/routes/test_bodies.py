@@ -93,14 +93,16 @@ async def test_large_bodies_of_one_caller_wait_and_are_then_rejected(
     async with serving(tmp_path, max_body_memory=64 * MIB, trusted_proxies=("127.0.0.1/32",)) as server:
         held = [await _connect(server) for _ in range(2)]
         for _, writer in held:
-            writer.write(HEAD + b"x-forwarded-for: 6.6.6.6\r\ncontent-length: 8000000\r\n\r\n ")
-        await _until(lambda: server.service.bodies._memory.num_used == 16_000_000)
+            writer.write(HEAD + b"x-forwarded-for: 6.6.6.6\r\ncontent-length: 7000000\r\n\r\n ")
+        await _until(lambda: server.service.bodies._memory.num_used == 14_000_000)
         large = orjson.dumps({**FEW, "padding": "x" * 2 * MIB})
         server.says("x")
         response = await server.client.post("/generate", content=large, headers={**JSON, "x-forwarded-for": "6.6.6.6"})
         assert (response.status_code, response.json()["error_type"]) == (503, "overloaded")
         assert int(response.headers["retry-after"]) >= 1
         response = await server.client.post("/generate", content=large, headers={**JSON, "x-forwarded-for": "7.7.7.7"})
+        assert response.status_code == 200
+        response = await server.client.post("/generate", json=FEW, headers={"x-forwarded-for": "6.6.6.6"})
         assert response.status_code == 200
         for _, writer in held:
             writer.close()
