@@ -19,6 +19,8 @@ _SAMPLING = (
 
 _LATER = ("min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words")
 """The same, but absent from receipts of version 0.1 and from requests where they ask for nothing."""
+_STRUCTURED_OUTPUTS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""The field of `structured_outputs` for each kind of grammar."""
 
 Prompt = str | list[int] | list[dict[str, Any]]
 """A text, its token ids, or the messages of a chat."""
@@ -95,7 +97,12 @@ class Receipt:
             "temperature": parameters["temperature"] if parameters["do_sample"] else 0.0,
             "speculative_verification": "shared-noise",
             "receipt": True,
-        }
+        } | self._grammar()
+
+    def _grammar(self) -> dict[str, Any]:
+        """The field of the request that its output follows, if any."""
+        grammar = self.values["parameters"].get("grammar")
+        return {"structured_outputs": {_STRUCTURED_OUTPUTS[grammar["kind"]]: grammar["value"]}} if grammar else {}
 
     def _native(self) -> dict[str, Any]:
         parameters, adapter = self.values["parameters"], self.values["adapter"]

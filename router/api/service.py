@@ -24,13 +24,15 @@ from lorikeet.router.receipts.receipts import Receipts
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import FinishReason, GenerationRequest, Speculation
+from lorikeet.router.requests.types import FinishReason, GenerationRequest, Grammar, Speculation
 from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.body import BodyReader
 from lorikeet.router.schemas.body_memory import BodyMemory
 from lorikeet.router.schemas.constraints import Constraints
+from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
 from lorikeet.router.text.bad_words import MAX_TOKENS, bad_word_ids
+from lorikeet.router.text.grammars import Grammars
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage.writer import Usage
 
@@ -58,6 +60,7 @@ class Service:
     reloading: Reloading
     receipts: Receipts
     usage: Usage
+    grammars: Grammars
     bodies: BodyReader
 
     @property
@@ -133,6 +136,20 @@ class Service:
     def speculation(self, wanted: SpeculationFields, *, is_seeded: bool) -> Speculation:
         """The speculation settings of a request. Raises ValidationError."""
         return resolve_speculation(wanted, self.offer, is_seeded=is_seeded)
+
+    async def grammar(
+        self, wanted: GrammarFields | ValidationError | None, speculation: SpeculationFields
+    ) -> Grammar | None:
+        """What the output follows. Raises ValidationError or UnsupportedField."""
+        if wanted is None:
+            return None
+        if isinstance(wanted, ValidationError):
+            raise wanted
+        info = self.dispatcher.info
+        if info is not None and not info.grammars:
+            raise UnsupportedField(wanted.field, "needs a model with a fast tokenizer (tokenizer.json)")
+        text = await self.grammars.serialize(wanted.kind, wanted.value, wanted.field)
+        return Grammar(wanted.kind, wanted.value, text, proposes=speculation.num_tokens != 0)
 
     def check_room(self) -> None:
         """Reject a request before it is tokenized. Raises a leaf of Refused."""
@@ -226,6 +243,7 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         Reloading(config, selection, preloader),
         receipts,
         Usage(config, metrics, lambda request: caller(request, selection.keys)),
+        Grammars(),
         BodyReader(config.max_body_bytes, BodyMemory(config.max_body_memory), config.header_timeout_s),
     )
 

@@ -130,5 +130,6 @@ def _parameters(request: GenerationRequest, info: pb.ShardInfo) -> dict[str, Any
         "allowed_token_ids": sampling.allowed_ids,
         "bad_words": request.bad_words,
         "skip_special_tokens": request.skip_special_tokens,
+        "grammar": None if request.grammar is None else {"kind": request.grammar.kind, "value": request.grammar.value},
         "watermark": watermark if sampling.watermark else None,
     }

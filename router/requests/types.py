@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
@@ -75,8 +76,22 @@ ALL_HEADS = 255
 
 SOURCE_NAMES = tuple(pb.Source.Name(value).removeprefix("SOURCE_").lower() for value in sorted(pb.Source.values()))
 """Names of a token's source, indexed by the value of the wire's enumeration."""
-DRAFT_SOURCES = (pb.SOURCE_LOOKUP, pb.SOURCE_MEDUSA, pb.SOURCE_DRAFT)
+DRAFT_SOURCES = (pb.SOURCE_LOOKUP, pb.SOURCE_MEDUSA, pb.SOURCE_DRAFT, pb.SOURCE_GRAMMAR)
 """Of accepted draft tokens, in the order in which the wire counts drafts."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an output follows."""
+
+    kind: str
+    """json_schema | regex | choice | grammar."""
+    value: Any
+    """As the request gave it: a JSON schema, a pattern, texts, or a grammar in Lark's or GBNF's syntax."""
+    text: str
+    """For shards, as llguidance serializes it."""
+    proposes: bool
+    """Whether the tokens that must follow are proposed as drafts."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,7 @@ class GenerationRequest:
     heads: Heads | None = None
     """None for the heads of the adapter itself, if it has any."""
     speculation: Speculation = NO_SPECULATION
+    grammar: Grammar | None = None
     receipt: bool = False
     """Whether the answer includes a receipt."""
     is_probe: bool = False

@@ -80,7 +80,6 @@ def _ignored(routes: Route, *names: str, note: str = "") -> Iterator[Row]:
 
 _EMPTY: tuple[Any, ...] = ("", [], {}, False)
 _TEMPLATE = "is applied by /v1/chat/completions, which has a chat template"
-_STRUCTURED = "is not supported by this server, which has no structured output"
 _NO_TOOLS = "is not supported by this server, which has no tool calling"
 
 ROWS: tuple[Row, ...] = (
@@ -176,12 +175,14 @@ ROWS: tuple[Row, ...] = (
     *_rejected(NATIVE, "prediction", note="is applied by /v1/completions and /v1/chat/completions"),
     *_rejected(ALL, "speculation", note="is not supported by this server: use `speculative_tokens`"),
     # Structured output and tools
-    Row("response_format", NATIVE, Behaviour.REJECTED, ({"type": "text"},), _STRUCTURED, in_lorax=True),
-    *_rejected(OPENAI, "response_format", neutral=({"type": "text"},), note=_STRUCTURED),
-    *_rejected(ALL, "structured_outputs", neutral=({},), note=_STRUCTURED),
-    *_rejected(ALL, "grammar", "guided_json", "guided_regex", "guided_grammar", "guided_whitespace_pattern", "ebnf",
-               "json_schema", "regex", note=_STRUCTURED),
-    *_rejected(ALL, "guided_choice", neutral=([],), note=_STRUCTURED),
+    *_applied(ALL, "response_format", note="text, json_object (LoRAX: with a `schema`) or json_schema"),
+    *_applied(ALL, "structured_outputs", *(f"structured_outputs.{name}" for name in
+              ("json", "json_object", "regex", "choice", "grammar")), note="as in vLLM"),
+    *_rejected(ALL, "structured_outputs.structural_tag"),
+    *_applied(ALL, "guided_json", "guided_regex", "guided_choice", "guided_grammar", note="as in vLLM"),
+    *_applied(ALL, "json_schema", "regex", "ebnf", note="as in SGLang"),
+    *_applied(ALL, "grammar", note="as in TGI: `type` is json, json_schema or regex"),
+    *_rejected(ALL, "guided_whitespace_pattern", note="is not supported by this server: write a `guided_grammar`"),
     *_rejected(ALL, "tools", "functions", neutral=([],), note=_NO_TOOLS),
     *_rejected(ALL, "tool_choice", "function_call", neutral=("none",), note=_NO_TOOLS),
     # What the answer contains

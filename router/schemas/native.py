@@ -16,6 +16,7 @@ from lorikeet.router.schemas.adapters import AdapterFields, merge_child, read_me
 from lorikeet.router.schemas.constraints import Constraints, read_constraints
 from lorikeet.router.schemas.field_table import Route, Row, misplaced, rejected
 from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.schemas.grammar import GrammarFields, read_grammar
 from lorikeet.router.schemas.speculation import SpeculationFields, read_speculation
 from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops
@@ -61,6 +62,8 @@ class NativeParameters:
     add_special_tokens: bool | None = _read_by(Fields.optional_flag)
     constraints: Constraints = _read_by(lambda fields, _: read_constraints(fields))
     speculation: SpeculationFields = _read_by(lambda fields, _: read_speculation(fields))
+    grammar: GrammarFields | ValidationError | None = _read_by(lambda fields, _: _try_grammar(fields))
+    """Its error is raised among the other rules."""
 
     @property
     def heads(self) -> AdapterFields:
@@ -129,6 +132,13 @@ def read_native(body: dict[str, Any], *, with_stream: bool) -> NativeRequest:
     return NativeRequest(inputs, parameters, stream, values.ignored(), unsupported, elsewhere, input_ids)
 
 
+def _try_grammar(fields: Fields) -> GrammarFields | ValidationError | None:
+    try:
+        return read_grammar(fields)
+    except ValidationError as error:
+        return error
+
+
 def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool) -> AdapterFields:
     """The request's adapter fields. Raises ValidationError for the first broken rule."""
     parameters = request.parameters
@@ -150,6 +160,8 @@ def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool
 def _check_unknown(request: NativeRequest, config: RouterConfig) -> None:
     """Raises UnsupportedField for a field that would change the text, unless unknown fields are ignored as in LoRAX."""
     ignores = config.unknown_fields == "ignore"
+    if isinstance(request.parameters.grammar, ValidationError):
+        raise request.parameters.grammar
     for row, name in request.rejected:
         if row.in_lorax or not ignores:
             raise row.error(name)

@@ -14,6 +14,7 @@ from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, merge_ch
 from lorikeet.router.schemas.constraints import Constraints, read_constraints
 from lorikeet.router.schemas.field_table import Route, check_unread
 from lorikeet.router.schemas.fields import Fields, are_token_ids
+from lorikeet.router.schemas.grammar import GrammarFields, read_grammar
 from lorikeet.router.schemas.messages import Conversation, read_conversation
 from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
 from lorikeet.router.schemas.vllm import PromptFields, ReportFields, read_prompt_fields, read_report_fields
@@ -45,6 +46,7 @@ class CommonFields:
     report: ReportFields
     receipt: bool
     speculation: SpeculationFields
+    grammar: GrammarFields | None
     request_id: str | None
     """The client's name for the request."""
     priority: int
@@ -213,6 +215,7 @@ def _common(
         report=read_report_fields(fields, stream=stream),
         receipt=fields.flag("receipt"),
         speculation=speculation,
+        grammar=read_grammar(fields),
         request_id=request_id,
         priority=fields.integer("priority", "i32") or 0,
     )

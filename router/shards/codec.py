@@ -76,6 +76,7 @@ def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
         speculation=_speculation(speculation) if adapters.can_speculate else None,
         prediction_ids=speculation.prediction_ids,
         isolation_steps=generation.routing.poison_tracker.isolation_steps,
+        grammar=None if request.grammar is None else pb.Grammar(**_fields(request.grammar, ("text", "proposes"))),
     )
 
 

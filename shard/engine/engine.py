@@ -16,6 +16,7 @@ from lorikeet.shard.engine.drafter import NoDrafter
 from lorikeet.shard.engine.intake import Intake
 from lorikeet.shard.engine.step import HostResults, Part, Step, error_output, fill_inputs
 from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
+from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import AdapterEvent, Outbox, Output, Status
 from lorikeet.shard.sampling import Sampler
@@ -23,6 +24,7 @@ from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.report import prompt_logprobs
 from lorikeet.shard.scheduler.adapter_slots import Residency
+from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.scheduler import Scheduler
@@ -67,6 +69,7 @@ class Engine:
         channels: tuple[Inbox, Outbox],
         config: LoopConfig,
         drafter: NoDrafter | None = None,
+        grammars: NoGrammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.running_step = (0, 0.0)
@@ -78,7 +81,9 @@ class Engine:
         self._drafter = drafter or NoDrafter()
         self._inbox, self._outbox = channels
         self._config = config
-        self._intake = Intake(self._inbox, scheduler, scheduler.limits.max_running + config.max_waiting)
+        max_open = scheduler.limits.max_running + config.max_waiting
+        self._intake = Intake(self._inbox, scheduler, max_open, grammars or NoGrammars())
+        self._masks = GrammarMasks(sampler.vocab_size)
         self._launched: deque[Step] = deque()
         self._rows: set[int] = set()  # rows that the sampler has
         self._outputs: list[Output] = []
@@ -219,6 +224,8 @@ class Engine:
             step.timer = PhaseTimer(self._network.inputs.device)
         draws = self._drafter.draft(step.scheduled, step.timer, self._idle)
         step.timer.mark(Phase.DRAFT)
+        truncate_drafts(step.scheduled)
+        self._masks.start(step.scheduled)
         for item in step.scheduled:
             step.layout.add(item)
         fill_inputs(self._network.inputs, step.layout, self._sampler)
@@ -232,6 +239,7 @@ class Engine:
         layout, scheduled = step.layout, [item for item in step.scheduled if item.samples]
         num_sampled, num_scored = len(layout.sample_indices), len(layout.score_indices)
         if scheduled:
+            self._masks.apply(logits[:num_sampled])
             rows, positions = [item.request.row for item in scheduled], [item.end for item in scheduled]
             drafts = [item.draft_ids for item in scheduled]
             if any(drafts):
@@ -273,6 +281,9 @@ class Engine:
     def _commit_part(self, part: Part, results: HostResults, seconds: tuple[float, float, float]) -> None:
         item = part.item
         token_ids = part.accepted_ids(results.sampled)
+        if error := item.request.constraint.error:
+            self._fail(item, error, retryable=False)
+            return
         if item.samples and not token_ids:
             self._fail(item, ALL_EXCLUDED if item.request.sampling.has_masks else BAD_LOGITS, retryable=False)
             return

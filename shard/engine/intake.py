@@ -2,6 +2,7 @@
 
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands, Inbox, Refusal, StreamEnded, StreamOpened
 from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
 
@@ -12,13 +13,15 @@ MOST_PARKED = 1024
 class Intake:
     """What each stream has submitted and may still submit."""
 
-    def __init__(self, inbox: Inbox, scheduler: Scheduler, max_open: int) -> None:
+    def __init__(self, inbox: Inbox, scheduler: Scheduler, max_open: int, grammars: NoGrammars) -> None:
         self.is_ending = False
         """Whether new requests are rejected, because the shard ends when its requests have."""
         self.acknowledged: dict[int, int] = {}  # by stream: submits that the credit accounts for
         self._inbox = inbox
         self._scheduler = scheduler
         self._max_open = max_open
+        self._grammars = grammars
+        self._compiling: list[Request] = []  # requests whose grammar is being compiled
 
     def apply(self) -> list[Output]:
         """Apply all commands since the last call. Returns the outputs that they cause."""
@@ -33,6 +36,7 @@ class Intake:
                 self._take_adapter(item)
             elif item.epoch in self.acknowledged:
                 self._take(item, outputs)
+        self._start_compiled(outputs)
         return outputs
 
     def _take(self, commands: Commands, outputs: list[Output]) -> None:
@@ -45,6 +49,9 @@ class Intake:
                 error, retryable = refusal.reason, refusal.retryable
                 outputs.append(Output(refusal.key, finish_reason=FinishReason.ERROR, error=error, retryable=retryable))
             elif isinstance(submit, Request):
+                if submit.grammar is not None:
+                    submit.constraint = self._grammars.match(submit.grammar)
+                    self._compiling.append(submit)
                 self._scheduler.add(submit)
                 num_open += 1
         for request_id in commands.abort_ids:
@@ -53,6 +60,21 @@ class Intake:
                 self._scheduler.finish(request, FinishReason.ABORTED)
                 outputs.append(Output(request.key, finish_reason=FinishReason.ABORTED))
         self._move_adapters(commands)
+
+    def _start_compiled(self, outputs: list[Output]) -> None:
+        """Let the requests run whose grammar is compiled, and end those whose grammar cannot be."""
+        waiting, self._compiling = self._compiling, []
+        for request in waiting:
+            if request.finish_reason:
+                continue
+            if not request.constraint.start(request.token_ids[request.num_prompt :]):
+                self._compiling.append(request)
+            elif error := request.constraint.error:
+                self._scheduler.finish(request, FinishReason.ERROR)
+                outputs.append(Output(request.key, finish_reason=FinishReason.ERROR, error=error))
+            elif request.constraint.is_complete:  # only the end was lost with an earlier shard
+                self._scheduler.finish(request, FinishReason.EOS)
+                outputs.append(Output(request.key, finish_reason=FinishReason.EOS))
 
     def _move_adapters(self, commands: Commands) -> None:
         adapters = self._scheduler.adapters
@@ -80,6 +102,8 @@ class Intake:
             return Refusal(submit.key, "the shard takes no more requests", retryable=True)
         if num_open - self._scheduler.num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
             return Refusal(submit.key, "more requests than credit", retryable=True)
+        if submit.grammar is not None and self._grammars.reject_reason:
+            return Refusal(submit.key, self._grammars.reject_reason)
         reject_reason = self._scheduler.adapters.reject_reason(submit.digests)
         return Refusal(submit.key, reject_reason) if reject_reason else None
 

@@ -13,6 +13,7 @@ from typing import Any
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.inbox import Commands, Refusal
 from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StreamUpdate
+from lorikeet.shard.scheduler.constraint import Grammar
 from lorikeet.shard.scheduler.request import MAX_BAD_WORD, LogprobParams, Request, SamplingParams
 from lorikeet.shard.scheduler.speculation.types import (
     DEPRECATED_SHARED_NOISE,
@@ -101,6 +102,7 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
         speculation=read_speculation(submit),
         isolation_steps=submit.isolation_steps,
+        grammar=Grammar(submit.grammar.text, submit.grammar.proposes) if submit.HasField("grammar") else None,
     )
 
 

@@ -31,6 +31,7 @@ class Sampler:
         watermark_gamma: float = 0.5,
         watermark_delta: float = 2.0,
     ) -> None:
+        self.vocab_size = vocab_size
         self._device = torch.device(device)
         self._state = RowState(vocab_size, max_rows, self._device, watermark_gamma, watermark_delta)
         # [max_rows] newest token of each row, also when the host does not know it yet

@@ -118,7 +118,7 @@ class DraftLengthController:
         auto: dict[int, DraftState] = {}
         for index, offer in enumerate(offers):
             schedule = offer.request.speculation.schedule
-            if schedule is Schedule.CONSTANT:
+            if schedule is Schedule.CONSTANT or offer.source is Source.GRAMMAR:  # forced tokens are always accepted
                 continue
             state = offer.draft_state = self._draft_state(offer)
             if schedule is Schedule.HEURISTIC:

@@ -39,7 +39,11 @@ class DraftSources:
     def may_draft(self, request: Request, num_running: int) -> bool:
         """Whether the request may have drafts now."""
         params = request.speculation
-        if params.method is Method.OFF or num_running > self.max_batch_size:
+        if num_running > self.max_batch_size:
+            return False
+        if request.constraint.proposes:
+            return True
+        if params.method is Method.OFF:
             return False
         return params.num_tokens > 0 or self.num_heads(request) > 0
 
@@ -59,9 +63,13 @@ class DraftSources:
         self, request: Request, room: int, takes_heads: bool = True, takes_draft_model: bool = True
     ) -> Offer | None:
         """The next drafts of the request, at most `room` tokens. Method `auto` takes the first of: a long match of
-        prompt lookup, heads, the draft model, any match.
+        prompt lookup, heads, the draft model, any match. What the grammar forces comes before all of them.
         """
         method, num_tokens = request.speculation.method, min(request.speculation.num_tokens, room)
+        if forced := request.constraint.forced_ids()[:room]:
+            return Offer(request, Source.GRAMMAR, len(forced), forced)
+        if method is Method.OFF:
+            return None
         takes_draft_model = takes_draft_model and num_tokens > 0 and self.takes_draft_model(request)
         drawn = Offer(request, Source.DRAFT, num_tokens, []) if takes_draft_model else None
         if method is Method.DRAFT:

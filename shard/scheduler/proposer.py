@@ -69,7 +69,7 @@ class Proposer:
         room = request.max_new_tokens - request.num_output - 1
         offer = None
         if room > 0 and item.is_decode:
-            offer = sources.offer(request, room, item.num_heads > 0, takes_draft_model)
+            offer = _allowed(sources.offer(request, room, item.num_heads > 0, takes_draft_model))
         is_drawn = offer is not None and offer.source is Source.DRAFT
         if takes_draft_model and (is_drawn or not item.is_decode):
             self._catch_up(item, budget, taken_in)
@@ -101,3 +101,12 @@ class Proposer:
         item.draft_ids = offer.draft_ids[:width] or [0] * width
         item.source, item.draft_state = offer.source, offer.draft_state
         item.request.is_draft = True
+
+
+def _allowed(offer: Offer | None) -> Offer | None:
+    """The offer up to the first token that the request's grammar refuses. A draft model has yet to draw its tokens."""
+    if offer is None or not offer.draft_ids:
+        return offer
+    offer.draft_ids = offer.draft_ids[: offer.request.constraint.num_allowed(offer.draft_ids)]
+    offer.width = len(offer.draft_ids)
+    return offer if offer.draft_ids else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.shard.scheduler.constraint import UNCONSTRAINED, Grammar, Unconstrained
 from lorikeet.shard.scheduler.speculation.acceptance import DraftState
 from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, DraftKind, DraftSource, Speculation
 
@@ -89,6 +90,10 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     logprobs: LogprobParams = field(default_factory=LogprobParams)
     stop_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
+    """What its output follows."""
+    constraint: Unconstrained = UNCONSTRAINED
+    """The same for tokens."""
     adapter_digest: str = ""
     heads_digest: str = ""
     """Content whose Medusa heads draft for the request, "" for those of its adapter."""

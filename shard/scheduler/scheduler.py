@@ -162,11 +162,13 @@ class Scheduler:
 
     @staticmethod
     def _truncate(request: Request, token_ids: Sequence[int]) -> tuple[list[int], FinishReason]:
-        """The tokens up to the one that ends the request, and why it does."""
+        """Takes the tokens into the request's constraint, up to the one that ends the request. Returns them, and why it
+        ends.
+        """
         taken: list[int] = []
         for token_id in token_ids:
             taken.append(token_id)
-            if token_id in request.stop_ids:
+            if token_id in request.stop_ids or request.constraint.commit(token_id):
                 return taken, FinishReason.EOS
             if request.num_output + len(taken) >= request.max_new_tokens:
                 return taken, FinishReason.LENGTH
@@ -209,8 +211,9 @@ class Scheduler:
 
     @property
     def num_parked(self) -> int:
-        """Waiting requests whose adapter is not in a slot."""
-        return sum(1 for request in self.waiting if not all(map(self.adapters.is_resident, request.digests)))
+        """Waiting requests whose adapter is not in a slot, or whose grammar is being compiled."""
+        is_resident = self.adapters.is_resident
+        return sum(not (r.constraint.is_ready and all(map(is_resident, r.digests))) for r in self.waiting)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now; its pages and row are released as soon as no launched step writes them."""
@@ -257,7 +260,7 @@ class Scheduler:
         """
         if request.is_draft or not request.num_in_flight:
             return request.is_draft
-        return self.proposer.may_draft(request, len(self.running))
+        return request.constraint.is_constrained or self.proposer.may_draft(request, len(self.running))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Find pages, preempting the latest. False if the request itself had to go, or if the latest is still being
@@ -285,7 +288,8 @@ class Scheduler:
         index = 0
         while index < len(self.waiting) and self._has_row and budget.num_left > 0:
             request = self.waiting[index]
-            if budget.is_spent(request) or not self._may_compute(request) or not self._take_slots(request):
+            may_run = request.constraint.is_ready and self._may_compute(request)
+            if budget.is_spent(request) or not may_run or not self._take_slots(request):
                 index += 1
                 continue
             admission = self.cache.admit(request, num_spare=len(self.running))

@@ -1,5 +1,8 @@
 """Builds the engine of a loaded model, and the description of the shard that routers get."""
 
+from functools import partial
+from pathlib import Path
+
 import structlog
 
 from lorikeet.proto import shard_pb2 as pb
@@ -8,6 +11,7 @@ from lorikeet.shard.adapters.manager import build_adapters
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.drafter import Drafter
 from lorikeet.shard.engine.engine import Engine, LoopConfig
+from lorikeet.shard.grammar.compiler import GrammarCompiler, read_tokenizer
 from lorikeet.shard.grpc.codec import Bounds
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import Outbox
@@ -17,6 +21,7 @@ from lorikeet.shard.model.kv_memory import choose_num_pages
 from lorikeet.shard.ranks.leader import Leader
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
+from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
@@ -59,7 +64,21 @@ def build_engine(
     drafter = None
     if draft_model is not None:
         drafter = Drafter(draft_model, sampler, info.vocab_size, draft_model.info.vocab_size)
-    return Engine(model, sampler, scheduler, (inbox, outbox), LoopConfig(lag, config.max_waiting), drafter)
+    loop = LoopConfig(lag, config.max_waiting)
+    return Engine(model, sampler, scheduler, (inbox, outbox), loop, drafter, build_grammars(config, model, inbox))
+
+
+def build_grammars(config: ShardConfig, model: Model, inbox: Inbox) -> NoGrammars:
+    """The compiler of grammars, whose tokenizer is read in a thread."""
+    if not has_tokenizer(config):
+        return NoGrammars()
+    read = partial(read_tokenizer, config.model_path, model.info.vocab_size)
+    return GrammarCompiler(read, inbox.wake)
+
+
+def has_tokenizer(config: ShardConfig) -> bool:
+    """Whether the model has a fast tokenizer, which grammars need."""
+    return Path(config.model_path, "tokenizer.json").is_file()
 
 
 def build_kv(config: ShardConfig, model: Model, draft_model: Model | None, has_adapters: bool) -> int:
@@ -100,6 +119,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         num_pages=cache.num_pages,
         draft_model_id="" if config.draft_model is None else config.draft_model_id,
         token_masks=True,
+        grammars=has_tokenizer(config),
     )
     has_adapters, has_draft_model = engine.scheduler.adapters.limits.num_slots > 0, config.draft_model is not None
     num_kv_tokens = cache.num_pages * cache.page_size

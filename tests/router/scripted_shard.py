@@ -118,6 +118,7 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
             step_tokens=4096,
             max_running=256,
             draft_model_id=shard.draft_model_id,
+            grammars=True,
             prefix_caching=True,
             chunked_prefill=True,
             watermark_gamma=0.25,

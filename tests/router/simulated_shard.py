@@ -94,6 +94,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
             page_size=16,
             num_pages=model.kv_tokens // 16,
             max_running=model.max_running,
+            grammars=True,
         )
 
     async def Serve(

@@ -9,6 +9,7 @@ from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output, StreamUpdate
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
+from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
@@ -38,6 +39,7 @@ class Setup:
     draft_network: Network | None = None
     """… and its draft model; both have this vocabulary."""
     vocab_size: int = VOCAB_SIZE
+    grammars: NoGrammars | None = None
 
 
 class Rig:
@@ -62,6 +64,7 @@ class Rig:
             (self.inbox, self.outbox),
             config,
             self._drafter(setup),
+            setup.grammars,
         )
         self.num_wakes = 0
         self.watches_kv = False
@@ -150,6 +153,7 @@ def copy_of(request: Request, request_id: int) -> Request:
         logprobs=request.logprobs,
         stop_ids=request.stop_ids,
         speculation=request.speculation,
+        grammar=request.grammar,
     )
 
 

@@ -18,6 +18,7 @@ class Source(IntEnum):
     DRAFT = pb.SOURCE_DRAFT
     RESAMPLE = pb.SOURCE_RESAMPLE
     BONUS = pb.SOURCE_BONUS
+    GRAMMAR = pb.SOURCE_GRAMMAR
 
 
 DraftKind = tuple[str, Source, bool]

@@ -34,7 +34,7 @@ def message(steps: list[tuple[list[int], list[int], list[int]]]) -> pb.RequestOu
         output.sources += bytes(sources)
         output.step_ends += bytes(len(tokens) - 1) + b"\1"
         if any(drafted):
-            counts = [a + b for a, b in zip(output.num_drafted or [0] * 3, drafted, strict=True)]
+            counts = [a + b for a, b in zip(output.num_drafted or [0] * len(DRAFT_SOURCES), drafted, strict=True)]
             del output.num_drafted[:]
             output.num_drafted.extend(counts)
             output.num_accepted += len(tokens) - 1
@@ -51,7 +51,8 @@ def test_accounts_hold(seed: int) -> None:
     speculation = Speculation("auto", 5)
     request = GenerationRequest([40], 500, 1, stop_strings=(stop,) if stop else (), speculation=speculation)
     generation = Generation(1, request, tokenizer, Mock())
-    steps = [([ids[0]], [pb.SOURCE_PREFILL], [0, 0, 0]), *(step(draw, ids[1:]) for _ in range(draw.randint(1, 30)))]
+    prefill = ([ids[0]], [pb.SOURCE_PREFILL], [0] * len(DRAFT_SOURCES))
+    steps = [prefill, *(step(draw, ids[1:]) for _ in range(draw.randint(1, 30)))]
     cuts = sorted({0, len(steps), *(draw.randint(0, len(steps)) for _ in range(draw.randint(0, 12)))})
     sent: list[tuple[list[int], list[int], list[int]]] = []
     emitted = 0

@@ -44,7 +44,7 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "prompt_cache_options": ({}, I, I, I, ()),
     "prompt_cache_retention": ("24h", I, I, I, ()),
     "reasoning_effort": ("low", I, I, I, ()),
-    "response_format": ({"type": "json_schema", "json_schema": {}}, R, R, R, ({"type": "text"},)),
+    "response_format": ({"type": "json_object"}, A, A, A, ({"type": "text"},)),
     "safety_identifier": ("x", I, I, I, ()),
     "seed": (1, A, A, A, ()),
     "service_tier": ("flex", I, I, I, ()),
@@ -69,10 +69,10 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "chat_template_kwargs": ({"foo": 1}, I, R, R, ({},)),
     "continue_final_message": (True, A, R, R, (False,)),
     "documents": ([{"text": "x"}], R, R, R, ([],)),
-    "guided_json": ({}, R, R, R, ()),
-    "guided_regex": ("x", R, R, R, ()),
-    "guided_choice": (["x"], R, R, R, ([],)),
-    "guided_grammar": ("x", R, R, R, ()),
+    "guided_json": ({"type": "object"}, A, A, A, ()),
+    "guided_regex": ("x", A, A, A, ()),
+    "guided_choice": (["x"], A, A, A, ([],)),
+    "guided_grammar": ('start: "x"', A, A, A, ()),
     "guided_decoding_backend": ("x", I, I, I, ()),
     "guided_whitespace_pattern": ("x", R, R, R, ()),
     "ignore_eos": (True, A, A, A, (False,)),
@@ -100,7 +100,7 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "spaces_between_special_tokens": (False, A, A, A, (True,)),
     "stop_token_ids": ([5], A, A, A, ([],)),
     "stream_interval": (2, I, I, I, ()),
-    "structured_outputs": ({"regex": "x"}, R, R, R, ({},)),
+    "structured_outputs": ({"regex": "x"}, A, A, A, ({},)),
     "thinking_token_budget": (5, R, R, R, ()),
     "top_k": (5, A, A, A, ()),
     "truncate_prompt_tokens": (5, A, A, R, ()),
@@ -111,12 +111,12 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     # SGLang
     "custom_logit_processor": ("x", R, R, R, ("",)),
     "custom_params": ({}, I, I, I, ()),
-    "ebnf": ("x", R, R, R, ()),
-    "json_schema": ("{}", R, R, R, ()),
+    "ebnf": ('root ::= "x"', A, A, A, ()),
+    "json_schema": ("{}", A, A, A, ()),
     "lora_path": ("x", R, R, R, ("",)),
     "min_new_tokens": (2, A, A, A, (0,)),
     "no_stop_trim": (True, A, A, A, (False,)),
-    "regex": ("x", R, R, R, ()),
+    "regex": ("x", A, A, A, ()),
     "rid": ("x", I, I, I, ()),
     "sampling_params": ({"temperature": 0}, R, R, I, ()),
     "separate_reasoning": (True, I, I, I, ()),
@@ -132,7 +132,7 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "decoder_input_details": (True, I, I, A, (False,)),
     "details": (True, I, I, A, (False,)),
     "do_sample": (True, A, A, A, (False,)),
-    "grammar": ({"type": "regex"}, R, R, R, ()),
+    "grammar": ({"type": "regex", "value": "x"}, A, A, A, ()),
     "guideline": ("x", R, R, R, ()),
     "ignore_eos_token": (True, A, A, A, (False,)),
     "max_new_tokens": (2, R, R, A, ()),
@@ -377,11 +377,11 @@ async def test_parameters_next_to_parameters(server: Serving, field: str) -> Non
 async def test_unknown_fields_are_ignored_as_in_lorax(tmp_path: Path, anyio_backend: str) -> None:
     async with serving(tmp_path, unknown_fields="ignore") as server:
         server.says("x")
-        body = {"inputs": "Hi", "parameters": {"stop_regex": "x", "grammar": {}, "tools": [{}]}, "top_k": 5}
+        body = {"inputs": "Hi", "parameters": {"stop_regex": "x", "suffix": "x", "tools": [{}]}, "top_k": 5}
         response = await server.client.post("/generate", json=body)
         assert response.status_code == 200, response.text
-        assert ignored(response) == ["top_k", "stop_regex", "grammar", "tools"]
-        body = {"inputs": "Hi", "parameters": {"response_format": {"type": "json_object"}}}
+        assert ignored(response) == ["top_k", "stop_regex", "suffix", "tools"]
+        body = {"inputs": "Hi", "parameters": {"response_format": {"type": "xml"}}}
         assert (await server.client.post("/generate", json=body)).status_code == 422
         response = await server.client.post(PATHS[CHAT], json={**CHAT_BODY, "tools": [{}]})
         assert response.status_code == 422

@@ -100,7 +100,7 @@ SPECULATIVE = {f"speculative_{name}" for name in ("tokens", "method", "schedule"
 def test_published_parameters_are_those_that_are_read() -> None:
     read = {field.name for field in dataclasses.fields(NativeParameters)}
     read = read - {"speculation", "constraints"} | SPECULATIVE | {"stop_sequences"}
-    read |= set(published.Constrained.model_fields)
+    read |= set(published.Constrained.model_fields) | set(published._Structured.model_fields)
     assert set(published.GenerateParameters.model_fields) == read
     everything = dict.fromkeys(published.GenerateParameters.model_fields)
     assert read_native({"inputs": "Hi", "parameters": everything, "stream": None}, with_stream=True).ignored == []

@@ -28,7 +28,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "`temperature` must be non-negative"),
     ({"repetition_penalty": 0}, "`repetition_penalty` must be strictly positive"),
     ({"repetition_penalty": -1.0}, "`repetition_penalty` must be strictly positive"),
-    ({"repetition_penalty": 1e-30}, "`repetition_penalty` must be >= 1e-10 and <= 1e+10"),
     ({"frequency_penalty": 2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
     ({"frequency_penalty": -2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
     ({"presence_penalty": 2.1}, "`presence_penalty` must be >= -2.0 and <= 2.0"),
@@ -39,6 +38,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"typical_p": 1}, "`typical_p` must be > 0.0 and < 1.0"),
     ({"top_k": 0}, "`top_k` must be strictly positive"),
     ({"top_k": -1}, "`top_k` must be strictly positive"),
+    ({"repetition_penalty": 1e-30}, "`repetition_penalty` must be >= 1e-10 and <= 1e+10"),
     ({"return_k_alternatives": 0}, "`return_k_alternatives` must be strictly positive"),
     ({"return_k_alternatives": 257}, "`return_k_alternatives` must be <= 256"),
     ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
@@ -52,10 +52,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"adapter_id": "org/a"}, "`adapter_id` is not supported by this server, which serves its base model alone"),
     ({"merged_adapters": MERGED}, "`merged_adapters` is not supported by this server"),
-    (
-        {"response_format": {"type": "json_object"}},
-        "`response_format` is not supported by this server, which has no structured output",
-    ),
+    ({"response_format": {"type": "xml"}}, "`response_format.type` must be text, json_object or json_schema"),
     ({"speculation": "off"}, "`speculation` is not supported by this server: use `speculative_tokens`"),
     ({"tools": [{}]}, "`tools` is not supported by this server, which has no tool calling"),
 ]

@@ -36,7 +36,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
     ("max_tokens", {"max_tokens": 0}, None),
     ("max_tokens", {"max_tokens": 3000}, "context_length_exceeded"),
     ("stream_options", {"stream_options": {"include_usage": True}}, None),
-    ("response_format", {"response_format": {"type": "json_object"}}, "unsupported_parameter"),
+    ("guided_json", {"guided_json": {"not": {"type": "string"}}}, None),
     ("tools", {"tools": [{"type": "function"}]}, "unsupported_parameter"),
     ("tool_choice", {"tool_choice": "auto"}, "unsupported_parameter"),
     ("suffix", {"suffix": "x"}, "unsupported_parameter"),

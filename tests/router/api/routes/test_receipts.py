@@ -123,7 +123,7 @@ async def test_it_holds_all_that_determines_the_text(server: Serving) -> None:
     assert receipt["parameters"] == {
         "seed": 2**63, "max_new_tokens": 9, "stop": ["x"], "ignore_eos": False, "do_sample": True, "temperature": 0.5,
         "top_k": 3, "top_p": 0.75, "min_p": 0.25, "typical_p": 0.5, "repetition_penalty": 1.5,
-        "frequency_penalty": 0.25, "presence_penalty": -0.5, "logit_bias": [],
+        "frequency_penalty": 0.25, "presence_penalty": -0.5, "logit_bias": [], "grammar": None,
         "watermark": {"gamma": 0.25, "delta": 2.0}, "min_tokens": 2, "stop_token_ids": [8, 9],
         "allowed_token_ids": [40, 41], "bad_words": ["there"], "skip_special_tokens": False,
     }  # fmt: skip
@@ -162,6 +162,8 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"inputs": "Hi there", "parameters": {"max_new_tokens": 3, "logit_bias": {"5": 1.5}}}),
     ("/v1/completions", {**COMPLETION, **CONSTRAINED, "truncate_prompt_tokens": 1}),
     ("/v1/chat/completions", {**CHAT, **CONSTRAINED, "max_tokens": 3}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 3, "response_format": {"type": "json_object"}}),
+    ("/generate", {"inputs": "Hi", "parameters": {"guided_choice": ["a", "b"], "max_new_tokens": 5}}),
 ]  # fmt: skip
 
 
@@ -170,7 +172,9 @@ def determining(submit: pb.Submit) -> tuple[Any, ...]:
     sampling = submit.sampling.SerializeToString(deterministic=True)
     adapter = (submit.adapter.digest, submit.adapter.id, submit.adapter.source)
     assert submit.speculation.verify in ("", "shared-noise")
-    return (list(submit.prompt_ids), submit.max_new_tokens, submit.seed, sampling, list(submit.stop_ids), adapter)
+    grammar = submit.grammar.text
+    stop_ids = list(submit.stop_ids)
+    return (list(submit.prompt_ids), submit.max_new_tokens, submit.seed, sampling, stop_ids, adapter, grammar)
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED, ids=range(len(ASKED)))

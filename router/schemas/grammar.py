@@ -1,0 +1,175 @@
+"""Reads the fields that constrain an output to a grammar, in the dialects of OpenAI, LoRAX, TGI, vLLM and SGLang."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lorikeet.router.errors import ValidationError
+from lorikeet.router.schemas.fields import Fields
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_DEPTH = 64
+MAX_CHOICES = 4096
+MAX_ENUM = 4096
+STRUCTURED_OUTPUTS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""The field of `structured_outputs` for each kind of grammar."""
+
+
+@dataclass(frozen=True)
+class GrammarFields:
+    """The grammar that a request asks for."""
+
+    kind: str
+    """json_schema | regex | choice | grammar."""
+    value: Any
+    """A JSON schema, a regular expression, a list of texts, or a grammar in Lark's or GBNF's syntax."""
+    field: str
+    """The field that it came from."""
+
+
+def read_grammar(fields: Fields) -> GrammarFields | None:
+    """The one grammar of a body, or None. Raises ValidationError, which names the field."""
+    found = [each for each in (*_direct(fields), _response_format(fields), _typed(fields)) if each is not None]
+    found += _structured_outputs(fields)
+    if len(found) > 1:
+        names = " and ".join(f"`{each.field}`" for each in found)
+        raise ValidationError(f"{names} cannot be set together: an output follows one grammar", found[1].field)
+    for each in found:
+        _check(each)
+    return found[0] if found else None
+
+
+def _direct(fields: Fields) -> list[GrammarFields | None]:
+    """vLLM's and SGLang's fields of the body itself."""
+    return [_one(fields, name, kind) for name, kind in _DIRECT.items()]
+
+
+_DIRECT = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+
+
+def _one(fields: Fields, name: str, kind: str, path: str = "") -> GrammarFields | None:
+    value = fields.take(name)
+    return None if value is None or value == [] else _READERS[kind](value, path + name)
+
+
+def _structured_outputs(fields: Fields) -> list[GrammarFields]:
+    """vLLM's `structured_outputs`."""
+    child = fields.child("structured_outputs")
+    found = [_one(child, name, kind, "structured_outputs.") for kind, name in STRUCTURED_OUTPUTS.items()]
+    if child.flag("json_object"):
+        found.append(GrammarFields("json_schema", ANY_OBJECT, "structured_outputs.json_object"))
+    if child.take("structural_tag") is not None:
+        raise ValidationError("`structured_outputs.structural_tag` is not supported", "structured_outputs")
+    return [each for each in found if each is not None]
+
+
+def _response_format(fields: Fields) -> GrammarFields | None:
+    """OpenAI's and LoRAX's: an object of any kind, or one that matches a schema."""
+    value = fields.mapping("response_format")
+    if value is None:
+        return None
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        schema = value.get("schema")
+        return _schema(ANY_OBJECT if schema is None else schema, "response_format.schema")
+    if kind == "json_schema":
+        inner = value.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else value.get("schema")
+        if schema is None:
+            raise ValidationError("`response_format.json_schema.schema` is missing", "response_format")
+        return _schema(schema, "response_format.json_schema.schema")
+    raise ValidationError("`response_format.type` must be text, json_object or json_schema", "response_format")
+
+
+def _typed(fields: Fields) -> GrammarFields | None:
+    """TGI's `grammar`: a type and a value."""
+    value = fields.mapping("grammar")
+    if value is None:
+        return None
+    kind, inner = value.get("type"), value.get("value")
+    if kind == "regex":
+        return _regex(inner, "grammar.value")
+    if kind in ("json", "json_schema"):
+        schema = inner.get("schema", inner) if kind == "json_schema" and isinstance(inner, dict) else inner
+        return _schema(schema, "grammar.value")
+    raise ValidationError("`grammar.type` must be json, json_schema or regex", "grammar")
+
+
+def _schema(value: Any, field: str) -> GrammarFields:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValidationError(f"`{field}` is not valid JSON", field) from None
+    if not isinstance(value, dict | bool):
+        raise ValidationError(f"`{field}` must be a JSON schema: an object, or its text", field)
+    return GrammarFields("json_schema", value, field)
+
+
+def _regex(value: Any, field: str) -> GrammarFields:
+    return GrammarFields("regex", _text(value, field), field)
+
+
+def _grammar(value: Any, field: str) -> GrammarFields:
+    return GrammarFields("grammar", _text(value, field), field)
+
+
+def _choice(value: Any, field: str) -> GrammarFields:
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+        raise ValidationError(f"`{field}` must be a list of texts that are not empty", field)
+    if len(value) > MAX_CHOICES:
+        raise ValidationError(f"`{field}` takes up to {MAX_CHOICES} texts. Given: {len(value)}", field)
+    return GrammarFields("choice", value, field)
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValidationError(f"`{field}` must be a text that is not empty", field)
+    return value
+
+
+_READERS: dict[str, Callable[[Any, str], GrammarFields]] = {
+    "json_schema": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}
+
+
+def _check(grammar: GrammarFields) -> None:
+    """Bounds of size and depth, and no character that no output can have."""
+    num_bytes, texts, waiting = 0, list[str](), [(grammar.value, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise ValidationError(f"`{grammar.field}` is nested deeper than {MAX_DEPTH} levels", grammar.field)
+        num_bytes += 8
+        if isinstance(value, str):
+            texts.append(value)
+            num_bytes += len(value)
+        elif isinstance(value, list):
+            waiting += [(each, depth + 1) for each in value]
+        elif isinstance(value, dict):
+            texts += value
+            if len(value.get("enum") or ()) > MAX_ENUM:
+                raise ValidationError(f"an `enum` in `{grammar.field}` has more than {MAX_ENUM} values", grammar.field)
+            waiting += [(each, depth + 1) for each in value.values()]
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise ValidationError(f"`{grammar.field}` is larger than {MAX_GRAMMAR_BYTES} bytes", grammar.field)
+    for text in texts:
+        if "\0" in text:
+            raise ValidationError(f"`{grammar.field}` contains a NUL character", grammar.field)
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValidationError(f"`{grammar.field}` contains a lone surrogate", grammar.field)

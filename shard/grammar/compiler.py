@@ -1,0 +1,90 @@
+"""Compiles grammars in threads, outside the step loop, and keeps the newest ones compiled."""
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import structlog
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from lorikeet.shard.grammar.matcher import Compiled, GrammarMatcher, reason
+from lorikeet.shard.scheduler.constraint import Grammar, NoGrammars
+
+log = structlog.get_logger()
+
+MAX_COMPILED = 256
+"""Most compiled grammars that are kept, least recently used first to go."""
+NUM_THREADS = 2
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=250_000,
+)
+"""Bounds of the work of a compilation and of a step; beyond them the grammar is an error."""
+
+
+class GrammarCompiler(NoGrammars):
+    """Of one shard. `make_tokenizer` is called once, in a thread, because reading a tokenizer takes about a second."""
+
+    reject_reason = ""
+
+    def __init__(self, make_tokenizer: Callable[[], LLTokenizer], wake: Callable[[], None]) -> None:
+        """`wake` is called from a thread whenever a compilation has ended."""
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._tokenizer = self._threads.submit(make_tokenizer)
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[bytes, Future[Compiled]] = OrderedDict()
+
+    def match(self, grammar: Grammar) -> GrammarMatcher:
+        return GrammarMatcher(self._compile(grammar.text), grammar.proposes)
+
+    def _compile(self, grammar: str) -> Future[Compiled]:
+        key = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
+        with self._lock:
+            found = self._compiled.pop(key, None)
+            if found is None:
+                found = self._threads.submit(self._build, grammar)
+                found.add_done_callback(lambda _: self._wake())
+            self._compiled[key] = found
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return found
+
+    def _build(self, grammar: str) -> Compiled:
+        try:
+            tokenizer = self._tokenizer.result()
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        except Exception as failure:  # the library panics on some inputs: the request fails, and the shard goes on
+            log.exception("grammar_compilation_failed")
+            return Compiled(None, error=f"the grammar cannot be compiled: {type(failure).__name__}")
+        if error := reason(matcher):
+            return Compiled(None, error=f"the grammar cannot be compiled: {error}")
+        return Compiled(matcher, tokenizer.eos_token)
+
+
+def read_tokenizer(path: str | Path, vocab_size: int) -> LLTokenizer:
+    """The tokenizer of the model in the folder `path`, padded to the rows of the output head. Takes about a second.
+
+    Raises OSError or ValueError for a model without a fast tokenizer.
+    """
+    folder = Path(path)
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    return LLTokenizer(text, n_vocab=vocab_size, eos_token=_eos_id(folder))
+
+
+def _eos_id(folder: Path) -> int | None:
+    """The first end-of-sequence token that the model's configurations name."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            found = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            ids = found if isinstance(found, list) else [found]
+            if ids and isinstance(ids[0], int):
+                return ids[0]
+    return None

@@ -1,0 +1,97 @@
+"""Masks the logits of constrained requests: one row for every sampled position, those after drafts included."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+from lorikeet.shard.batch.transfer import to_device
+from lorikeet.shard.grammar.matcher import GrammarMatcher, reason
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.scheduler.speculation.types import Source
+
+_WORD = 32
+Bitmask = np.ndarray[tuple[int, int], np.dtype[np.int32]]
+
+
+class GrammarMasks:
+    """The masks of one step at a time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // _WORD)
+        self._executor = LLExecutor(num_threads=1)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        self._filling: Future[Bitmask] | None = None
+        self._rows: list[int] = []
+
+    def start(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Begin to fill the masks of a step whose drafts are known, next to the forward pass."""
+        self._rows, self._filling = [], None
+        jobs: list[tuple[GrammarMatcher, Sequence[int], frozenset[int]]] = []
+        first = 0
+        for item in scheduled:
+            constraint = item.request.constraint
+            if item.samples and isinstance(constraint, GrammarMatcher):
+                jobs.append((constraint, item.draft_ids, item.request.stop_ids))
+                self._rows += range(first, first + item.num_sampled)
+            first += item.num_sampled
+        if jobs:
+            self._filling = self._thread.submit(self._fill, jobs)
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """logits: [S, V], changed in place: tokens that the grammar does not allow become -inf."""
+        if self._filling is None:
+            return
+        bitmask = self._filling.result()
+        rows = to_device(torch.tensor(self._rows, dtype=torch.long), logits.device)
+        is_refused = self._unpack(bitmask, logits.device)
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(is_refused, float("-inf")))
+
+    def _fill(self, jobs: Sequence[tuple[GrammarMatcher, Sequence[int], frozenset[int]]]) -> Bitmask:
+        num_rows = sum(1 + len(draft_ids) for _, draft_ids, _ in jobs)
+        bitmask = np.full((num_rows, self._num_words), -1, dtype=np.int32)
+        wanted, first = [], 0
+        for constraint, draft_ids, _ in jobs:
+            wanted.append((constraint.matcher, first, list(draft_ids)))
+            first += 1 + len(draft_ids)
+        single = [(matcher, row) for matcher, row, draft_ids in wanted if not draft_ids]
+        drafted = [each for each in wanted if each[2]]
+        if single:
+            fill_next_token_bitmask_par(self._executor, single, bitmask)
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bitmask)
+        for (constraint, _, stop_ids), (_, first, draft_ids) in zip(jobs, wanted, strict=True):
+            _allow_stop_tokens(bitmask[first : first + 1 + len(draft_ids)], constraint.eos_id, stop_ids)
+            if error := reason(constraint.matcher):
+                constraint.error = f"no token can follow in the grammar: {error}"
+        return bitmask
+
+    def _unpack(self, bitmask: Bitmask, device: torch.device) -> torch.Tensor:
+        """bitmask: [n, words]. Returns [n, V] bool: what is not allowed."""
+        if device.type == "cpu":
+            bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+            return torch.from_numpy(bits == 0)
+        words = to_device(torch.from_numpy(bitmask), device)
+        shifts = torch.arange(_WORD, device=device, dtype=torch.int32)
+        unpacked = (words[:, :, None] >> shifts) & 1
+        return unpacked.flatten(1)[:, : self._vocab_size] == 0
+
+
+def truncate_drafts(scheduled: Sequence[ScheduledRequest]) -> None:
+    """Cut the drafts of a draft model, which are drawn in the step itself, after the first that a grammar refuses. That
+    one stays, because the rejection rule draws from the excess of the target's distribution only where it rejects.
+    """
+    for item in scheduled:
+        if item.source is Source.DRAFT and item.request.constraint.is_constrained:
+            item.draft_ids = item.draft_ids[: item.request.constraint.num_allowed(item.draft_ids) + 1]
+
+
+def _allow_stop_tokens(bitmask: Bitmask, eos_id: int, stop_ids: frozenset[int]) -> None:
+    """bitmask: [n, words]. Wherever the grammar may end, any of the request's stop tokens may end it."""
+    may_end = (bitmask[:, eos_id // _WORD] >> (eos_id % _WORD)) & 1 == 1
+    for stop_id in stop_ids:
+        bitmask[may_end, stop_id // _WORD] |= np.int32(np.uint32(1 << (stop_id % _WORD)).view(np.int32))
