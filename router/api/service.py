@@ -138,13 +138,18 @@ class Service:
         return resolve_speculation(wanted, self.offer, is_seeded=is_seeded)
 
     async def grammar(
-        self, wanted: GrammarFields | ValidationError | None, speculation: SpeculationFields
+        self, wanted: GrammarFields | ValidationError | None, constraints: Constraints, speculation: SpeculationFields
     ) -> Grammar | None:
         """What the output follows. Raises ValidationError or UnsupportedField."""
         if wanted is None:
             return None
         if isinstance(wanted, ValidationError):
             raise wanted
+        if constraints.masks is not None:
+            raise ValidationError(
+                f"`{constraints.masks}` and `{wanted.field}` cannot be set together: no token might be left",
+                constraints.masks,
+            )
         info = self.dispatcher.info
         if info is not None and not info.grammars:
             raise UnsupportedField(wanted.field, "needs a model with a fast tokenizer (tokenizer.json)")

@@ -180,7 +180,7 @@ class NativeRoutes:
             caller=caller.identity,
             cache_salt=caller.cache_salt,
             speculation=speculation,
-            grammar=await self._service.grammar(parameters.grammar, parameters.speculation),
+            grammar=await self._service.grammar(parameters.grammar, parameters.constraints, parameters.speculation),
             seed=random_seed() if parameters.seed is None else parameters.seed,
             sampling=parameters.sampling(),
             stop_strings=tuple(parameters.stop),

@@ -391,3 +391,12 @@ async def test_errors_name_what_to_use(server: Serving) -> None:
     response = await server.client.post("/generate", json={"inputs": "Hi", "parameters": {"n": 2}})
     expected = "Input validation error: `n` is not supported by this route: use `best_of`, or /v1/completions"
     assert response.json()["error"] == expected
+
+
+@pytest.mark.parametrize("field", [{"allowed_token_ids": [5]}, {"bad_words": ["x"]}, {"min_tokens": 2}])
+async def test_fields_that_exclude_tokens_cannot_be_set_with_a_grammar(server: Serving, field: dict[str, Any]) -> None:
+    wanted = {**field, "guided_regex": "a+"}
+    response = await server.client.post("/generate", json={"inputs": "Hi", "parameters": wanted})
+    assert response.status_code == 422 and "cannot be set together" in response.json()["error"]
+    response = await server.client.post("/v1/completions", json={**COMPLETION, **wanted})
+    assert response.status_code == 400 and response.json()["error"]["param"] == next(iter(field))
