@@ -79,8 +79,10 @@ class AdapterSource(Protocol):
     def missing(self, ref: Ref, token: str | None) -> AdapterNotFound:
         """The error for a name that does not exist."""
 
-    async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
-        """Those of `names` that exist, each of bounded size."""
+    async def small_files(
+        self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES, max_bytes: int = MAX_SMALL_BYTES
+    ) -> dict[str, bytes]:
+        """Those of `names` that exist. Raises AdapterTooLarge for one above `max_bytes`."""
 
     def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
         """Download the files; returns the path of a folder with CONFIG and one of WEIGHTS (or an index and parts), with
@@ -122,8 +124,10 @@ class ListedSource(ABC):
         files = await asyncio.to_thread(self._listed, ref.id)
         return Resolved(Pin(self.source, ref.id, self._revision(files)), is_public=True)
 
-    async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
-        return await asyncio.to_thread(self._small_files, pin.id, names)
+    async def small_files(
+        self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES, max_bytes: int = MAX_SMALL_BYTES
+    ) -> dict[str, bytes]:
+        return await asyncio.to_thread(self._small_files, pin.id, names, max_bytes)
 
     def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
         files = self._listed(pin.id)
@@ -164,12 +168,12 @@ class ListedSource(ABC):
             raise AdapterNotFound(f"{pin.id} has changed since it was looked up: repeat the request")
         return files
 
-    def _small_files(self, id: str, names: frozenset[str]) -> dict[str, bytes]:
+    def _small_files(self, id: str, names: frozenset[str], max_bytes: int) -> dict[str, bytes]:
         files, contents = self._listed(id), {}
         for name in sorted(names & set(files)):
-            if files[name].size > MAX_SMALL_BYTES:
-                raise AdapterTooLarge(f"{name} of {id} has more than {MAX_SMALL_BYTES} bytes")
-            contents[name] = self._head(id, files[name], MAX_SMALL_BYTES).content
+            if files[name].size > max_bytes:
+                raise AdapterTooLarge(f"{name} of {id} has more than {max_bytes} bytes")
+            contents[name] = self._head(id, files[name], max_bytes).content
         return contents
 
 

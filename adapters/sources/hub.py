@@ -55,8 +55,10 @@ class HubSource:
     def missing(self, ref: Ref, token: str | None) -> errors.AdapterNotFound:
         return _missing(ref, token)
 
-    async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
-        return await self._in_thread(lambda: self._small_files(pin, token, names))
+    async def small_files(
+        self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES, max_bytes: int = base.MAX_SMALL_BYTES
+    ) -> dict[str, bytes]:
+        return await self._in_thread(lambda: self._small_files(pin, token, names, max_bytes))
 
     def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = base.unbounded) -> Path:
         """Public files through the cache, others into `folder`. A complete cached snapshot needs no request."""
@@ -133,19 +135,28 @@ class HubSource:
             raise error
         return Resolved(Pin(Source.HUB, ref.id, noted), True, ref.id.lower())
 
-    def _small_files(self, pin: Pin, token: str | None, names: frozenset[str]) -> dict[str, bytes]:
+    def _small_files(self, pin: Pin, token: str | None, names: frozenset[str], max_bytes: int) -> dict[str, bytes]:
+        contents: dict[str, bytes] = {}
         if (cached := self._whole_snapshot(pin)) is not None:
-            return {name: (cached / name).read_bytes() for name in names if (cached / name).is_file()}
-        files, contents = self._listed(pin, token)[1], {}
+            paths = {name: cached / name for name in names if (cached / name).is_file()}
+            for name, path in paths.items():
+                self._check_small(pin, name, path.stat().st_size, max_bytes)
+                contents[name] = path.read_bytes()
+            return contents
+        files = self._listed(pin, token)[1]
         for name in sorted(names & set(files)):
             size = files[name].size
-            if size is not None and size > base.MAX_SMALL_BYTES:
-                raise errors.AdapterTooLarge(f"{name} of {pin.id} is larger than {base.MAX_SMALL_BYTES} bytes")
+            self._check_small(pin, name, size, max_bytes)
             # not through the cache: files that a caller's token opened must not reach others
-            contents[name] = self._range(pin, name, token, base.MAX_SMALL_BYTES if size is None else size)
+            contents[name] = self._range(pin, name, token, max_bytes if size is None else size)
             if size not in (None, len(contents[name])):
                 raise _other(name, pin)
         return contents
+
+    @staticmethod
+    def _check_small(pin: Pin, name: str, size: int | None, max_bytes: int) -> None:
+        if size is not None and size > max_bytes:
+            raise errors.AdapterTooLarge(f"{name} of {pin.id} is larger than {max_bytes} bytes")
 
     def _ask(self, ref: Ref, token: str | None, sizes: bool = False) -> Any:
         """The hub's description of a repository. Raises leaves of AdapterError."""

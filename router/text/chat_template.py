@@ -107,11 +107,19 @@ class ChatTemplate:
 
     def _text(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
-            return self._template.render(
+            text = self._template.render(
                 {"messages": messages, "add_generation_prompt": True, **self._special_tokens, **variables}
             )
+            text.encode()
+        except UnicodeEncodeError:
+            raise ChatTemplateError(
+                "the template's text is not valid Unicode: it has half of a surrogate pair"
+            ) from None
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise ChatTemplateError(str(error) or type(error).__name__) from error
+        if not text:
+            raise ChatTemplateError("the template's text is empty")
+        return text
 
 
 def _until_tag(text: str, final_message: str) -> str:

@@ -13,11 +13,11 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.chat_template import NO_OPTIONS, ChatTemplate, Rendered, TemplateOptions
+import orjson
 
-SECONDS = 2.0
-"""Time limit of one prompt."""
+from lorikeet.router.errors import ChatTemplateError
+from lorikeet.router.text.chat_template import NO_OPTIONS, ChatTemplate, TemplateOptions
+
 START_SECONDS = 20.0
 MAX_LINE_BYTES = 64 << 20
 MAX_PROMPT = 8 << 20
@@ -25,38 +25,30 @@ _MAX_MEMORY = 1 << 30
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
 
 
+class ProcessEnded(Exception):
+    """The process ended while it rendered."""
+
+
 class TemplateProcess:
     """One process, started on demand and again after it was killed; it renders one prompt at a time."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._lock = asyncio.Lock()
 
-    async def render(
-        self,
-        template: str,
-        special_tokens: dict[str, str],
-        messages: list[dict[str, Any]],
-        options: TemplateOptions = NO_OPTIONS,
-    ) -> Rendered:
-        """The prompt. Raises ChatTemplateError."""
-        question = _question(template, special_tokens, messages, options)
-        async with self._lock:
-            process = self._process or await self._start()
-            try:
-                async with asyncio.timeout(SECONDS):
-                    answer = await self._ask(process, question)
-            except BaseException as error:
-                # A late answer must not be taken for that of the next prompt.
-                await self.close()
-                if isinstance(error, TimeoutError):
-                    raise ChatTemplateError(f"the adapter's template took longer than {SECONDS:g} s") from None
-                if isinstance(error, OSError | ValueError):
-                    raise ChatTemplateError("the adapter's template needs too much memory") from None
-                raise
-        if "error" in answer:
-            raise ChatTemplateError(str(answer["error"])[:1000])
-        return Rendered(str(answer["text"]), tuple(answer["unread"]))
+    async def answer(self, question: bytes, seconds: float) -> dict[str, Any]:
+        """The answer to a line of JSON, with `text` and `unread` or with `error`.
+
+        Raises TimeoutError after `seconds`, and ProcessEnded; either way the next call starts another process.
+        """
+        await self.start()
+        process = self._process
+        assert process is not None
+        try:
+            async with asyncio.timeout(seconds):
+                return await _ask(process, question)
+        except BaseException:
+            await self.close()  # a late answer must not be taken for the next one
+            raise
 
     async def close(self) -> None:
         """Kill the process, if there is one."""
@@ -66,7 +58,10 @@ class TemplateProcess:
                 process.kill()
             await process.wait()
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def start(self) -> None:
+        """Start the process where it does not run. Raises RuntimeError where it does not answer."""
+        if self._process is not None:
+            return
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -79,24 +74,35 @@ class TemplateProcess:
         )
         try:
             async with asyncio.timeout(START_SECONDS):
-                await self._ask(process, _question("", {}, [], NO_OPTIONS))
+                await _ask(process, question_of("", {}, [], NO_OPTIONS))
+        except (TimeoutError, ProcessEnded) as error:
+            await self.close()
+            raise RuntimeError("the process for chat templates does not start") from error
         except BaseException:
             await self.close()
             raise
-        return process
 
-    async def _ask(self, process: asyncio.subprocess.Process, question: dict[str, Any]) -> dict[str, Any]:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(question).encode() + b"\n")
+
+async def _ask(process: asyncio.subprocess.Process, question: bytes) -> dict[str, Any]:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(question + b"\n")
         await process.stdin.drain()
-        answer: dict[str, Any] = json.loads(await process.stdout.readline())  # ValueError at the end of the process
-        return answer
+        line = await process.stdout.readline()
+    except (OSError, RuntimeError) as error:  # uvloop's for a pipe that is closed is a RuntimeError
+        raise ProcessEnded from error
+    if not line.endswith(b"\n"):
+        raise ProcessEnded
+    answer: dict[str, Any] = orjson.loads(line)
+    return answer
 
 
-def _question(
+def question_of(
     template: str, special_tokens: dict[str, str], messages: list[dict[str, Any]], options: TemplateOptions
-) -> dict[str, Any]:
-    return {"template": template, "special_tokens": special_tokens, "messages": messages, **asdict(options)}
+) -> bytes:
+    """The line of JSON that asks for a prompt."""
+    question = {"template": template, "special_tokens": special_tokens, "messages": messages, **asdict(options)}
+    return orjson.dumps(question)
 
 
 def main() -> None:

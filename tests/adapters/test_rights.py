@@ -51,7 +51,9 @@ class Hub:
             return Resolved(Pin(Source.HUB, ref.id, self.commit), is_public=False)
         raise AdapterNotAllowed("no right", status=401) if token is None else AdapterNotFound("not found")
 
-    async def small_files(self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES) -> dict[str, bytes]:
+    async def small_files(
+        self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES, max_bytes: int = 1 << 20
+    ) -> dict[str, bytes]:
         return {}
 
     def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from huggingface_hub import constants
 
@@ -205,6 +206,37 @@ async def test_templates(tmp_path: Path) -> None:
             assert response.json()["error"]["message"].startswith("Failed applying chat template to inputs: ")
         # The process of a failed template is replaced.
         assert await prompt("jinja") == "JHi</s>"
+
+
+async def test_files_of_templates_are_bounded_and_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path, "large", "both", "plain")
+    roots = tmp_path / "roots"
+    large = json.dumps({"chat_template": "T", "padding": "x" * (1 << 20)})
+    for name in ("large", "both"):
+        (roots / name / "tokenizer_config.json").write_text(large)
+    (roots / "both" / "chat_template.jinja").write_text("J{{ messages[0].content }}")
+    (roots / "plain" / "tokenizer_config.json").write_text('{"chat_template": "P{{ messages[0].content }}"}')
+    async with serving(tmp_path, adapters=True) as server:
+        reads = []
+        read = server.service.templates._read
+
+        async def counted(pin: Any, token: str | None) -> str | None:
+            reads.append(pin.id)
+            await asyncio.sleep(0.1)
+            return await read(pin, token)
+
+        monkeypatch.setattr(server.service.templates, "_read", counted)
+
+        async def ask(name: str) -> httpx.Response:
+            return await server.client.post("/v1/chat/completions", json=body("/v1/chat/completions", name))
+
+        answers = await asyncio.gather(*(ask("plain") for _ in range(6)))
+        assert [answer.status_code for answer in answers] == [200] * 6
+        assert len(reads) == 1
+        assert (await ask("both")).status_code == 200
+        answer = await ask("large")
+        assert answer.status_code == 422
+        assert "tokenizer_config.json" in answer.text and "1048576 bytes" in answer.text
 
 
 async def test_listed_models(tmp_path: Path) -> None:
