@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import httpx
 import pytest
+from huggingface_hub import constants
 from hypothesis import HealthCheck, given, settings
 from starlette.routing import Route
 
@@ -17,6 +18,7 @@ from lorikeet.adapters.keys import sha256
 from lorikeet.proto import shard_pb2
 from lorikeet.router.api import openapi
 from lorikeet.router.errors import ANSWERS, UnknownMethod, UnknownRoute
+from tests.hub_server import hub
 from tests.router.serving import MODEL_ID, Serving, serving
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis from PyPI")
@@ -72,8 +74,11 @@ def confirm_unloads(server: Serving, num_read: int) -> int:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("openapi")) as found:
-        yield found
+    """Its hub has no adapters: drawn names are unknown, rather than unreachable."""
+    with hub({}) as source, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", source.url)
+        with Server(tmp_path_factory.mktemp("openapi")) as found:
+            yield found
 
 
 def no_server_error(context: Any, response: Any, case: Any) -> None:
