@@ -115,8 +115,8 @@ def next_to(launched: Launched, name: str, seconds: float, at_least: int, peer: 
 def measure(launched: Launched, name: str, seconds: float, rest_s: float, at_least: int) -> tuple[Canary, str]:
     """A canary next to the attack; the bars that are not met, "" for none."""
     pids = [launched.child("router"), launched.child("adapters")]
-    harmless, _ = next_to(launched, name, seconds, at_least, ATTACKS[name].peer)
     idle_mb = resident_mb(pids)
+    harmless, _ = next_to(launched, name, seconds, at_least, ATTACKS[name].peer)
     memory = Memory(pids)
     seen, num_attacks = next_to(launched, name, seconds, at_least)
     peak_mb = memory.end() - idle_mb
