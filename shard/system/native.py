@@ -56,7 +56,7 @@ def library(source: Path, *defines: str) -> ctypes.CDLL:
 @cache
 def _log_level(level: str, reason: str) -> None:
     """Once per process and level."""
-    log.info("prebuilt_kernels", level=level, reason=reason)
+    log.info("prebuilt_kernels", processor=level, reason=reason)
 
 
 def _compiled(source: Path, defines: tuple[str, ...]) -> Path:

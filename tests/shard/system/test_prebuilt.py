@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from lorikeet.shard.attention import cpu as attention
 from lorikeet.shard.batch.inputs import StepInputs
@@ -102,8 +103,10 @@ def test_prebuilt_libraries_compute_the_same_bits(built: Path, monkeypatch: pyte
     monkeypatch.setattr(prebuilt, "FOLDER", built)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    with _fresh_libraries(monkeypatch, native.library.__wrapped__):
+    native._log_level.cache_clear()
+    with _fresh_libraries(monkeypatch, native.library.__wrapped__), capture_logs() as events:
         there = list(_results())
+    assert [(event["event"], event["processor"]) for event in events] == [("prebuilt_kernels", OWN[0].name)]
     assert len(here) == len(there)
     for (name, ours), (_, theirs) in zip(here, there, strict=True):
         assert torch.equal(ours, theirs), name
