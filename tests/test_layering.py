@@ -34,7 +34,7 @@ WITHOUT_TORCH = (
 
 FOLDERS = {
     "adapters": ("", "sources", "medusa", "formats", "loader"),
-    "router": ("http", "text", "requests", "schemas", "metrics", "usage", "shards", "receipts",
+    "router": ("http", "text", "requests", "schemas/openapi", "schemas", "metrics", "usage", "shards", "receipts",
                "adapters", "dispatch", "api/routes", "api", ""),
     "shard": (
         "system", "scheduler/speculation", "scheduler", "batch", "sampling", "attention",

@@ -1,4 +1,4 @@
-"""The OpenAPI document, from a table of routes, the models in `router/schemas/openapi_*.py` and the table
+"""The OpenAPI document, from a table of routes, the models in `router/schemas/openapi/` and the table
 of errors.
 
 An operation lists every status and media type of its answers.
@@ -33,8 +33,8 @@ from lorikeet.router.errors import (
     UnknownRoute,
     ValidationError,
 )
-from lorikeet.router.schemas import openapi_adapters as adapter_models
-from lorikeet.router.schemas import openapi_models as models
+from lorikeet.router.schemas.openapi import adapters as adapter_models
+from lorikeet.router.schemas.openapi import models as models
 
 JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lorikeet.router.schemas import field_document
-from lorikeet.router.schemas import openapi_models as published
 from lorikeet.router.schemas.field_table import CHAT, COMPLETIONS, NATIVE, ROWS, Behaviour, Route, rows
+from lorikeet.router.schemas.openapi import models as published
 from tests.router.api.routes.test_openai import CHAT as CHAT_BODY
 from tests.router.api.routes.test_openai import COMPLETION
 from tests.router.serving import MODEL_ID, Serving, serving

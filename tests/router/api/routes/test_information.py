@@ -7,8 +7,8 @@ import pytest
 
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.schemas import openai
-from lorikeet.router.schemas import openapi_models as published
 from lorikeet.router.schemas.native import NativeParameters, read_native
+from lorikeet.router.schemas.openapi import models as published
 from tests.router.serving import MODEL_ID, Serving, serving
 
 pytestmark = pytest.mark.anyio
@@ -100,7 +100,7 @@ SPECULATIVE = {f"speculative_{name}" for name in ("tokens", "method", "schedule"
 def test_published_parameters_are_those_that_are_read() -> None:
     read = {field.name for field in dataclasses.fields(NativeParameters)}
     read = read - {"speculation", "constraints"} | SPECULATIVE | {"stop_sequences"}
-    read |= set(published.Constrained.model_fields) | set(published._Structured.model_fields)
+    read |= set(published.Constrained.model_fields) | set(published.Structured.model_fields)
     assert set(published.GenerateParameters.model_fields) == read
     everything = dict.fromkeys(published.GenerateParameters.model_fields)
     assert read_native({"inputs": "Hi", "parameters": everything, "stream": None}, with_stream=True).ignored == []

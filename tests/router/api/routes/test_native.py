@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from lorikeet.router.api.routes import native
-from lorikeet.router.schemas import openapi_models as published
+from lorikeet.router.schemas.openapi import models as published
 from tests.router.serving import MODEL_ID, Serving
 
 pytestmark = pytest.mark.anyio

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from lorikeet.router.schemas.openapi_models import AdapterSource
+from lorikeet.router.schemas.openapi.models import AdapterSource
 
 
 class Model(BaseModel):

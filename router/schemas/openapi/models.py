@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-from lorikeet.router.schemas.openapi_constraints import Constrained
-from lorikeet.router.schemas.openapi_receipts import FinishReason, Receipt
+from lorikeet.router.schemas.openapi.constraints import Constrained
+from lorikeet.router.schemas.openapi.grammars import Structured
+from lorikeet.router.schemas.openapi.receipts import FinishReason, Receipt
 
 AdapterSource = Literal["hub", "local", "s3"]
 
@@ -26,35 +27,7 @@ class MergedAdapters(BaseModel):
 _ASKED_RECEIPT = Field(False, description="Adds what is needed to reproduce the text, for `lorikeet-replay`")
 
 
-class StructuredOutputs(BaseModel):
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-
-
-class Grammar(BaseModel):
-    type: Literal["json", "json_schema", "regex"]
-    value: dict[str, Any] | str
-
-
-class _Structured(BaseModel):
-    response_format: dict[str, Any] | None = Field(
-        None, description="`type` is text, json_object (with a `schema`, as in LoRAX) or json_schema (as in OpenAI)"
-    )
-    structured_outputs: StructuredOutputs | None = Field(None, description="As in vLLM: one grammar")
-    guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema, or its text")
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = Field(None, description="A grammar in Lark's or GBNF's syntax")
-    json_schema: dict[str, Any] | str | None = Field(None, description="As in SGLang")
-    regex: str | None = Field(None, description="As in SGLang")
-    ebnf: str | None = Field(None, description="As in SGLang")
-    grammar: Grammar | None = Field(None, description="As in TGI")
-
-
-class _Speculative(_Structured):
+class _Speculative(Structured):
     """Of every generating route."""
 
     speculative_tokens: int | None = Field(None, ge=0, description="Maximum draft tokens per step; 0 for none")

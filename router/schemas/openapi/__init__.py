@@ -1,0 +1,1 @@
+"""Pydantic models of requests and answers, for the document at `/openapi.json` only."""
