@@ -1,4 +1,4 @@
-"""Templates of strangers: slow ones delay only their own kind, and a process that was killed is replaced."""
+"""Templates of untrusted authors: slow ones delay only their own kind, and a process that was killed is replaced."""
 
 import asyncio
 import contextlib
