@@ -7,6 +7,8 @@ Linux knows both; elsewhere a process keeps its priority, and notices its parent
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lorikeet.proto.process import signal_at_parent_death
@@ -43,16 +45,20 @@ def step_forward(pid: int) -> bool:
     return True
 
 
-def limit_memory(num_bytes: int | None) -> None:
-    """Let this process allocate so much more than it has now; None is no limit. Only Linux counts what it has."""
+@contextmanager
+def limited_memory(num_bytes: int) -> Iterator[None]:
+    """Inside, this process can allocate so much more than it has now. Only Linux counts what it has."""
     if sys.platform != "linux":
+        yield
         return
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = hard
-    if num_bytes is not None:
-        wanted = _data_bytes() + num_bytes
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = _data_bytes() + num_bytes
+    limits = [limit for limit in before if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([wanted, *limits]), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def _data_bytes() -> int:

@@ -9,7 +9,7 @@ import json
 import resource
 import signal
 import socket
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +86,17 @@ class WorkerJobs:
         """Validate a pin by its configuration and the headers of its weights. Nothing is stored."""
         pin = Pin.from_dict(job["pin"])
         headers = self._loop.run(read_headers(self._sources[pin.source], pin, job.get("token")))
-        # mapped without being read
-        process.limit_memory(self._context.config.reading_memory + sum(head.size for head in headers.heads.values()))
         self._limit_cpu(0, with_patterns=True)
-        context = self._context
-        found = AdapterValidator(context.reader, context.tokenizers, context.base.kinds).validate(headers)
+        context, num_mapped = self._context, sum(head.size for head in headers.heads.values())
+        with process.limited_memory(context.config.reading_memory + num_mapped):
+            found = AdapterValidator(context.reader, context.tokenizers, context.base.kinds).validate(headers)
         size = {"num_bytes": found.num_bytes, "num_heads": found.num_heads}
         return {"validation": {"rank": found.rank, "modules": found.num_modules, **size}}
 
     def convert(self, job: dict[str, Any]) -> dict[str, Any]:
         """Store the served layout of the files in a folder."""
         folder = Path(job["folder"])
-        self._limit_memory([folder])
-        with contents.opened(folder, self._max_bytes) as opened:
+        with self._limited_memory([folder]), contents.opened(folder, self._max_bytes) as opened:
             digest = opened.digest
             if (stored := self._stored(digest)) is not None:
                 return {"entry": stored.as_dict()}
@@ -116,8 +114,7 @@ class WorkerJobs:
         parts: list[list[ModuleChange]] = []
         digests: list[str] = []
         folders = [Path(folder) for folder in job["folders"]]
-        self._limit_memory(folders)
-        with ExitStack() as held:
+        with self._limited_memory(folders), ExitStack() as held:
             for folder in folders:
                 opened = held.enter_context(contents.opened(folder, self._max_bytes))
                 if opened.values is None or opened.changes is None or opened.heads is not None:
@@ -143,11 +140,11 @@ class WorkerJobs:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, seconds + num_bytes / _BYTES_PER_CPU_S)
 
-    def _limit_memory(self, folders: list[Path]) -> None:
-        """Limit the memory of this job by the size of its files."""
+    def _limited_memory(self, folders: list[Path]) -> AbstractContextManager[None]:
+        """Inside, memory is limited by the size of a job's files."""
         files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
         num_bytes = min(sum(path.stat().st_size for path in files), len(folders) * self._max_bytes)
-        process.limit_memory(self._context.config.reading_memory + _MEMORY_PER_BYTE * num_bytes)
+        return process.limited_memory(self._context.config.reading_memory + _MEMORY_PER_BYTE * num_bytes)
 
     def _stored(self, digest: str) -> Entry | None:
         """What the store has of that content."""
@@ -205,7 +202,6 @@ def _done(do: Any, job: dict[str, Any]) -> dict[str, Any]:
         log.exception("adapter_read_failed", adapter=name)
         return {"error": LoaderFailed(f"the loader failed on {name}: {type(error).__name__}").as_dict()}
     finally:
-        process.limit_memory(None)
         for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
             signal.setitimer(timer, 0)
 
