@@ -26,8 +26,8 @@ class Key:
     name: str
     admin: bool = False
     """Whether it may use the admin API."""
-    isolate: bool | None = None
-    """Whether its requests share cached prefixes only among themselves; None is the server's setting."""
+    isolate: bool = True
+    """Whether its requests share cached prefixes only among themselves."""
     adapters: frozenset[str] | None = None
     """The only adapters that it may use, by alias or id; None means all that are not closed to it."""
     requests_per_minute: float | None = None
@@ -67,7 +67,7 @@ class Keys:
             return None
         digest = sha256(bearer)
         if self._admin is not None and hmac.compare_digest(digest, self._admin):
-            return Key("", admin=True)
+            return Key("", admin=True, isolate=False)
         return self._by_hash.get(digest)
 
     def knew(self, bearer: str) -> bool:
@@ -84,9 +84,9 @@ def sha256(key: str) -> str:
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
 
 
-def read(path: str | Path, admin_sha256: str | None = None) -> Keys:
-    """Read a YAML list of keys. Raises CatalogueError with one sentence."""
-    keys, removed = read_with(parse, path)
+def read(path: str | Path, admin_sha256: str | None = None, *, isolate: bool = True) -> Keys:
+    """Read a YAML list of keys. `isolate` is for keys that do not say so. Raises CatalogueError with one sentence."""
+    keys, removed = read_with(lambda content: parse(content, isolate=isolate), path)
     return Keys(keys, admin_sha256, removed)
 
 
@@ -102,11 +102,11 @@ def entries(content: bytes | str) -> list[Any]:
     return values
 
 
-def parse(content: bytes | str) -> tuple[list[tuple[str, Key]], list[str]]:
+def parse(content: bytes | str, *, isolate: bool = True) -> tuple[list[tuple[str, Key]], list[str]]:
     """The keys of a file by their hashes, and the hashes of removed ones. Raises CatalogueError."""
     keys, removed = [], []
     for number, value in enumerate(entries(content), 1):
-        digest, key = _key(number, value)
+        digest, key = _key(number, value, isolate)
         if value.get("removed", False):
             removed.append(digest)
         else:
@@ -115,7 +115,7 @@ def parse(content: bytes | str) -> tuple[list[tuple[str, Key]], list[str]]:
     return keys, removed
 
 
-def _key(number: int, fields: Any) -> tuple[str, Key]:
+def _key(number: int, fields: Any, isolate: bool) -> tuple[str, Key]:
     if not isinstance(fields, dict) or set(fields) - set(_FIELDS):
         raise CatalogueError(f"key {number} must be a mapping of {', '.join(_FIELDS)}")
     name, digest = fields.get("name"), fields.get("sha256")
@@ -131,7 +131,7 @@ def _key(number: int, fields: Any) -> tuple[str, Key]:
             raise CatalogueError(f"`{switch}` of key {name} must be true or false")
     limits = {limit: _limit(name, limit, fields.get(limit)) for limit in _LIMITS}
     adapters = _adapters(name, fields.get("adapters"))
-    return digest, Key(name, fields.get("admin", False), fields.get("isolate"), adapters, **limits)
+    return digest, Key(name, fields.get("admin", False), fields.get("isolate", isolate), adapters, **limits)
 
 
 def _limit(name: str, limit: str, value: Any) -> Any:

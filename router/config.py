@@ -85,6 +85,12 @@ class RouterConfig(ConfigFile):
     """YAML file of API keys."""
     keys_optional: bool = False
     """Requests without a valid key are served."""
+    metrics_without_key: bool = False
+    """`/metrics` is open while keys close the server."""
+    share_prefixes: bool = False
+    """Keys share cached prefixes, unless they are isolated."""
+    forward_bearer: bool = False
+    """Any bearer token that is not, and was not, a key of this server goes to adapters' sources."""
     admin_key_sha256: str | None = None
     max_queued_per_adapter: int | None = None
     """None is `max_concurrent_requests`."""

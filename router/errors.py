@@ -11,10 +11,10 @@ RouterError
 │   │       └── NoHeads
 │   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
 │   │   └── one leaf per status
-│   ├── AdminOnly, AlreadyLoaded, ReloadRefused
+│   ├── KeyRequired, TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
 │   └── ChatTemplateError, ModelNotFound, UnknownRoute, UnknownMethod
 ├── Refused                     the server cannot accept it now
-│   └── Overloaded (QueueTimeout), BodyMemoryFull, ShuttingDown, NoShard, Unhealthy, NotServed
+│   └── Overloaded (QueueTimeout), KeyLimitReached, BodyMemoryFull, ShuttingDown, NoShard, Unhealthy, NotServed
 └── Failed                      it started and failed
     └── GenerationFailed, PoisonRequest, IncompleteGeneration, DeadlineExceeded, InternalError
 """
@@ -189,6 +189,23 @@ class AdminOnly(InvalidRequest):
     """The route needs the admin key."""
 
 
+class KeyRequired(InvalidRequest):
+    """The server is closed to requests without one of its API keys."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this server needs a valid API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        )
+
+
+class TooManyFailedKeys(InvalidRequest):
+    """An address has sent many invalid keys."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__("too many invalid API keys were sent from this address: repeat the request later")
+        self.retry_after = retry_after
+
+
 class AlreadyLoaded(InvalidRequest):
     """vLLM's text for a name that is in use."""
 
@@ -226,6 +243,16 @@ class BodyMemoryFull(Refused):
 
     template = "Too many large request bodies at once"
     retry_after = 1.0
+
+
+class KeyLimitReached(Refused):
+    """A limit of the caller's API key."""
+
+    template = "this API key allows {}: repeat the request later"
+
+    def __init__(self, limit: str, retry_after: float) -> None:
+        super().__init__(limit)
+        self.retry_after = retry_after
 
 
 class ShuttingDown(Refused):
@@ -307,10 +334,13 @@ ANSWERS: dict[type[RouterError], Answer] = {
     ),
     AdapterLoadFailed: Answer(500, "generation", "load_adapter", 500, "server_error", "adapter_load_failed"),
     AdminOnly: Answer(403, "forbidden", "bad_request", 403, "permission_error", "admin_only"),
+    KeyRequired: Answer(401, "unauthorized", "bad_request", 401, openai_code="invalid_api_key"),
+    TooManyFailedKeys: Answer(429, "unauthorized", "bad_request", 429, "requests", "rate_limit_exceeded"),
     AlreadyLoaded: Answer(400, "validation", "validation", 400),
     ReloadRefused: Answer(409, "validation", "validation", 409),
     Overloaded: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
     BodyMemoryFull: Answer(503, "overloaded", "overloaded", 503, "server_error", "overloaded"),
+    KeyLimitReached: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
     ShuttingDown: Answer(503, "shutting_down", "shutting_down", 503, "server_error", "shutting_down"),
     NoShard: Answer(503, "unavailable", "unavailable", 503, "server_error", "unavailable"),
     Unhealthy: Answer(503, "healthcheck", "unavailable", 503, "server_error", "unhealthy"),
@@ -355,7 +385,7 @@ def openai_body(error: RouterError) -> dict[str, Any]:
 def failure_headers(error: RouterError) -> dict[str, str]:
     """Headers about authentication, retries and closing the connection."""
     headers = {}
-    if isinstance(error, AdapterUnauthorized):
+    if isinstance(error, AdapterUnauthorized | KeyRequired):
         headers["www-authenticate"] = "Bearer"
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after)))

@@ -45,6 +45,13 @@ class Sources:
             raise NotServed(f"adapters of the source `{source.value}` are not served by this server")
         return self._sources[source]
 
+    @property
+    def is_default_hub(self) -> bool:
+        """Whether adapters of the source `hub` come from huggingface.co."""
+        from huggingface_hub import constants
+
+        return constants.ENDPOINT.rstrip("/") == "https://huggingface.co"
+
     async def close(self) -> None:
         for source in self._sources.values():
             await source.close()

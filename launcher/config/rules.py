@@ -107,6 +107,9 @@ def _check_adapters(settings: Settings) -> None:
 
 def _check_pairs(settings: Settings) -> None:
     model = settings["model-id"]
+    for name in ("api-keys-optional", "metrics-without-key", "share-prefixes"):
+        if settings[name] and settings["api-keys"] is None:
+            refuse(f"{settings.given[name]} needs --api-keys: without it the server is open to everyone")
     if settings["compile"] and settings["eager"]:
         refuse("--compile and --eager contradict each other")
     if settings["revision"] is not None:

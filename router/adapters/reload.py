@@ -30,7 +30,7 @@ def read_keys(config: RouterConfig) -> Keys:
     """The server's own API keys. Raises CatalogueError."""
     if config.keys_path is None:
         return Keys(admin_sha256=config.admin_key_sha256)
-    return keys.read(config.keys_path, config.admin_key_sha256)
+    return keys.read(config.keys_path, config.admin_key_sha256, isolate=not config.share_prefixes)
 
 
 @dataclass(frozen=True)

@@ -131,10 +131,22 @@ class Selection:
         return next((line for line in self.listed(caller) if line.alias == name), None)
 
     def _token(self, fields: AdapterFields, caller: Caller) -> str | None:
-        """The token for a source: never one of the server's own API keys."""
-        given = None if self.keys.find(fields.token) is not None else checked_token(fields.token, "`api_token`")
+        """The token for a source: never one of the server's own API keys, nor a former one."""
+        is_key = fields.token is not None and self.keys.knew(fields.token)
+        given = None if is_key else checked_token(fields.token, "`api_token`")
         bearer = checked_token(caller.token, "the token of the `Authorization` header")
+        if bearer is not None and not self._goes_out(bearer):
+            bearer = None
         return given or bearer or (self._config.hub_token if self._config.use_hub_token_for_all else None)
+
+    def _goes_out(self, bearer: str) -> bool:
+        """Whether a token of the Authorization header, which may be meant for this server, is sent to the hub."""
+        if self.keys.knew(bearer):
+            return False
+        if self._config.forward_bearer or bearer.startswith("hf_"):
+            return True
+        assert self.rights is not None
+        return not self.rights.sources.is_default_hub and not bearer.startswith("sk-")
 
     async def _merged(self, fields: AdapterFields, merge: MergeFields, caller: Caller) -> Adapter:
         """The caller must have access to all parts; aliases may be among them."""

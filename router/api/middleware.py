@@ -22,10 +22,13 @@ from lorikeet.router.api.disconnect import ClientGone
 from lorikeet.router.api.headers import request_id
 from lorikeet.router.api.service import Service, now
 from lorikeet.router.errors import (
+    AdminOnly,
     BodyRejected,
     InternalError,
+    KeyRequired,
     RouterError,
     ShuttingDown,
+    TooManyFailedKeys,
     answer,
     failure_headers,
     lorax_body,
@@ -40,6 +43,8 @@ _OPEN_WHILE_DRAINING = frozenset(("/health", "/ping", "/ready", "/startup", "/me
 
 _SLASHES = re.compile("/{2,}")
 _MODEL_ROUTE = "/v1/models/"
+
+_ALWAYS_LOGGED = (KeyRequired, TooManyFailedKeys, AdminOnly)
 
 CLIENT_CLOSED_REQUEST = 499
 """The logged status of a request whose client disconnected before the answer."""
@@ -103,11 +108,18 @@ class RequestMiddleware:
         try:
             if self._service.dispatcher.draining and not _stays_open(scope):
                 raise ShuttingDown()
+            request = Request(scope, receive)
+            self._service.authentication.check(request)
             if direct is None:
                 await self._app(scope, receive, call.send)
+            elif (key := self._service.caller(request).key) is None:
+                await (await direct(request))(scope, receive, call.send)
             else:
-                response = await direct(Request(scope, receive))
-                await response(scope, receive, call.send)
+                self._service.key_limits.begin(key)
+                try:
+                    await (await direct(request))(scope, receive, call.send)
+                finally:
+                    self._service.key_limits.end(key, scope["state"].get("generations", ()))
         except RouterError as error:
             await call.fail(error, receive)
         except (ClientGone, ClientDisconnect):
@@ -168,7 +180,7 @@ class _RequestScope:
         seconds, fields = round(ending.ended_at - ending.began_at, 6), dict(state.get("log_fields", {}))
         if failure is not None:
             fields["reason"] = reason(failure)
-        write = _log.debug if method == "GET" else _log.info
+        write = _log.debug if method == "GET" and not isinstance(failure, _ALWAYS_LOGGED) else _log.info
         fields = {"client": self.client, **fields}
         write("request", method=method, path=path[:128], status=self.status, seconds=seconds, **fields)
         return ending

@@ -16,6 +16,7 @@ from lorikeet.router.adapters.directory import Directory
 from lorikeet.router.adapters.preload import AdapterPreloader
 from lorikeet.router.adapters.reload import Reloading, read_catalogue, read_keys
 from lorikeet.router.adapters.selection import Selection
+from lorikeet.router.api.authentication import Authentication, KeyLimits
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import UnsupportedField, ValidationError
@@ -61,6 +62,8 @@ class Service:
     receipts: Receipts
     usage: Usage
     grammars: Grammars
+    authentication: Authentication
+    key_limits: KeyLimits
     bodies: BodyReader
 
     @property
@@ -249,6 +252,8 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         receipts,
         Usage(config, metrics, lambda request: caller(request, selection.keys)),
         Grammars(),
+        Authentication(config, selection),
+        KeyLimits(),
         BodyReader(config.max_body_bytes, BodyMemory(config.max_body_memory), config.header_timeout_s),
     )
 

@@ -8,6 +8,8 @@ from starlette.requests import Request
 
 from lorikeet.adapters.keys import Key, Keys
 
+KEY_HEADER = "x-api-key"
+
 
 @dataclass(frozen=True)
 class Caller:
@@ -17,7 +19,7 @@ class Caller:
     key: Key | None = None
     """The server's own API key that it sent."""
     token: str | None = field(default=None, repr=False)
-    """Any other bearer token, for example of a source."""
+    """A bearer token that is not one, for example of a source."""
     address: str = ""
     """The client's IPv4 address or IPv6 /64, resolved through trusted proxies; empty where there is none."""
 
@@ -26,10 +28,10 @@ class Caller:
         """What limits and turns per caller count by: the key, else the address."""
         return f"key:{self.key.name}" if self.key is not None else f"address:{self.address}"
 
-    @property
-    def cache_salt(self) -> str:
-        """Requests share cached prefixes only under equal salts."""
-        return f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""
+    def cache_salt(self, given: str | None) -> str:
+        """Requests share cached prefixes only under equal salts. `given` is that of the request."""
+        own = f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""
+        return own if given is None else f"{own}\0{given}"
 
 
 def caller(request: Request, keys: Keys) -> Caller:
@@ -37,12 +39,18 @@ def caller(request: Request, keys: Keys) -> Caller:
     found: Caller | None = getattr(request.state, "caller", None)
     if found is None:
         token = bearer(request)
-        key = keys.find(token)
+        if (key := keys.find(token)) is not None:
+            token = None
+        else:
+            key = keys.find(request.headers.get(KEY_HEADER))
         address = getattr(request.state, "address", "")
-        request.state.caller = found = Caller(
-            request.state.request_id, key, None if key is not None else token, address
-        )
+        request.state.caller = found = Caller(request.state.request_id, key, token, address)
     return found
+
+
+def offered(request: Request) -> str | None:
+    """What a request presents as an API key, valid or not."""
+    return request.headers.get(KEY_HEADER) or bearer(request)
 
 
 def bearer(request: Request) -> str | None:

@@ -213,11 +213,12 @@ ROWS: tuple[Row, ...] = (
     *_applied(OPENAI, "user", note="always gets the same version of a roll-out"),
     *_applied(OPENAI, "request_id", note="the end of the answer's `id`, and `x-request-id` without that header"),
     *_ignored(NATIVE, "user", "request_id"),
+    *_applied(ALL, "cache_salt", note="requests share cached prefixes only under equal salts; 1 to 256 characters"),
     *_applied(ALL, "priority", note="default 0; of a caller's waiting requests for an adapter lower ones go first"),
     *_rejected(OPENAI, "extra_body", "parameters", neutral=({},), note="is no field: put its fields at the top level"),
     *_rejected(OPENAI, "sampling_params", neutral=({},), note="is no field: put its fields at the top level"),
     *_ignored(
-        ALL, "apply_chat_template", "cache_salt", "custom_params", "guided_decoding_backend", "include_reasoning",
+        ALL, "apply_chat_template", "custom_params", "guided_decoding_backend", "include_reasoning",
         "kv_transfer_params", "media_io_kwargs", "metadata", "mm_processor_kwargs", "moderation",
         "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "rid",
         "safety_identifier", "separate_reasoning", "service_tier", "session_id", "store", "stream_interval",

@@ -15,7 +15,7 @@ from lorikeet.router.requests.types import MAX_ALTERNATIVES, MAX_PENALTY, PENALT
 from lorikeet.router.schemas.adapters import AdapterFields, merge_child, read_merge
 from lorikeet.router.schemas.constraints import Constraints, read_constraints
 from lorikeet.router.schemas.field_table import Route, Row, misplaced, rejected
-from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.schemas.fields import Fields, check_salt
 from lorikeet.router.schemas.grammar import GrammarFields, read_grammar
 from lorikeet.router.schemas.speculation import SpeculationFields, read_speculation
 from lorikeet.router.text.length import TokenLength
@@ -35,6 +35,7 @@ class NativeParameters:
     heads_id: str | None = _read_by(Fields.text)
     adapter_source: str | None = _read_by(Fields.text)
     api_token: str | None = _read_by(Fields.text, show=False)
+    cache_salt: str | None = _read_by(Fields.text)
     merged_adapters: Fields | None = _read_by(lambda fields, _: merge_child(fields))
     best_of: int | None = _read_by(Fields.integer, "usize")
     temperature: float | None = _read_by(Fields.number)
@@ -152,6 +153,7 @@ def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool
     merge = read_merge(parameters.merged_adapters, parameters.adapter_id)
     _check_best_of(parameters, config)
     _check_sampling(parameters)
+    check_salt(parameters.cache_salt)
     _check_counts(request, config)
     _check_unknown(request, config)
     return AdapterFields(parameters.adapter_id, parameters.adapter_source, parameters.api_token, merge)

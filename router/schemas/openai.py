@@ -13,7 +13,7 @@ from lorikeet.router.requests.types import MAX_PENALTY, PENALTY_RULE, Sampling
 from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, merge_child, read_merge
 from lorikeet.router.schemas.constraints import Constraints, read_constraints
 from lorikeet.router.schemas.field_table import Route, check_unread
-from lorikeet.router.schemas.fields import Fields, are_token_ids
+from lorikeet.router.schemas.fields import Fields, are_token_ids, check_salt
 from lorikeet.router.schemas.grammar import GrammarFields, read_grammar
 from lorikeet.router.schemas.messages import Conversation, read_conversation
 from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
@@ -49,6 +49,8 @@ class CommonFields:
     grammar: GrammarFields | None
     request_id: str | None
     """The client's name for the request."""
+    cache_salt: str | None
+    """Requests share cached prefixes only under equal ones."""
     priority: int
 
 
@@ -217,6 +219,7 @@ def _common(
         speculation=speculation,
         grammar=read_grammar(fields),
         request_id=request_id,
+        cache_salt=check_salt(fields.text("cache_salt")),
         priority=fields.integer("priority", "i32") or 0,
     )
 

@@ -16,7 +16,7 @@ def test_keys_are_found_by_their_hash(tmp_path: Path) -> None:
     )
     keys = read(path)
     assert keys.find("secret a") == Key("team-a", isolate=True)
-    assert keys.find("secret b") == Key("root", admin=True)
+    assert keys.find("secret b") == Key("root", admin=True, isolate=True)
     for other in (None, "", "secret", sha256("secret a")):
         assert keys.find(other) is None
     assert keys.names == {"team-a", "root"} and keys.has_admin

@@ -37,7 +37,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
         for name, isolated in KEYS.items()
     )
     keys.write_text("".join(lines))
-    files = ("--api-keys", str(keys), "--usage-log", str(usage), "--receipts", str(receipts))
+    files = ("--api-keys", str(keys), "--api-keys-optional", "--usage-log", str(usage), "--receipts", str(receipts))
     verification = ("--speculative-verification", "rejection")
     with Launched(*EXACT, *DRAFTING, *verification, "--replicas", "2", *files) as launched:
         yield Replicas(launched.wait_until_ready(2), receipts, usage)

@@ -136,6 +136,7 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         RAISING: Repository({**adapter_files(), "chat_template.jinja": TEMPLATE.encode()}, token=CALLERS_TOKEN),
     }
     arguments = ["--cpu-memory", "256MiB", "--threads", "1", "--log-level", "debug", "--api-keys", str(keys)]
+    arguments.append("--api-keys-optional")
     arguments += ["--usage-log", str(folder / "usage.jsonl"), *(["--json-output"] if request.param == "json" else [])]
     with hub(repositories) as at_hub, Receiver() as receiver:
         environment = {"TMPDIR": str(folder / "tmp"), "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "0"}

@@ -55,7 +55,15 @@ def measure() -> Cases:
         scene = Scene(base, right, commit_of(files[PRIVATE]))
         repositories = {PRIVATE: Repository(files[PRIVATE], token=A_TOKEN), OPEN: Repository(files[OPEN])}
         flags = ["--default-adapter-source", "hub", "--huggingface-hub-cache", str(base.root)]
-        flags += ["--api-keys", _keys(folder), "--adapters", _catalogue(folder), "--auth-cache-ttl-s", "1"]
+        flags += [
+            "--api-keys",
+            _keys(folder),
+            "--api-keys-optional",
+            "--adapters",
+            _catalogue(folder),
+            "--auth-cache-ttl-s",
+            "1",
+        ]
         environment = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": A_TOKEN}
         with hub(repositories) as running:
             environment["HF_ENDPOINT"] = running.url

@@ -71,8 +71,8 @@ MUTANTS = [
     Mutant(
         "keys that are isolated share what others asked",
         "router/requests/caller.py",
-        'return f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""',
-        'return ""',
+        'own = f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""',
+        'own = ""',
         "tests/router/api/routes/test_catalogue.py::test_keys",
     ),
     Mutant(

@@ -44,8 +44,24 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             False, ROUTER, new=True,
         ),
         Flag(
-            "api-keys", "YAML file of the server's API keys: `name`, `sha256`, `admin`, `isolate`", to=ROUTER,
+            "api-keys", "YAML file of the server's API keys, which lorikeet-keys writes; others get 401", to=ROUTER,
             field_name="keys_path", must_exist="file", new=True,
+        ),
+        Flag(
+            "api-keys-optional", "serve requests without one of --api-keys too", SWITCH, False, ROUTER,
+            "keys_optional", new=True,
+        ),
+        Flag(
+            "metrics-without-key", "serve /metrics to requests without one of --api-keys", SWITCH, False, ROUTER,
+            new=True,
+        ),
+        Flag(
+            "share-prefixes", "API keys share cached prefixes, except those with `isolate: true`", SWITCH, False,
+            ROUTER, new=True,
+        ),
+        Flag(
+            "forward-bearer", "send Authorization tokens of any form to the hub, except this server's API keys", SWITCH,
+            False, ROUTER, new=True,
         ),
         Flag(
             "admin-key-file", "file with the admin key; the variable ADMIN_KEY may hold the key instead", to=ROUTER,

@@ -141,9 +141,7 @@ class AdminRoutes:
         keys = self._service.selection.keys
         if not keys.has_admin:
             raise AdminOnly("administration is disabled: the server was started without an admin key")
-        key = self._service.caller(request).key
-        if key is None or not key.admin:
-            raise AdminOnly("this route needs the admin key as bearer token")
+        self._service.authentication.check_admin(request, AdminOnly("this route needs the admin key as bearer token"))
         if self._service.dispatcher.admission is None:
             raise NotServed(request.url.path)
 

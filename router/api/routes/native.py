@@ -178,7 +178,7 @@ class NativeRoutes:
             adapter=await self._service.adapter(caller, fields),
             heads=await self._service.heads(caller, parameters.heads, speculation),
             caller=caller.identity,
-            cache_salt=caller.cache_salt,
+            cache_salt=caller.cache_salt(parameters.cache_salt),
             speculation=speculation,
             grammar=await self._service.grammar(parameters.grammar, parameters.constraints, parameters.speculation),
             seed=random_seed() if parameters.seed is None else parameters.seed,

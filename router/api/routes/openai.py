@@ -178,7 +178,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             adapter=adapter,
             priority=common.priority,
             caller=caller.identity,
-            cache_salt=caller.cache_salt,
+            cache_salt=caller.cache_salt(common.cache_salt),
             speculation=speculation,
             grammar=await self._service.grammar(common.grammar, common.constraints, common.speculation),
             heads=await self._service.heads(caller, common.heads, speculation),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
+from lorikeet.router.schemas.fields import MAX_SALT
 from lorikeet.router.schemas.openapi.constraints import Constrained
 from lorikeet.router.schemas.openapi.grammars import Structured
 from lorikeet.router.schemas.openapi.receipts import FinishReason, Receipt
@@ -24,6 +25,9 @@ class MergedAdapters(BaseModel):
     majority_sign_method: Literal["total", "frequency"] | None = "total"
 
 
+_CACHE_SALT = Field(
+    None, min_length=1, max_length=MAX_SALT, description="Requests share cached prefixes only under equal salts"
+)
 _ASKED_RECEIPT = Field(False, description="Adds what is needed to reproduce the text, for `lorikeet-replay`")
 
 
@@ -56,6 +60,7 @@ class _Parameters(_Speculative, Constrained):
     adapter_source: AdapterSource | None = Field(None, description="Default: the server's")
     api_token: str | None = Field(None, description="The source's token; default: that of the Authorization header")
     merged_adapters: MergedAdapters | None = None
+    cache_salt: str | None = _CACHE_SALT
     best_of: int | None = Field(None, description="Number of texts, of which the likeliest is returned; needs sampling")
     temperature: float | None = Field(None, description="0 is greedy; 0 or 1 alone do not sample")
     repetition_penalty: float | None = Field(None, gt=0)
@@ -251,6 +256,7 @@ class _OpenAIRequest(_Speculative, Constrained):
     adapter_source: AdapterSource | None = None
     api_token: str | None = None
     do_sample: bool | None = Field(None, description="False is greedy")
+    cache_salt: str | None = _CACHE_SALT
     request_id: str | None = Field(
         None, pattern="^[A-Za-z0-9._:-]{1,128}$", description="The end of the answer's `id`; default: a random one"
     )

@@ -29,7 +29,8 @@ async def logged(tmp_path: Path, anyio_backend: str) -> AsyncIterator[tuple[Serv
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"- {{name: team-a, sha256: {sha256('secret a')}}}\n")
     path = tmp_path / "usage.jsonl"
-    async with serving(tmp_path, adapters=True, usage_log=str(path), keys_path=str(keys)) as server:
+    fields = {"usage_log": str(path), "keys_path": str(keys), "keys_optional": True}
+    async with serving(tmp_path, adapters=True, **fields) as server:
         yield server, path
 
 

@@ -116,7 +116,7 @@ async def test_keys(tmp_path: Path) -> None:
             one = await client.get("/v1/models/mine", headers=headers)
             assert one.status_code == (200 if status == 200 else 404)
         # Requests of team-a share prefixes only with each other.
-        for headers, salt in ((bearer("secret a"), "key:team-a"), (bearer("secret b"), ""), ({}, "")):
+        for headers, salt in ((bearer("secret a"), "key:team-a"), (bearer("secret b"), "key:team-b"), ({}, "")):
             for name in ("ours", MODEL_ID):
                 await client.post("/v1/completions", json=body("/v1/completions", name), headers=headers)
                 assert server.shard.submits[-1].cache_salt == salt

@@ -64,7 +64,7 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "add_special_tokens": (None, A, A, A, ()),
     "allowed_token_ids": ([5], A, A, A, ([],)),
     "bad_words": (["x"], A, A, A, ([],)),
-    "cache_salt": ("x", I, I, I, ()),
+    "cache_salt": ("x", A, A, A, ()),
     "chat_template": ("{{ messages }}", R, R, R, ("",)),
     "chat_template_kwargs": ({"foo": 1}, I, R, R, ({},)),
     "continue_final_message": (True, A, R, R, (False,)),

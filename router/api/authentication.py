@@ -1,0 +1,136 @@
+"""Admits requests by the server's API keys, within each key's limits, and limits failed keys per address."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from lorikeet.adapters.keys import Key, sha256
+from lorikeet.router.adapters.selection import Selection
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.errors import KeyLimitReached, KeyRequired, TooManyFailedKeys
+from lorikeet.router.requests.caller import caller, offered
+from lorikeet.router.requests.generation import Generation
+
+MAX_FAILURES = 20
+"""Invalid keys of one address per FAILURE_S; above it only keys that were valid before are accepted from there."""
+FAILURE_S = 60.0
+_MAX_ADDRESSES = 65_536
+_OPEN = frozenset(("/health", "/ready", "/startup", "/ping", "/docs", "/openapi.json", "/api-doc/openapi.json"))
+_OPEN_FOLDER = "/docs/assets/"
+
+
+class Authentication:
+    """Of one router; the keys in force are those of `selection`."""
+
+    def __init__(self, config: RouterConfig, selection: Selection, clock: Callable[[], float] = time.monotonic) -> None:
+        self._selection = selection
+        self._is_closed = config.keys_path is not None and not config.keys_optional
+        self._open = _OPEN | ({"/metrics"} if config.metrics_without_key else set())
+        self._failures = _Failures(clock)
+
+    def check(self, request: Request) -> None:
+        """Raises KeyRequired or TooManyFailedKeys for a request that the server does not admit."""
+        path = request.scope["path"]
+        if self._is_closed and path not in self._open and not path.startswith(_OPEN_FOLDER):
+            self._checked(request, KeyRequired())
+
+    def check_admin(self, request: Request, refusal: Exception) -> None:
+        """Raises `refusal` for all but administrators, or TooManyFailedKeys."""
+        key = self._checked(request, refusal)
+        if not key.admin:
+            raise refusal
+
+    def _checked(self, request: Request, refusal: Exception) -> Key:
+        address, token = getattr(request.state, "address", ""), offered(request)
+        key = caller(request, self._selection.keys).key
+        if token is not None:
+            self._failures.check(address, token, is_valid=key is not None)
+        if key is None:
+            raise refusal
+        return key
+
+
+class _Failures:
+    """Times of invalid keys by address; the least recent addresses are forgotten above _MAX_ADDRESSES."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._times: OrderedDict[str, list[float]] = OrderedDict()
+        self._valid: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """Hashes of keys that were valid, by address."""
+
+    def check(self, address: str, token: str, *, is_valid: bool) -> None:
+        """Record one key. Raises TooManyFailedKeys, which does not tell whether it is valid."""
+        now, known = self._clock(), (address, sha256(token))
+        times = [at for at in self._times.get(address, ()) if now - at < FAILURE_S]
+        if len(times) >= MAX_FAILURES and not (is_valid and known in self._valid):
+            raise TooManyFailedKeys(FAILURE_S - (now - times[0]))
+        if is_valid:
+            self._valid[known] = None
+            self._valid.move_to_end(known)
+        else:
+            self._times[address] = [*times, now]
+            self._times.move_to_end(address)
+        for known_of_all in (self._times, self._valid):
+            if len(known_of_all) > _MAX_ADDRESSES:
+                known_of_all.popitem(last=False)
+
+
+@dataclass
+class _Bucket:
+    """What a rate per minute leaves; it starts full and may go below zero."""
+
+    level: float | None = None
+    at: float = 0.0
+
+    def refill(self, per_minute: float, now: float) -> float:
+        """The level at `now`."""
+        level = per_minute if self.level is None else self.level + (now - self.at) * per_minute / 60
+        self.level, self.at = min(per_minute, level), now
+        return self.level
+
+
+@dataclass
+class _Spent:
+    """Of one key."""
+
+    requests: _Bucket = field(default_factory=_Bucket)
+    tokens: _Bucket = field(default_factory=_Bucket)
+    num_running: int = 0
+
+
+class KeyLimits:
+    """Counts generation requests and their tokens by the name of the key."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._spent: dict[str, _Spent] = {}
+
+    def begin(self, key: Key) -> None:
+        """Count a request, which must be followed by `end`. Raises KeyLimitReached."""
+        spent, now = self._spent.setdefault(key.name, _Spent()), self._clock()
+        if key.concurrency is not None and spent.num_running >= key.concurrency:
+            raise KeyLimitReached(f"{key.concurrency} requests at a time", 1.0)
+        if (rate := key.tokens_per_minute) is not None and (level := spent.tokens.refill(rate, now)) <= 0:
+            raise KeyLimitReached(f"{rate:g} tokens per minute", 1.0 - level * 60 / rate)
+        if (rate := key.requests_per_minute) is not None:
+            level = spent.requests.refill(rate, now)
+            if level < min(1.0, rate):
+                raise KeyLimitReached(f"{rate:g} requests per minute", (min(1.0, rate) - level) * 60 / rate)
+            spent.requests.level = level - 1
+        spent.num_running += 1
+
+    def end(self, key: Key, generations: Iterable[Generation]) -> None:
+        """Count the tokens of a request: each prompt once, and every output."""
+        spent, prompts, num_tokens = self._spent[key.name], set[int](), 0
+        for each in generations:
+            num_tokens += each.num_generated
+            if id(each.request.prompt_ids) not in prompts:
+                prompts.add(id(each.request.prompt_ids))
+                num_tokens += len(each.request.prompt_ids)
+        spent.num_running -= 1
+        if key.tokens_per_minute is not None:
+            spent.tokens.level = spent.tokens.refill(key.tokens_per_minute, self._clock()) - num_tokens
