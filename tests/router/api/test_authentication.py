@@ -1,4 +1,4 @@
-"""A server that API keys close: who is admitted, limits of keys, and keys that are guessed."""
+"""A server that API keys close: who is admitted, limits of keys, and invalid keys."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -109,9 +109,9 @@ async def test_invalid_keys_are_limited_per_address(tmp_path: Path) -> None:
     async with closed(tmp_path) as server:
         assert (await server.client.get("/v1/models", headers=bearer("secret one"))).status_code == 200
         for number in range(MAX_FAILURES):
-            assert (await server.client.get("/v1/models", headers=bearer(f"guess {number}"))).status_code == 401
-        for guess in ("guess", "secret root"):
-            answer = await server.client.get("/v1/models", headers=bearer(guess))
+            assert (await server.client.get("/v1/models", headers=bearer(f"invalid {number}"))).status_code == 401
+        for token in ("invalid", "secret root"):
+            answer = await server.client.get("/v1/models", headers=bearer(token))
             assert answer.status_code == 429
             assert 0 < int(answer.headers["retry-after"]) <= FAILURE_S
         assert (await server.client.get("/v1/models", headers=bearer("secret one"))).status_code == 200
@@ -121,12 +121,12 @@ async def test_invalid_keys_are_limited_per_address(tmp_path: Path) -> None:
 async def test_refused_administrators_are_logged_with_their_address(tmp_path: Path) -> None:
     async with serving(tmp_path, adapters=True, admin_key_sha256=sha256("admin")) as server:
         with structlog.testing.capture_logs() as lines:
-            await server.client.get("/admin/adapters", headers=bearer("guess"))
+            await server.client.get("/admin/adapters", headers=bearer("invalid"))
             await server.client.get("/v1/models")
         (line,) = [line for line in lines if line.get("path") == "/admin/adapters"]
         assert (line["log_level"], line["client"], line["reason"]) == ("info", "127.0.0.1", "admin_only")
         for _ in range(MAX_FAILURES):
-            await server.client.get("/admin/adapters", headers=bearer("guess"))
+            await server.client.get("/admin/adapters", headers=bearer("invalid"))
         assert (await server.client.get("/admin/adapters", headers=bearer("admin"))).status_code == 429
 
 
