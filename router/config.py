@@ -130,10 +130,14 @@ class RouterConfig(ConfigFile):
     log_level: str = "info"
     failure_file: str | None = None
     """File for the reason of a failure; without one it is logged."""
+    secrets_on_stdin: bool = False
+    """`hub_token` and `request_logger_url` are read as JSON from standard input."""
     parent_pid: int | None = None
     """The router exits when this process does."""
     effective_configuration: dict[str, Any] | None = None
-    """Every launcher flag with its effective value, for `/info`."""
+    """Every launcher flag with its effective value, for administrators at `/info`."""
+    public_configuration: dict[str, Any] | None = None
+    """The same without paths, addresses and other texts, for everyone."""
 
     @property
     def max_sequences(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.launcher.config.flag import LOADER, ROUTER, SHARD
+from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.rules import kv_cache_dtype
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.models.adapters import AdapterPlan
@@ -132,6 +133,22 @@ def effective(plan: Plan) -> dict[str, Any]:
     }
 
 
+def public(plan: Plan) -> dict[str, Any]:
+    """The same without what tells about this machine: of texts only those that are choices."""
+    values = effective(plan)
+    flags = {
+        name: value
+        for name, value in values["flags"].items()
+        if FLAGS[name].choices or not isinstance(value, str | list | tuple)
+    }
+    models = {name: _public(values[name]) for name in ("model", "draft_model")}
+    return {**values, **models, "flags": flags}
+
+
+def _public(model: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if model is None else {"id": model["id"], "sha": model["sha"]}
+
+
 def _shown(model: ModelFolder) -> dict[str, Any]:
     return {"id": model.id, "path": str(model.path), "sha": model.sha}
 
@@ -230,17 +247,22 @@ def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
         "sources": plan.sources,
         "s3_prefixes": None if plan.adapters.s3_prefixes is None else list(plan.adapters.s3_prefixes),
         "admin_key_sha256": plan.adapters.admin_key_sha256,
-        "hub_token": plan.adapters.hub_token,
+        "secrets_on_stdin": True,
         "listen_fd": listen_fd,
         "ready_file": str(plan.router_ready_file),
         "replacement_file": str(plan.replacement_file),
         "draft_model_id": None if plan.draft is None else plan.draft.id,
         "usage_log": plan.usage.log,
-        "request_logger_url": plan.usage.url,
         "failure_file": str(plan.failure_file("router")),
         "parent_pid": os.getpid(),
         "effective_configuration": effective(plan),
+        "public_configuration": public(plan),
     }
+
+
+def router_secrets(plan: Plan) -> bytes:
+    """What the router reads from its standard input: neither files nor environments of processes hold it."""
+    return json.dumps({"hub_token": plan.adapters.hub_token, "request_logger_url": plan.usage.url}).encode()
 
 
 def write(path: Path, values: dict[str, Any]) -> Path:

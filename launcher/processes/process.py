@@ -1,5 +1,6 @@
 """One child process, which cannot outlive the launcher: starting it, signalling it, its exit code."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -36,6 +37,7 @@ class Child:
         environment: Mapping[str, str],
         output: IO[bytes] | None = None,
         inherits: Sequence[int] = (),
+        standard_input: bytes = b"",
         failure_file: Path | None = None,
     ) -> None:
         """`inherits`: file descriptors that stay open in the child; `failure_file`: where it leaves why it fails."""
@@ -49,13 +51,17 @@ class Child:
             command = [sys.executable, "-IS", str(_TETHER), str(os.getpid()), *command]
         self._process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if standard_input else subprocess.DEVNULL,
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
             env=dict(environment),
             process_group=0,
             pass_fds=inherits,
         )
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has exited, which the supervisor sees
+                self._process.stdin.write(standard_input)
+                self._process.stdin.close()
 
     @property
     def pid(self) -> int:

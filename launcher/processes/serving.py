@@ -102,6 +102,7 @@ def _router(plan: configs.Plan, bound: socket.socket) -> functools.partial[Child
         path,
         _environment(plan),
         inherits=[bound.fileno()],
+        standard_input=configs.router_secrets(plan),
         failure_file=plan.failure_file("router"),
     )
 

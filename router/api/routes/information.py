@@ -73,7 +73,7 @@ class InformationRoutes:
         self._created = int(time.time())
 
     async def info(self, request: Request) -> Response:
-        """LoRAX's keys in its order, then ours."""
+        """LoRAX's keys in its order, then ours; paths and addresses for administrators only."""
         config, shard = self._service.config, self._service.dispatcher.info
         effective = config.effective_configuration or {}
         flags = effective.get("flags", {})
@@ -104,6 +104,10 @@ class InformationRoutes:
             "draft_model_id": config.draft_model_id or (shard.draft_model_id if shard is not None else "") or None,
             "effective_configuration": effective,
         }
+        key = self._service.caller(request).key
+        if key is None or not key.admin:
+            content |= {"request_logger_url": None, "effective_configuration": config.public_configuration or {}}
+            content = {name: _without_paths(value, config.model_id) for name, value in content.items()}
         return _json(content)
 
     def _shard(self, shard: pb.ShardInfo) -> dict[str, Any]:
@@ -186,6 +190,16 @@ def _tokens_json(tokens: list[tuple[int, str, int, int]]) -> bytes:
         shown = [{"id": token, "text": text, "start": start, "stop": stop} for token, text, start, stop in some]
         parts.append(orjson.dumps(shown)[1:-1])
     return b"[" + b",".join(parts) + b"]"
+
+
+def _without_paths(value: Any, model_id: str) -> Any:
+    """The last part of each absolute path in a value; the model's name is what clients write, whatever it is."""
+    if isinstance(value, dict):
+        return {name: _without_paths(each, model_id) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(each, model_id) for each in value]
+    is_path = isinstance(value, str) and value.startswith(("/", "~", "unix:")) and value != model_id
+    return value.rpartition("/")[2] if is_path else value
 
 
 def _json(content: Any, headers: dict[str, str] | None = None) -> Response:

@@ -1,6 +1,7 @@
 """The configurations that the launcher writes against the dataclasses that processes read."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -95,13 +96,20 @@ def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
     assert read_back.effective_configuration is not None
     assert read_back.effective_configuration["flags"]["max-input-length"] == 4095
     assert "x9" not in path.read_text()
+    shown = json.dumps(read_back.public_configuration)
+    assert str(tmp_path) not in shown and "127.0.0.1" not in shown
+    assert read_back.public_configuration is not None
+    assert read_back.public_configuration["flags"]["max-input-length"] == 4095
 
 
 def test_destinations_of_usage_records_reach_the_router(tmp_path: Path) -> None:
     destinations = UsagePlan("/var/log/usage.jsonl", "http://me:secret@a.example")
     given = dataclasses.replace(plan(tmp_path, "--usage-log", "usage.jsonl", "--log-texts"), usage=destinations)
-    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
-    assert (router.usage_log, router.request_logger_url) == ("/var/log/usage.jsonl", "http://me:secret@a.example")
+    path = configs.write(tmp_path / "router.json", configs.router_fields(given))
+    router = RouterConfig.read(path)
+    assert router.usage_log == "/var/log/usage.jsonl"
+    assert json.loads(configs.router_secrets(given))["request_logger_url"] == "http://me:secret@a.example"
+    assert "me:secret" not in path.read_text()
     assert router.log_texts
     assert "me:secret" not in repr(router) + str(configs.effective(given))
 
@@ -177,13 +185,15 @@ def test_shards_on_ray_reserve_a_cpu_per_thread(tmp_path: Path) -> None:
 
 def test_the_operator_s_token_reaches_only_the_router(tmp_path: Path) -> None:
     given = plan(tmp_path)
-    assert RouterConfig.read(configs.write(tmp_path / "r", configs.router_fields(given))).hub_token == "hf_own"
-    assert "hf_own" not in str(configs.loader_fields(given)) + str(configs.shard_fields(given)) + repr(given)
+    assert json.loads(configs.router_secrets(given))["hub_token"] == "hf_own"
+    files = (configs.router_fields(given), configs.loader_fields(given), configs.shard_fields(given))
+    assert "hf_own" not in str(files) + repr(given)
 
 
 def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
     """A process started by hand and one started by the launcher behave alike."""
-    own = {"model_id", "model_path", "model_sha", "listen", "shard_addresses", "parent_pid", "effective_configuration"}
+    own = {"model_id", "model_path", "model_sha", "listen", "shard_addresses", "parent_pid"}
+    own |= {"effective_configuration", "public_configuration"}
     own |= {
         "step_tokens",
         "served_file",

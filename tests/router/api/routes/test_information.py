@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lorikeet.adapters.keys import sha256
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.schemas import openai
 from lorikeet.router.schemas.native import NativeParameters, read_native
@@ -48,10 +49,17 @@ async def test_info_has_loraxs_keys_first(server: Serving) -> None:
 
 async def test_info_shows_the_effective_configuration(tmp_path: Any, anyio_backend: str) -> None:
     flags = {"waiting-served-ratio": 1.2, "max-waiting-tokens": 20, "eager-prefill": True, "port": 80}
-    effective = {"version": "0", "flags": flags}
-    async with serving(tmp_path, effective_configuration=effective, device="cpu") as server:
-        info = (await server.client.get("/info")).json()
-        assert info["effective_configuration"] == effective
+    effective = {"version": "0", "flags": {**flags, "adapters": "/etc/adapters.yaml"}}
+    fields: dict[str, Any] = {"effective_configuration": effective, "public_configuration": {"flags": flags}}
+    fields |= {"admin_key_sha256": sha256("admin"), "draft_model_id": "/models/draft", "device": "cpu"}
+    async with serving(tmp_path, **fields, request_logger_url="http://10.0.0.1/usage") as server:
+        admin = (await server.client.get("/info", headers={"authorization": "Bearer admin"})).json()
+        assert (admin["effective_configuration"], admin["draft_model_id"]) == (effective, "/models/draft")
+        response = await server.client.get("/info")
+        info = response.json()
+        assert info.keys() == admin.keys()
+        assert info["effective_configuration"] == {"flags": flags}
+        assert not any(part in response.text for part in ("/models", "/etc", "10.0.0.1", str(tmp_path)))
         assert (info["waiting_served_ratio"], info["max_waiting_tokens"], info["eager_prefill"]) == (1.2, 20, True)
         server.says("x")
         response = await server.client.post("/generate", json={"inputs": "Hi"})
