@@ -193,7 +193,7 @@ def test_the_operator_s_token_reaches_only_the_router(tmp_path: Path) -> None:
 def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
     """A process started by hand and one started by the launcher behave alike."""
     own = {"model_id", "model_path", "model_sha", "listen", "shard_addresses", "parent_pid"}
-    own |= {"effective_configuration", "public_configuration"}
+    own |= {"effective_configuration", "public_configuration", "secrets_on_stdin"}
     own |= {
         "step_tokens",
         "served_file",
