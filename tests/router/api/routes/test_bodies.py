@@ -132,7 +132,7 @@ async def test_others_are_answered_next_to_large_lists(server: Serving, path: st
     attack = asyncio.create_task(server.client.post(path, content=content, headers=JSON))
     longest = await _longest_wait(server, attack)
     assert (await attack).status_code == 413
-    assert longest < 0.4, longest
+    assert longest < 1.0, longest
     await _until(lambda: server.service.bodies._memory.num_used == 0)
 
 
