@@ -14,7 +14,7 @@ from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.sources.base import CONFIG, MAX_CONFIG_BYTES
 
 MOST_RANK = 512
-SERVED_KINDS = ("linear", "embedding", "experts", "heads")
+SERVED_KINDS = ("linear", "embedding", "experts", "router", "heads")
 """Kinds of changes to a module that shards support, and Medusa heads."""
 _MOST_NAMES = 20_000
 _LONGEST_NAME = 512

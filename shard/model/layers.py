@@ -19,7 +19,8 @@ from lorikeet.shard.model.adapters.discovery import PackedLinear, Target, hook_p
 from lorikeet.shard.model.attention_binding import AttentionBinding, replace_legacy
 from lorikeet.shard.model.fusion.select import choose
 from lorikeet.shard.model.kernels.packing import SharedMatrix, can_pack, pack, return_freed_memory
-from lorikeet.shard.model.moe.experts import PackedExperts, is_experts, place_experts, replace_router_weights
+from lorikeet.shard.model.moe.experts import PackedExperts, is_experts, place_experts
+from lorikeet.shard.model.moe.routers import replace_router_weights
 from lorikeet.shard.model.quantization.layers import is_quantized, matrix_of
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
 
@@ -48,7 +49,9 @@ def replace_layers(
     fusion = choose(fusions, network, inputs.device, dtype, tied) if is_whole else None
     if fusion is not None:
         fusion.place(network)
-    if inputs.device.type == "cpu" and can_pack(dtype):
+    is_packed = inputs.device.type == "cpu" and can_pack(dtype)
+    replace_router_weights(network, dtype, is_packed)
+    if is_packed:
         _pack_layers(network, tied, is_whole)
     place_experts(network)
     hook_plain(network)
@@ -79,7 +82,6 @@ def _pack_layers(network: nn.Module, tied: set[int], is_whole: bool) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear | Conv1D):
                 setattr(parent, name, _packed(child, is_shared=id(child.weight) in tied))
-    replace_router_weights(network)
     _copy_from_mmap(network, set() if is_whole else tied)
     return_freed_memory()
 

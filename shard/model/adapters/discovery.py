@@ -15,18 +15,24 @@ from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.kernels.packing import PackedMatrix
 from lorikeet.shard.model.lora.targets import ExpertTargets, LoraTarget, Product, adapt, adapt_embedding, adapt_output
 from lorikeet.shard.model.moe.experts import is_experts, up_name
+from lorikeet.shard.model.moe.routers import is_router
 from lorikeet.shard.model.quantization.layers import is_quantized, matrix_of
 
 Target = LoraTarget | ExpertTargets
 
 
 def mark_targets(network: nn.Module, inputs: StepInputs, dtype: torch.dtype) -> dict[str, Target]:
-    """Make a target for each linear, Conv1D and embedding, its `lorikeet_adapter`. Returns them by module name."""
+    """Make a target for each linear, Conv1D, embedding and router of experts, its `lorikeet_adapter`. Returns them by
+    module name.
+    """
     targets: dict[str, Target] = {}
     output = getattr(network, "get_output_embeddings", lambda: None)()
     for name, module in network.named_modules():
         if is_experts(module):
             targets |= _mark_experts(name, module, inputs)
+        if is_router(module):
+            num_experts, num_in = module.weight.shape
+            targets[name] = module.lorikeet_adapter = LoraTarget(name, num_in, num_experts, inputs)
         if not isinstance(module, nn.Linear | Conv1D | nn.Embedding) and not is_quantized(module):
             continue
         weight = _dense(module, dtype)

@@ -4,18 +4,16 @@ Pairs of token and expert are sorted by expert; each token then sums its experts
 not depend on its neighbours. On a device nothing is read on the host, so that a step can be captured in a graph.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
-from transformers.pytorch_utils import Conv1D
 
 from lorikeet.shard.batch.inputs import rows_of
 from lorikeet.shard.model.kernels.grouped import multiply_grouped
-from lorikeet.shard.model.kernels.packing import PackedMatrix, multiply, pack
+from lorikeet.shard.model.kernels.packing import PackedMatrix, pack
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs, sort_pairs
 from lorikeet.shard.model.lora.targets import ExpertTargets, Product, adapt
 
@@ -130,36 +128,6 @@ def compute_experts(
     """The function that transformers' expert blocks look up by name."""
     experts: Callable[..., torch.Tensor] = module.lorikeet_experts  # type: ignore[assignment]
     return experts(module, hidden_states, top_k_index, top_k_weights)
-
-
-class RouterWeight(torch.Tensor):
-    """[experts, H] the weight of a router: torch's `linear` with it, or with a cast of it, is `multiply`.
-
-    Modules of transformers multiply by it themselves; torch's product would give a row other bits in other batches.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is functional.linear and not kwargs and isinstance(args[1], cls):
-            plain = [arg.as_subclass(torch.Tensor) if isinstance(arg, cls) else arg for arg in args]
-            return multiply(*plain)
-        return super().__torch_function__(func, types, tuple(args), kwargs or {})
-
-
-def replace_router_weights(network: nn.Module) -> None:
-    """In every module that multiplies by a matrix and is no layer of torch's."""
-    for module in network.modules():
-        weight = module._parameters.get("weight")
-        if weight is None or weight.dim() != 2 or isinstance(module, nn.Linear | Conv1D | nn.Embedding):
-            continue
-        del module.weight
-        module.weight = weight.detach().clone().as_subclass(RouterWeight)
 
 
 ExpertsInterface.register(NAME, compute_experts)

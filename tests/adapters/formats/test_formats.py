@@ -14,6 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lorikeet.adapters.formats import layout
+from lorikeet.adapters.formats.configuration import SERVED_KINDS
 from tests import tiny
 from tests.adapters import making
 
@@ -159,6 +160,32 @@ def test_experts_by_parameter(bases: Any, tmp_path: Path) -> None:
     served = making.lay_out(base.reader, base.facts, adapter)
     assert served.tensors["model.layers.0.mlp.experts.gate_up_proj.A"].shape == (4, 4, 64)
     assert served.tensors["model.layers.0.mlp.experts.down_proj.B"].shape == (4, 64, 4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("is_old", [True, False])
+def test_the_router_of_experts(name: str, is_old: bool, bases: Any, tmp_path: Path) -> None:
+    """As a parameter, and as the linear layer that it was in older versions, which `all-linear` included."""
+    base = bases(name)
+    adapter = tmp_path / "adapter"
+    if is_old:
+        torch.manual_seed(6)
+        num_experts, block = {"mixtral": (4, "block_sparse_moe"), "qwen3_moe": (5, "mlp")}[name]
+        layers = {"mixtral": (0, 1, 2), "qwen3_moe": (0, 2)}[name]
+        tensors = {}
+        for number in layers:
+            key = f"base_model.model.model.layers.{number}.{block}.gate"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(4, 64) / 8
+            tensors[f"{key}.lora_B.weight"] = torch.randn(num_experts, 4)
+        LoraConfig(r=4, lora_alpha=6, target_modules=["gate"]).save_pretrained(str(adapter))
+        save_file(tensors, adapter / "adapter_model.safetensors")
+    else:
+        config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.gate.weight"])
+        making.make_adapter(base.folder, adapter, config)
+    base.check(adapter)
+    served = making.lay_out(base.reader, base.facts, adapter)
+    assert served.modules["model.layers.0.mlp.gate"] == {"kind": "router", "rank": 4}
+    assert "router" in SERVED_KINDS
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

@@ -103,6 +103,9 @@ def configs_of(name: str) -> dict[str, peft.LoraConfig]:
             r=4, lora_alpha=8, target_modules=attention,
             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         )  # fmt: skip
+        made["router"] = peft.LoraConfig(
+            r=4, lora_alpha=8, target_modules=attention, target_parameters=["mlp.gate.weight"]
+        )
     return made
 
 

@@ -1,0 +1,49 @@
+"""Workers of callers that are cancelled: none is left, and none is connected to another socket."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from lorikeet.adapters.loader.workers import ForkServer
+
+
+def test_a_worker_whose_caller_is_cancelled_while_it_is_forked_is_ended() -> None:
+    may_fork = threading.Event()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, subprocess.Popen(["sleep", "20"]) as process:
+
+        def fork() -> None:
+            message, (descriptor,), _, _ = socket.recv_fds(theirs, 65536, 4)
+            assert "fork" in json.loads(message)
+            may_fork.wait()
+            theirs.send(json.dumps({"pid": process.pid}).encode())
+            assert json.loads(theirs.recv(65536)) == {"wait": process.pid}
+            theirs.send(json.dumps({"status": process.wait()}).encode())
+            os.close(descriptor)
+
+        forking = threading.Thread(target=fork)
+        forking.start()
+        server = ForkServer(Path("none"))
+        server._control = ours
+        asyncio.run(cancelled(server, may_fork))
+        forking.join()
+        assert process.returncode == -9
+
+
+async def cancelled(server: ForkServer, may_fork: threading.Event) -> None:
+    """Ask for a worker, and leave before it is there."""
+    call = asyncio.create_task(server.worker(steps_back=False))
+    await asyncio.sleep(0.1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    may_fork.set()
+    async with asyncio.timeout(10):
+        while server._ending:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
