@@ -266,8 +266,9 @@ class Generation:
         if finish in _FINISH:
             self._finish_text()
             self.finish_reason = _FINISH[finish]
-            if finish == pb.FINISH_EOS and self.emitted_ids and self.emitted_ids[-1] not in self._eos_ids:
-                self.finish_reason, self.stop_reason = FinishReason.STOP_SEQUENCE, self.emitted_ids[-1]
+            last = self.emitted_ids[-1] if self.emitted_ids else -1
+            if finish == pb.FINISH_EOS and last in self.end_ids - self._eos_ids:
+                self.finish_reason, self.stop_reason = FinishReason.STOP_SEQUENCE, last
             self._close()
         elif finish == pb.FINISH_DEADLINE:
             self.fail(DeadlineExceeded())

@@ -90,8 +90,8 @@ MUTANTS = [
     Mutant(
         "M10 what follows a stop token in a block stays",
         SCHEDULER,
-        "if token_id in request.stop_ids:",
-        "if len(taken) == len(token_ids) and token_id in request.stop_ids:",
+        "if token_id in request.stop_ids or request.constraint",
+        "if (len(taken) == len(token_ids) and token_id in request.stop_ids) or request.constraint",
         f"{DRAFT}::test_a_text_ends_at_its_stop_inside_a_block",
     ),
     Mutant(

@@ -205,6 +205,13 @@ def test_a_stop_token_ends_the_text(tokenizer: Tokenizer, include: bool, text: s
     assert [token.hidden for token in chunk.tokens][-1] is not include
 
 
+def test_an_output_whose_grammar_is_complete_has_no_stop_token(tokenizer: Tokenizer) -> None:
+    fed = Fed(tokenizer, stop_token_ids=(50,))
+    fed.feed(fed.ids("fox"), finish_reason=pb.FINISH_EOS)
+    chunk = fed.chunk()
+    assert (chunk.text, chunk.finish_reason, chunk.stop_reason) == ("fox", FinishReason.EOS_TOKEN, None)
+
+
 def test_a_stop_token_that_was_the_last_of_a_lost_shard_ends_the_text(tokenizer: Tokenizer) -> None:
     fed = Fed(tokenizer, stop_token_ids=(50,))
     fed.feed([60, 50])

@@ -238,13 +238,13 @@ async def test_large_details_are_put_together_off_the_event_loop(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
-    build = native._sequence
+    build = native.NativeRoutes._sequence
 
     def recorded(*arguments: Any) -> Any:
         threads.append(threading.current_thread())
         return build(*arguments)
 
-    monkeypatch.setattr(native, "_sequence", recorded)
+    monkeypatch.setattr(native.NativeRoutes, "_sequence", recorded)
     server.says("a" * 100)
     few = await generate(server, details=True, return_k_alternatives=2)
     many = await generate(server, details=True, return_k_alternatives=200)
