@@ -71,7 +71,7 @@ async def test_fields_that_the_template_does_not_read_are_rejected(server: Servi
 
 
 async def test_documents_that_cannot_fit_are_rejected_before_they_are_rendered(server: Serving) -> None:
-    for documents in ([{"text": "a" * 8_000_000}], [{"text": [["a"] * 1_000_000]}]):
+    for documents in ([{"text": "a" * 8_000_000}], [{"text": [["a"] * 100_000]}]):
         fields = {"model": "full", "documents": documents}
         response = await server.client.post(PATH, json={**CHAT, **fields})
         error = response.json()["error"]
