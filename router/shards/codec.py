@@ -12,7 +12,7 @@ from lorikeet.router.requests.types import GenerationRequest, Speculation
 MAX_SUBMIT_BYTES = 4 << 20
 """The limit of a shard on one message."""
 _OTHER_BYTES = 64 << 10
-"""Enough for all fields of a Submit but token ids, biases and the salt."""
+"""Enough for all fields of a Submit but token ids, biases, the salt and a grammar."""
 _CONVERTED = ("bias_ids", "bias_values", "bad_words", "min_tokens", "min_tokens_stop_ids")
 _SAMPLING = [name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in _CONVERTED]
 _SPECULATION = list(pb.Speculation.DESCRIPTOR.fields_by_name)
@@ -31,7 +31,8 @@ def check_size(request: GenerationRequest, vocab_size: int) -> None:
     """
     bytes_per_id = -(-max(vocab_size - 1, 1).bit_length() // 7)
     num_ids = len(request.prompt_ids) + request.max_new_tokens + len(request.speculation.prediction_ids)
-    most = (MAX_SUBMIT_BYTES - _OTHER_BYTES - len(request.cache_salt.encode())) // bytes_per_id
+    texts = request.cache_salt + ("" if request.grammar is None else request.grammar.text)
+    most = (MAX_SUBMIT_BYTES - _OTHER_BYTES - len(texts.encode())) // bytes_per_id
     most -= 10 * len(request.sampling.logit_bias) + len(request.sampling.allowed_ids) + 2 * len(request.stop_token_ids)
     most -= sum(len(word) + 4 for word in request.sampling.bad_words)
     if num_ids > most:
