@@ -159,9 +159,9 @@ class Service:
         text = await self.grammars.serialize(wanted.kind, wanted.value, wanted.field)
         return Grammar(wanted.kind, wanted.value, text, proposes=speculation.num_tokens != 0)
 
-    def check_room(self) -> None:
+    def check_room(self, caller: Caller) -> None:
         """Reject a request before it is tokenized. Raises a leaf of Refused."""
-        self.dispatcher.check_room(self.tokenizer.pool.num_pending)
+        self.dispatcher.check_room(self.tokenizer.pool.num_pending, caller.identity)
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raises ValidationError where one of the ids is not in the vocabulary."""

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import structlog
@@ -135,10 +136,12 @@ class Dispatcher:
         """Queue a request; `deadline` in time.monotonic()'s seconds. Raises ValidationError, a leaf of Refused, or
         DeadlineExceeded.
         """
-        self.check_room()
+        self.check_room(caller=request.caller)
         check_size(request, self.info.vocab_size if self.info is not None else 1 << 31)
         if deadline is not None and deadline <= time.monotonic():
             raise DeadlineExceeded
+        if self.num_active >= self._config.max_concurrent_requests and (newest := self._displaced_by(request.caller)):
+            self.on_failure(newest, Overloaded(self._retry_after()))
         generation = Generation(next(self._numbers), request, self._tokenizer, self)
         if generation.is_admitted:
             generation.adapters.check()
@@ -151,18 +154,29 @@ class Dispatcher:
         self._set_deadlines(generation, deadline)
         return generation
 
-    def check_room(self, num_coming: int = 0) -> None:
+    def check_room(self, num_coming: int = 0, caller: str = "") -> None:
         """Whether another request is accepted in addition to `num_coming` being read. Raises a leaf of Refused."""
         if self.draining:
             raise ShuttingDown
         if not self.healthy:
             raise NoShard
-        self.check_load(num_coming)
+        self.check_load(num_coming, caller)
 
-    def check_load(self, num_coming: int = 0) -> None:
+    def check_load(self, num_coming: int = 0, caller: str = "") -> None:
         """The limit of concurrent requests alone. Raises Overloaded."""
-        if self.num_active + num_coming >= self._config.max_concurrent_requests:
+        is_full = self.num_active + num_coming >= self._config.max_concurrent_requests
+        if is_full and self._displaced_by(caller) is None:
             raise Overloaded(self._retry_after())
+
+    def _displaced_by(self, caller: str) -> Generation | None:
+        """In a full server, the request that makes room for one of `caller`: the newest one that no shard has had, of
+        the caller that has the most requests. None where that one has hardly more than `caller`.
+        """
+        waiting = [each for each in self._queued.values() if each.routing.sent_at is None]
+        running = [each for link in self.links for each in link.running.values()]
+        numbers = Counter(each.request.caller for each in [*self._queued.values(), *running])
+        newest = max(waiting, key=lambda each: (numbers[each.request.caller], each.routing.number), default=None)
+        return newest if newest is not None and numbers[newest.request.caller] > numbers[caller] + 1 else None
 
     def on_admit(self, generation: Generation) -> None:
         for link in self.links:

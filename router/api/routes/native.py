@@ -165,7 +165,7 @@ class NativeRoutes:
         caller = self._service.caller(request)
         fields = check_rules(native, config, streaming=streaming)
         parameters = native.parameters
-        self._service.check_room()
+        self._service.check_room(caller)
         prompt_ids = await self._prompt_ids(native, caller.identity)
         max_new_tokens = check_lengths(len(prompt_ids), parameters.max_new_tokens, config)
         check_min_tokens(parameters.constraints.min_tokens, max_new_tokens)

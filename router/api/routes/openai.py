@@ -94,7 +94,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         timing = Timing(now())
         wanted = self._read(service.openai_defaults(service.caller(request), await service.body(request)))
         stream = wanted.common.stream
-        service.check_room()
+        service.check_room(service.caller(request))
         async with ClientWatch(request.receive):
             caller = self._named(request, wanted.common)
             prompts, adapter = await self._prompts(wanted, caller)

@@ -378,3 +378,26 @@ async def test_a_message_never_exceeds_the_shard_s_limit(tmp_path: Path) -> None
         assert len(await ids_of(largest)) == 1
         assert len(await ids_of(other)) == 200
         assert max(command.ByteSize() for command in here.commands) > 3 << 20
+
+
+async def test_a_full_server_accepts_a_caller_with_fewer_requests(tmp_path: Path) -> None:
+    """The newest waiting request of the caller that has the most makes room, until both have as many."""
+    async with stage(tmp_path, SimulatedModel(max_running=1), max_concurrent_requests=6) as here:
+        here.shard.may_end.clear()
+        flood = [here.dispatcher.submit(request(2, caller="flood"))]
+        await here.until(lambda: here.shard.num_running == 1)
+        flood += [here.dispatcher.submit(request(2, caller="flood")) for _ in range(5)]
+        with pytest.raises(Overloaded):
+            here.dispatcher.check_room(caller="flood")
+        with pytest.raises(Overloaded):
+            here.dispatcher.submit(request(2, caller="flood"))
+        others = [here.dispatcher.submit(request(2, caller="other")) for _ in range(3)]
+        with pytest.raises(Overloaded):
+            here.dispatcher.submit(request(2, caller="other"))
+        third = here.dispatcher.submit(request(2, caller="third"))
+        assert here.dispatcher.num_active == 6
+        here.shard.may_end.set()
+        results = await asyncio.gather(*map(ids_of, [*flood, *others, third]), return_exceptions=True)
+        assert sum(isinstance(each, Overloaded) for each in results) == 4
+        assert not isinstance(results[-1], BaseException)
+        assert not isinstance(results[0], BaseException)
