@@ -107,6 +107,8 @@ class ForkServer:
         self._lock = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        """Of workers whose callers were cancelled."""
 
     async def start(self) -> tuple[str, str, str]:
         """Returns the base's key in the store. Raises ValueError if the base cannot be read."""
@@ -118,7 +120,16 @@ class ForkServer:
         return str(base), str(weights), str(dtype)
 
     async def worker(self, steps_back: bool) -> Worker:
-        """A new process. Raises LoaderFailed."""
+        """A new process. Raises LoaderFailed. A process whose caller is cancelled meanwhile is ended."""
+        forking = asyncio.create_task(self._fork(steps_back))
+        try:
+            return await asyncio.shield(forking)
+        except asyncio.CancelledError:
+            self._ending.add(ending := asyncio.create_task(_end_forked(forking)))
+            ending.add_done_callback(self._ending.discard)
+            raise
+
+    async def _fork(self, steps_back: bool) -> Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             answer = await self._call({"fork": {"steps_back": steps_back}}, theirs.fileno())
@@ -177,3 +188,8 @@ class ForkServer:
         except OSError:
             return {}
         return found
+
+
+async def _end_forked(forking: "asyncio.Task[Worker]") -> None:
+    with contextlib.suppress(LoaderFailed):
+        await (await forking).end()
