@@ -33,9 +33,8 @@ def test_experts_that_are_not_packed_give_the_same(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(layers, "can_pack", lambda dtype: False)
     monkeypatch.setattr(adapter_exactness, "NEW_TOKENS", 8)
     monkeypatch.setattr(adapter_exactness, "MIN_DISTINCT", 0)
-    some = {
-        name: config for name, config in configs_of("mixtral").items() if name in ("experts", "router", "attention")
-    }
+    names = ("experts", "router", "dora", "attention")
+    some = {name: config for name, config in configs_of("mixtral").items() if name in names}
     monkeypatch.setattr(adapter_exactness, "configs_of", lambda name: some)
     [tried] = check("mixtral", tmp_path, num_slots=[FEW_SLOTS])
     assert not tried.differences and tried.num_ties == 0 and tried.share_changed == 1, tried
