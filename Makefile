@@ -1,6 +1,6 @@
 # The project's verbs. Nothing is needed but make and python3 >= 3.11 with venv; everything else goes into .venv.
 #
-#   make serve [MODEL=hub/id or folder] [PORT=3000] [ARGS="more launcher flags"]
+#   make serve [MODEL=hub/id or folder] [HOST=0.0.0.0] [PORT=3000] [ARGS="more launcher flags"]
 #   make test  [ARGS="-k words"]      make t T=path [ARGS=…]      make test-long    make test-wheel
 #   make check                        make fmt
 #   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
@@ -11,6 +11,7 @@
 
 PYTHON ?= python3
 MODEL ?=
+HOST ?= 127.0.0.1
 PORT ?= 3000
 ARGS ?=
 SUITE ?= $(PART)
@@ -54,7 +55,7 @@ $(VENV)/.installed-$(DEV): $(VENV)/.installed
 setup: $(VENV)/.installed-$(DEV)
 
 serve: $(VENV)/.installed
-	@exec $(VENV)/bin/lorikeet-launcher --port $(PORT) --speculative-tokens 3 $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
+	@exec $(VENV)/bin/lorikeet-launcher --hostname $(HOST) --port $(PORT) --speculative-tokens 3 $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
 # One test per core and one thread per test: the models of tests are too small to share threads.
 test: $(VENV)/.installed-$(DEV)

@@ -22,6 +22,21 @@ _LATER = ("min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words")
 _STRUCTURED_OUTPUTS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """The field of `structured_outputs` for each kind of grammar."""
 
+_PARAMETERS = frozenset(
+    (
+        *_SAMPLING,
+        "ignore_eos",
+        "temperature",
+        "do_sample",
+        "max_new_tokens",
+        "watermark",
+        "top_k",
+        "typical_p",
+        "logit_bias",
+    )
+)
+_LONGEST_NAME = 256
+
 Prompt = str | list[int] | list[dict[str, Any]]
 """A text, its token ids, or the messages of a chat."""
 
@@ -46,6 +61,7 @@ class Receipt:
         missing = [name for name in ("parameters", "prompt", "output", "adapter", *_PARTS) if name not in values]
         if missing:
             raise ReceiptError(f"the receipt lacks {', '.join(missing)}")
+        _check_kinds(values)
         receipt = cls(values)
         for name in ("prompt", "output"):
             ids = values[name].get("token_ids")
@@ -144,14 +160,44 @@ class Receipt:
         return {} if source is None else {"adapter_source": source}
 
 
+def _check_kinds(values: dict[str, Any]) -> None:
+    """Raises ReceiptError for a value that no server writes."""
+    parameters, adapter, name = values["parameters"], values["adapter"], values.get("request_id") or ""
+    is_right = {
+        "prompt": _is_tokens(values["prompt"]),
+        "output": _is_tokens(values["output"]),
+        "parameters": isinstance(parameters, dict) and parameters.keys() >= _PARAMETERS,
+        "adapter": adapter is None or (isinstance(adapter, dict) and ("id" in adapter or "merged" in adapter)),
+        "request_id": isinstance(name, str) and name.isascii() and name.isprintable() and len(name) <= _LONGEST_NAME,
+    }
+    if wrong := [name for name, right in is_right.items() if not right]:
+        raise ReceiptError(f"the receipt's {', '.join(wrong)} cannot be read")
+    pairs = parameters["logit_bias"]
+    is_number = isinstance(parameters["typical_p"], int | float)
+    if not is_number or not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
+        raise ReceiptError("the receipt's parameters cannot be read")
+
+
+def _is_tokens(value: Any) -> bool:
+    """Whether it is a number of tokens with their hash, and perhaps their ids."""
+    if not isinstance(value, dict) or not isinstance(value.get("sha256"), str):
+        return False
+    ids, number = value.get("token_ids"), value.get("num_tokens")
+    if type(number) is not int:
+        return False
+    return ids is None or (isinstance(ids, list) and all(type(each) is int and 0 <= each < 1 << 32 for each in ids))
+
+
 def found_in(text: str) -> Iterator[Receipt]:
     """Receipts in a file's text: one, JSON lines, a list, or responses that include one. Raises ReceiptError."""
     try:
         values = [json.loads(text)]
+    except RecursionError:
+        raise ReceiptError("it is not a receipt: it is nested too deeply") from None
     except ValueError:
         try:
             values = [json.loads(line) for line in text.splitlines() if line.strip()]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ReceiptError(f"it is not JSON: {error}") from None
     for value in values:
         for each in value if isinstance(value, list) else [value]:

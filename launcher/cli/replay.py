@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ReceiptError(f"{given.receipt} contains no receipt")
         prompts = _prompts(given.prompt, receipts)
     except (ReceiptError, OSError, ValueError) as error:
-        print(f"lorikeet-replay: {error}", file=sys.stderr)
+        print(_printable(f"lorikeet-replay: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -73,13 +74,15 @@ def replay(client: Client, receipt: Receipt, prompt: Prompt | None = None) -> Ou
         answer = client.post(path, body, headers)
     except ServerError as error:
         return Outcome(False, error=f"the server rejected the request: {error}")
+    except (HTTPException, ValueError):
+        return Outcome(False, error=f"{client.url} does not answer as a Lorikeet server does")
     except OSError as error:
         return Outcome(False, error=f"cannot connect to {client.url}: {error}")
     except ReceiptError as error:
         return Outcome(False, error=str(error))
     try:
-        (again,) = found_in(json.dumps(answer))
-    except ReceiptError as error:
+        again = next(found_in(json.dumps(answer)))
+    except (ReceiptError, StopIteration) as error:
         return Outcome(False, error=f"the response includes no receipt to compare: {error}")
     return compared(receipt, again)
 
@@ -117,10 +120,21 @@ def _replay_all(client: Client, receipts: list[Receipt], prompts: list[Prompt | 
             return 130
         num_identical += outcome.is_identical
         name = f"{receipt.request_id}: " if len(receipts) > 1 else ""
-        print(name + "\n".join(sentences(receipt, outcome)), flush=True)
+        lines = [name + sentences(receipt, outcome)[0], *sentences(receipt, outcome)[1:]]
+        print("\n".join(map(_printable, lines)), flush=True)
     if len(receipts) != 1:
         print(f"{num_identical} of {len(receipts)} identical")
     return 0 if num_identical == len(receipts) else 1
+
+
+def _check_token(token: str) -> None:
+    if not (token.isascii() and token.isprintable()):
+        raise ReceiptError("the token has characters that no header may have, perhaps a line end")
+
+
+def _printable(text: str) -> str:
+    """The text with escapes for what a terminal would obey."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _text_of(name: str) -> str:

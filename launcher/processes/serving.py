@@ -123,7 +123,14 @@ def _try_it(plan: configs.Plan, address: Address) -> str:
         wanted["parameters"] = {"adapter_id": "json", "max_new_tokens": 64, "details": True}
         wanted["parameters"] |= {"speculative_schedule": "constant"}  # `auto` may find that speculation does not pay
     body = json.dumps(wanted)
-    return f"\n  Try it:\n\n    curl {address.url}/generate -H 'content-type: application/json' -d '{body}'\n"
+    closed = plan.settings["api-keys"] is not None and not plan.settings["api-keys-optional"]
+    who = "holders of an API key" if closed else "anyone"
+    where = "on this machine" if address.is_local else f"who reaches port {address.port} of this machine"
+    key = " -H 'authorization: Bearer KEY'" if closed else ""
+    return (
+        f"\n  Listening on {address.own_url}: {who} {where} may use it.\n  Try it:\n\n"
+        f"    curl {address.url}/generate -H 'content-type: application/json'{key} -d '{body}'\n"
+    )
 
 
 def _check_writable(receipts: str | None) -> None:

@@ -56,9 +56,19 @@ class Address:
         return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
 
     @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+
+    @property
+    def own_url(self) -> str:
+        """As it was given, such as http://0.0.0.0:3000."""
+        return _url(self.host, self.port)
+
+    @property
     def url(self) -> str:
-        host = self.reachable_host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        """Of a client on this machine."""
+        return _url(self.reachable_host, self.port)
 
     def is_ready(self) -> bool:
         """Whether `GET /ready` of the server returns 200."""
@@ -70,6 +80,10 @@ class Address:
             return False
         finally:
             connection.close()
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Signals:

@@ -221,3 +221,48 @@ def test_a_bad_url_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "receipt").write_text(json.dumps(receipt()))
     assert main([str(tmp_path / "receipt"), "--url", "ftp://box"]) == 1
     assert capsys.readouterr().err.startswith("lorikeet-replay: 'ftp://box' is not the URL of a server")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parameters": 1},
+        {"parameters": {}},
+        {"prompt": []},
+        {"output": {"sha256": 1}},
+        {"prompt": tokens(PROMPT) | {"token_ids": [-1]}},
+        {"prompt": tokens(PROMPT) | {"token_ids": [1 << 70]}},
+        {"request_id": "a\r\nb: c"},
+        {"request_id": "€"},
+        {"adapter": "x"},
+        {"receipt": 2, "request_id": "\x1b]0;x\x07"},
+    ],
+)
+def test_a_broken_receipt_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    path = tmp_path / "receipt.json"
+    path.write_text(json.dumps(receipt() | changes))
+    assert main([str(path), "--url", "http://127.0.0.1:9"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("lorikeet-replay: ") and error.count("\n") == 1, error
+
+
+def test_deeply_nested_json_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "receipt.json"
+    path.write_text("[" * 200_000)
+    assert main([str(path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_a_receipt_says_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "receipt.json"
+    path.write_text(json.dumps(receipt()))
+    answer = {"generated_text": "", "receipt": receipt(output=[9]) | {"dtype": "\x1b]0;owned\x07\nidentical"}}
+    with serving(Scripted(body=json.dumps(answer).encode())) as server:
+        assert main([str(path), "--url", server.url]) == 1
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\\x1b]0;owned\\x07\\nidentical" in out
+    assert main([str(path), "--url", "http://127.0.0.1:9", "--token", "secret\n"]) == 1
+    captured = capsys.readouterr()
+    assert "secret" not in captured.out + captured.err and "token" in captured.err
