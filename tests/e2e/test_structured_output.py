@@ -1,0 +1,120 @@
+"""Structured output in the whole server: outputs match random schemas, and neither the draft source nor the loss of a
+shard changes one.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import pytest
+
+from lorikeet.launcher import Client
+from lorikeet.launcher.cli.client import Answer, ServerError
+from tests.e2e.conftest import Replicas
+from tests.oracles.random_schemas import Schema, schemas
+
+SEED = 22
+PROMPT = 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "hot": {"do_sample": True, "temperature": 1.5, "seed": 7},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "off": {"speculative_tokens": 0},
+    "lookup": {"speculative_method": "lookup", "speculative_schedule": "constant"},
+    "draft": {
+        "speculative_method": "draft",
+        "speculative_verification": "shared-noise",
+        "speculative_schedule": "constant",
+    },
+    "medusa": {"speculative_method": "medusa", "speculative_schedule": "constant", "heads_id": "heads"},
+}
+CHECKER = jsonschema.FormatChecker()
+
+
+def ask(client: Client, schema: Schema, **parameters: Any) -> Answer:
+    response_format = {"type": "json_object", "schema": schema}
+    return client.generate(PROMPT, **{"max_new_tokens": 1500, "response_format": response_format, **parameters})
+
+
+def is_taken(client: Client, schema: Schema) -> bool:
+    """Whether the server takes the schema: it rejects what it cannot enforce."""
+    try:
+        ask(client, schema, max_new_tokens=1)
+    except ServerError as error:
+        assert error.status == 422
+        return False
+    return True
+
+
+def check(url: str, number: int) -> None:
+    """Ask for `number` schemas with every sampling and method, and compare."""
+    client = Client(url)
+    with ThreadPoolExecutor(16) as pool:
+        drawn = schemas(number, SEED)
+        is_good = pool.map(lambda schema: is_taken(client, schema), drawn)
+        taken = [schema for schema, good in zip(drawn, is_good, strict=True) if good]
+        assert len(taken) >= 0.9 * number
+        cases = [(schema, sampling) for schema in taken for sampling in SAMPLING.values()]
+        rows = [
+            [pool.submit(ask, client, schema, **sampling, **method) for method in METHODS.values()]
+            for schema, sampling in cases
+        ]
+        unfinished = 0
+        for (schema, _), row in zip(cases, rows, strict=True):
+            answers = [each.result() for each in row]
+            assert len({answer.text for answer in answers}) == 1, schema
+            if answers[0].details["finish_reason"] == "length":
+                unfinished += 1
+                continue
+            jsonschema.validate(json.loads(answers[0].text), schema, format_checker=CHECKER)
+    assert unfinished <= max(1, 0.01 * len(cases))
+
+
+def test_outputs_match_random_schemas(replicas: Replicas) -> None:
+    check(replicas.launched.url, 8)
+
+
+@pytest.mark.long
+def test_outputs_match_five_hundred_random_schemas(replicas: Replicas) -> None:
+    check(replicas.launched.url, 500)
+
+
+LIST = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "minLength": 5, "maxLength": 9}, "score": {"enum": [1, 20, 300]}},
+        "required": ["name", "score"],
+        "additionalProperties": False,
+    },
+    "minItems": 12,
+    "maxItems": 12,
+}
+
+
+def test_an_object_is_continued_when_its_shard_is_lost(replicas: Replicas) -> None:
+    """Both shards are killed one after the other, in the middle of outputs of all kinds."""
+    client = Client(replicas.launched.url)
+    asked = [{**sampling, **method} for sampling in SAMPLING.values() for method in METHODS.values()]
+    alone = [ask(client, LIST, **parameters).text for parameters in asked]
+    lost = replicas.launched.shard(0)
+
+    def kill() -> None:
+        time.sleep(0.4)
+        os.kill(lost, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda parameters: ask(client, LIST, **parameters).text, asked))
+    killer.join()
+    assert found == alone
+    for text in found:
+        jsonschema.validate(json.loads(text), LIST)
+    replicas.launched.wait_for("shard 0 was ended by SIGKILL")
