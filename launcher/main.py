@@ -2,12 +2,10 @@
 
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from lorikeet.launcher.config import rules, settings
@@ -16,6 +14,7 @@ from lorikeet.launcher.exits import Exit, LauncherError, refuse
 from lorikeet.launcher.models import adapters, devices, model, servable, usage
 from lorikeet.launcher.processes import configs, serving
 from lorikeet.launcher.processes import download as models
+from lorikeet.launcher.processes.run_folder import run_folder
 from lorikeet.launcher.processes.supervisor import Signals
 from lorikeet.proto import logs
 from lorikeet.proto.process import raise_file_limit
@@ -117,16 +116,14 @@ def _private_folder(read: Settings) -> Iterator[Path]:
     """A folder for sockets and files of this run that is private to this user."""
     wanted = read["shard-uds-path"]
     where, prefix = (None, "lorikeet-") if wanted is None else (str(Path(wanted).parent), f"{Path(wanted).name}-")
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=where)).resolve()
-    except OSError as error:
-        refuse(f"no private folder can be created at --shard-uds-path {wanted}: {error.strerror}")
-    try:
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(run_folder(where, prefix))
+        except OSError as error:
+            refuse(f"no private folder can be created at --shard-uds-path {wanted}: {error.strerror}")
         if len(os.fsencode(folder / "shard-63.sock")) > _LONGEST_SOCKET_PATH:
             refuse(f"{folder} is too long for the path of a Unix socket: give --shard-uds-path")
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process: 0 if every output was identical, else 1."""
     given = parser().parse_args(arguments)
     try:
+        _check_token(given.token or os.environ.get("LORIKEET_TOKEN") or "")
         client = Client(given.url, token=given.token or os.environ.get("LORIKEET_TOKEN"))
         receipts = list(found_in(_text_of(given.receipt)))
         if not receipts:
