@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from lorikeet.adapters.errors import AdapterInvalid, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
+from lorikeet.proto import shard_pb2
 from tests.hub_server import Repository, hub
 from tests.router.scripted_loader import digest_of, finds_all
 from tests.router.serving import MODEL_ID, Serving, parse_events, serving
@@ -228,6 +229,17 @@ async def test_invalid_names_and_sources(server: Serving, parameters: dict[str, 
     response = await server.client.post("/generate", json=request)
     assert (response.status_code, response.json()["error_type"]) == (422, "validation")
     assert part in response.json()["error"]
+
+
+async def test_a_file_that_a_shard_cannot_read_is_verified_and_loaded_again(server: Serving) -> None:
+    response = await server.client.post("/generate", json=body("/generate", "one"))
+    digest = response.headers["x-adapter-digest"]
+    failed = shard_pb2.AdapterState(digest=digest, residency=shard_pb2.AdapterState.FAILED, reason="damaged")
+    server.shard.tell(failed)
+    await server.shard.until(lambda: any(call.get("verify") == digest for call in server.loader.calls))
+    num_asked = len(server.loader.asked)
+    assert (await server.client.post("/generate", json=body("/generate", "one"))).status_code == 200
+    assert len(server.loader.asked) == num_asked + 1
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
