@@ -18,9 +18,10 @@ from lorikeet.launcher.models import adapters, usage
 from lorikeet.launcher.models.devices import choose_ranks
 from lorikeet.launcher.models.model import ModelFolder, with_lengths
 from lorikeet.launcher.models.usage import UsagePlan
-from lorikeet.launcher.processes import configs
+from lorikeet.launcher.processes import configs, serving
 from lorikeet.launcher.processes.configs import loader_fields, router_fields, shard_fields
 from lorikeet.launcher.processes.ray_engine import RayConfig
+from lorikeet.launcher.processes.supervisor import Address
 from lorikeet.router.config import RouterConfig
 from lorikeet.shard.config import ShardConfig
 
@@ -277,3 +278,18 @@ def test_flags_without_effect_if_a_process_is_remote() -> None:
     assert {"quantize", "num-shard", "threads", "eager", "ngram-min"} <= rules.OF_SHARDS
     both = {"max-input-length", "drain-timeout-s", "shard-address", "shard-listen", "dtype", "model-id"}
     assert not both & (rules.OF_ROUTERS | rules.OF_SHARDS)
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "parts"),
+    [
+        ("127.0.0.1", False, ["http://127.0.0.1:3000: anyone on this machine"]),
+        ("0.0.0.0", False, ["http://0.0.0.0:3000: anyone who reaches port 3000", "curl http://127.0.0.1:3000"]),
+        ("::", True, ["http://[::]:3000: holders of an API key who", "-H 'authorization: Bearer KEY'"]),
+    ],
+)
+def test_the_launcher_says_who_may_use_the_server(tmp_path: Path, host: str, keys: bool, parts: list[str]) -> None:
+    (tmp_path / "keys.yaml").write_text("[]")
+    given = plan(tmp_path, *(["--api-keys", str(tmp_path / "keys.yaml")] if keys else []))
+    shown = serving._try_it(given, Address(host, 3000))
+    assert all(part in shown for part in parts), shown

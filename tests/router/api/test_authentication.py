@@ -8,10 +8,13 @@ from typing import Any
 import httpx
 import pytest
 import structlog
+from huggingface_hub import constants
 
 from lorikeet.adapters.keys import Key, sha256
 from lorikeet.router.api.authentication import FAILURE_S, MAX_FAILURES, KeyLimits
 from lorikeet.router.errors import KeyLimitReached
+from lorikeet.router.requests.caller import Caller
+from lorikeet.router.schemas.adapters import AdapterFields
 from tests.router.api.routes.test_adapters import body
 from tests.router.api.routes.test_catalogue import bearer
 from tests.router.serving import MODEL_ID, Serving, serving
@@ -194,3 +197,27 @@ async def test_keys_share_prefixes_only_where_a_flag_says_so(tmp_path: Path, sha
                     path, json=body(path, MODEL_ID, cache_salt=wrong), headers=bearer("secret one")
                 )
                 assert answer.status_code in (400, 422) and "cache_salt" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "forward", "sent"),
+    [
+        ("https://huggingface.co", False, {"hf_x"}),
+        ("https://hub.example", False, {"hf_x", "other"}),
+        ("https://huggingface.co", True, {"hf_x", "other", "sk-x"}),
+    ],
+)
+async def test_which_bearer_tokens_go_to_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str, forward: bool, sent: set[str]
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    keys = f"- {{name: a, sha256: {sha256('own')}}}\n- {{name: b, sha256: {sha256('former')}, removed: true}}\n"
+    async with closed(tmp_path, keys, keys_optional=True, forward_bearer=forward) as server:
+        selection = server.service.selection
+        tokens = ("hf_x", "other", "sk-x", "own", "former")
+        found = {selection._token(AdapterFields("a/b"), Caller("id", token=token)) for token in tokens}
+        assert found - {None} == sent
+        for token in ("sk-x", "other"):  # in the body, any token that is not the server's
+            assert selection._token(AdapterFields("a/b", token=token), Caller("id")) == token
+        for token in ("own", "former"):
+            assert selection._token(AdapterFields("a/b", token=token), Caller("id")) is None
