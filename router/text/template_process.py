@@ -60,7 +60,7 @@ class TemplateProcess:
 
     async def start(self) -> None:
         """Start the process where it does not run. Raises RuntimeError where it does not answer."""
-        if self._process is not None:
+        if self._process is not None and self._process.returncode is None:
             return
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,
