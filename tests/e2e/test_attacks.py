@@ -68,7 +68,7 @@ class Memory(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while not self._ended.wait(0.1):
+        while not self._ended.wait(0.5):
             self.peak_mb = max(self.peak_mb, resident_mb(self._pids))
 
     def end(self) -> float:
@@ -78,17 +78,19 @@ class Memory(threading.Thread):
 
 
 def resident_mb(pids: list[int]) -> float:
-    """Memory of processes and of all that they have started. Processes may end meanwhile."""
+    """Memory of processes and of all that they have started, where pages that forked processes share count once.
+    Processes may end meanwhile.
+    """
     total, left = 0.0, list(pids)
     while left:
         pid = left.pop()
         try:
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
             for thread in os.listdir(f"/proc/{pid}/task"):
                 left += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-        except (FileNotFoundError, ProcessLookupError):
+        except (FileNotFoundError, ProcessLookupError, IndexError):
             continue
-        total += pages * os.sysconf("SC_PAGESIZE") / 1e6
+        total += int(rollup.partition("\nPss:")[2].split()[0]) * 1024 / 1e6
     return total
 
 
