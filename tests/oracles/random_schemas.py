@@ -78,13 +78,20 @@ class SchemaSource:
         return {"$ref": f"#/$defs/{name}"}
 
     def _recursion(self, depth: int) -> Schema:
-        name = f"node{len(self._definitions)}"
-        reference = {"$ref": f"#/$defs/{name}"}
+        """A list of linked nodes. Each level has its own definition: no schema bounds a recursion into itself, and a
+        greedy model may never end one.
+        """
+        first = len(self._definitions)
+        names = [f"node{first}_{level}" for level in range(3)]
         value = {"enum": self._random.sample(WORDS, 3)}
-        properties = {"value": value, "rest": {"anyOf": [{"type": "null"}, reference]}}
-        node = {"type": "object", "properties": properties, "required": ["value", "rest"]}
-        self._definitions[name] = {**node, "additionalProperties": False}
-        return reference
+        for name, following in zip(names, [*names[1:], None], strict=True):
+            rest: Schema = {"type": "null"}
+            if following is not None:
+                rest = {"anyOf": [{"type": "null"}, {"$ref": f"#/$defs/{following}"}]}
+            properties = {"value": value, "rest": rest}
+            node = {"type": "object", "properties": properties, "required": ["value", "rest"]}
+            self._definitions[name] = {**node, "additionalProperties": False}
+        return {"$ref": f"#/$defs/{names[0]}"}
 
 
 def constructs_of(schema: Any) -> set[str]:
