@@ -31,7 +31,7 @@ from lorikeet.router.text.vocabulary import Vocabulary
 
 FILES = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
 """What determines the token ids of a prompt and the end-of-text ids, in addition to the model's configuration."""
-MAX_WHOLE_BYTES = 1 << 20
+MAX_WHOLE_BYTES = 1 << 18
 """Of a text whose end is wanted and whose tokens depend on all of it."""
 _TAIL_CHARS = 8
 """Per token that is wanted, at the first attempt; then four times as many."""

@@ -195,8 +195,9 @@ async def test_lorax_s_event_without_token_and_texts(tmp_path: Path, anyio_backe
 
 
 async def test_info_shows_the_url_without_credentials(tmp_path: Path, anyio_backend: str) -> None:
-    async with serving(tmp_path, request_logger_url="http://me:secret@127.0.0.1:9/in?key=secret#secret") as server:
-        response = await server.client.get("/info")
+    fields = {"request_logger_url": "http://me:secret@127.0.0.1:9/in?key=secret#secret"}
+    async with serving(tmp_path, admin_key_sha256=sha256("admin"), **fields) as server:
+        response = await server.client.get("/info", headers={"authorization": "Bearer admin"})
         assert response.json()["request_logger_url"] == "http://127.0.0.1:9/in"
         assert "secret" not in response.text
 
