@@ -77,7 +77,7 @@ def check(url: str, number: int) -> None:
 
 
 def test_outputs_match_random_schemas(replicas: Replicas) -> None:
-    check(replicas.launched.url, 8)
+    check(replicas.launched.url, 4)
 
 
 @pytest.mark.long
@@ -93,16 +93,16 @@ LIST = {
         "required": ["name", "score"],
         "additionalProperties": False,
     },
-    "minItems": 12,
-    "maxItems": 12,
+    "minItems": 8,
+    "maxItems": 8,
 }
 
 
 def test_an_object_is_continued_when_its_shard_is_lost(replicas: Replicas) -> None:
-    """Both shards are killed one after the other, in the middle of outputs of all kinds."""
+    """The shard is killed in the middle of outputs of all kinds."""
     client = Client(replicas.launched.url)
     asked = [{**sampling, **method} for sampling in SAMPLING.values() for method in METHODS.values()]
-    alone = [ask(client, LIST, **parameters).text for parameters in asked]
+    alone = [ask(client, LIST, **sampling, **METHODS["off"]).text for sampling in SAMPLING.values()]
     lost = replicas.launched.shard(0)
 
     def kill() -> None:
@@ -114,7 +114,7 @@ def test_an_object_is_continued_when_its_shard_is_lost(replicas: Replicas) -> No
     with ThreadPoolExecutor(len(asked)) as pool:
         found = list(pool.map(lambda parameters: ask(client, LIST, **parameters).text, asked))
     killer.join()
-    assert found == alone
+    assert found == [text for text in alone for _ in METHODS]
     for text in found:
         jsonschema.validate(json.loads(text), LIST)
     replicas.launched.wait_for("shard 0 was ended by SIGKILL")

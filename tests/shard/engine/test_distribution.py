@@ -164,7 +164,7 @@ RUNS = {
 }
 
 
-SHORT = ("lag 0", "drafts, rejection")
+SHORT = ("drafts, rejection",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in RUNS])
