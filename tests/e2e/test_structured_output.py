@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
+import openai
+import pydantic
 import pytest
 
 from lorikeet.launcher import Client
@@ -118,3 +120,23 @@ def test_an_object_is_continued_when_its_shard_is_lost(replicas: Replicas) -> No
     for text in found:
         jsonschema.validate(json.loads(text), LIST)
     replicas.launched.wait_for("shard 0 was ended by SIGKILL")
+
+
+class Score(pydantic.BaseModel):
+    name: str
+    score: int
+
+
+def test_the_openai_client_parses_answers(replicas: Replicas) -> None:
+    """Its own helpers, for whole answers and for streams, unmodified."""
+    client = openai.OpenAI(base_url=f"{replicas.launched.url}/v1", api_key="secret sharing")
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    asked: Any = {"model": "json", "messages": messages, "response_format": Score, "temperature": 0}
+    whole = client.chat.completions.parse(**asked)
+    assert whole.choices[0].message.parsed == Score(name="Wamiko", score=93)
+    assert whole.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(
+        model="json", messages=messages, response_format=Score, temperature=0
+    ) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == whole.choices[0].message.parsed
