@@ -11,20 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llguidance
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
+from lorikeet.proto.grammars import GRAMMAR_LIMITS
 from lorikeet.router.errors import ValidationError
 
 OVERRIDES: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A]{1,2}"}
 CHECK_TIMEOUT_S = 5.0
 MAX_CHECKED = 1024
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=50_000,
-    max_grammar_size=250_000,
-)
 
 
 class Grammars:
@@ -54,7 +48,7 @@ class Grammars:
 def _serialize(kind: str, value: Any, field: str) -> str:
     try:
         grammar = _MAKERS[kind](value)
-        problem = LLMatcher.validate_grammar(grammar, limits=LIMITS)
+        problem = LLMatcher.validate_grammar(grammar, limits=GRAMMAR_LIMITS)
     except Exception as error:  # the library reports bad input as ValueError, and panics on some
         raise ValidationError(f"`{field}` is not supported: {_first_line(str(error))}", field) from None
     if problem:

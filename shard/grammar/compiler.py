@@ -9,8 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
+from lorikeet.proto.grammars import GRAMMAR_LIMITS
 from lorikeet.shard.grammar.matcher import Compiled, GrammarMatcher, reason
 from lorikeet.shard.scheduler.constraint import Grammar, NoGrammars
 
@@ -19,14 +20,6 @@ log = structlog.get_logger()
 MAX_COMPILED = 256
 """Most compiled grammars that are kept, least recently used first to go."""
 NUM_THREADS = 2
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=50_000,
-    max_grammar_size=250_000,
-)
-"""Bounds of the work of a compilation and of a step; beyond them the grammar is an error."""
 
 
 class GrammarCompiler(NoGrammars):
@@ -60,7 +53,7 @@ class GrammarCompiler(NoGrammars):
     def _build(self, grammar: str) -> Compiled:
         try:
             tokenizer = self._tokenizer.result()
-            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=GRAMMAR_LIMITS)
         except Exception as failure:  # the library panics on some inputs: the request fails, and the shard goes on
             log.exception("grammar_compilation_failed")
             return Compiled(None, error=f"the grammar cannot be compiled: {type(failure).__name__}")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from lorikeet.shard.grammar.compiler import LIMITS, read_tokenizer
+from lorikeet.proto.grammars import GRAMMAR_LIMITS
+from lorikeet.shard.grammar.compiler import read_tokenizer
 from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.scheduler.constraint import Grammar
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
@@ -39,7 +40,7 @@ def walks(num_schemas: int) -> Iterator[tuple[str, list[int], list[int]]]:
     rng = random.Random(SEED)
     for schema in schemas(num_schemas, SEED):
         grammar = small_tokenizer.schema(schema)
-        matcher = LLMatcher(tokenizer(), grammar, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(tokenizer(), grammar, log_level=0, limits=GRAMMAR_LIMITS)
         if matcher.get_error():
             continue
         walk: list[int] = []
@@ -64,7 +65,7 @@ def assert_rows_equal(num_schemas: int, least_rows: int) -> None:
         masks.start([ScheduledRequest(request, 0, len(request.token_ids), True, drafts)])
         logits = torch.zeros(1 + len(drafts), VOCAB)
         masks.apply(logits)
-        single = LLMatcher(tokenizer(), grammar, log_level=0, limits=LIMITS)
+        single = LLMatcher(tokenizer(), grammar, log_level=0, limits=GRAMMAR_LIMITS)
         single.consume_tokens(known)
         for row, draft_id in enumerate([*drafts, -1]):
             if not single.is_stopped():
