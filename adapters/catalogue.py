@@ -274,10 +274,12 @@ _TEXTS = (
     "heads_id",
 )
 _SWITCHES = ("do_sample", "ignore_eos_token", "return_full_text")
+_FORMATS = ("text", "json_object", "json_schema")
 _PARAMETERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_NUMBERS, _is_number),
     **dict.fromkeys(_INTEGERS, _is_integer),
     **dict.fromkeys(_TEXTS, lambda value: isinstance(value, str)),
     **dict.fromkeys(_SWITCHES, lambda value: isinstance(value, bool)),
     "stop": _are_texts,
+    "response_format": lambda value: isinstance(value, dict) and value.get("type") in _FORMATS,
 }

@@ -30,7 +30,7 @@ from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.body import BodyReader
 from lorikeet.router.schemas.body_memory import BodyMemory
 from lorikeet.router.schemas.constraints import Constraints
-from lorikeet.router.schemas.grammar import GrammarFields
+from lorikeet.router.schemas.grammar import GrammarFields, names_grammar
 from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
 from lorikeet.router.text.bad_words import MAX_TOKENS, bad_word_ids
 from lorikeet.router.text.grammars import Grammars
@@ -115,7 +115,10 @@ class Service:
         if not isinstance(name, str | None) or not isinstance(source, str | None) or self.selection.is_base(name):
             return {}
         entry = self.selection.usable(name, source, caller)
-        return {} if entry is None else dict(entry.parameters)
+        defaults = {} if entry is None else dict(entry.parameters)
+        if names_grammar(fields):
+            defaults.pop("response_format", None)
+        return defaults
 
     async def body(self, request: Request) -> dict[str, Any]:
         """The request's JSON object. Raises a leaf of BodyRejected, or BodyMemoryFull."""

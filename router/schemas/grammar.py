@@ -29,6 +29,11 @@ class GrammarFields:
     """The field that it came from."""
 
 
+def names_grammar(fields: dict[str, Any]) -> bool:
+    """Whether a body has a field of this page, which replaces the grammar of its alias."""
+    return any(fields.get(name) is not None for name in (*_DIRECT, "response_format", "structured_outputs", "grammar"))
+
+
 def read_grammar(fields: Fields) -> GrammarFields | None:
     """The one grammar of a body, or None. Raises ValidationError, which names the field."""
     found = [each for each in (*_direct(fields), _response_format(fields), _typed(fields)) if each is not None]

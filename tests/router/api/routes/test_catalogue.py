@@ -81,6 +81,21 @@ async def test_an_alias_is_a_model_on_every_route(tmp_path: Path) -> None:
         assert plain.status_code == 200 and server.shard.submits[-1].sampling.temperature == 1.0
 
 
+async def test_an_alias_may_have_a_grammar_that_a_request_replaces(tmp_path: Path) -> None:
+    made(tmp_path, "v1")
+    path = write(tmp_path, "support: {id: v1, parameters: {response_format: {type: json_object}}}")
+    async with serving(tmp_path, adapters=True, catalogue_path=path) as server:
+        for route in ("/generate", "/v1/completions", "/v1/chat/completions"):
+            assert (await server.client.post(route, json=body(route, "support"))).status_code == 200
+            assert "json_schema" in server.shard.submits[-1].grammar.text
+            replaced = body(route, "support", guided_regex="a+")
+            assert (await server.client.post(route, json=replaced)).status_code == 200
+            assert "a+" in server.shard.submits[-1].grammar.text
+            plain = body(route, "support", response_format={"type": "text"})
+            assert (await server.client.post(route, json=plain)).status_code == 200
+            assert not server.shard.submits[-1].HasField("grammar")
+
+
 async def test_a_roll_out_is_sticky_per_user(tmp_path: Path) -> None:
     made(tmp_path, "v1", "v2")
     path = write(tmp_path, "a: {source: local, revisions: {v1: 0.75, v2: 0.25}, weight: 2}")
