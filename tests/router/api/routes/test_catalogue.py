@@ -169,7 +169,7 @@ async def test_an_unknown_name_of_one_part_is_not_looked_up_at_the_hub(
     made(tmp_path, "v1")
     entry = "{source: local, id: v1"
     path = write(tmp_path, f"support: {entry}}}\nsales: {entry}, keys: [team-a]}}\nbroken: {{idd: x}}\n")
-    fields: dict[str, Any] = {"keys_path": str(tmp_path / "keys.yaml"), "catalogue_path": path}
+    fields: dict[str, Any] = {**open_keys(tmp_path), "catalogue_path": path}
     with hub({"gpt-lora": Repository({"adapter_config.json": b"{}"})}) as source:
         monkeypatch.setattr(constants, "ENDPOINT", source.url)
         async with serving(tmp_path, adapters=True, adapter_source="hub", **fields) as server:
