@@ -35,6 +35,8 @@ class Job:
 
     name: str
     token: str | None = field(default=None, repr=False)
+    tokens: tuple[str | None, ...] = field(default=(), repr=False)
+    """Of a merge: its adapters' own."""
     num_waiting: int = 0
     fetching: Ticket = field(default_factory=Ticket)
     converting: Ticket = field(default_factory=Ticket)
@@ -119,16 +121,23 @@ class Jobs:
         return found
 
     async def merge(
-        self, wanted: Merge, token: str | None, on_job: Callable[[Job], None], caller: str = ""
+        self,
+        wanted: Merge,
+        token: str | None,
+        on_job: Callable[[Job], None],
+        caller: str = "",
+        tokens: Sequence[str | None] | None = None,
     ) -> dict[str, Any]:
-        """The same for several adapters merged into one."""
+        """The same for several adapters merged into one; `tokens` are their own, by default `token` for each."""
+        own_tokens = (token,) * len(wanted.pins) if tokens is None else tuple(tokens)
         known = [self._store.of_pin(pin) for pin in wanted.pins]
         digests = [entry.digest for entry in known if entry is not None]
         if len(digests) == len(known):
             digest = wanted.digest(digests)
             if self._store.touch(digest) and await self.verify(digest):
                 return self._found(self._store.entry(digest))
-        job = Job(", ".join(pin.id for pin in wanted.pins), token, sources=_sources(wanted.pins))
+        name = ", ".join(pin.id for pin in wanted.pins)
+        job = Job(name, token, own_tokens, sources=_sources(wanted.pins))
         return await self._shared(
             f"merge {wanted.as_dict()}", job, caller, on_job, lambda job: self._merge(job, wanted)
         )
@@ -183,7 +192,7 @@ class Jobs:
                 await asyncio.wait({job.task})
                 continue
             if job is None:
-                job = self._jobs[key] = Job(own.name, own.token, sources=own.sources)
+                job = self._jobs[key] = Job(own.name, own.token, own.tokens, sources=own.sources)
                 job.own(caller)
                 job.task = asyncio.create_task(self._guarded(key, job, start))
             else:
@@ -235,8 +244,8 @@ class Jobs:
         merge = wanted.as_dict()
         folders: list[str] = []
         with ExitStack() as works:
-            for number, pin in enumerate(wanted.pins):
-                part = Job(pin.id, job.token, sources=job.sources)
+            for number, (pin, token) in enumerate(zip(wanted.pins, job.tokens, strict=True)):
+                part = Job(pin.id, token, sources=job.sources)
                 part.fetching.owners = job.fetching.owners
                 job.parts = [part]
                 if job.fetching.is_urgent:

@@ -113,7 +113,10 @@ class Connection:
         if "fetch" in body:
             return await self._jobs.fetch(Pin.from_dict(body["fetch"]), token, on_job, caller)
         if "merge" in body:
-            return await self._jobs.merge(Merge.from_dict(body["merge"]), token, on_job, caller)
+            wanted, tokens = Merge.from_dict(body["merge"]), body.get("tokens")
+            if tokens is not None and (not isinstance(tokens, list) or len(tokens) != len(wanted.pins)):
+                raise ValueError("`tokens` must be a list, one per adapter")
+            return await self._jobs.merge(wanted, token, on_job, caller, tokens)
         if "check" in body:
             return await self._jobs.check(Pin.from_dict(body["check"]), token)
         if "forget" in body:

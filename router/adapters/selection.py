@@ -154,15 +154,20 @@ class Selection:
             raise ValidationError("Base model adapter cannot be merged.", "merged_adapters")
         token = self._token(fields, caller)
         parts = await asyncio.gather(*(self._part(name, fields, caller, token) for name in merge.ids))
-        pins, token = tuple(part.pin for part in parts), _needed(token, *parts)
-        return Adapter(",".join(merge.ids), pins, merge.merging, token, caller=caller.identity)
+        pins, tokens = tuple(found.pin for found, _ in parts), tuple(own for _, own in parts)
+        token = _needed(token, *(found for found, _ in parts))
+        return Adapter(",".join(merge.ids), pins, merge.merging, token, tokens, caller=caller.identity)
 
-    async def _part(self, name: str, fields: AdapterFields, caller: Caller, token: str | None) -> Resolved:
+    async def _part(
+        self, name: str, fields: AdapterFields, caller: Caller, token: str | None
+    ) -> tuple[Resolved, str | None]:
+        """With the token for loading it."""
         entry = self.usable(name, fields.source, caller)
         if entry is not None:
             adapter = await self.named(entry, fields.user or caller.request_id)
-            return Resolved(adapter.pins[0], is_public=adapter.token is None)
-        return await self._resolved(self._parsed(name, fields.source, caller, is_model=False), token, caller)
+            return Resolved(adapter.pins[0], is_public=adapter.token is None), adapter.token
+        found = await self._resolved(self._parsed(name, fields.source, caller, is_model=False), token, caller)
+        return found, _needed(token, found)
 
     def _parsed(self, name: str, given: str | None, caller: Caller, is_model: bool, field: str = "adapter_id") -> Ref:
         """`given`: the request's source, if any. Raises AdapterNotFound for a name that can only be an alias."""

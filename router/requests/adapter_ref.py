@@ -29,6 +29,8 @@ class Adapter:
     merging: Merging | None = None
     token: str | None = field(default=None, repr=False, compare=False)
     """The token that authorised access at the source."""
+    tokens: tuple[str | None, ...] = field(default=(), repr=False, compare=False)
+    """Of the parts of a merge: none for public ones, the operator's for its own."""
     alias: str = ""
     """Empty for an adapter that the catalogue does not list."""
     weight: float = 1.0
@@ -54,7 +56,8 @@ class Adapter:
     @property
     def load_call(self) -> dict[str, Any]:
         """The call to the loader, for this caller."""
-        return {**self.call, "token": self.token, "caller": self.caller}
+        tokens = {} if self.merging is None else {"tokens": list(self.tokens)}
+        return {**self.call, "token": self.token, **tokens, "caller": self.caller}
 
     @property
     def call(self) -> dict[str, Any]:

@@ -437,6 +437,15 @@ def test_a_merge_computes_what_peft_computes(world: World, caller: Caller) -> No
     assert again["tier"] == "disk" and again["digest"] == answer["digest"]
 
 
+def test_each_part_of_a_merge_is_fetched_with_its_own_token(world: World, caller: Caller) -> None:
+    files = content(world.roots / "a0")
+    pins = [world.at_hub("m/public", files), world.at_hub("m/private", files, token="hf_mine")]
+    world.hub.rejected.add("hf_other")
+    merge = {"pins": pins, "weights": [0.5, 0.25]}
+    assert "digest" in caller.call(merge=merge, token="hf_other", tokens=[None, "hf_mine"])
+    assert caller.call(merge=merge, tokens=[None])["error"]["status"] == 400
+
+
 def test_an_impossible_merge_is_rejected_with_the_reason(world: World, caller: Caller) -> None:
     pins = [world.pin("a0"), world.pin("a2")]
     error = caller.call(merge={"pins": pins, "weights": [1, 1], "strategy": "ties", "density": 0.5})["error"]

@@ -274,6 +274,19 @@ async def test_a_public_adapter_needs_no_valid_token(tmp_path: Path, monkeypatch
             assert missing.status_code == 401 and "does not accept the token" in missing.text
 
 
+async def test_each_part_of_a_merge_has_its_own_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's goes to the sources of those parts only that are not public."""
+    files = {"adapter_config.json": b"{}"}
+    with hub({"a/public": Repository(files), "a/private": Repository(files, token="hf_mine")}) as source:
+        monkeypatch.setattr(constants, "ENDPOINT", source.url)
+        async with serving(tmp_path, adapters=True, adapter_source="hub") as server:
+            merged = {"ids": ["a/public", "a/private"], "weights": [0.5, 0.5]}
+            request = {"inputs": "Hi", "parameters": {"merged_adapters": merged, "api_token": "hf_mine"}}
+            response = await server.client.post("/generate", json=request)
+            assert response.status_code == 200, response.text
+            assert server.loader.asked[-1]["tokens"] == [None, "hf_mine"]
+
+
 async def test_adapters_in_s3_are_below_the_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Aliases may be anywhere. The store of this test does not answer, so that 503 shows what was looked up."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
