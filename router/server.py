@@ -54,7 +54,7 @@ class RouterServer:
         dispatcher = Dispatcher(self._config, self._tokenizer, self._metrics)
         app = create_app(dispatcher, self._tokenizer, self._config, self._metrics)
         service: Service = app.state.service
-        self._server = HttpServer(app, self._config)
+        self._server = HttpServer(app, self._config, self._metrics.connection_rejected)
         self._handle_signals(service)
         await dispatcher.start()
         await self._serve(self._server, service)

@@ -1,6 +1,7 @@
 """What the connections of a server share: their limits, their number per client address, and log lines."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
@@ -24,6 +25,8 @@ class Connections:
     keep_alive_timeout_s: float = 75.0
     max_per_address: int = 0
     """0 is no limit."""
+    on_rejected: Callable[[str], None] = lambda _: None
+    """Called with the reason of an answer that no route gives."""
     _counts: Counter[str] = field(default_factory=Counter)
     _refused: set[str] = field(default_factory=set)
     """Addresses at the limit that were logged."""

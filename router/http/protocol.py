@@ -67,6 +67,7 @@ class Protocol(HttpToolsProtocol):
         if self._is_counted:
             self._expect_head()
         else:
+            self._shared.on_rejected("too_many_connections")
             self._close_with(429, "Too many connections from this address")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -121,7 +122,7 @@ class Protocol(HttpToolsProtocol):
             self._ignores_input = True  # the request is answered without the upgrade, and the connection closes
         except httptools.HttpParserError:
             if not self._ignores_input:
-                self._refuse(400, "Invalid HTTP request received.")
+                self._refuse(400, "invalid_http", "Invalid HTTP request received.")
             return
         if self._num_pending > MAX_HEAD_BYTES and not self._ignores_input:
             self._refuse_head()
@@ -146,17 +147,20 @@ class Protocol(HttpToolsProtocol):
     def _head_overdue(self) -> None:
         self._timer = None
         if self._num_pending:
-            self._refuse(408, f"The head of the request took longer than {self._shared.header_timeout_s:g} seconds")
+            text = f"The head of the request took longer than {self._shared.header_timeout_s:g} seconds"
+            self._refuse(408, "head_timeout", text)
         else:
             self.transport.close()
 
     def _refuse_head(self) -> None:
         what = "Request header fields" if self._reads_head else "Trailer fields or chunk extensions"
         limits = f"{MAX_HEAD_BYTES} bytes or {MAX_HEADER_FIELDS} fields"
-        self._refuse(431, f"{what} too large: the limit is {limits}")
+        reason = "head_too_large" if self._reads_head else "trailers_too_large"
+        self._refuse(431, reason, f"{what} too large: the limit is {limits}")
 
-    def _refuse(self, status: int, reason: str) -> None:
-        """Answer with `status` unless an answer has begun, and close."""
+    def _refuse(self, status: int, reason: str, text: str) -> None:
+        """Answer with `status` and `text` unless an answer has begun, and close. `reason` is for log and metrics."""
+        self._shared.on_rejected(reason)
         _log.info("request_rejected", status=status, reason=reason, client=self._shared.shown(self._peer))
         has_begun = False
         if self._is_answering:
@@ -166,11 +170,11 @@ class Protocol(HttpToolsProtocol):
         if has_begun:
             self._close_later(LINGER_S)
         else:
-            self._close_with(status, reason)
+            self._close_with(status, text)
 
-    def _close_with(self, status: int, reason: str) -> None:
+    def _close_with(self, status: int, text: str) -> None:
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain; charset=utf-8\r\n"
-        answer = f"{head}content-length: {len(reason)}\r\nconnection: close\r\n\r\n{reason}"
+        answer = f"{head}content-length: {len(text)}\r\nconnection: close\r\n\r\n{text}"
         self.transport.write(answer.encode())
         self._close_later(LINGER_S)
 

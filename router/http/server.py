@@ -1,7 +1,7 @@
 """The HTTP server: Uvicorn with our protocol, without signal handlers and without any trust in proxies' headers."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,19 @@ LEAVING_KEEP_ALIVE_S = 5.0
 class HttpServer(uvicorn.Server):
     """Serves one application."""
 
-    def __init__(self, app: ASGIApp, config: RouterConfig, **options: Any) -> None:
-        """`options` are Uvicorn's. Raises ValueError where a trusted proxy is no network."""
+    def __init__(
+        self, app: ASGIApp, config: RouterConfig, on_rejected: Callable[[str], None] = lambda _: None, **options: Any
+    ) -> None:
+        """`on_rejected` is called with the reason of an answer that no route gives; `options` are Uvicorn's.
+
+        Raises ValueError where a trusted proxy is no network.
+        """
         self.connections = Connections(
             Addresses(config.trusted_proxies, hashed=config.hash_client_addresses),
             config.header_timeout_s,
             config.keep_alive_timeout_s,
             config.max_connections_per_address,
+            on_rejected,
         )
         super().__init__(
             uvicorn.Config(

@@ -123,6 +123,8 @@ class Metrics:
         self.requests_retried = counter("requests_retried", "Requests whose shard was lost or rejected them, retried")
         self.routing_decisions = counter("routing_decisions", "Requests sent, by the reason for their shard", "reason")
         self.usage_dropped = counter("usage_dropped", "Usage records that could not be written or posted", "to")
+        text = "Requests and connections rejected before any route, by reason"
+        self.connections_rejected = counter("connections_rejected", text, "reason")
         self.adapters = AdapterMetrics()
         self.speculation = SpeculationMetrics()
         self.vllm = vllm
@@ -155,6 +157,10 @@ class Metrics:
     def request_failed(self, reason: str) -> None:
         """`reason`: overloaded, validation, generation, incomplete, dropped, template, bad_request, timeout, …"""
         self.request_failure.add(1, reason)
+
+    def connection_rejected(self, reason: str) -> None:
+        """Answered before any route: its head is too large, too slow or no HTTP, or the address has too many."""
+        self.connections_rejected.add(1, reason)
 
     def request_validated(self, seconds: float) -> None:
         self.request_validation_duration.observe(seconds)

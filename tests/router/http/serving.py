@@ -88,11 +88,13 @@ async def _answer(send: Send, body: bytes) -> None:
 class Served:
     """The server and its application."""
 
-    def __init__(self, server: HttpServer, application: Application, port: int, loop: Any) -> None:
+    def __init__(self, server: HttpServer, application: Application, port: int, loop: Any, rejected: list[str]) -> None:
         self.server = server
         self.application = application
         self.port = port
         self._loop = loop
+        self.rejected = rejected
+        """The reasons of answers before any route."""
 
     def connect(self, first: bytes = b"") -> socket.socket:
         """A connection on which `first` was sent."""
@@ -116,10 +118,11 @@ class Served:
 def http_server(**fields: Any) -> Iterator[Served]:
     """`fields` are RouterConfig's."""
     application, ready = Application(), threading.Event()
-    server = HttpServer(application, RouterConfig("model", ".", (), **fields))
+    rejected: list[str] = []
+    server = HttpServer(application, RouterConfig("model", ".", (), **fields), rejected.append)
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     listener.setblocking(False)
-    served = Served(server, application, listener.getsockname()[1], None)
+    served = Served(server, application, listener.getsockname()[1], None, rejected)
 
     async def serve() -> None:
         served._loop = asyncio.get_running_loop()

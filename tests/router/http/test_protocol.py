@@ -187,6 +187,21 @@ def test_many_small_chunks_are_read(served: Served) -> None:
     client.close()
 
 
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\na: " + b"a" * 70_000, "head_too_large"),
+        (CHUNKED + b"3;a=" + b"b" * 200_000, "trailers_too_large"),
+        (b"nothing\r\n\r\n", "invalid_http"),
+        (b"GET /", "head_timeout"),
+    ],
+)
+def test_answers_before_any_route_have_a_reason(sent: bytes, reason: str) -> None:
+    with http_server(header_timeout_s=0.3) as served:
+        assert rest(served.connect(sent)).startswith(b"HTTP/1.1 4")
+        assert served.rejected == [reason]
+
+
 def test_an_upgrade_is_ignored(served: Served) -> None:
     fields = b"host: x\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
     answer = rest(served.connect(b"GET /health HTTP/1.1\r\n" + fields + b"\r\n"))
