@@ -1,8 +1,8 @@
 """All faults that are planted on purpose."""
 
-from tests.mutants import devices, experts, recovery, sampling, scheduling, speculation
+from tests.mutants import devices, experts, grammars, recovery, sampling, scheduling, speculation
 
-FAULTS = [*sampling.MUTANTS, *scheduling.MUTANTS, *speculation.MUTANTS]
+FAULTS = [*sampling.MUTANTS, *scheduling.MUTANTS, *speculation.MUTANTS, *grammars.MUTANTS]
 
 OF_RECOVERY = recovery.MUTANTS
 """Of what outlives an end, which are measured apart."""

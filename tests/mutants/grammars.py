@@ -1,0 +1,37 @@
+"""Faults of outputs that follow a grammar."""
+
+from tests.mutants.mutant import Mutant
+
+ENGINE = "tests/shard/grammar/test_engine.py"
+BATCHES = f"{ENGINE}::test_no_draft_source_and_no_batch_changes_an_output"
+
+MUTANTS = [
+    Mutant(
+        "masks of rows after drafts are those of the first row",
+        "shard/grammar/masks.py",
+        "fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bitmask)",
+        "fill_next_token_bitmask_par(self._executor, [(matcher, row) for matcher, row, _ in drafted], bitmask)",
+        f"{BATCHES}[default]",
+    ),
+    Mutant(
+        "a step is planned before the grammar knows the newest token",
+        "shard/scheduler/scheduler.py",
+        "return request.constraint.is_constrained or self.proposer.may_draft(",
+        "return self.proposer.may_draft(",
+        f"{BATCHES}[lag 1]",
+    ),
+    Mutant(
+        "the output of an earlier run is not taken into the grammar",
+        "shard/grammar/matcher.py",
+        "if output_ids and not matcher.consume_tokens(list(output_ids)):",
+        "if output_ids and not output_ids:",
+        f"{ENGINE}::test_an_output_is_continued_from_any_token",
+    ),
+    Mutant(
+        "an output goes on behind its grammar",
+        "shard/scheduler/scheduler.py",
+        "if token_id in request.stop_ids or request.constraint.commit(token_id):",
+        "if token_id in request.stop_ids or (request.constraint.commit(token_id) and False):",
+        f"{ENGINE}::test_an_output_matches_its_grammar_and_ends_with_it[greedy-choice]",
+    ),
+]
