@@ -36,9 +36,12 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="lorikeet-keys", description="API keys of a server. SIGHUP to its launcher makes it read the file again."
     )
-    result.add_argument("--file", help="the file of --api-keys (default: the variable API_KEYS, else keys.yaml)")
+    text = "the file of --api-keys (default: the variable API_KEYS, else keys.yaml)"
+    result.add_argument("--file", help=text)
+    file = argparse.ArgumentParser(add_help=False)  # the flag may follow the command too
+    file.add_argument("--file", default=argparse.SUPPRESS, help=text)
     commands = result.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("add", help="create a key and print it once")
+    add = commands.add_parser("add", parents=[file], help="create a key and print it once")
     add.add_argument("name")
     add.add_argument("--admin", action="store_true", help="may use the administration routes and every adapter")
     add.add_argument("--adapters", nargs="+", metavar="NAME", help="the only aliases or ids that it may use")
@@ -47,8 +50,9 @@ def parser() -> argparse.ArgumentParser:
               ("concurrency", "concurrency", int, "generation requests at a time"))  # fmt: skip
     for flag, field, kind, meaning in limits:
         add.add_argument(f"--{flag}", dest=field, type=kind, metavar="N", help=f"maximum number of {meaning}")
-    commands.add_parser("list", help="show the keys' names, rights and limits")
-    commands.add_parser("remove", help="close a key; its hash stays in the file").add_argument("name")
+    commands.add_parser("list", parents=[file], help="show the keys' names, rights and limits")
+    remove = commands.add_parser("remove", parents=[file], help="close a key; its hash stays in the file")
+    remove.add_argument("name")
     return result
 
 

@@ -56,3 +56,11 @@ def test_errors_are_one_sentence(
     error = capsys.readouterr().err
     assert error.startswith("lorikeet-keys: ") and part in error and error.count("\n") == 1
     assert path.read_text() == f"- {{name: one, sha256: {'a' * 64}}}\n"
+
+
+def test_the_file_may_follow_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.yaml"
+    assert main(["add", "team", "--file", str(path)]) == 0
+    assert main(["--file", str(path), "list"]) == 0
+    assert "team" in capsys.readouterr().out
+    assert main(["remove", "team", "--file", str(path)]) == 0
