@@ -2,6 +2,7 @@
 shard changes one.
 """
 
+import datetime
 import json
 import os
 import signal
@@ -37,6 +38,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"speculative_method": "medusa", "speculative_schedule": "constant", "heads_id": "heads"},
 }
 CHECKER = jsonschema.FormatChecker()
+
+
+@CHECKER.checks("date", raises=ValueError)
+def is_date(value: object) -> bool:
+    """RFC 3339 has a year 0, which is a leap year; Python has none."""
+    if isinstance(value, str):
+        datetime.date.fromisoformat(value.replace("0000-", "2000-", 1) if value.startswith("0000-") else value)
+    return True
 
 
 def ask(client: Client, schema: Schema, **parameters: Any) -> Answer:

@@ -140,6 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_a_step(self) -> None:
         """A step that writes nothing. Those before it are committed as always."""
         scheduled = self.scheduler.schedule()
+        self.was_isolated, self.others = self.scheduler.is_isolated, []
         self.commit(0)
         for item in scheduled:
             self.scheduler.discard(item)
