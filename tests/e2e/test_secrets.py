@@ -360,11 +360,7 @@ def check_files(scene: Scene, when: str) -> None:
         assert str(scene.folder / "usage.jsonl") in written
     problems = []
     for place, content in written.items():
-        tokens: tuple[str, ...] = TOKENS
-        if Path(place).name == "router.json":  # the operator's own, for the one process that needs them
-            assert stat.S_IMODE(Path(place).stat().st_mode) == 0o600
-            tokens = tuple(token for token in TOKENS if token not in (OPERATORS_TOKEN, PASSWORD))
-        found = [token.encode() for token in (*tokens, STORES_SECRET) if token.encode() in content]
+        found = [token.encode() for token in (*TOKENS, STORES_SECRET) if token.encode() in content]
         found += re.findall(rb"zqWORDS\d+zq", content)
         found += [text.encode() for text in needles if text.encode() in content]
         problems += [f"{place} holds {text!r}: {line_of(content, text)!r}" for text in found]
