@@ -57,9 +57,11 @@ setup: $(VENV)/.installed-$(DEV)
 serve: $(VENV)/.installed
 	@exec $(VENV)/bin/lorikeet-launcher --hostname $(HOST) --port $(PORT) --speculative-tokens 3 $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
-# One test per core and one thread per test: the models of tests are too small to share threads.
+# One test more than cores, because tests wait for processes, and one thread per test: their models are too small to share threads.
+WORKERS = $$($(PY) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
+
 test: $(VENV)/.installed-$(DEV)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # A focused run in one process: make t T=tests/shard/engine ARGS="-k memory"
 t: $(VENV)/.installed-$(DEV)
