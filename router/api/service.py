@@ -144,7 +144,11 @@ class Service:
         return resolve_speculation(wanted, self.offer, is_seeded=is_seeded)
 
     async def grammar(
-        self, wanted: GrammarFields | ValidationError | None, constraints: Constraints, speculation: SpeculationFields
+        self,
+        wanted: GrammarFields | ValidationError | None,
+        constraints: Constraints,
+        speculation: SpeculationFields,
+        caller: str,
     ) -> Grammar | None:
         """What the output follows. Raises ValidationError or UnsupportedField."""
         if wanted is None:
@@ -159,7 +163,7 @@ class Service:
         info = self.dispatcher.info
         if info is not None and not info.grammars:
             raise UnsupportedField(wanted.field, "needs a model with a fast tokenizer (tokenizer.json)")
-        text = await self.grammars.serialize(wanted.kind, wanted.value, wanted.field)
+        text = await self.grammars.serialize(wanted.kind, wanted.value, wanted.field, caller)
         return Grammar(wanted.kind, wanted.value, text, proposes=speculation.num_tokens != 0)
 
     def check_room(self, caller: Caller) -> None:

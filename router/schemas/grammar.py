@@ -1,6 +1,7 @@
 """Reads the fields that constrain an output to a grammar, in the dialects of OpenAI, LoRAX, TGI, vLLM and SGLang."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,10 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_DEPTH = 64
 MAX_CHOICES = 4096
 MAX_ENUM = 4096
+MAX_TEXT_BYTES = 8 * 1024
+"""Of one literal text, regular expression, or line of a grammar: shards compute all tokens of a literal at once."""
+MAX_REPETITIONS = 4096
+"""Of one part of a regular expression, for the same reason."""
 STRUCTURED_OUTPUTS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """The field of `structured_outputs` for each kind of grammar."""
 
@@ -73,8 +78,9 @@ def _structured_outputs(fields: Fields) -> list[GrammarFields]:
     found = [_one(child, name, kind, "structured_outputs.") for kind, name in STRUCTURED_OUTPUTS.items()]
     if child.flag("json_object"):
         found.append(GrammarFields("json_schema", ANY_OBJECT, "structured_outputs.json_object"))
-    if child.take("structural_tag") is not None:
-        raise ValidationError("`structured_outputs.structural_tag` is not supported", "structured_outputs")
+    for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
+        if child.take(name) not in (None, False):
+            raise ValidationError(f"`structured_outputs.{name}` is not supported", f"structured_outputs.{name}")
     return [each for each in found if each is not None]
 
 
@@ -83,15 +89,28 @@ def _response_format(fields: Fields) -> GrammarFields | None:
     value = fields.mapping("response_format")
     if value is None:
         return None
-    kind = value.get("type")
+    child = fields.nested("response_format", value)
+    kind, schema = child.take("type"), child.take("schema")
     if kind == "text":
+        if schema is not None or child.take("json_schema") is not None:
+            sentence = "a schema in `response_format` needs the type json_object or json_schema"
+            raise ValidationError(sentence, "response_format")
         return None
     if kind == "json_object":
-        schema = value.get("schema")
+        if child.take("json_schema") is not None:
+            raise ValidationError("`response_format.json_schema` needs the type json_schema", "response_format")
         return _schema(ANY_OBJECT if schema is None else schema, "response_format.schema")
     if kind == "json_schema":
-        inner = value.get("json_schema")
-        schema = inner.get("schema") if isinstance(inner, dict) else value.get("schema")
+        inner = child.mapping("json_schema")
+        if inner is not None and schema is not None:
+            raise ValidationError(
+                "`response_format.schema` and `response_format.json_schema` cannot be set together", "response_format"
+            )
+        if inner is not None:
+            described = child.nested("json_schema", inner)
+            schema = described.take("schema")
+            for name in ("name", "description", "strict"):  # they change no text: every schema is followed strictly
+                described.take(name)
         if schema is None:
             raise ValidationError("`response_format.json_schema.schema` is missing", "response_format")
         return _schema(schema, "response_format.json_schema.schema")
@@ -103,7 +122,8 @@ def _typed(fields: Fields) -> GrammarFields | None:
     value = fields.mapping("grammar")
     if value is None:
         return None
-    kind, inner = value.get("type"), value.get("value")
+    child = fields.nested("grammar", value)
+    kind, inner = child.take("type"), child.take("value")
     if kind == "regex":
         return _regex(inner, "grammar.value")
     if kind in ("json", "json_schema"):
@@ -156,6 +176,7 @@ _READERS: dict[str, Callable[[Any, str], GrammarFields]] = {
 def _check(grammar: GrammarFields) -> None:
     """Bounds of size and depth, and no character that no output can have."""
     num_bytes, texts, waiting = 0, list[str](), [(grammar.value, 0)]
+    patterns = [grammar.value] if grammar.kind == "regex" else []
     while waiting:
         value, depth = waiting.pop()
         if depth > MAX_DEPTH:
@@ -168,8 +189,12 @@ def _check(grammar: GrammarFields) -> None:
             waiting += [(each, depth + 1) for each in value]
         elif isinstance(value, dict):
             texts += value
-            if len(value.get("enum") or ()) > MAX_ENUM:
+            enum = value.get("enum")
+            if isinstance(enum, list) and len(enum) > MAX_ENUM:
                 raise ValidationError(f"an `enum` in `{grammar.field}` has more than {MAX_ENUM} values", grammar.field)
+            patterns += [value["pattern"]] if isinstance(value.get("pattern"), str) else []
+            by_pattern = value.get("patternProperties")
+            patterns += by_pattern if isinstance(by_pattern, dict) else []
             waiting += [(each, depth + 1) for each in value.values()]
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise ValidationError(f"`{grammar.field}` is larger than {MAX_GRAMMAR_BYTES} bytes", grammar.field)
@@ -178,3 +203,15 @@ def _check(grammar: GrammarFields) -> None:
             raise ValidationError(f"`{grammar.field}` contains a NUL character", grammar.field)
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise ValidationError(f"`{grammar.field}` contains a lone surrogate", grammar.field)
+        lines = text.splitlines() if grammar.kind == "grammar" else [text]  # a literal text ends on its line
+        if any(len(line.encode()) > MAX_TEXT_BYTES for line in lines):
+            raise ValidationError(f"`{grammar.field}` has a text of more than {MAX_TEXT_BYTES} bytes", grammar.field)
+    for text in patterns:
+        if any(int(number[:9]) > MAX_REPETITIONS for number in _REPETITION.findall(text)):
+            raise ValidationError(
+                f"`{grammar.field}` repeats a part of a regular expression more than {MAX_REPETITIONS} times",
+                grammar.field,
+            )
+
+
+_REPETITION = re.compile(r"\{(?:\d*,)?(\d+)(?:,\d*)?\}")

@@ -193,6 +193,7 @@ class Engine:
         except Exception as error:
             if is_device_broken(error):
                 raise
+            self._masks.wait()
             sizes = {"step": step.number, "num_tokens": step.load.num_tokens, "num_requests": len(scheduled)}
             if is_out_of_memory(error) and self.scheduler.oom_backoff.on_oom(step.load.num_tokens, len(scheduled)):
                 log.warning("step_out_of_memory", **sizes)

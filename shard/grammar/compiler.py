@@ -8,17 +8,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import structlog
 from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.proto.grammars import GRAMMAR_LIMITS
-from lorikeet.shard.grammar.matcher import Compiled, GrammarMatcher, reason
+from lorikeet.shard.grammar.matcher import Compiled, GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.scheduler.constraint import Grammar, NoGrammars
 
-log = structlog.get_logger()
-
 MAX_COMPILED = 256
-"""Most compiled grammars that are kept, least recently used first to go."""
+MAX_COMPILED_BYTES = 4 << 20
+"""Most compiled grammars that are kept, and most bytes of their texts; least recently used first to go."""
 NUM_THREADS = 2
 
 
@@ -33,7 +31,8 @@ class GrammarCompiler(NoGrammars):
         self._tokenizer = self._threads.submit(make_tokenizer)
         self._wake = wake
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[bytes, Future[Compiled]] = OrderedDict()
+        self._compiled: OrderedDict[bytes, tuple[Future[Compiled], int]] = OrderedDict()
+        self._num_bytes = 0
 
     def match(self, grammar: Grammar) -> GrammarMatcher:
         return GrammarMatcher(self._compile(grammar.text), grammar.proposes)
@@ -43,19 +42,21 @@ class GrammarCompiler(NoGrammars):
         with self._lock:
             found = self._compiled.pop(key, None)
             if found is None:
-                found = self._threads.submit(self._build, grammar)
-                found.add_done_callback(lambda _: self._wake())
+                found = self._threads.submit(self._build, grammar), len(grammar)
+                found[0].add_done_callback(lambda _: self._wake())
+                self._num_bytes += len(grammar)
             self._compiled[key] = found
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return found
+            while len(self._compiled) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES:
+                _, (_, num_bytes) = self._compiled.popitem(last=False)
+                self._num_bytes -= num_bytes
+        return found[0]
 
     def _build(self, grammar: str) -> Compiled:
         try:
             tokenizer = self._tokenizer.result()
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=GRAMMAR_LIMITS)
-        except Exception as failure:  # the library panics on some inputs: the request fails, and the shard goes on
-            log.exception("grammar_compilation_failed")
+        except BaseException as failure:
+            raise_unless_library(failure)
             return Compiled(None, error=f"the grammar cannot be compiled: {type(failure).__name__}")
         if error := reason(matcher):
             return Compiled(None, error=f"the grammar cannot be compiled: {error}")

@@ -2,19 +2,22 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
-from llguidance import LLExecutor
+from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 from lorikeet.shard.batch.transfer import to_device
-from lorikeet.shard.grammar.matcher import GrammarMatcher, reason
+from lorikeet.shard.grammar.matcher import GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.speculation.types import Source
 
 _WORD = 32
 Bitmask = np.ndarray[tuple[int, int], np.dtype[np.int32]]
+Wanted = tuple[LLMatcher, int, list[int]]
+"""A matcher, the first of its rows, and the draft tokens that its other rows follow."""
 
 
 class GrammarMasks:
@@ -42,6 +45,12 @@ class GrammarMasks:
         if jobs:
             self._filling = self._thread.submit(self._fill, jobs)
 
+    def wait(self) -> None:
+        """Return once no thread reads a matcher any more, after a forward pass that failed."""
+        if self._filling is not None:
+            self._filling.exception()
+            self._filling = None
+
     def apply(self, logits: torch.Tensor) -> None:
         """logits: [S, V], changed in place: tokens that the grammar does not allow become -inf."""
         if self._filling is None:
@@ -54,21 +63,29 @@ class GrammarMasks:
     def _fill(self, jobs: Sequence[tuple[GrammarMatcher, Sequence[int], frozenset[int]]]) -> Bitmask:
         num_rows = sum(1 + len(draft_ids) for _, draft_ids, _ in jobs)
         bitmask = np.full((num_rows, self._num_words), -1, dtype=np.int32)
-        wanted, first = [], 0
+        wanted, first = list[Wanted](), 0
         for constraint, draft_ids, _ in jobs:
             wanted.append((constraint.matcher, first, list(draft_ids)))
             first += 1 + len(draft_ids)
+        try:
+            self._fill_rows(wanted, bitmask)
+        except BaseException as failure:
+            raise_unless_library(failure)
+            for (constraint, _, _), each in zip(jobs, wanted, strict=True):
+                constraint.checked(partial(self._fill_rows, [each], bitmask), None)
+        for (constraint, _, stop_ids), (_, first, draft_ids) in zip(jobs, wanted, strict=True):
+            _allow_stop_tokens(bitmask[first : first + 1 + len(draft_ids)], constraint.eos_id, stop_ids)
+            if not constraint.error and (error := reason(constraint.matcher)):
+                constraint.error = f"no token can follow in the grammar: {error}"
+        return bitmask
+
+    def _fill_rows(self, wanted: Sequence[Wanted], bitmask: Bitmask) -> None:
         single = [(matcher, row) for matcher, row, draft_ids in wanted if not draft_ids]
         drafted = [each for each in wanted if each[2]]
         if single:
             fill_next_token_bitmask_par(self._executor, single, bitmask)
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bitmask)
-        for (constraint, _, stop_ids), (_, first, draft_ids) in zip(jobs, wanted, strict=True):
-            _allow_stop_tokens(bitmask[first : first + 1 + len(draft_ids)], constraint.eos_id, stop_ids)
-            if error := reason(constraint.matcher):
-                constraint.error = f"no token can follow in the grammar: {error}"
-        return bitmask
 
     def _unpack(self, bitmask: Bitmask, device: torch.device) -> torch.Tensor:
         """bitmask: [n, words]. Returns [n, V] bool: what is not allowed."""

@@ -4,19 +4,29 @@ The matcher takes in committed tokens only. Draft tokens are looked at and never
 back: its state is a function of the grammar and the output.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
+import structlog
 from llguidance import LLMatcher
 
 from lorikeet.shard.scheduler.constraint import Unconstrained
 
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
 MAX_FORCED = 32
 """Most forced tokens that one step verifies."""
+MAX_FORCED_S = 0.01
+"""Processor time to compute forced tokens, above which a grammar proposes none: it would delay every request."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Compiled:
     """The result of a compilation."""
 
@@ -25,6 +35,8 @@ class Compiled:
     eos_id: int = -1
     error: str = ""
     """Why the grammar cannot be used."""
+    is_slow: bool = False
+    """Whether forced tokens took too long to compute once."""
 
 
 class GrammarMatcher(Unconstrained):
@@ -38,6 +50,8 @@ class GrammarMatcher(Unconstrained):
         """The token that the grammar allows where its text is complete."""
         self._compiling = compiling
         self._matcher: LLMatcher | None = None
+        self._forced: list[int] = []
+        """Tokens that must follow the committed ones, as far as they are known."""
 
     @property
     def is_ready(self) -> bool:  # type: ignore[override]
@@ -56,25 +70,54 @@ class GrammarMatcher(Unconstrained):
         compiled = self._compiling.result()
         self.error = compiled.error
         if compiled.matcher is not None:
-            matcher = compiled.matcher.deep_copy()
-            if output_ids and not matcher.consume_tokens(list(output_ids)):
-                self.error = f"the output so far does not match the grammar: {reason(matcher)}"
-            self._matcher, self.eos_id = matcher, compiled.eos_id
-            self.is_complete = bool(matcher.is_stopped())
+            self.checked(partial(self._start, compiled.matcher, output_ids), None)
+            self.eos_id = compiled.eos_id
         return True
 
+    def _start(self, compiled: LLMatcher, output_ids: Sequence[int]) -> None:
+        matcher = compiled.deep_copy()
+        if output_ids and not matcher.consume_tokens(list(output_ids)):
+            self.error = f"the output so far does not match the grammar: {reason(matcher)}"
+        self._matcher = matcher
+        self.is_complete = bool(matcher.is_stopped())
+
     def num_allowed(self, draft_ids: Sequence[int]) -> int:
-        return int(self.matcher.validate_tokens(list(draft_ids)))
+        return self.checked(lambda: int(self.matcher.validate_tokens(list(draft_ids))), 0)
 
     def forced_ids(self) -> list[int]:
-        return list(self.matcher.compute_ff_tokens()[:MAX_FORCED]) if self.proposes else []
+        compiled = self._compiling.result()
+        if not self._forced and self.proposes and not compiled.is_slow:
+            started = time.thread_time()
+            self._forced = self.checked(lambda: list(self.matcher.compute_ff_tokens()), [])
+            compiled.is_slow = time.thread_time() - started > MAX_FORCED_S
+        return self._forced[:MAX_FORCED]
 
     def commit(self, token_id: int) -> bool:
+        self._forced = self._forced[1:] if self._forced[:1] == [token_id] else []
+        return self.checked(partial(self._consume, token_id), False)
+
+    def _consume(self, token_id: int) -> bool:
         if not self.matcher.consume_token(token_id):
             self.error = f"the grammar cannot be continued: {reason(self.matcher)}"
             return False
         self.is_complete = bool(self.matcher.is_stopped())
         return self.is_complete
+
+    def checked(self, work: Callable[[], T], otherwise: T) -> T:
+        """The result of `work`; `otherwise`, with `error` set, where the library fails: only this request ends."""
+        try:
+            return work()
+        except BaseException as failure:
+            raise_unless_library(failure)
+            self.error = f"the grammar cannot be continued: {type(failure).__name__}"
+            return otherwise
+
+
+def raise_unless_library(failure: BaseException) -> None:
+    """Log a failure of llguidance. Its panics are no subclass of Exception. Raises what ends the process."""
+    if isinstance(failure, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise failure
+    log.error("grammar_failed", error=f"{type(failure).__name__}: {str(failure)[:200]}")
 
 
 def reason(matcher: LLMatcher) -> str:

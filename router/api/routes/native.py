@@ -180,7 +180,9 @@ class NativeRoutes:
             caller=caller.identity,
             cache_salt=caller.cache_salt(parameters.cache_salt),
             speculation=speculation,
-            grammar=await self._service.grammar(parameters.grammar, parameters.constraints, parameters.speculation),
+            grammar=await self._service.grammar(
+                parameters.grammar, parameters.constraints, parameters.speculation, caller.identity
+            ),
             seed=random_seed() if parameters.seed is None else parameters.seed,
             sampling=parameters.sampling(),
             stop_strings=tuple(parameters.stop),

@@ -180,7 +180,9 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             caller=caller.identity,
             cache_salt=caller.cache_salt(common.cache_salt),
             speculation=speculation,
-            grammar=await self._service.grammar(common.grammar, common.constraints, common.speculation),
+            grammar=await self._service.grammar(
+                common.grammar, common.constraints, common.speculation, caller.identity
+            ),
             heads=await self._service.heads(caller, common.heads, speculation),
             receipt=common.receipt,
             is_probe=wanted.only_prompt,

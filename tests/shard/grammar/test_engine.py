@@ -4,12 +4,14 @@ no draft source, batch, lag or preemption changes one.
 
 import json
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
 
+from lorikeet.shard.grammar import masks, matcher
 from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.scheduler.constraint import Grammar
 from lorikeet.shard.scheduler.draft_sources import DraftSources
@@ -162,3 +164,58 @@ def test_drafts_of_a_draft_model_are_truncated(verify: Verification) -> None:
         request = make(number, name, replace(SAMPLING[1], seed=number), speculation=speculation)
         output = rig(setup).run(request)[number]
         assert output.finish_reason is FinishReason.EOS and matches(name, output)
+
+
+def test_a_panic_of_the_library_fails_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As a panic of the library: no subclass of Exception."""
+
+    fill, guilty = masks.fill_next_token_bitmask_par, list[Any]()
+
+    def panic(executor: Any, jobs: Any, bitmask: Any) -> None:
+        guilty.append(jobs[0][0])
+        if any(matcher is guilty[0] for matcher, _ in jobs):
+            raise Panic
+        fill(executor, jobs, bitmask)
+
+    requests = [make(number, "object", SAMPLING[1]) for number in (1, 2, 3)]
+    expected = [alone(request) for request in requests]
+    monkeypatch.setattr(masks, "fill_next_token_bitmask_par", panic)
+    found = rig().run(*requests)
+    assert [found[number].finish_reason for number in (1, 2, 3)].count(FinishReason.ERROR) == 1
+    for number, output in enumerate(expected, 1):
+        assert found[number].error or found[number].token_ids == output.token_ids
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_forced_tokens_that_take_long_are_not_proposed(is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "MAX_FORCED_S", 0.0 if is_slow else 60.0)
+    constraint = small_tokenizer.compiler().match(Grammar(GRAMMARS["object"], proposes=True))
+    constraint.start([])
+    begin = constraint.forced_ids()
+    digits = [1 + small_tokenizer.LETTERS.index(letter) for letter in "42"]
+    for number, token_id in enumerate(begin + digits):
+        assert constraint.forced_ids() == begin[number:]
+        constraint.commit(token_id)
+    assert text_of(begin) == '{"one":'
+    assert text_of(constraint.forced_ids()) == ("" if is_slow else ',"tags":')
+
+
+def test_a_failed_forward_pass_waits_for_the_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a thread would read the matchers of requests that are already gone."""
+    made, ended = rig(), list[bool]()
+    fill = masks.GrammarMasks._fill
+
+    def slow(self: masks.GrammarMasks, jobs: Any) -> Any:
+        time.sleep(0.2)
+        ended.append(True)
+        return fill(self, jobs)
+
+    def failing() -> Any:
+        raise RuntimeError("the forward pass failed")
+
+    monkeypatch.setattr(masks.GrammarMasks, "_fill", slow)
+    monkeypatch.setattr(made.model, "forward", failing)
+    made.submit(make(1, "object", SAMPLING[0]))
+    made.engine.step()
+    assert ended

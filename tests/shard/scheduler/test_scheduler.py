@@ -158,7 +158,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_suspects(scheduled, suspects)
         if scheduled:
             self.launched.append((scheduled, self.device.run(scheduled)))
-        self.commit(self.lag if scheduled else 0)
+        may_lag = scheduled and not self.scheduler.is_isolated  # as in the engine
+        self.commit(self.lag if may_lag else 0)
 
     def commit(self, num_open: int) -> None:
         while len(self.launched) > num_open:
