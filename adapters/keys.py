@@ -84,10 +84,15 @@ def sha256(key: str) -> str:
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
 
 
-def read(path: str | Path, admin_sha256: str | None = None, *, isolate: bool = True) -> Keys:
-    """Read a YAML list of keys. `isolate` is for keys that do not say so. Raises CatalogueError with one sentence."""
+def read(
+    path: str | Path, admin_sha256: str | None = None, more: Iterable[tuple[str, Key]] = (), *, isolate: bool = True
+) -> Keys:
+    """Read a YAML list of keys; `more` are keys that are not in the file, by their hashes.
+
+    `isolate` is for keys that do not say so. Raises CatalogueError with one sentence.
+    """
     keys, removed = read_with(lambda content: parse(content, isolate=isolate), path)
-    return Keys(keys, admin_sha256, removed)
+    return Keys([*more, *keys], admin_sha256, removed)
 
 
 def entries(content: bytes | str) -> list[Any]:

@@ -26,13 +26,26 @@ class RouterConfig(ConfigFile):
     """The client certificate, and …"""
     shard_tls_key_path: str | None = None
     """… its private key."""
+    served_model_names: tuple[str, ...] = ()
+    """Further names of the model; the first one is in answers."""
     model_sha: str | None = None
     """Commit of the model at the hub, if known."""
     tokenizer_config_path: str | None = None
     """Replaces the model's tokenizer_config.json (chat template)."""
+    chat_template: str | None = None
+    """Replaces the model's chat template."""
     trust_remote_code: bool = False
     hostname: str = "0.0.0.0"
     port: int = 3000
+    root_path: str = ""
+    """Path below which a reverse proxy serves the routes; it may be removed from requests, or not."""
+    ssl_certfile: str | None = None
+    """TLS certificate; None serves plain HTTP."""
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    """CA certificates that verify clients' certificates."""
+    ssl_cert_reqs: int = 0
+    """Clients' certificates: 0 none, 1 verified if sent, 2 required."""
     trusted_proxies: tuple[str, ...] = ()
     """Networks of proxies whose `Forwarded` and `X-Forwarded-For` are believed."""
     hash_client_addresses: bool = False
@@ -78,11 +91,15 @@ class RouterConfig(ConfigFile):
     """None is `adapter_source`."""
     preloaded_adapter_ids: tuple[str, ...] = ()
     preloaded_adapter_source: str | None = None
+    lora_modules: dict[str, list[str]] = field(default_factory=dict)
+    """Source and id of further adapters by alias."""
     catalogue_path: str | None = None
     """YAML file of adapters by alias."""
     strict_adapters: bool = False
     keys_path: str | None = None
     """YAML file of API keys."""
+    api_keys_sha256: tuple[str, ...] = ()
+    """Hashes of further API keys."""
     keys_optional: bool = False
     """Requests without a valid key are served."""
     metrics_without_key: bool = False
@@ -138,6 +155,21 @@ class RouterConfig(ConfigFile):
     """Every launcher flag with its effective value, for administrators at `/info`."""
     public_configuration: dict[str, Any] | None = None
     """The same without paths, addresses and other texts, for everyone."""
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in answers."""
+        return self.served_model_names[0] if self.served_model_names else self.model_id
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the model in requests."""
+        return (*self.served_model_names, self.model_id)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether the server has API keys."""
+        return self.keys_path is not None or bool(self.api_keys_sha256)
 
     @property
     def max_sequences(self) -> int:

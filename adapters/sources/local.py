@@ -21,8 +21,16 @@ class LocalSource(ListedSource):
 
     source = Source.LOCAL
 
-    def __init__(self, roots: Sequence[str | Path], max_bytes: int, hidden: Iterable[str | Path] = ()) -> None:
+    def __init__(
+        self,
+        roots: Sequence[str | Path],
+        max_bytes: int,
+        hidden: Iterable[str | Path] = (),
+        folders: Iterable[str | Path] = (),
+    ) -> None:
+        """`folders` are single adapters outside the roots."""
         super().__init__(max_bytes)
+        self._folders = [Path(os.path.realpath(folder)) for folder in folders]
         self._roots = [Path(os.path.realpath(root)) for root in roots]
         self._hidden = [Path(os.path.realpath(folder)) for folder in hidden]
 
@@ -73,7 +81,7 @@ class LocalSource(ListedSource):
             for root in self._roots:
                 # An absolute id replaces the root here, and is checked like any other below.
                 path = Path(os.path.realpath(root / id))
-                if path != root and self._is_inside(path) and path.is_dir():
+                if (path != root or path in self._folders) and self._is_inside(path) and path.is_dir():
                     return path
         raise _missing(id)
 
@@ -81,6 +89,8 @@ class LocalSource(ListedSource):
         """Whether a real path is below a root and not in a hidden folder or a hub cache."""
         if any(path.is_relative_to(folder) for folder in self._hidden):
             return False
+        if any(path.is_relative_to(folder) for folder in self._folders):
+            return True
         return any(
             path.is_relative_to(root)
             and not any(part.startswith(_HUB_CACHE_FOLDERS) for part in path.relative_to(root).parts)

@@ -19,6 +19,8 @@ class SourceSettings(ConfigFile):
     """Where sources look and their size limit: part of the router's and of the loader's configuration."""
 
     local_roots: tuple[str, ...] = ()
+    local_folders: tuple[str, ...] = ()
+    """Folders of single adapters outside the roots, which the operator named."""
     hidden: tuple[str, ...] = ()
     """Folders that never contain local adapters, such as the adapter store."""
     hub_cache: str | None = None
@@ -35,7 +37,9 @@ class Sources:
     def __init__(self, settings: SourceSettings) -> None:
         self._sources: dict[Source, AdapterSource] = {
             Source.HUB: HubSource(settings.hub_cache, settings.max_adapter_bytes, settings.notes),
-            Source.LOCAL: LocalSource(settings.local_roots, settings.max_adapter_bytes, settings.hidden),
+            Source.LOCAL: LocalSource(
+                settings.local_roots, settings.max_adapter_bytes, settings.hidden, settings.local_folders
+            ),
             Source.S3: S3Source(settings.max_adapter_bytes, os.environ),
         }
 

@@ -43,7 +43,8 @@ def launch(
     given: dict[str, Any] = {"hostname": "127.0.0.1", "port": free_port(), "drain-timeout-s": _DRAIN_S}
     given |= {"model-id": model_id, "draft-model-id": draft_model_id}
     given |= {name.replace("_", "-"): value for name, value in flags.items()}
-    address = Address(given["hostname"], int(given["port"]))
+    scheme = "http" if given.get("ssl-certfile") is None else "https"
+    address = Address(given["hostname"], int(given["port"]), scheme)
     words = [word for name, value in given.items() for word in flag_words(name, value)]
     base = os.environ if environment is None else environment
     with tempfile.TemporaryFile() as log:

@@ -81,6 +81,8 @@ class Flag:
     """What is different from LoRAX on purpose."""
     formerly: str = ""
     """A deprecated name, accepted with a warning."""
+    stands_for: str = ""
+    """The flag that this one sets: it is that flag's name in another server."""
 
     @property
     def environment(self) -> str:

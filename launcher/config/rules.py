@@ -1,11 +1,13 @@
 """Which settings conflict, which are not supported, and which have no effect: checked before anything is started."""
 
 import importlib.util
+import ssl
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
 from lorikeet.adapters import refs
+from lorikeet.launcher.config import chat_template, lora_modules
 from lorikeet.launcher.config.flag import LAUNCHER, SHARD
 from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.settings import Settings
@@ -32,6 +34,12 @@ def check(settings: Settings) -> None:
     _check_quantization(settings)
     _check_files(settings)
     _check_clients(settings)
+    _check_http(settings)
+
+
+def is_closed(settings: Settings) -> bool:
+    """Whether the server has API keys."""
+    return settings["api-keys"] is not None or bool(settings["api-key"])
 
 
 def check_device(settings: Settings, device: str) -> None:
@@ -103,12 +111,16 @@ def _check_adapters(settings: Settings) -> None:
             refs.parse(name, refs.Source(source))
         except ValueError as error:
             refuse(f"{settings.given[flag]}: {error}")
+    for key in settings["api-key"]:
+        if not key or not all("!" <= character <= "~" for character in key):
+            refuse(f"{settings.given['api-key']} must consist of printable ASCII characters without spaces")
+    lora_modules.read(settings)
 
 
 def _check_pairs(settings: Settings) -> None:
     model = settings["model-id"]
     for name in ("api-keys-optional", "metrics-without-key", "share-prefixes"):
-        if settings[name] and settings["api-keys"] is None:
+        if settings[name] and not is_closed(settings):
             refuse(f"{settings.given[name]} needs --api-keys: without it the server is open to everyone")
     if settings["compile"] and settings["eager"]:
         refuse("--compile and --eager contradict each other")
@@ -235,6 +247,40 @@ def _check_clients(settings: Settings) -> None:
             f"--max-body-bytes {most} must be at most a fifth of --max-body-memory {together}: one caller gets a"
             " quarter, and part of it is for small bodies"
         )
+
+
+def _check_http(settings: Settings) -> None:
+    """How HTTP is served, and the names that clients use."""
+    has_certificate, has_key = (settings[name] is not None for name in ("ssl-certfile", "ssl-keyfile"))
+    if has_certificate != has_key:
+        refuse("--ssl-certfile and --ssl-keyfile go together")
+    if settings["ssl-ca-certs"] is not None and not has_certificate:
+        refuse("--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile")
+    if has_certificate and has_key:
+        _check_certificate(settings["ssl-certfile"], settings["ssl-keyfile"], settings["ssl-ca-certs"])
+    if (settings["ssl-cert-reqs"] > 0) != (settings["ssl-ca-certs"] is not None):
+        refuse("--ssl-cert-reqs 1 or 2 and --ssl-ca-certs go together")
+    path = settings["root-path"]
+    if path and (not path.startswith("/") or path.endswith("/") or "//" in path or not path.isascii()):
+        refuse(f"--root-path must be a path such as /llm, not {path!r}")
+    if "" in settings["served-model-name"]:
+        refuse(f"{settings.given['served-model-name']} must not be empty")
+    chat_template.read(settings)
+
+
+def _check_certificate(certificate: str, key: str, authorities: str | None) -> None:
+    """Read the files as the server will."""
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password=lambda: "")  # else OpenSSL asks at the terminal
+    except OSError as error:
+        reason = error.strerror or str(error)
+        refuse(f"--ssl-certfile {certificate} and --ssl-keyfile {key} cannot be used: {reason}")
+    try:
+        if authorities is not None:
+            context.load_verify_locations(authorities)
+    except OSError as error:
+        refuse(f"--ssl-ca-certs {authorities} cannot be used: {error.strerror or error}")
 
 
 def _check_files(settings: Settings) -> None:

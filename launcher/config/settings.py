@@ -38,7 +38,7 @@ class Settings:
 
     def shown(self) -> dict[str, Any]:
         """Every value as it may be printed: secrets are hidden."""
-        hidden = {name for name, flag in FLAGS.items() if flag.secret and self.values[name] is not None}
+        hidden = {name for name, flag in FLAGS.items() if flag.secret and self.values[name] not in (None, ())}
         return {name: "***" if name in hidden else value for name, value in self.values.items()}
 
     def fields(self, process: Process) -> dict[str, Any]:
@@ -69,7 +69,18 @@ def read(arguments: Sequence[str], environment: Mapping[str, str], hostname: str
             values[name] = flag.default
         else:
             given[name], values[name] = origin, _value(flag, texts, origin)
+    _translate(values, given)
     return Settings(values, given, tuple(deprecated))
+
+
+def _translate(values: dict[str, Any], given: dict[str, str]) -> None:
+    """Set the flags that given ones of another server stand for. Raises LauncherError where both are given."""
+    for name, flag in FLAGS.items():
+        if not flag.stands_for or name not in given:
+            continue
+        if flag.stands_for in given:
+            refuse(f"{given[name]} and {given[flag.stands_for]} are the same setting: give one")
+        values[flag.stands_for], given[flag.stands_for] = values[name], given[name]
 
 
 def _with_current_names(
@@ -150,7 +161,7 @@ def _add(group: "argparse._ArgumentGroup", flag: Flag) -> None:
     if flag.kind is Kind.SWITCH:
         group.add_argument(*names, dest=flag.name, action="store_const", const="true", help=text)
     elif flag.repeated:
-        group.add_argument(*names, dest=flag.name, action="append", metavar="TEXT", help=text)
+        group.add_argument(*names, dest=flag.name, action="extend", nargs="+", metavar="TEXT", help=text)
     else:
         metavar = "{true,false}" if flag.kind is Kind.BOOLEAN else flag.kind.value.upper()
         group.add_argument(*names, dest=flag.name, metavar=metavar, help=text)
@@ -159,6 +170,8 @@ def _add(group: "argparse._ArgumentGroup", flag: Flag) -> None:
 def help_text(flag: Flag) -> str:
     """What `--help` shows about one flag."""
     text = flag.meaning
+    if flag.stands_for:
+        text += f" --{flag.stands_for}"
     if flag.choices:
         text += f" ({', '.join(flag.choices)})"
     if flag.no_effect:

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lorikeet.adapters.refs import Source
 from lorikeet.adapters.sources import s3
+from lorikeet.launcher.config import lora_modules, rules
+from lorikeet.launcher.config.lora_modules import LoraModule
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import refuse
 from lorikeet.launcher.models.fetch import TOKEN_VARIABLES
@@ -27,6 +30,10 @@ class AdapterPlan:
     roots: tuple[str, ...]
     hub_token: str | None = field(default=None, repr=False)
     admin_key_sha256: str | None = None
+    api_keys_sha256: tuple[str, ...] = ()
+    """Of the keys of --api-key."""
+    modules: tuple[LoraModule, ...] = ()
+    """Adapters that a flag names."""
     s3_prefixes: tuple[str, ...] | None = None
     """Where callers may name adapters in S3; None is anywhere."""
     warning: str = ""
@@ -38,6 +45,7 @@ class AdapterPlan:
         """Fields of the sources' configuration, without sizes."""
         return {
             "local_roots": list(self.roots),
+            "local_folders": [each.ref.id for each in self.modules if each.ref.source is Source.LOCAL],
             "hidden": [str(self.store.parent)],
             "hub_cache": str(self.hub_cache),
             "notes": str(self.store.parent / "public"),
@@ -55,7 +63,18 @@ def plan(settings: Settings, environment: Mapping[str, str], model: Path, folder
     token = next((environment[name] for name in TOKEN_VARIABLES if environment.get(name)), None)
     admin = _admin_key(settings, environment)
     prefixes, s3_warning = _s3_prefixes(settings, environment)
-    return AdapterPlan(cache, store, tuple(roots) or (str(cache),), token, admin, prefixes, warning, s3_warning)
+    return AdapterPlan(
+        cache,
+        store,
+        tuple(roots) or (str(cache),),
+        token,
+        admin,
+        tuple(_sha256(key) for key in settings["api-key"]),
+        tuple(lora_modules.read(settings)),
+        prefixes,
+        warning,
+        s3_warning,
+    )
 
 
 def with_family(settings: Settings, environment: Mapping[str, str]) -> Settings:
@@ -98,13 +117,17 @@ def _admin_key(settings: Settings, environment: Mapping[str, str]) -> str | None
             refuse(f"{settings.given['admin-key-file']} {path} cannot be read: {reason}")
         if not key:
             refuse(f"{settings.given['admin-key-file']} {path} is empty")
-    return hashlib.sha256(key.encode()).hexdigest() if key else None
+    return _sha256(key) if key else None
+
+
+def _sha256(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _s3_prefixes(settings: Settings, environment: Mapping[str, str]) -> tuple[tuple[str, ...] | None, str]:
     """Where callers may name adapters in S3, and a warning if that is wherever this server's credentials reach."""
     prefixes = tuple(settings["s3-prefix"]) or tuple(filter(None, [s3.home(environment)]))
-    if prefixes or settings["api-keys"] is not None:
+    if prefixes or rules.is_closed(settings):
         return prefixes, ""
     if not any(environment.get(name) for name in _S3_VARIABLES):
         return None, ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lorikeet.launcher.config import chat_template
 from lorikeet.launcher.config.flag import LOADER, ROUTER, SHARD
 from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.rules import kv_cache_dtype
@@ -247,6 +248,9 @@ def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
         "sources": plan.sources,
         "s3_prefixes": None if plan.adapters.s3_prefixes is None else list(plan.adapters.s3_prefixes),
         "admin_key_sha256": plan.adapters.admin_key_sha256,
+        "api_keys_sha256": list(plan.adapters.api_keys_sha256),
+        "lora_modules": {each.name: [each.ref.source.value, str(each.ref)] for each in plan.adapters.modules},
+        "chat_template": chat_template.read(plan.settings),
         "secrets_on_stdin": True,
         "listen_fd": listen_fd,
         "ready_file": str(plan.router_ready_file),

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lorikeet.launcher.config import rules
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models import adapters, fetch, usage
 from lorikeet.launcher.processes import configs
@@ -20,7 +21,14 @@ from lorikeet.launcher.processes.supervisor import Address, Processes, ShardStar
 
 _STORES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 """Credentials for the router and the loader, which fetch adapters; shards do not get them."""
-_SECRETS = (*fetch.TOKEN_VARIABLES, usage.URL_VARIABLE, "ADMIN_KEY", "PREDIBASE_API_TOKEN", "NGROK_AUTHTOKEN")
+_SECRETS = (
+    *fetch.TOKEN_VARIABLES,
+    usage.URL_VARIABLE,
+    "ADMIN_KEY",
+    "API_KEY",
+    "PREDIBASE_API_TOKEN",
+    "NGROK_AUTHTOKEN",
+)
 
 
 def serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
@@ -29,7 +37,8 @@ def serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
         address = Address.parse(plan.settings["shard-listen"])
         _bound(address, "--shard-listen {host}:{port}").close()
         return _run(plan, address, Processes(_shards(plan)), signals, log)
-    address = Address(plan.settings["hostname"], plan.settings["port"])
+    scheme = "http" if plan.settings["ssl-certfile"] is None else "https"
+    address = Address(plan.settings["hostname"], plan.settings["port"], scheme)
     _check_writable(plan.settings["receipts"])
     with _bound(address, "--hostname {host} --port {port}") as bound:
         # Every router of this run inherits this socket, so no connection is refused while one replaces another.
@@ -56,6 +65,8 @@ def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Si
             print(_try_it(plan, address), flush=True)
 
     is_ready = address.is_ready if plan.has_router else plan.ready_file().exists
+    if address.scheme == "https":  # the launcher may have no certificate that the router accepts
+        is_ready = plan.router_ready_file.exists
     supervisor = Supervisor(processes, is_ready, plan.settings["drain-timeout-s"], log)
     signals.reloads = not plan.settings.given.keys().isdisjoint({"adapters", "api-keys", "usage-log"})
     return supervisor.run(signals, when_ready)
@@ -123,7 +134,7 @@ def _try_it(plan: configs.Plan, address: Address) -> str:
         wanted["parameters"] = {"adapter_id": "json", "max_new_tokens": 64, "details": True}
         wanted["parameters"] |= {"speculative_schedule": "constant"}  # `auto` may find that speculation does not pay
     body = json.dumps(wanted)
-    closed = plan.settings["api-keys"] is not None and not plan.settings["api-keys-optional"]
+    closed = rules.is_closed(plan.settings) and not plan.settings["api-keys-optional"]
     who = "holders of an API key" if closed else "anyone"
     where = "on this machine" if address.is_local else f"who reaches port {address.port} of this machine"
     key = " -H 'authorization: Bearer KEY'" if closed else ""

@@ -5,6 +5,7 @@ import logging
 import math
 import queue
 import signal
+import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,7 @@ class Address:
 
     host: str
     port: int
+    scheme: str = "http"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -63,16 +65,21 @@ class Address:
     @property
     def own_url(self) -> str:
         """As it was given, such as http://0.0.0.0:3000."""
-        return _url(self.host, self.port)
+        return self._url(self.host)
 
     @property
     def url(self) -> str:
         """Of a client on this machine."""
-        return _url(self.reachable_host, self.port)
+        return self._url(self.reachable_host)
 
     def is_ready(self) -> bool:
-        """Whether `GET /ready` of the server returns 200."""
-        connection = http.client.HTTPConnection(self.reachable_host, self.port, timeout=2)
+        """Whether `GET /ready` of the server returns 200, whatever its certificate."""
+        host, port = self.reachable_host, self.port
+        connection = http.client.HTTPConnection(host, port, timeout=2)
+        if self.scheme == "https":
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            connection = http.client.HTTPSConnection(host, port, timeout=2, context=context)
         try:
             connection.request("GET", "/ready")
             return connection.getresponse().status == 200
@@ -81,9 +88,8 @@ class Address:
         finally:
             connection.close()
 
-
-def _url(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    def _url(self, host: str) -> str:
+        return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 class Signals:

@@ -60,6 +60,8 @@ class Directory:
         preloaded = Source(config.preloaded_adapter_source or config.adapter_source)
         for name in config.preloaded_adapter_ids:
             self._add_flag(name, preloaded)
+        for alias, (source, id) in config.lora_modules.items():
+            self._flags[alias] = single(alias, refs.parse(id, Source(source)))
         self._added: dict[str, Entry] = {}
         self._file: dict[str, Entry] = {}
         self._entries = ChainMap(self._added, self._file, self._flags)

@@ -7,7 +7,7 @@ import structlog
 
 from lorikeet.adapters import catalogue, keys
 from lorikeet.adapters.catalogue import Catalogue, CatalogueError
-from lorikeet.adapters.keys import Keys
+from lorikeet.adapters.keys import Key, Keys
 from lorikeet.adapters.refs import Source
 from lorikeet.router.adapters.preload import AdapterPreloader
 from lorikeet.router.adapters.selection import Selection
@@ -28,9 +28,11 @@ def read_catalogue(config: RouterConfig) -> Catalogue | None:
 
 def read_keys(config: RouterConfig) -> Keys:
     """The server's own API keys. Raises CatalogueError."""
+    hashes, isolates = enumerate(config.api_keys_sha256, 1), not config.share_prefixes
+    given = [(digest, Key(f"api-key-{number}", isolate=isolates)) for number, digest in hashes]
     if config.keys_path is None:
-        return Keys(admin_sha256=config.admin_key_sha256)
-    return keys.read(config.keys_path, config.admin_key_sha256, isolate=not config.share_prefixes)
+        return Keys(given, admin_sha256=config.admin_key_sha256)
+    return keys.read(config.keys_path, config.admin_key_sha256, given, isolate=isolates)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Selection:
         """Whether the name stands for the base model."""
         if not name:
             return self.directory.default is None or self.directory.default_heads is not None
-        return name == self._config.model_id or name in BASE_NAMES
+        return name in self._config.model_names or name in BASE_NAMES
 
     def entry(self, name: str | None, source: str | None = None) -> Entry | None:
         """The operator's entry of that name, if any. A source that is given must be the entry's own."""

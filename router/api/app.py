@@ -31,7 +31,7 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
     app = FastAPI(title="Lorikeet", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.routes += documentation_routes()
     app.state.service = service
-    app.openapi = functools.cache(openapi.document)  # type: ignore[method-assign]
+    app.openapi = functools.cache(functools.partial(openapi.document, config.root_path))  # type: ignore[method-assign]
     generating = _generating(service)
     for path, handle in generating.items():
         app.router.add_route(path, handle, methods=["POST"])

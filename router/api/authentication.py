@@ -27,7 +27,7 @@ class Authentication:
 
     def __init__(self, config: RouterConfig, selection: Selection, clock: Callable[[], float] = time.monotonic) -> None:
         self._selection = selection
-        self._is_closed = config.keys_path is not None and not config.keys_optional
+        self._is_closed = config.has_keys and not config.keys_optional
         self._open = _OPEN | ({"/metrics"} if config.metrics_without_key else set())
         self._failures = _Failures(clock)
 

@@ -42,7 +42,7 @@ def _common_headers(service: Service, characters: int, generation: Generation | 
     headers = {
         "x-compute-type": "cpu+optimized" if info is not None and info.device.startswith("cpu") else "gpu+optimized",
         "x-compute-characters": str(characters),
-        "x-model-id": safe(service.config.model_id),
+        "x-model-id": safe(service.config.model_name),
     }
     adapter = None if generation is None else generation.request.adapter
     if generation is None or adapter is None:

@@ -74,7 +74,7 @@ class RequestMiddleware:
             return
         headers = Headers(scope=scope)
         identity = request_id(headers.get("x-request-id"))
-        scope["path"] = normal_path(scope["path"])
+        scope["path"] = normal_path(scope["path"], self._service.config.root_path)
         state = scope.setdefault("state", {})
         state["request_id"], state["address"] = identity, self._addresses.of(scope)
         preflight = self._cors.preflight(scope)
@@ -138,9 +138,13 @@ def _stays_open(scope: Scope) -> bool:
     return scope["path"] in _OPEN_WHILE_DRAINING or (scope["path"] == "/" and scope["method"] == "GET")
 
 
-def normal_path(path: str) -> str:
-    """Without trailing and doubled slashes, except in the id of a model, which may be an absolute path."""
+def normal_path(path: str, root: str = "") -> str:
+    """Without `root`, which a reverse proxy may leave in the path, and without trailing and doubled slashes, except in
+    the id of a model, which may be an absolute path.
+    """
     path = path.rstrip("/") or "/"
+    if root and (path == root or path.startswith(f"{root}/")):
+        path = path[len(root) :] or "/"
     return path if path.startswith(_MODEL_ROUTE) else _SLASHES.sub("/", path)
 
 

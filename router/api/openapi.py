@@ -148,8 +148,8 @@ _SCHEMES = {
 }
 
 
-def document() -> dict[str, Any]:
-    """The whole document."""
+def document(root_path: str = "") -> dict[str, Any]:
+    """The whole document; `root_path` is the path of the server behind a reverse proxy."""
     used: set[type[BaseModel]] = {models.ErrorResponse, models.OpenAIErrorResponse}
     for operation in OPERATIONS:
         used |= {model for model in (operation.request, operation.response, operation.streams) if model is not None}
@@ -161,6 +161,7 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Lorikeet", "version": "1", "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {"schemas": schemas["$defs"], "securitySchemes": _SCHEMES},
     }

@@ -81,13 +81,13 @@ class Protocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether to keep the connection open: the client may have closed its side only, and wait for its answer.
 
-        It may also be gone. Bytes without a meaning are sent until it is known: a client that is gone resets the
+        With TLS there is no such half. It may also be gone. Bytes without a meaning are sent until it is known: a client that is gone resets the
         connection, and the next write fails.
         """
         exchange: Exchange | None = self.cycle
         if exchange is None or exchange.response_complete or exchange.more_body or exchange.is_http_1_0:
             return False
-        if exchange.disconnected:
+        if exchange.disconnected or not self.transport.can_write_eof():
             return False
         exchange.keep_alive = False
         if not self._is_half_closed:
@@ -184,7 +184,7 @@ class Protocol(HttpToolsProtocol):
         self._cancel_timers()
         if self.transport.is_closing():
             return
-        if not self._is_half_closed:
+        if not self._is_half_closed and self.transport.can_write_eof():
             self.transport.write_eof()
         self._linger(self.loop.time() + within_s, self._num_discarded)
 

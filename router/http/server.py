@@ -48,6 +48,10 @@ class HttpServer(uvicorn.Server):
                 backlog=4096,
                 timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
                 lifespan="off",
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_ca_certs=config.ssl_ca_certs,
+                ssl_cert_reqs=config.ssl_cert_reqs,
                 **options,
             )
         )

@@ -141,7 +141,7 @@ class Metrics:
         flags = (config.effective_configuration or {}).get("flags", {})
         max_adapters = 0 if config.loader_address is None else flags.get("max-active-adapters") or 0
         is_vllm = PREFIX in config.metrics_prefix
-        vllm = VllmMetrics(config.model_id, config.max_total_tokens, max_adapters) if is_vllm else None
+        vllm = VllmMetrics(config.model_name, config.max_total_tokens, max_adapters) if is_vllm else None
         return cls(config.max_input_length, config.max_total_tokens, vllm)
 
     # What routes report

@@ -231,7 +231,7 @@ def _adapter(fields: Fields, config: RouterConfig, model: str) -> AdapterFields:
     merge = read_merge(merged, name or None)
     if not name and merge is None:
         return AdapterFields(model, source, token, is_model=True, user=user)
-    if model not in ("", name, config.model_id, *BASE_NAMES):
+    if model not in ("", name, *config.model_names, *BASE_NAMES):
         given = "merged_adapters" if merge is not None else "adapter_id"
         raise ValidationError(f"`model` must be the base model, since `{given}` names the adapter", "model")
     return AdapterFields(name, source, token, merge, user=user)

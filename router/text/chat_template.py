@@ -82,19 +82,20 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = special_tokens
-        self._error = ""
+        self.problem = ""
+        """Why it cannot be compiled."""
         self._names: frozenset[str] = frozenset()
         """Variables that the template reads."""
         try:
             self._template = environment.from_string(source)
             self._names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:  # all other routes are still served
-            self._error = f"{error} (line {getattr(error, 'lineno', '?')} of the model's chat template)"
+            self.problem = f"{error} (line {getattr(error, 'lineno', '?')} of the model's chat template)"
 
     def render(self, messages: list[dict[str, Any]], options: TemplateOptions = NO_OPTIONS) -> str:
         """The prompt for `messages`. Raises ChatTemplateError with the template's own message."""
-        if self._error:
-            raise ChatTemplateError(self._error)
+        if self.problem:
+            raise ChatTemplateError(self.problem)
         if options.continue_final_message:
             last = messages[-1]
             tagged = [*messages[:-1], {**last, "content": last["content"] + _CONTINUE_TAG}]

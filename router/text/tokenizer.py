@@ -92,6 +92,10 @@ class Tokenizer:
         source = find_template(folder, settings)
         if config.tokenizer_config_path is not None:
             source = template_of(json.loads(Path(config.tokenizer_config_path).read_text()), {}) or source
+        if config.chat_template is not None:
+            source = config.chat_template
+            if problem := ChatTemplate(source, named_tokens).problem:
+                raise ValueError(f"the chat template of --chat-template is invalid: {problem}")
         return cls(
             backend,
             eos_ids=_eos_ids(folder, ids.get("eos_token")),

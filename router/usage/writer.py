@@ -138,7 +138,7 @@ class Usage:
     def __init__(self, config: RouterConfig, metrics: Metrics, caller: Callable[[Request], Caller]) -> None:
         """`caller` returns who sent a request. Raises OSError or ValueError where a destination is unusable."""
         url, path = config.request_logger_url, config.usage_log
-        self._model = config.model_id
+        self._model = config.model_name
         self._caller = caller
         posters = [] if url is None else [UsagePost(url) for _ in range(NUM_POSTERS)]
         self._file = None if path is None else BackgroundWriter("file", [UsageFile(path)], metrics.usage_dropped)

@@ -129,8 +129,10 @@ def parse_events(text: str) -> list[Any]:
 async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> AsyncIterator[Serving]:
     """A router with a scripted shard; `fields` are RouterConfig's.
 
-    `adapters=True` serves adapters too, through a scripted loader, from local folders.
+    `adapters=True` serves adapters too, through a scripted loader, from local folders. `chat_template=False` is a model
+    without one; `template` is RouterConfig's `chat_template`.
     """
+    template = fields.pop("template", None)
     loader = ScriptedLoader(folder, fields.pop("loader_answer", finds_all), fields.pop("loader_check", finds_all))
     if fields.pop("adapters", False):
         (folder / "roots").mkdir(exist_ok=True)
@@ -152,6 +154,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             "max_input_length": 2047,
             "max_total_tokens": 2048,
             **fields,
+            "chat_template": template,
         }
     )
     tokenizer = Tokenizer.load(config)

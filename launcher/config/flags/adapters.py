@@ -48,6 +48,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             field_name="keys_path", must_exist="file", new=True,
         ),
         Flag(
+            "api-key",
+            "API key of the server, as in vLLM; others get 401. A command line can be read by every user of the machine:"
+            " prefer the variable, or --api-keys", default=(), to=ROUTER, field_name="api_keys_sha256", computed=True,
+            repeated=True, secret=True, new=True,
+        ),
+        Flag(
             "api-keys-optional", "serve requests without one of --api-keys too", SWITCH, False, ROUTER,
             "keys_optional", new=True,
         ),
@@ -116,6 +122,24 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "predibase-api-token", "token of Predibase's service", secret=True,
             no_effect="Predibase's service is not a source",
+        ),
+    ),
+    "Adapters, as in vLLM": (
+        Flag(
+            "lora-modules",
+            'adapters by name: `name=path`, or `{"name": …, "path": …}`; a path is a folder, anywhere, or a hub id',
+            default=(), to=ROUTER, computed=True, repeated=True, separator=" ", new=True,
+        ),
+        Flag(
+            "max-loras", "maximum number of adapters in device slots; sets", INTEGER, minimum=1, stands_for="max-active-adapters",
+            default_text="that flag's", new=True,
+        ),
+        Flag(
+            "enable-lora", "serve adapters", SWITCH, False, new=True, no_effect="adapters are always served",
+        ),
+        Flag(
+            "max-lora-rank", "maximum rank of an adapter", INTEGER, minimum=1, new=True,
+            no_effect="adapters of any rank are served",
         ),
     ),
 }  # fmt: skip

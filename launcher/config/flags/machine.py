@@ -136,6 +136,22 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             default="0.0.0.0", to=ROUTER,
         ),
         Flag("port", "listen port", INTEGER, server_url.PORT, ROUTER, short="p", minimum=1, maximum=65535),
+        Flag(
+            "root-path", "path below which a reverse proxy serves the routes, such as `/llm`; the routes answer with and"
+            " without it", default="", to=ROUTER, default_text="none", new=True,
+        ),
+        Flag(
+            "ssl-certfile", "TLS certificate of the HTTP server, with its chain; HTTPS instead of HTTP", to=ROUTER,
+            must_exist="file", new=True,
+        ),
+        Flag("ssl-keyfile", "private key of --ssl-certfile", to=ROUTER, must_exist="file", new=True),
+        Flag(
+            "ssl-ca-certs", "CA certificates that verify clients' certificates", to=ROUTER, must_exist="file", new=True,
+        ),
+        Flag(
+            "ssl-cert-reqs", "client certificates: 0 none, 1 verified if sent, 2 required", INTEGER, 0, ROUTER,
+            minimum=0, maximum=2, new=True,
+        ),
         Flag("pid-file", "file for the launcher's process id while it runs", new=True),
         Flag(
             "trusted-proxies",

@@ -11,6 +11,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "model-id", "base model: hub id, `id@revision` or local folder", default_text="the built-in demo model",
             differs="without it the built-in demo model is served",
         ),
+        Flag(
+            "served-model-name",
+            "names of the base model in requests and answers, the first one in answers; --model-id stays valid too",
+            default=(), to=ROUTER, field_name="served_model_names", repeated=True, new=True,
+            default_text="model-id",
+        ),
         Flag("revision", "branch, tag or commit of the base model at the hub"),
         Flag(
             "source", "source of the base model; a local folder needs none", default="hub", choices=("hub", "s3"),
@@ -32,6 +38,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "tokenizer-config-path", "file that replaces tokenizer_config.json (chat template)", to=ROUTER,
             must_exist="file",
+        ),
+        Flag(
+            "chat-template", "the base model's chat template: a file, or the template itself", to=ROUTER, computed=True,
+            default_text="the model's", new=True,
         ),
         Flag(
             "embedding-dim", "embedding size of an embedding model", INTEGER,

@@ -112,7 +112,7 @@ class AdminRoutes:
         name, path = fields.text("lora_name"), fields.text("lora_path")
         if not name or not path:
             raise ValidationError("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
-        if name == self._service.config.model_id or name in BASE_NAMES:
+        if name in (*self._service.config.model_names, *BASE_NAMES):
             raise ValidationError(f"`lora_name` must not be a name of the base model. Given: {name[:256]}", "lora_name")
         directory = self._service.selection.directory
         if directory.find(name) is not None and not fields.flag("load_inplace"):

@@ -144,12 +144,13 @@ class InformationRoutes:
         """The base model, then every adapter that the operator named and the caller may see."""
         caller = self._service.caller(request)
         shown = [self._adapter(line) for line in self._service.selection.listed(caller)]
-        return _json({"object": "list", "data": [self._model(), *shown]})
+        names = self._service.config.served_model_names or (self._service.config.model_id,)
+        return _json({"object": "list", "data": [*map(self._model, names), *shown]})
 
     async def model(self, request: Request) -> Response:
         wanted = request.path_params["model_id"]
-        if wanted == self._service.config.model_id:
-            return _json(self._model())
+        if wanted in self._service.config.model_names:
+            return _json(self._model(wanted))
         caller = self._service.caller(request)
         for line in self._service.selection.listed(caller):
             if line.alias == wanted:
@@ -167,14 +168,14 @@ class InformationRoutes:
         return {
             **self._model(line.alias, line.created),
             "root": str(refs[0]) if refs else None,
-            "parent": self._service.config.model_id,
+            "parent": self._service.config.model_name,
             "adapter_source": refs[0].source.value if refs else None,
             "problem": line.problem or None,
         }
 
-    def _model(self, name: str = "", created: int = 0) -> dict[str, Any]:
+    def _model(self, name: str, created: int = 0) -> dict[str, Any]:
         return {
-            "id": name or self._service.config.model_id,
+            "id": name,
             "object": "model",
             "created": created or self._created,
             "owned_by": "lorikeet",

@@ -250,7 +250,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         fingerprint = "unknown"
         if info is not None:
             fingerprint = f"{info.version}-{info.dtype.removeprefix('torch.')}-{info.device}"
-        model = common.adapter.name or self._service.config.model_id
+        model = common.adapter.name or self._service.config.model_name
         identity = f"{self.id_prefix}-{common.request_id or secrets.token_hex(16)}"
         return Envelope(identity, kind, int(time.time()), model, fingerprint)
 

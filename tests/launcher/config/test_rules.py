@@ -118,6 +118,8 @@ WITHOUT_EFFECT = {
     "compile": None,
     "compile-max-batch-size": "64",
     "compile-max-rank": "32",
+    "enable-lora": None,
+    "max-lora-rank": "64",
     "compile-batch-size": "16",
     "cuda-memory-fraction": "0.5",
 }

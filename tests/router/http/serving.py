@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -145,7 +146,7 @@ def http_server(**fields: Any) -> Iterator[Served]:
 def rest(client: socket.socket) -> bytes:
     """Everything up to the end of the connection, also where it is reset."""
     parts = []
-    with contextlib.suppress(ConnectionError):
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
         while part := client.recv(1 << 16):
             parts.append(part)
     client.close()
