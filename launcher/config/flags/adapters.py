@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "api-key",
-            "API key of the server, as in vLLM; others get 401. A command line can be read by every user of the machine:"
+            "API key of the server, as in vLLM; others get 401. Every user of the machine can read a command line:"
             " prefer the variable, or --api-keys", default=(), to=ROUTER, field_name="api_keys_sha256", computed=True,
             repeated=True, secret=True, new=True,
         ),
@@ -131,8 +131,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             default=(), to=ROUTER, computed=True, repeated=True, separator=" ", new=True,
         ),
         Flag(
-            "max-loras", "maximum number of adapters in device slots; sets", INTEGER, minimum=1, stands_for="max-active-adapters",
-            default_text="that flag's", new=True,
+            "max-loras", "maximum number of adapters in device slots; sets", INTEGER, minimum=1,
+            stands_for="max-active-adapters", default_text="that flag's", new=True,
         ),
         Flag(
             "enable-lora", "serve adapters", SWITCH, False, new=True, no_effect="adapters are always served",

@@ -137,8 +137,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("port", "listen port", INTEGER, server_url.PORT, ROUTER, short="p", minimum=1, maximum=65535),
         Flag(
-            "root-path", "path below which a reverse proxy serves the routes, such as `/llm`; the routes answer with and"
-            " without it", default="", to=ROUTER, default_text="none", new=True,
+            "root-path",
+            "path below which a reverse proxy serves the routes, such as `/llm`; the routes answer with and without it",
+            default="", to=ROUTER, default_text="none", new=True,
         ),
         Flag(
             "ssl-certfile", "TLS certificate of the HTTP server, with its chain; HTTPS instead of HTTP", to=ROUTER,

@@ -1,4 +1,4 @@
-"""vLLM's flags: names, adapters, templates, keys and TLS files, and what they become in the processes' configuration."""
+"""vLLM's flags: names, adapters, templates, keys and TLS files, and what they become."""
 
 import json
 from pathlib import Path
