@@ -81,7 +81,7 @@ class Protocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether to keep the connection open: the client may have closed its side only, and wait for its answer.
 
-        With TLS there is no such half. It may also be gone. Bytes without a meaning are sent until it is known: a client
+        With TLS that does not exist. It may also be gone. Bytes without a meaning are sent until it is known: a client
         that is gone resets the connection, and the next write fails.
         """
         exchange: Exchange | None = self.cycle
