@@ -135,6 +135,10 @@ class RouterConfig(ConfigFile):
     """Include prompts and outputs in both."""
     metrics_prefix: tuple[str, ...] = ()
     """Metric names that are exported in addition to LoRAX's."""
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that gets traces over OTLP and gRPC."""
+    otlp_sample_ratio: float = 1.0
+    """Share of the requests that are traced, of those whose `traceparent` does not decide it."""
     request_timeout_s: float | None = None
     max_queue_seconds: float | None = None
     drain_timeout_s: float = 60.0

@@ -62,6 +62,8 @@ class RouterServer:
         await service.templates.close()
         await dispatcher.stop()
         await asyncio.to_thread(service.usage.close)
+        if service.tracing is not None:
+            await asyncio.to_thread(service.tracing.close)
         service.bodies.close()
         self._tokenizer.close()
         return 0 if self._problem is None else 1

@@ -5,6 +5,7 @@ import ssl
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from lorikeet.adapters import refs
 from lorikeet.launcher.config import chat_template, lora_modules
@@ -241,6 +242,7 @@ def _check_clients(settings: Settings) -> None:
             ip_network(network)
         except ValueError as error:
             refuse(f"--trusted-proxies must be networks such as 10.0.0.0/8 or 192.0.2.1: {error}")
+    _check_collector(settings)
     most, together = settings["max-body-bytes"], settings["max-body-memory"]
     if most > together // 5:
         refuse(
@@ -281,6 +283,17 @@ def _check_certificate(certificate: str, key: str, authorities: str | None) -> N
             context.load_verify_locations(authorities)
     except OSError as error:
         refuse(f"--ssl-ca-certs {authorities} cannot be used: {error.strerror or error}")
+
+
+def _check_collector(settings: Settings) -> None:
+    endpoint = settings["otlp-endpoint"]
+    if endpoint is None:
+        if "otlp-sample-ratio" in settings.given:
+            refuse(f"{settings.given['otlp-sample-ratio']} needs --otlp-endpoint")
+        return
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.hostname or url.path not in ("", "/"):
+        refuse(f"{settings.given['otlp-endpoint']} must be a URL without a path, such as http://localhost:4317")
 
 
 def _check_files(settings: Settings) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import re
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 import orjson
 import structlog
@@ -39,10 +40,14 @@ from lorikeet.router.http.address import Addresses
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.usage.record import Ending
 
+if TYPE_CHECKING:
+    from lorikeet.router.tracing.tracing import RequestTrace
+
 _OPEN_WHILE_DRAINING = frozenset(("/health", "/ping", "/ready", "/startup", "/metrics", "/info"))
 
 _SLASHES = re.compile("/{2,}")
 _MODEL_ROUTE = "/v1/models/"
+_EVENTS = "text/event-stream"
 
 _ALWAYS_LOGGED = (KeyRequired, TooManyFailedKeys, AdminOnly)
 
@@ -67,6 +72,7 @@ class RequestMiddleware:
         self._service = service
         self._metrics = metrics
         self._usage = service.usage
+        self._tracing = service.tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,9 +90,13 @@ class RequestMiddleware:
         if self._service.dispatcher.is_leaving:  # so that the next request goes to another router
             call.headers.append((b"connection", b"close"))
         handle = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
+        ids = {"request_id": identity}
         if handle is not None:
             self._metrics.request_arrived()
-        with structlog.contextvars.bound_contextvars(request_id=identity):
+            if self._tracing is not None and (trace := self._tracing.begin(headers)) is not None:
+                state["trace"] = call.trace = trace
+                ids["trace_id"] = trace.trace_id
+        with structlog.contextvars.bound_contextvars(**ids):
             try:
                 if preflight is not None:
                     await preflight(scope, receive, call.send)
@@ -102,6 +112,8 @@ class RequestMiddleware:
                     else:
                         self._metrics.request_failed(ending.error)
                     self._usage.ended(Request(scope), ending)
+                    if call.trace is not None:
+                        call.trace.end(scope, call.client, ending)
 
     async def _answer(self, scope: Scope, receive: Receive, call: "_RequestScope", direct: Handle | None) -> None:
         """Answer by calling `direct`, or the framework where it is None; failures become answers."""
@@ -160,6 +172,8 @@ class _RequestScope:
         """The client's address, as the log shows it."""
         self._began_at = now()
         self.status = 0
+        self.trace: RequestTrace | None = None
+        """None where the request is not traced."""
 
     def send(self, message: Message) -> Awaitable[None]:
         """Not a coroutine function, because it is called for every token."""
@@ -167,6 +181,8 @@ class _RequestScope:
             self.status = message["status"]
             identity = (b"x-request-id", self._scope["state"]["request_id"].encode())
             message["headers"] = [*message.get("headers", []), identity, *self.headers]
+            if self.trace is not None:
+                self.trace.is_stream = Headers(raw=message["headers"]).get("content-type", "").startswith(_EVENTS)
         return self._send(message)
 
     async def fail(self, error: RouterError, receive: Receive) -> None:

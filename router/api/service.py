@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -25,6 +25,7 @@ from lorikeet.router.receipts.receipts import Receipts
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.timeline import Timeline
 from lorikeet.router.requests.types import FinishReason, GenerationRequest, Grammar, Speculation
 from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.body import BodyReader
@@ -36,6 +37,9 @@ from lorikeet.router.text.bad_words import MAX_TOKENS, bad_word_ids
 from lorikeet.router.text.grammars import Grammars
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage.writer import Usage
+
+if TYPE_CHECKING:
+    from lorikeet.router.tracing.tracing import Tracing
 
 
 @dataclass
@@ -65,6 +69,8 @@ class Service:
     authentication: Authentication
     key_limits: KeyLimits
     bodies: BodyReader
+    tracing: "Tracing | None"
+    """None where no collector is configured."""
 
     @property
     def admission(self) -> Admission:
@@ -220,10 +226,13 @@ class Service:
         if (charge := getattr(request.state, "body_charge", None)) is not None:
             charge.settle()
         request.state.wanted, request.state.generations = wanted, generations
+        is_untraced = getattr(request.state, "trace", None) is None
         try:
             for each in wanted:
                 self.receipts.prepare(each)
-                generations.append(generation := self.dispatcher.submit(each, deadline=deadline))
+                timeline = None if is_untraced else Timeline()
+                generation = self.dispatcher.submit(each, deadline=deadline, timeline=timeline)
+                generations.append(generation)
                 if self.config.log_texts:
                     generation.read_texts = []
         except BaseException:
@@ -262,7 +271,16 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         Authentication(config, selection),
         KeyLimits(),
         BodyReader(config.max_body_bytes, BodyMemory(config.max_body_memory), config.header_timeout_s),
+        _tracing(config),
     )
+
+
+def _tracing(config: RouterConfig) -> "Tracing | None":
+    if config.otlp_endpoint is None:
+        return None
+    from lorikeet.router.tracing.tracing import Tracing  # the SDK takes a quarter of a second to import
+
+    return Tracing.configured(config)
 
 
 async def named(generations: list[Generation]) -> None:

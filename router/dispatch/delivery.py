@@ -42,7 +42,7 @@ class Delivery:
             generation = link.running.get(part.id)
             if generation is None:
                 continue
-            num_fed = self._feed(link, generation, part, now)
+            num_fed = self._feed(link, generation, output, part, now)
             num_tokens += num_fed
             request = generation.request
             charged[generation.routing.flow, request.caller] += num_fed
@@ -57,7 +57,9 @@ class Delivery:
         for generation in updated:
             generation.wake()
 
-    def _feed(self, link: ShardLink, generation: Generation, part: pb.RequestOutput, now: float) -> int:
+    def _feed(
+        self, link: ShardLink, generation: Generation, output: pb.StepOutput, part: pb.RequestOutput, now: float
+    ) -> int:
         metrics, routing, previous = self._metrics, generation.routing, generation.last_token_at
         may_retry = part.retryable and part.finish_reason == pb.FINISH_ERROR and routing.num_retries < MAX_RETRIES
         error = part.error if may_retry else ""
@@ -77,6 +79,8 @@ class Delivery:
             log.error("output_malformed", kind=kind, request_id=request_id)
             generation.fail(GenerationFailed("the router could not read the shard's output"))
             num_tokens = 0
+        if generation.timeline is not None:
+            generation.timeline.step(output, part, num_tokens, now)
         if num_tokens:
             if previous is not None:
                 metrics.tokens_arrived(now - previous, num_tokens)

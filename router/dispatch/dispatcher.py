@@ -25,6 +25,7 @@ from lorikeet.router.dispatch.send_loop import SendLoop
 from lorikeet.router.errors import DeadlineExceeded, NoShard, Overloaded, QueueTimeout, RouterError, ShuttingDown
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.timeline import Timeline
 from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.shards.codec import check_size, submit_message
 from lorikeet.router.shards.connection import ShardLink
@@ -132,9 +133,12 @@ class Dispatcher:
 
     # Requests
 
-    def submit(self, request: GenerationRequest, *, deadline: float | None = None) -> Generation:
-        """Queue a request; `deadline` in time.monotonic()'s seconds. Raises ValidationError, a leaf of Refused, or
-        DeadlineExceeded.
+    def submit(
+        self, request: GenerationRequest, *, deadline: float | None = None, timeline: Timeline | None = None
+    ) -> Generation:
+        """Queue a request; `deadline` in time.monotonic()'s seconds. `timeline` is filled where one is given.
+
+        Raises ValidationError, a leaf of Refused, or DeadlineExceeded.
         """
         self.check_room(caller=request.caller)
         check_size(request, self.info.vocab_size if self.info is not None else 1 << 31)
@@ -142,7 +146,7 @@ class Dispatcher:
             raise DeadlineExceeded
         if self.num_active >= self._config.max_concurrent_requests and (newest := self._displaced_by(request.caller)):
             self.on_failure(newest, Overloaded(self._retry_after()))
-        generation = Generation(next(self._numbers), request, self._tokenizer, self)
+        generation = Generation(next(self._numbers), request, self._tokenizer, self, timeline)
         if generation.is_admitted:
             generation.adapters.check()
             self.on_admit(generation)
@@ -188,6 +192,8 @@ class Dispatcher:
             self._queue.push(routing.flow, routing.number, num_tokens, weight, request.priority, request.caller)
         except QueueFull:
             raise Overloaded(self._retry_after()) from None
+        if generation.timeline is not None:
+            generation.timeline.enter("queue")
         self._send_loop.schedule()
 
     def _await_adapters(self, generation: Generation) -> None:
@@ -197,6 +203,8 @@ class Dispatcher:
         num_waiting = self.admission.loading.num_waiting(flow) + self._queue.num_waiting(flow)
         if generation.request.adapter is not None and num_waiting >= self._config.most_queued_per_adapter:
             raise Overloaded(self._retry_after())
+        if generation.timeline is not None:
+            generation.timeline.enter("adapter_load")
         self.admission.admit(generation)
 
     def _set_deadlines(self, generation: Generation, deadline: float | None) -> None:
@@ -288,6 +296,8 @@ class Dispatcher:
     def _dispatch(self, generation: Generation, link: ShardLink, now: float) -> pb.Submit:
         request, routing = generation.request, generation.routing
         link.add(generation, now)
+        if generation.timeline is not None:
+            self._note_dispatch(generation.timeline, generation, link)
         waited = now - routing.queued_at
         self._queue_seconds += 0.1 * (waited - self._queue_seconds)
         if not routing.num_retries:
@@ -297,6 +307,14 @@ class Dispatcher:
             self.admission.record_sent(request.adapter, generation, link)
         deadline_ms = 0 if routing.deadline is None else max(1, round(1000 * (routing.deadline - now)))
         return submit_message(generation, deadline_ms)
+
+    @staticmethod
+    def _note_dispatch(timeline: Timeline, generation: Generation, link: ShardLink) -> None:
+        fields: dict[str, str | int] = {"shard": link.address, "attempt": generation.routing.num_retries + 1}
+        if generation.digest:
+            is_resident = link.residency.is_resident(generation.digest)
+            fields["tier"] = "slot" if is_resident else generation.adapters.tier
+        timeline.enter("dispatch", **fields)
 
     # Shards
 
@@ -340,6 +358,9 @@ class Dispatcher:
         routing = generation.routing
         self.metrics.requests_retried.add()
         self._queued[routing.number] = generation
+        if generation.timeline is not None:
+            generation.timeline.leave("retried")
+            generation.timeline.enter("queue")
         self._queue.requeue(routing.flow, routing.number, generation.num_known, generation.request.caller)
         self._send_loop.schedule()
 

@@ -73,6 +73,11 @@ class ResolvedAdapters:
         return "" if self._adapter is None else self._adapter.digest
 
     @property
+    def tier(self) -> str:
+        """Where the loader had the adapter's content from; "" for the base model."""
+        return "" if self._adapter is None else self._adapter.tier
+
+    @property
     def affinity_key(self) -> str:
         """The digest by which a shard is chosen; "" for any shard."""
         return self.digest or ("" if self._heads is None else self._heads.digest)

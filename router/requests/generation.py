@@ -14,6 +14,7 @@ from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterErr
 from lorikeet.router.requests.adapter_content import ResolvedAdapters
 from lorikeet.router.requests.routing import Routing
 from lorikeet.router.requests.speculation_stats import SpeculationStats
+from lorikeet.router.requests.timeline import Timeline
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Token
 from lorikeet.router.text.stop import StopMatcher
 from lorikeet.router.text.tokenizer import Tokenizer
@@ -35,8 +36,17 @@ class GenerationEvents(Protocol):
 class Generation:
     """The output stream of one request. Iterate, or call `next()` until a chunk has a finish reason."""
 
-    def __init__(self, number: int, request: GenerationRequest, tokenizer: Tokenizer, events: GenerationEvents) -> None:
+    def __init__(
+        self,
+        number: int,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        events: GenerationEvents,
+        timeline: Timeline | None = None,
+    ) -> None:
         self.request = request
+        self.timeline = timeline
+        """Where it has been; None where it is not traced."""
         self.routing = Routing(number, "" if request.adapter is None else request.adapter.flow, time.monotonic())
         """Where it runs."""
         self.adapters = ResolvedAdapters(request)
@@ -298,6 +308,8 @@ class Generation:
 
     def _close(self) -> None:
         self.is_over = True
+        if self.timeline is not None:
+            self.timeline.leave(type(self._error).__name__ if self.finish_reason is None else self.finish_reason.value)
         for timer in self.timers:
             timer.cancel()
         self.timers.clear()

@@ -9,6 +9,7 @@ import pytest
 
 from lorikeet.adapters.keys import sha256
 from lorikeet.launcher.exits import Exit
+from tests.e2e.collector import Collector
 from tests.e2e.launched import ROOT, Launched
 
 EXACT = ("--cpu-memory", "256MiB", "--threads", "1", "--dtype", "float32")
@@ -26,6 +27,8 @@ class Replicas:
     """The operator's file of receipts."""
     usage: Path
     """The usage log."""
+    collector: Collector
+    """Of traces, which requests with a sampled `traceparent` have."""
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +42,9 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
     keys.write_text("".join(lines))
     files = ("--api-keys", str(keys), "--api-keys-optional", "--usage-log", str(usage), "--receipts", str(receipts))
     verification = ("--speculative-verification", "rejection")
-    with Launched(*EXACT, *DRAFTING, *verification, "--replicas", "2", *files) as launched:
-        yield Replicas(launched.wait_until_ready(2), receipts, usage)
-        launched.signal(signal.SIGTERM)
-        assert launched.wait() == Exit.OK
+    with Collector() as collector:
+        traces = ("--otlp-endpoint", collector.url, "--otlp-sample-ratio", "0")
+        with Launched(*EXACT, *DRAFTING, *verification, "--replicas", "2", *files, *traces) as launched:
+            yield Replicas(launched.wait_until_ready(2), receipts, usage, collector)
+            launched.signal(signal.SIGTERM)
+            assert launched.wait() == Exit.OK

@@ -253,7 +253,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "metrics-prefix", "export metrics under the names of another server too; LoRAX's names are always there",
             default=(), to=ROUTER, choices=("vllm",), repeated=True, new=True,
         ),
-        Flag("otlp-endpoint", "OpenTelemetry collector", refused="this version does not export traces"),
+        Flag(
+            "otlp-endpoint", "OpenTelemetry collector that gets traces (OTLP over gRPC), such as http://localhost:4317",
+            to=ROUTER,
+        ),
+        Flag(
+            "otlp-sample-ratio", "share of requests that are traced, where their `traceparent` does not decide it",
+            NUMBER, 1.0, ROUTER, minimum=0, maximum=1, new=True,
+        ),
         Flag("env", "log the runtime environment", SWITCH, False, short="e", variable=False),
         Flag(
             "config", "YAML file of flags by name, or of AutoGluon-RAG's generator; flags and variables override it",

@@ -37,7 +37,6 @@ REFUSED = {
     "source": "s3",
     "embedding-dim": "512",
     "merge-adapter-weights": None,
-    "otlp-endpoint": "http://127.0.0.1:4317",
 }
 
 
@@ -305,3 +304,12 @@ def test_trusted_proxies_are_networks() -> None:
 def test_one_body_fits_the_share_of_a_caller() -> None:
     assert "at most a fifth of --max-body-memory" in refusal("--max-body-memory", "32MiB")
     rules.check(settings("--max-body-memory", "32MiB", "--max-body-bytes", "6MiB"))
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:4317", "http://localhost:4317/v1/traces", "grpc://localhost:4317", "http://"]
+)
+def test_the_collector_is_a_url_without_a_path(url: str) -> None:
+    assert refusal("--otlp-endpoint", url).startswith("--otlp-endpoint must be a URL")
+    rules.check(settings("--otlp-endpoint", "https://collector.example:4317", "--otlp-sample-ratio", "0.5"))
+    assert refusal("--otlp-sample-ratio", "0.5") == "--otlp-sample-ratio needs --otlp-endpoint"

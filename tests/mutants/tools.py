@@ -1,0 +1,22 @@
+"""Faults for traces and for the tools that show what a server does."""
+
+from tests.mutants.mutant import Mutant
+
+TRACING_TEST = "tests/router/tracing/test_tracing.py"
+
+MUTANTS = [
+    Mutant(
+        "requests that are not traced keep timelines",
+        "router/api/service.py",
+        "timeline = None if is_untraced else Timeline()",
+        "timeline = Timeline()",
+        f"{TRACING_TEST}::test_a_request_that_is_not_sampled_costs_less_than_a_hundredth",
+    ),
+    Mutant(
+        "a trace does not continue its parent's",
+        "router/tracing/tracing.py",
+        "parent = self._propagator.extract(carrier, parent)",
+        "self._propagator.extract(carrier, parent)",
+        f"{TRACING_TEST}::test_the_spans_of_a_request_are_one_tree_under_its_parent",
+    ),
+]
