@@ -156,7 +156,7 @@ def counted(calls: Counter[bool]) -> Iterator[None]:
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             file = frame.f_code.co_filename
-            calls["/opentelemetry/" in file or "router/tracing/" in file or "timeline.py" in file] += 1
+            calls["/opentelemetry/" in file or "/lorikeet/router/tracing/" in file or "timeline.py" in file] += 1
 
     sys.setprofile(profile)
     try:
