@@ -116,13 +116,14 @@ class Engine:
     def step(self) -> None:
         """schedule → forward → sample → commit."""
         self._receive()
+        if self.scheduler.awaits_commit:
+            self._commit_all_but(0)
         scheduled = self.scheduler.schedule()
         if scheduled:
             self._announce(scheduled)
             self._launch(scheduled)
         may_lag = scheduled and not self._launched[-1].error and not self.scheduler.is_isolated
-        while len(self._launched) > (self._config.commit_lag if may_lag else 0):
-            self._commit(self._launched.popleft())
+        self._commit_all_but(self._config.commit_lag if may_lag else 0)
         self._process_adapter_events()  # of adapters that left their slots in this step: the next may be far off
         self._publish()
 
@@ -168,8 +169,7 @@ class Engine:
         if must_wait or not keys <= self._announced:
             self._announced, self._was_isolated = keys, is_isolated
             if is_isolated:  # no other step may run while an isolated request's does
-                while self._launched:
-                    self._commit(self._launched.popleft())
+                self._commit_all_but(0)
             # Nor may the step after it be taken for its own: both start once the routers know of them.
             self._outbox.announce_step(keys, ACK_TIMEOUT_S if must_wait else 0.0)
         load = load_of(scheduled)
@@ -255,6 +255,11 @@ class Engine:
             scored = logits[num_sampled : num_sampled + num_scored]
             step.scores = prompt_logprobs(scored, target_ids, layout.num_score_alternatives)
         self._idle.start()
+
+    def _commit_all_but(self, num_steps: int) -> None:
+        """Commit the launched steps except the newest `num_steps`."""
+        while len(self._launched) > num_steps:
+            self._commit(self._launched.popleft())
 
     def _commit(self, step: Step) -> None:
         """Record the results of a step, and make outputs of them."""

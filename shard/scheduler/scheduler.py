@@ -247,6 +247,13 @@ class Scheduler:
         return ScheduledRequest(request, start, end, samples)
 
     @property
+    def awaits_commit(self) -> bool:
+        """Whether a running request cannot be in the next step before the launched ones are committed. If the next step
+        left it out, requests would split into halves that take turns, and twice as many steps would read the weights.
+        """
+        return any(request.num_launched and self._must_wait(request) for request in self.running)
+
+    @property
     def _has_row(self) -> bool:
         return bool(self._rows) and len(self.running) < self.oom_backoff.max_running
 

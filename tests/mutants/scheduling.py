@@ -12,6 +12,13 @@ CACHE_TEST, ENGINE_TEST = "tests/shard/scheduler/test_kv_cache.py", "tests/shard
 
 MUTANTS = [
     Mutant(
+        "requests with drafts split into halves that take turns",
+        "shard/engine/engine.py",
+        "if self.scheduler.awaits_commit:",
+        "if self.scheduler.awaits_commit and self._config.commit_lag > 1:",
+        "tests/shard/engine/test_commit_lag.py::test_requests_that_arrive_one_by_one_share_their_passes[lookup]",
+    ),
+    Mutant(
         "a prompt that is cached whole leaves no token to compute",
         REQUEST,
         "return len(self.token_ids) - 1",
