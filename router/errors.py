@@ -12,7 +12,7 @@ RouterError
 │   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
 │   │   └── one leaf per status
 │   ├── KeyRequired, TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
-│   └── ChatTemplateError, ModelNotFound, UnknownRoute, UnknownMethod
+│   └── ChatTemplateError, ModelNotFound (LoraNotFound), UnknownRoute, UnknownMethod
 ├── Refused                     the server cannot accept it now
 │   └── Overloaded (QueueTimeout), KeyLimitReached, BodyMemoryFull, ShuttingDown, NoShard, Unhealthy, NotServed
 └── Failed                      it started and failed
@@ -126,6 +126,13 @@ class ModelNotFound(InvalidRequest):
         super().__init__(name)
         if reason:
             self.args = (f"{self}: {reason}",)
+
+
+class LoraNotFound(ModelNotFound):
+    """vLLM's text."""
+
+    template = "The lora adapter '{}' cannot be found."
+    param = "lora_name"
 
 
 class UnknownRoute(InvalidRequest):

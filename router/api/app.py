@@ -11,12 +11,15 @@ from starlette.routing import Match
 from lorikeet.router.api import openapi
 from lorikeet.router.api.cors import Cors
 from lorikeet.router.api.docs import documentation_routes
-from lorikeet.router.api.middleware import Handle, RequestMiddleware, failure_response
+from lorikeet.router.api.failures import failure_response, style_of
+from lorikeet.router.api.middleware import Handle, RequestMiddleware
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
 from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoutes
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
+from lorikeet.router.api.routes.sagemaker import InvocationsRoute, SageMakerAdapterRoutes
+from lorikeet.router.api.routes.tokens import TokenRoutes
 from lorikeet.router.api.service import Service, make_service
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
@@ -45,31 +48,34 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
 
 def _generating(service: Service) -> dict[str, Handle]:
     """The POST routes to the model."""
-    native = NativeRoutes(service)
+    native, chat, completions = NativeRoutes(service), ChatRoute(service), CompletionsRoute(service)
     return {
         "/": native.compat,
-        "/invocations": native.compat,
+        "/invocations": InvocationsRoute(service, native, chat, completions).handle,
         "/generate": native.generate,
         "/generate_stream": native.generate_stream,
         "/predict": PredictRoute(service, native).predict,
-        "/v1/completions": CompletionsRoute(service).handle,
-        "/v1/chat/completions": ChatRoute(service).handle,
+        "/v1/completions": completions.handle,
+        "/v1/chat/completions": chat.handle,
     }
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     """All other routes."""
-    probes, information = ProbeRoutes(service), InformationRoutes(service)
-
+    probes, information, tokens = ProbeRoutes(service), InformationRoutes(service), TokenRoutes(service)
     admin = AdminRoutes(service)
+    sagemaker = SageMakerAdapterRoutes(service, admin)
     read = {
-        "/": probes.health,
-        "/health": probes.health,
-        "/ping": probes.health,
-        "/ready": probes.ready,
-        "/startup": probes.startup,
+        **dict.fromkeys(("/", "/health", "/healthz", "/livez", "/ping"), probes.health),
+        **dict.fromkeys(("/ready", "/readyz"), probes.ready),
+        **dict.fromkeys(("/startup", "/health_generate"), probes.startup),
         "/info": information.info,
+        "/version": information.version,
+        "/load": information.load,
+        **dict.fromkeys(("/server_info", "/get_server_info"), information.server_info),
+        **dict.fromkeys(("/model_info", "/get_model_info"), information.model_info),
         "/metrics": information.metrics,
+        "/tokenizer_info": tokens.tokenizer_info,
         "/api-doc/openapi.json": _show_document,
         "/v1/models": information.models,
         "/v1/models/{model_id:path}": information.model,
@@ -84,10 +90,18 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/admin/catalogue/reload": admin.reload,
         "/v1/load_lora_adapter": admin.load_lora_adapter,
         "/v1/unload_lora_adapter": admin.unload_lora_adapter,
-        "/tokenize": information.tokenize,
+        "/adapters": sagemaker.load,
+        "/ping": probes.health,
+        "/tokenize": tokens.tokenize,
+        "/chat_tokenize": tokens.chat_tokenize,
+        "/detokenize": tokens.detokenize,
         **dict.fromkeys(("/embed", "/classify", "/classify_batch", "/v1/embeddings"), information.not_served),
     }
-    for method, routes in (("GET", read), ("POST", write)):
+    delete = {
+        "/v1/models/{model_id:path}": admin.delete_model,
+        "/adapters/{adapter_name:path}": sagemaker.unload,
+    }
+    for method, routes in (("GET", read), ("POST", write), ("DELETE", delete)):
         for path, handle in routes.items():
             app.router.add_route(path, handle, methods=[method])
 
@@ -100,7 +114,7 @@ async def _show_document(request: Request) -> Response:
 async def _answer_failure(request: Request, error: Exception) -> Response:
     assert isinstance(error, RouterError)
     request.state.failure = error
-    return failure_response(error, request.url.path)
+    return failure_response(error, style_of(request.scope))
 
 
 async def _answer_unknown(request: Request, error: Exception) -> Response:

@@ -18,7 +18,9 @@ MAX_FAILURES = 20
 """Invalid keys of one address per FAILURE_S; above it only keys that were valid before are accepted from there."""
 FAILURE_S = 60.0
 _MAX_ADDRESSES = 65_536
-_OPEN = frozenset(("/health", "/ready", "/startup", "/ping", "/docs", "/openapi.json", "/api-doc/openapi.json"))
+PROBES = frozenset(("/health", "/healthz", "/livez", "/ping", "/ready", "/readyz", "/startup", "/health_generate"))
+"""Paths that tell whether the server works."""
+_OPEN = PROBES | {"/docs", "/openapi.json", "/api-doc/openapi.json"}
 _OPEN_FOLDER = "/docs/assets/"
 
 

@@ -11,29 +11,26 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
-import orjson
 import structlog
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorikeet.router.api.authentication import PROBES
 from lorikeet.router.api.cors import Cors
 from lorikeet.router.api.disconnect import ClientGone
+from lorikeet.router.api.failures import failure_response, style_of
 from lorikeet.router.api.headers import request_id
 from lorikeet.router.api.service import Service, now
 from lorikeet.router.errors import (
     AdminOnly,
-    BodyRejected,
     InternalError,
     KeyRequired,
     RouterError,
     ShuttingDown,
     TooManyFailedKeys,
     answer,
-    failure_headers,
-    lorax_body,
-    openai_body,
     reason,
 )
 from lorikeet.router.http.address import Addresses
@@ -43,7 +40,7 @@ from lorikeet.router.usage.record import Ending
 if TYPE_CHECKING:
     from lorikeet.router.tracing.tracing import RequestTrace
 
-_OPEN_WHILE_DRAINING = frozenset(("/health", "/ping", "/ready", "/startup", "/metrics", "/info"))
+_OPEN_WHILE_DRAINING = PROBES | {"/metrics", "/info"}
 
 _SLASHES = re.compile("/{2,}")
 _MODEL_ROUTE = "/v1/models/"
@@ -189,7 +186,7 @@ class _RequestScope:
         """Answer with `error`, unless an answer has begun."""
         self._scope["state"]["failure"] = error
         if not self.status:
-            await failure_response(error, self._scope["path"])(self._scope, receive, self.send)
+            await failure_response(error, style_of(self._scope))(self._scope, receive, self.send)
 
     def finish(self) -> Ending:
         """Log the request; returns how it ended, with the error as metrics count it."""
@@ -204,14 +201,3 @@ class _RequestScope:
         fields = {"client": self.client, **fields}
         write("request", method=method, path=path[:128], status=self.status, seconds=seconds, **fields)
         return ending
-
-
-def failure_response(error: RouterError, path: str) -> Response:
-    """`error` in the shape of the route's API; LoRAX's routes answer an unreadable body with plain text."""
-    row = answer(error)
-    headers = failure_headers(error)
-    if path.startswith("/v1/"):
-        return Response(orjson.dumps(openai_body(error)), row.openai_status, headers, "application/json")
-    if isinstance(error, BodyRejected):
-        return PlainTextResponse(str(error), row.status, headers)
-    return Response(orjson.dumps(lorax_body(error)), row.status, headers, "application/json")

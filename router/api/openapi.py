@@ -5,6 +5,7 @@ An operation lists every status and media type of its answers.
 """
 
 import enum
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -13,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from lorikeet.router.api.failures import ErrorStyle, style_of_path
 from lorikeet.router.errors import (
     ANSWERS,
     AdapterProblem,
@@ -35,6 +37,7 @@ from lorikeet.router.errors import (
 )
 from lorikeet.router.schemas.openapi import adapters as adapter_models
 from lorikeet.router.schemas.openapi import models as models
+from lorikeet.router.schemas.openapi import tokens as token_models
 
 JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
 
@@ -82,18 +85,29 @@ class Operation:
     """Data of each server-sent event, where the route can stream."""
     media: tuple[str, ...] = ()
     """Media types of an answer without a model; none for an empty one."""
+    styles: tuple[ErrorStyle, ...] = ()
+    """Of its errors; none for that of its path."""
 
 
 _COMPAT = (models.CompatGenerateRequest, models.GenerateResponse, True, models.StreamResponse)
+_BOTH = (ErrorStyle.LORAX, ErrorStyle.OPENAI)
 OPERATIONS = (
     Operation(Kind.GENERATE, "post", "/", "Generate, streaming when `stream` is true", *_COMPAT),
-    Operation(Kind.GENERATE, "post", "/invocations", "The same, for SageMaker", *_COMPAT),
+    Operation(Kind.GENERATE, "post", "/invocations", "For SageMaker: LoRAX's body, or OpenAI's",
+              token_models.InvocationBody, token_models.InvocationAnswer, streams=token_models.InvocationEvent,
+              styles=_BOTH),
     Operation(Kind.GENERATE, "post", "/generate", "Generate", models.GenerateRequest, models.GenerateResponse),
     Operation(Kind.GENERATE, "post", "/generate_stream", "Generate, one event per token", models.GenerateRequest,
               streams=models.StreamResponse),
     Operation(Kind.GENERATE, "post", "/predict", "Generate, in the format of LLMSpeculativeSampling's server",
               models.PredictRequest, models.PredictResponse),
-    Operation(Kind.TOKENIZE, "post", "/tokenize", "Tokenize", models.TokenizeRequest, models.TokenizeToken, True),
+    Operation(Kind.TOKENIZE, "post", "/tokenize", "Tokenize, as in LoRAX or in vLLM",
+              token_models.TokenizeBody, token_models.TokenizeAnswer, styles=_BOTH),
+    Operation(Kind.TOKENIZE, "post", "/chat_tokenize", "Tokenize a chat, as in TGI",
+              token_models.TokenizeChat, token_models.ChatTokenizeAnswer),
+    Operation(Kind.TOKENIZE, "post", "/detokenize", "The text of token ids, as in vLLM",
+              token_models.DetokenizeRequest, token_models.DetokenizeAnswer),
+    Operation(Kind.READ, "get", "/tokenizer_info", "The tokenizer's configuration, as in vLLM", media=(JSON,)),
     Operation(Kind.GENERATE, "post", "/v1/completions", "OpenAI's completions",
               models.CompletionRequest, models.CompletionResponse, streams=models.CompletionChunk),
     Operation(Kind.GENERATE, "post", "/v1/chat/completions", "OpenAI's chat completions",
@@ -102,6 +116,8 @@ OPERATIONS = (
               response=adapter_models.ModelList),
     Operation(Kind.READ, "get", "/v1/models/{model_id}", "One of them",
               response=adapter_models.Model),
+    Operation(Kind.ADMIN, "delete", "/v1/models/{model_id}", "Remove an adapter's name, and free its memory",
+              response=adapter_models.DeletedModel),
     Operation(Kind.ADMIN, "get", "/admin/adapters", "Named adapters and loaded contents",
               response=adapter_models.AdapterList),
     Operation(Kind.ADMIN, "post", "/admin/adapters/load", "Load an adapter before it is requested",
@@ -120,12 +136,23 @@ OPERATIONS = (
               adapter_models.LoadLora, media=(TEXT,)),
     Operation(Kind.ADMIN, "post", "/v1/unload_lora_adapter", "Remove a name, as in vLLM",
               adapter_models.UnloadLora, media=(TEXT,)),
-    Operation(Kind.PROBE, "get", "/", "Liveness: whether shards answer"),
-    Operation(Kind.PROBE, "get", "/health", "Liveness: whether shards answer"),
-    Operation(Kind.PROBE, "get", "/ping", "Liveness, for SageMaker"),
-    Operation(Kind.PROBE, "get", "/ready", "Readiness: whether new requests are accepted"),
-    Operation(Kind.PROBE, "get", "/startup", "Startup: generates one token end to end"),
+    Operation(Kind.ADMIN, "post", "/adapters", "Name an adapter, for SageMaker",
+              adapter_models.SageMakerAdapter, media=(TEXT,)),
+    Operation(Kind.ADMIN, "delete", "/adapters/{adapter_name}", "Remove a name, for SageMaker", media=(TEXT,)),
+    *(Operation(Kind.PROBE, "get", path, "Liveness: whether shards answer")
+      for path in ("/", "/health", "/healthz", "/livez", "/ping")),
+    Operation(Kind.PROBE, "post", "/ping", "Liveness, for SageMaker"),
+    *(Operation(Kind.PROBE, "get", path, "Readiness: whether new requests are accepted")
+      for path in ("/ready", "/readyz")),
+    *(Operation(Kind.PROBE, "get", path, "Startup: generates one token end to end")
+      for path in ("/startup", "/health_generate")),
     Operation(Kind.READ, "get", "/info", "Limits and effective configuration", media=(JSON,)),
+    Operation(Kind.READ, "get", "/version", "The version, as in vLLM", media=(JSON,)),
+    Operation(Kind.READ, "get", "/load", "The number of queued and running requests, as in vLLM", media=(JSON,)),
+    *(Operation(Kind.READ, "get", path, "Limits, as in SGLang", media=(JSON,))
+      for path in ("/server_info", "/get_server_info")),
+    *(Operation(Kind.READ, "get", path, "The model, as in SGLang", media=(JSON,))
+      for path in ("/model_info", "/get_model_info")),
     Operation(Kind.READ, "get", "/metrics", "Metrics: Prometheus text, or JSON by the Accept header",
               media=(TEXT, JSON)),
     Operation(Kind.READ, "get", "/openapi.json", "This document", media=(JSON,)),
@@ -176,8 +203,10 @@ def _operation(operation: Operation) -> dict[str, Any]:
     }
     if operation.request is not None:
         shown["requestBody"] = {"required": True, "content": _content(JSON, _ref(operation.request))}
-    if "{model_id}" in operation.path:
-        shown["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if names := re.findall(r"\{(\w+)\}", operation.path):
+        shown["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     return shown
 
 
@@ -203,7 +232,8 @@ def _responses(operation: Operation) -> dict[str, Any]:
         responses["200"] = {"description": "Success", **({"content": content} if content else {})}
     for status, media, schema in sorted(_failures(operation), key=lambda failure: failure[:2]):
         response = responses.setdefault(str(status), {"description": HTTPStatus(status).phrase, "content": {}})
-        response["content"] |= _content(media, schema)
+        known = response["content"].get(media, {}).get("schema", schema)
+        response["content"] |= _content(media, schema if known == schema else {"anyOf": [known, schema]})
     return responses
 
 
@@ -211,15 +241,15 @@ def _failures(operation: Operation) -> Iterator[tuple[int, str, dict[str, Any]]]
     """(status, media type, schema) of every failure."""
     for status, text in _CONNECTION.items():
         yield status, TEXT, {"type": "string", "description": text}
-    is_openai = operation.path.startswith("/v1/")
-    for leaf in operation.kind.value:
-        row = ANSWERS[leaf]
-        if is_openai:
-            yield row.openai_status, JSON, _ref(models.OpenAIErrorResponse)
-        elif issubclass(leaf, BodyRejected):
-            yield row.status, TEXT, {"type": "string"}
-        else:
-            yield row.status, JSON, _ref(models.ErrorResponse)
+    for style in operation.styles or (style_of_path(operation.path),):
+        for leaf in operation.kind.value:
+            row = ANSWERS[leaf]
+            if style is ErrorStyle.OPENAI:
+                yield row.openai_status, JSON, _ref(models.OpenAIErrorResponse)
+            elif issubclass(leaf, BodyRejected):
+                yield row.status, TEXT, {"type": "string"}
+            else:
+                yield row.status, JSON, _ref(models.ErrorResponse)
 
 
 _ID = str.maketrans({"/": "_", "{": None, "}": None})

@@ -32,8 +32,11 @@ from lorikeet.router.schemas.body import BodyReader
 from lorikeet.router.schemas.body_memory import BodyMemory
 from lorikeet.router.schemas.constraints import Constraints
 from lorikeet.router.schemas.grammar import GrammarFields, names_grammar
+from lorikeet.router.schemas.messages import Conversation
+from lorikeet.router.schemas.openai import check_texts
 from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
 from lorikeet.router.text.bad_words import MAX_TOKENS, bad_word_ids
+from lorikeet.router.text.chat_template import Rendered
 from lorikeet.router.text.grammars import Grammars
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage.writer import Usage
@@ -127,7 +130,14 @@ class Service:
         return defaults
 
     async def body(self, request: Request) -> dict[str, Any]:
-        """The request's JSON object. Raises a leaf of BodyRejected, or BodyMemoryFull."""
+        """The request's JSON object, or what another route made of it.
+
+        Raises a leaf of BodyRejected, or BodyMemoryFull.
+        """
+        given: dict[str, Any] | None = getattr(request.state, "given_body", None)
+        if given is not None:
+            del request.state.given_body
+            return given
         return await self.bodies.read(request, self.caller(request).identity)
 
     def caller(self, request: Request) -> Caller:
@@ -171,6 +181,11 @@ class Service:
             raise UnsupportedField(wanted.field, "needs a model with a fast tokenizer (tokenizer.json)")
         text = await self.grammars.serialize(wanted.kind, wanted.value, wanted.field, caller)
         return Grammar(wanted.kind, wanted.value, text, proposes=speculation.num_tokens != 0)
+
+    async def render(self, conversation: Conversation, adapter: Adapter | None, caller: Caller) -> Rendered:
+        """The prompt of a conversation. Raises RouterError."""
+        check_texts(conversation.documents, self.tokenizer.length, self.config, "documents")
+        return await self.templates.render(adapter, conversation, caller.identity)
 
     def check_room(self, caller: Caller) -> None:
         """Reject a request before it is tokenized. Raises a leaf of Refused."""

@@ -36,6 +36,8 @@ MAX_WHOLE_BYTES = 1 << 18
 _TAIL_CHARS = 8
 """Per token that is wanted, at the first attempt; then four times as many."""
 _MAX_TEMPLATES = 256
+_HIDDEN = ("name_or_path", "auto_map")
+"""Keys of tokenizer_config.json that tell about the machine that wrote it, or name code."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -60,6 +62,7 @@ class Tokenizer:
         named_tokens: dict[str, str] | None = None,
         num_workers: int = 1,
         digest: str = "",
+        information: dict[str, Any] | None = None,
     ) -> None:
         self._backend = backend
         self.template_source = template_source
@@ -70,6 +73,8 @@ class Tokenizer:
         """Compiled templates by source: the model's and those of the operator."""
         self.digest = digest
         """Of the files that it was read from."""
+        self.information = information or {}
+        """The tokenizer's configuration, with the chat template in use."""
         self.pool = TextPool(num_workers)
         self.length = token_length(backend)
         """How long the text of a token can be."""
@@ -96,8 +101,10 @@ class Tokenizer:
             source = config.chat_template
             if problem := ChatTemplate(source, named_tokens).problem:
                 raise ValueError(f"the chat template of --chat-template is invalid: {problem}")
+        shown = {name: value for name, value in settings.items() if name not in _HIDDEN}
         return cls(
             backend,
+            information={"tokenizer_class": None, **shown, **named_tokens, "chat_template": source or None},
             eos_ids=_eos_ids(folder, ids.get("eos_token")),
             special_ids=frozenset(token_id for token_id in ids.values() if token_id is not None),
             template_source=source or None,
@@ -108,7 +115,7 @@ class Tokenizer:
 
     async def encode(self, text: str, add_special_tokens: bool = True, *, caller: str = "") -> list[int]:
         """The token ids of `text`. Callers take turns."""
-        return await self.pool.run(lambda: self._ids(text, add_special_tokens), caller, len(text))
+        return await self.pool.run(lambda: self.ids(text, add_special_tokens), caller, len(text))
 
     async def encode_each(self, texts: list[str], *, caller: str = "") -> list[list[int]]:
         """The token ids of each of some short texts, without special tokens."""
@@ -141,7 +148,7 @@ class Tokenizer:
         while 2 * length < len(text):
             start = self._cuts.before(text, len(text) - length)
             if start is not None:
-                ids = self._ids(text[start:], add_special_tokens)
+                ids = self.ids(text[start:], add_special_tokens)
                 if len(ids) - num_added >= num_tokens:
                     return ids[-num_tokens:]
             length *= 4
@@ -152,9 +159,10 @@ class Tokenizer:
                 "depend on all of it: send only the end of the text",
                 field,
             )
-        return self._ids(text, add_special_tokens)[-num_tokens:]
+        return self.ids(text, add_special_tokens)[-num_tokens:]
 
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+    def ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of `text`. Call it in `pool`."""
         # The batch functions release the GIL; `encode` does not. The fast one skips offsets.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -163,6 +171,11 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         spans = zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
         return [(token_id, raw, start, stop) for token_id, raw, (start, stop) in spans]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids` with special tokens, as transformers decodes it. Call it in `pool`."""
+        text: str = self._backend.decode_batch([ids], skip_special_tokens=False)[0]
+        return text
 
     async def render_chat(
         self,

@@ -21,6 +21,7 @@ from lorikeet.router.api.service import Service
 from lorikeet.router.errors import (
     AdminOnly,
     AlreadyLoaded,
+    LoraNotFound,
     ModelNotFound,
     NotServed,
     ReloadRefused,
@@ -127,14 +128,28 @@ class AdminRoutes:
         fields = await self._fields(request)
         name = fields.text("lora_name")
         if not name:
-            raise ValidationError("'lora_name' must be provided.", "lora_name")
-        entry = self._service.selection.directory.find(name)
-        if entry is None:
-            raise ModelNotFound(name[:256])
-        digests = self._service.admission.loading.digests([version.ref for version in entry.versions])
-        self._service.selection.directory.remove(name)
-        await self._unload(digests, disk=False)
+            raise ValidationError("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
+        await self._remove(name, LoraNotFound(name[:256]))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def delete_model(self, request: Request) -> Response:
+        """OpenAI's route: the same for the name in the path."""
+        self._check(request)
+        name = request.path_params["model_id"]
+        if name in (*self._service.config.model_names, *BASE_NAMES):
+            raise ValidationError("the base model cannot be deleted", "model")
+        await self._remove(name, ModelNotFound(name[:256]))
+        return _json({"id": name, "object": "model", "deleted": True})
+
+    async def _remove(self, name: str, missing: ModelNotFound) -> None:
+        """Raises `missing` where there is no such alias."""
+        directory = self._service.selection.directory
+        entry = directory.find(name)
+        if entry is None:
+            raise missing
+        digests = self._service.admission.loading.digests([version.ref for version in entry.versions])
+        directory.remove(name)
+        await self._unload(digests, disk=False)
 
     def _check(self, request: Request) -> None:
         """Raises AdminOnly for everyone but administrators."""

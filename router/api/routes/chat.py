@@ -28,8 +28,7 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
         if not wanted.common.prompt.keeps_last:
             texts = [each["content"] for each in conversation.messages]
             check_texts(texts, tokenizer.length, self._service.config, "messages")
-        check_texts(conversation.documents, tokenizer.length, self._service.config, "documents")
-        rendered = await self._service.templates.render(adapter, conversation, caller.identity)
+        rendered = await self._service.render(conversation, adapter, caller)
         wanted.ignored.extend(conversation.ignored(rendered.unread))
         ids = await self._tokenized(rendered.text, wanted.common, caller, "messages")
         if not ids:

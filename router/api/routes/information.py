@@ -1,4 +1,4 @@
-"""Probes, `/info`, `/metrics`, `/tokenize`, `/v1/models`, and the unsupported routes, which answer 501."""
+"""Probes, `/info` and other servers' forms of it, `/metrics`, `/v1/models`, and unsupported routes (501)."""
 
 import time
 from typing import Any
@@ -8,15 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.version import version
 from lorikeet.router.adapters.directory import Listed
 from lorikeet.router.api.collect import collect
 from lorikeet.router.api.disconnect import ClientWatch
-from lorikeet.router.api.headers import ignored_fields
 from lorikeet.router.api.service import Service, now
-from lorikeet.router.errors import Failed, ModelNotFound, NotServed, Refused, ShuttingDown, Unhealthy, ValidationError
+from lorikeet.router.errors import Failed, ModelNotFound, NotServed, Refused, ShuttingDown, Unhealthy
 from lorikeet.router.requests.types import GenerationRequest
-from lorikeet.router.schemas.fields import Fields
-from lorikeet.router.text.tokenizer import MAX_WHOLE_BYTES
 from lorikeet.router.usage.post import shown_url
 
 _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")
@@ -114,6 +112,51 @@ class InformationRoutes:
         fields = {descriptor.name: getattr(shard, descriptor.name) for descriptor in shard.DESCRIPTOR.fields}
         return {**fields, "speculate": self._service.offer.num_tokens}
 
+    async def version(self, request: Request) -> Response:
+        """vLLM's."""
+        return _json({"version": version()})
+
+    async def load(self, request: Request) -> Response:
+        """vLLM's: requests that are queued or running."""
+        return _json({"server_load": self._service.dispatcher.num_active})
+
+    async def model_info(self, request: Request) -> Response:
+        """SGLang's."""
+        config = self._service.config
+        return _json(
+            {
+                "model_path": config.model_id,
+                "tokenizer_path": config.model_id,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": config.model_sha,
+            }
+        )
+
+    async def server_info(self, request: Request) -> Response:
+        """SGLang's, as far as there is an equivalent; the configuration is in `/info`."""
+        config, dispatcher = self._service.config, self._service.dispatcher
+        shards = [link.info for link in dispatcher.links if link.info is not None]
+        verified = self._service.metrics.speculation.values
+        num_steps, num_accepted = (sum(verified[name].values()) for name in ("steps", "accepted_tokens"))
+        accept_length = {"avg_spec_accept_length": 1 + num_accepted / num_steps} if num_steps else {}
+        return _json(
+            {
+                "version": version(),
+                "status": "ready" if dispatcher.ready else "starting",
+                "model_path": config.model_id,
+                "tokenizer_path": config.model_id,
+                "served_model_name": config.model_name,
+                "is_embedding": False,
+                "context_length": config.max_total_tokens,
+                "dp_size": len(shards),
+                "tp_size": max((shard.num_ranks for shard in shards), default=1),
+                "max_total_num_tokens": sum(shard.num_pages * shard.page_size for shard in shards),
+                "max_running_requests": config.max_concurrent_requests,
+                "internal_states": [accept_length],
+            }
+        )
+
     async def metrics(self, request: Request) -> Response:
         """Prometheus text, or LoRAX's JSON by the Accept header."""
         service = self._service
@@ -121,24 +164,6 @@ class InformationRoutes:
             service.dispatcher.admission.note_gauges(service.selection.directory.entries(), service.dispatcher.queued)
         content, media_type = self._service.metrics.render(request.headers.get("accept", ""))
         return Response(content, media_type=media_type)
-
-    async def tokenize(self, request: Request) -> Response:
-        """The raw vocabulary entries and their character offsets."""
-        fields = Fields(await self._service.body(request))
-        inputs = fields.required_text("inputs")
-        special = fields.optional_flag("add_special_tokens")
-        service, tokenizer = self._service, self._service.tokenizer
-        limit = max(MAX_WHOLE_BYTES, service.config.max_input_length * tokenizer.length.max_bytes)
-        if len(inputs) > limit or len(inputs.encode()) > limit:
-            raise ValidationError(f"`inputs` must have at most {limit} bytes", "inputs")
-        service.dispatcher.check_load(tokenizer.pool.num_pending)
-
-        def work() -> bytes:
-            return _tokens_json(tokenizer.offsets(inputs, special is not False))
-
-        async with ClientWatch(request.receive):
-            content = await tokenizer.pool.run(work, service.caller(request).identity, len(inputs))
-        return Response(content, headers=ignored_fields(fields.ignored()), media_type="application/json")
 
     async def models(self, request: Request) -> Response:
         """The base model, then every adapter that the operator named and the caller may see."""
@@ -181,16 +206,6 @@ class InformationRoutes:
             "owned_by": "lorikeet",
             "max_model_len": self._service.config.max_total_tokens,
         }
-
-
-def _tokens_json(tokens: list[tuple[int, str, int, int]]) -> bytes:
-    """Of `/tokenize`, some tokens at a time: orjson holds the GIL."""
-    parts = []
-    for first in range(0, len(tokens), 1000):
-        some = tokens[first : first + 1000]
-        shown = [{"id": token, "text": text, "start": start, "stop": stop} for token, text, start, stop in some]
-        parts.append(orjson.dumps(shown)[1:-1])
-    return b"[" + b",".join(parts) + b"]"
 
 
 def _without_paths(value: Any, model_id: str) -> Any:

@@ -43,6 +43,18 @@ class UnloadLora(BaseModel):
     lora_name: str
 
 
+class SageMakerAdapter(BaseModel):
+    name: str
+    src: str = Field(description="A folder, or an id as in requests")
+    load_inplace: bool | None = False
+
+
+class DeletedModel(BaseModel):
+    id: str
+    object: Literal["model"]
+    deleted: bool
+
+
 class AdapterList(BaseModel):
     named: list[dict[str, Any]]
     loaded: list[dict[str, Any]]

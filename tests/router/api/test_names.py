@@ -30,7 +30,7 @@ async def test_served_names_are_those_of_the_base_model(tmp_path: Path, anyio_ba
         assert (await server.client.get("/info")).json()["model_id"] == MODEL_ID
         native = {"inputs": "Hi", "parameters": {"adapter_id": "tgi", "max_new_tokens": 1}}
         assert (await server.client.post("/generate", json=native)).status_code == 200
-        assert all(not submit.adapter_digest for submit in server.shard.submits)
+        assert all(not submit.adapter.digest for submit in server.shard.submits)
 
 
 async def test_lora_modules_are_aliases(tmp_path: Path, anyio_backend: str) -> None:
@@ -44,7 +44,7 @@ async def test_lora_modules_are_aliases(tmp_path: Path, anyio_backend: str) -> N
         assert [(line["id"], line["parent"]) for line in listed if "parent" in line] == [("sql", MODEL_ID)]
         answer = await server.client.post("/v1/chat/completions", json={"model": "sql", **CHAT})
         assert answer.json()["model"] == "sql"
-        assert server.shard.submits[-1].adapter_digest
+        assert server.shard.submits[-1].adapter.digest
 
 
 async def test_keys_of_the_command_line_close_the_server(tmp_path: Path, anyio_backend: str) -> None:

@@ -1,0 +1,67 @@
+"""SageMaker's container contract: `/invocations` with LoRAX's or OpenAI's bodies, and its routes for adapters."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorikeet.router.api.failures import ErrorStyle
+from lorikeet.router.api.routes.admin import AdminRoutes
+from lorikeet.router.api.routes.chat import ChatRoute
+from lorikeet.router.api.routes.completions import CompletionsRoute
+from lorikeet.router.api.routes.native import NativeRoutes
+from lorikeet.router.api.service import Service
+from lorikeet.router.errors import ValidationError
+
+ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
+
+
+class InvocationsRoute:
+    """Passes requests on to the routes of other APIs."""
+
+    def __init__(self, service: Service, native: NativeRoutes, chat: ChatRoute, completions: CompletionsRoute) -> None:
+        self._service = service
+        self._native = native
+        self._chat = chat
+        self._completions = completions
+
+    async def handle(self, request: Request) -> Response:
+        """Chats have `messages`, completions `prompt`, LoRAX's bodies `inputs`. A header may name the adapter."""
+        body = await self._service.body(request)
+        adapter = request.headers.get(ADAPTER_HEADER)
+        if "messages" in body or "prompt" in body:
+            request.state.error_style = ErrorStyle.OPENAI
+            name = body.get("model") if adapter is None else adapter
+            request.state.given_body = {**body, "model": "" if name is None else name}
+            route = self._chat if "messages" in body else self._completions
+            return await route.handle(request)
+        if adapter is not None:
+            parameters = body.get("parameters") or {}
+            named = parameters.get("adapter_id") if isinstance(parameters, dict) else None
+            if named not in (None, adapter):
+                raise ValidationError(f"`adapter_id` and the header {ADAPTER_HEADER} name two adapters", "adapter_id")
+            if isinstance(parameters, dict):
+                body = {**body, "parameters": {**parameters, "adapter_id": adapter}}
+        request.state.given_body = body
+        return await self._native.compat(request)
+
+
+class SageMakerAdapterRoutes:
+    """Of administrators, as vLLM's two routes."""
+
+    def __init__(self, service: Service, admin: AdminRoutes) -> None:
+        self._service = service
+        self._admin = admin
+
+    async def load(self, request: Request) -> Response:
+        """`name` becomes an alias of `src`."""
+        body = await self._service.body(request)
+        request.state.given_body = {
+            "lora_name": body.get("name"),
+            "lora_path": body.get("src"),
+            "load_inplace": body.get("load_inplace"),
+        }
+        return await self._admin.load_lora_adapter(request)
+
+    async def unload(self, request: Request) -> Response:
+        """Remove the alias of the path."""
+        request.state.given_body = {"lora_name": request.path_params["adapter_name"]}
+        return await self._admin.unload_lora_adapter(request)

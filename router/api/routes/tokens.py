@@ -1,0 +1,103 @@
+"""`/tokenize` of LoRAX and vLLM, `/detokenize`, `/tokenizer_info`, and TGI's `/chat_tokenize`."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorikeet.router.api.disconnect import ClientWatch
+from lorikeet.router.api.failures import ErrorStyle
+from lorikeet.router.api.headers import ignored_fields
+from lorikeet.router.api.service import Service
+from lorikeet.router.errors import ValidationError
+from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.schemas.tokens import TokenizeRequest, read_chat_tokenize, read_detokenize, read_tokenize
+from lorikeet.router.text.tokenizer import MAX_WHOLE_BYTES
+
+T = TypeVar("T")
+_AT_ONCE = 1000
+"""Tokens that are written at once: orjson holds the GIL."""
+
+
+class TokenRoutes:
+    """The handlers; none of them sends anything to a shard."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def tokenize(self, request: Request) -> Response:
+        """LoRAX's list of vocabulary entries with their character offsets, or vLLM's object of token ids."""
+        body = await self._service.body(request)
+        if not body.keys().isdisjoint(("prompt", "messages")):
+            request.state.error_style = ErrorStyle.OPENAI
+        wanted = read_tokenize(body, self._service.config)
+        tokenizer, special = self._service.tokenizer, wanted.add_special_tokens
+        text = await self._text(request, wanted)
+        if wanted.field == "inputs":
+            content = await self._in_pool(request, text, lambda: _tokens_json(tokenizer.offsets(text, special)))
+            return _json(content, wanted.ignored)
+        ids = await self._in_pool(request, text, lambda: tokenizer.ids(text, special))
+        names = [tokenizer.vocabulary.raw(each) for each in ids] if wanted.wants_names else None
+        most = self._service.config.max_total_tokens
+        answer = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": names}
+        return _json(orjson.dumps(answer), wanted.ignored)
+
+    async def chat_tokenize(self, request: Request) -> Response:
+        """TGI's: the prompt of a chat, and its tokens."""
+        wanted = read_chat_tokenize(Fields(await self._service.body(request)), self._service.config)
+        tokenizer, special = self._service.tokenizer, wanted.add_special_tokens
+        text = await self._text(request, wanted)
+        tokens = await self._in_pool(request, text, lambda: _tokens_json(tokenizer.offsets(text, special)))
+        shown = b'{"tokenize_response":' + tokens + b',"templated_text":' + orjson.dumps(text) + b"}"
+        return _json(shown, wanted.ignored)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        wanted, tokenizer = (
+            read_detokenize(await self._service.body(request), self._service.config),
+            self._service.tokenizer,
+        )
+        self._service.check_ids(wanted.token_ids, "tokens")
+        text = await self._in_pool(request, wanted.token_ids, lambda: tokenizer.decode(wanted.token_ids))
+        return _json(orjson.dumps({"prompt": text}), wanted.ignored)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """The tokenizer's configuration with the chat template in use, as clients need to build prompts themselves."""
+        return _json(orjson.dumps(self._service.tokenizer.information), [])
+
+    async def _text(self, request: Request, wanted: TokenizeRequest) -> str:
+        """What is tokenized, rendered where it is a conversation. Raises RouterError."""
+        service, text = self._service, wanted.text
+        caller = service.caller(request)
+        if wanted.conversation is not None:
+            adapter = await service.adapter(caller, wanted.adapter)
+            rendered = await service.render(wanted.conversation, adapter, caller)
+            wanted.ignored.extend(wanted.conversation.ignored(rendered.unread))
+            text = rendered.text
+        limit = max(MAX_WHOLE_BYTES, service.config.max_input_length * service.tokenizer.length.max_bytes)
+        if len(text) > limit or len(text.encode()) > limit:
+            raise ValidationError(f"`{wanted.field}` must have at most {limit} bytes", wanted.field)
+        return text
+
+    async def _in_pool(self, request: Request, given: str | list[int], work: Callable[[], T]) -> T:
+        """The result of `work`, in turns with other callers. Raises Overloaded."""
+        pool = self._service.tokenizer.pool
+        self._service.dispatcher.check_load(pool.num_pending)
+        async with ClientWatch(request.receive):
+            return await pool.run(work, self._service.caller(request).identity, len(given))
+
+
+def _tokens_json(tokens: list[tuple[int, str, int, int]]) -> bytes:
+    """LoRAX's list, some tokens at a time."""
+    parts = []
+    for first in range(0, len(tokens), _AT_ONCE):
+        some = tokens[first : first + _AT_ONCE]
+        shown = [{"id": token, "text": text, "start": start, "stop": stop} for token, text, start, stop in some]
+        parts.append(orjson.dumps(shown)[1:-1])
+    return b"[" + b",".join(parts) + b"]"
+
+
+def _json(content: bytes, ignored: list[str]) -> Response:
+    return Response(content, headers=ignored_fields(ignored), media_type="application/json")
