@@ -6,7 +6,8 @@ import orjson
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Scope
 
-from lorikeet.router.errors import BodyRejected, RouterError, answer, failure_headers, lorax_body, openai_body
+from lorikeet.router.error_bodies import failure_headers, lorax_body, openai_body
+from lorikeet.router.errors import BodyRejected, RouterError, answer
 
 
 class ErrorStyle(enum.Enum):

@@ -23,6 +23,7 @@ from lorikeet.router.api.disconnect import ClientGone
 from lorikeet.router.api.failures import failure_response, style_of
 from lorikeet.router.api.headers import request_id
 from lorikeet.router.api.service import Service, now
+from lorikeet.router.error_bodies import reason
 from lorikeet.router.errors import (
     AdminOnly,
     InternalError,
@@ -31,7 +32,6 @@ from lorikeet.router.errors import (
     ShuttingDown,
     TooManyFailedKeys,
     answer,
-    reason,
 )
 from lorikeet.router.http.address import Addresses
 from lorikeet.router.metrics.router import Metrics

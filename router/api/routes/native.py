@@ -18,7 +18,8 @@ from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, now, random_seed
 from lorikeet.router.api.sse import EventStream, event
-from lorikeet.router.errors import RouterError, UnsupportedField, ValidationError, lorax_body
+from lorikeet.router.error_bodies import lorax_body
+from lorikeet.router.errors import RouterError, UnsupportedField, ValidationError
 from lorikeet.router.receipts.receipt import check_receipt
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import SOURCE_NAMES, GenerationRequest, Token

@@ -17,7 +17,8 @@ from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, named, now, random_seed
 from lorikeet.router.api.sse import DONE, EventStream, event
-from lorikeet.router.errors import RouterError, ValidationError, openai_body
+from lorikeet.router.error_bodies import openai_body
+from lorikeet.router.errors import RouterError, ValidationError
 from lorikeet.router.receipts.receipt import check_receipt
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller

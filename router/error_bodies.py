@@ -1,0 +1,49 @@
+"""Errors as bodies, headers and words of the log, in the shape of each API."""
+
+import re
+from typing import Any
+
+from lorikeet.router.errors import (
+    AdapterProblem,
+    AdapterUnauthorized,
+    BodyTimeout,
+    BodyTooLarge,
+    KeyRequired,
+    RouterError,
+    ShuttingDown,
+    UnsupportedContentEncoding,
+    ValidationError,
+    answer,
+)
+
+
+def reason(error: RouterError) -> str:
+    """The leaf of the tree in snake_case, for the access log: `body_too_large`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
+
+
+def lorax_body(error: RouterError) -> dict[str, Any]:
+    """`{"error", "error_type"}`, also the data of a stream's error event."""
+    return {"error": str(error), "error_type": answer(error).error_type}
+
+
+def openai_body(error: RouterError) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    row = answer(error)
+    message = error.message if isinstance(error, ValidationError | AdapterProblem) else str(error)
+    code = error.code or row.openai_code
+    return {"error": {"message": message, "type": row.openai_type, "param": error.param, "code": code}}
+
+
+def failure_headers(error: RouterError) -> dict[str, str]:
+    """Headers about authentication, retries and closing the connection."""
+    headers = {}
+    if isinstance(error, AdapterUnauthorized | KeyRequired):
+        headers["www-authenticate"] = "Bearer"
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after)))
+    if isinstance(error, UnsupportedContentEncoding):
+        headers["accept-encoding"] = "gzip, identity"
+    if isinstance(error, ShuttingDown | BodyTooLarge | BodyTimeout):
+        headers["connection"] = "close"
+    return headers
