@@ -273,7 +273,7 @@ _TEXTS = (
     *("speculative_method", "speculative_schedule", "speculative_verification", "speculative_verify"),
     "heads_id",
 )
-_SWITCHES = ("do_sample", "ignore_eos_token", "return_full_text")
+_SWITCHES = ("do_sample", "ignore_eos_token", "return_full_text", "speculative_history")
 _FORMATS = ("text", "json_object", "json_schema")
 _PARAMETERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_NUMBERS, _is_number),

@@ -28,6 +28,8 @@ class Key:
     """Whether it may use the admin API."""
     isolate: bool = True
     """Whether its requests share cached prefixes only among themselves."""
+    is_marked_isolate: bool = False
+    """Whether the file says `isolate: true`: then no output of its requests is kept for history drafts either."""
     adapters: frozenset[str] | None = None
     """The only adapters that it may use, by alias or id; None means all that are not closed to it."""
     requests_per_minute: float | None = None
@@ -136,7 +138,8 @@ def _key(number: int, fields: Any, isolate: bool) -> tuple[str, Key]:
             raise CatalogueError(f"`{switch}` of key {name} must be true or false")
     limits = {limit: _limit(name, limit, fields.get(limit)) for limit in _LIMITS}
     adapters = _adapters(name, fields.get("adapters"))
-    return digest, Key(name, fields.get("admin", False), fields.get("isolate", isolate), adapters, **limits)
+    is_marked = fields.get("isolate", False)
+    return digest, Key(name, fields.get("admin", False), fields.get("isolate", isolate), is_marked, adapters, **limits)
 
 
 def _limit(name: str, limit: str, value: Any) -> Any:

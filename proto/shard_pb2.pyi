@@ -17,6 +17,7 @@ class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SOURCE_RESAMPLE: _ClassVar[Source]
     SOURCE_BONUS: _ClassVar[Source]
     SOURCE_GRAMMAR: _ClassVar[Source]
+    SOURCE_HISTORY: _ClassVar[Source]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -34,6 +35,7 @@ SOURCE_DRAFT: Source
 SOURCE_RESAMPLE: Source
 SOURCE_BONUS: Source
 SOURCE_GRAMMAR: Source
+SOURCE_HISTORY: Source
 FINISH_NONE: FinishReason
 FINISH_LENGTH: FinishReason
 FINISH_EOS: FinishReason
@@ -56,7 +58,7 @@ class DigestReply(_message.Message):
     def __init__(self, sha256: _Optional[str] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype", "token_masks", "grammars")
+    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype", "token_masks", "grammars", "history")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +80,7 @@ class ShardInfo(_message.Message):
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_MASKS_FIELD_NUMBER: _ClassVar[int]
     GRAMMARS_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     version: str
     model_id: str
     dtype: str
@@ -99,7 +102,8 @@ class ShardInfo(_message.Message):
     kv_cache_dtype: str
     token_masks: bool
     grammars: bool
-    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., token_masks: _Optional[bool] = ..., grammars: _Optional[bool] = ...) -> None: ...
+    history: bool
+    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., token_masks: _Optional[bool] = ..., grammars: _Optional[bool] = ..., history: _Optional[bool] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests")
@@ -136,7 +140,7 @@ class Pin(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "deadline_ms", "logprobs", "cache_salt", "heads", "isolation_steps", "grammar")
+    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "deadline_ms", "logprobs", "cache_salt", "heads", "isolation_steps", "grammar", "tenant")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_EMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +157,7 @@ class Submit(_message.Message):
     HEADS_FIELD_NUMBER: _ClassVar[int]
     ISOLATION_STEPS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     id: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     num_emitted: int
@@ -169,7 +174,8 @@ class Submit(_message.Message):
     heads: AdapterPin
     isolation_steps: int
     grammar: Grammar
-    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("text", "proposes")

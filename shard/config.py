@@ -87,6 +87,10 @@ class ShardConfig(ConfigFile):
     ngram_min: int = 1
     ngram_max: int = 8
     ngram_long: int = 4
+    speculative_history: bool = False
+    """Whether requests use history drafts by default: without the kernels that they need, the shard does not start."""
+    history_memory: int = 256 << 20
+    """Bytes of the index of history drafts; 0 for none."""
     draft_model: str | None = None
     """Local folder of the draft model, if there is one."""
     draft_model_id: str = ""

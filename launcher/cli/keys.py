@@ -16,7 +16,7 @@ import yaml
 from lorikeet.adapters import keys
 from lorikeet.adapters.catalogue import CatalogueError
 
-_FIELDS = ("admin", "adapters", "requests_per_minute", "tokens_per_minute", "concurrency")
+_FIELDS = ("admin", "isolate", "adapters", "requests_per_minute", "tokens_per_minute", "concurrency")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +44,11 @@ def parser() -> argparse.ArgumentParser:
     add = commands.add_parser("add", parents=[file], help="create a key and print it once")
     add.add_argument("name")
     add.add_argument("--admin", action="store_true", help="may use the administration routes and every adapter")
+    add.add_argument(
+        "--isolate",
+        action="store_true",
+        help="shares no cached prefixes, and its outputs are never history drafts",
+    )
     add.add_argument("--adapters", nargs="+", metavar="NAME", help="the only aliases or ids that it may use")
     limits = (("rate", "requests_per_minute", float, "generation requests per minute"),
               ("tokens", "tokens_per_minute", float, "tokens of prompts and outputs per minute"),

@@ -123,6 +123,8 @@ def _check_pairs(settings: Settings) -> None:
     for name in ("api-keys-optional", "metrics-without-key", "share-prefixes"):
         if settings[name] and not is_closed(settings):
             refuse(f"{settings.given[name]} needs --api-keys: without it the server is open to everyone")
+    if settings["speculative-history"] and not settings["history-memory"]:
+        refuse(f"{settings.given['speculative-history']} needs memory: --history-memory is 0")
     if settings["compile"] and settings["eager"]:
         refuse("--compile and --eager contradict each other")
     if settings["revision"] is not None:

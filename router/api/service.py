@@ -91,7 +91,7 @@ class Service:
     def offer(self) -> Offer:
         """What speculation the server supports."""
         info = self.dispatcher.info
-        return make_offer(self.config, "" if info is None else info.draft_model_id)
+        return make_offer(self.config) if info is None else make_offer(self.config, info.draft_model_id, info.history)
 
     @property
     def adapters_checked(self) -> bool:
@@ -158,6 +158,13 @@ class Service:
     def speculation(self, wanted: SpeculationFields, *, is_seeded: bool) -> Speculation:
         """The speculation settings of a request. Raises ValidationError."""
         return resolve_speculation(wanted, self.offer, is_seeded=is_seeded)
+
+    def tenant(self, caller: Caller, wanted: SpeculationFields, speculation: Speculation, salt: str | None) -> str:
+        """Whose outputs are proposed as drafts to a request; empty for none. Raises UnsupportedField."""
+        tenant = caller.tenant(salt) if speculation.takes_history else ""
+        if wanted.history and not tenant:
+            raise UnsupportedField("speculative_history", "is not available to an API key that is marked `isolate`")
+        return tenant
 
     async def grammar(
         self,

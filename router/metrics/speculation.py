@@ -1,6 +1,6 @@
 """Metrics of speculative decoding: draft tokens, steps and seconds by method and adapter.
 
-Bounded: there are four methods, and adapters have the labels of the adapter metrics.
+Bounded: there are five methods, and adapters have the labels of the adapter metrics.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

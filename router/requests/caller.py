@@ -2,6 +2,7 @@
 prefixes.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -32,6 +33,15 @@ class Caller:
         """Requests share cached prefixes only under equal salts. `given` is that of the request."""
         own = f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""
         return own if given is None else f"{own}\0{given}"
+
+    def tenant(self, given: str | None) -> str:
+        """An opaque id of whose outputs may be proposed as drafts to whom: of the key's name; without a key, of the
+        request's salt, which is `given`. Empty for a key that is marked `isolate`.
+        """
+        if self.key is not None and self.key.is_marked_isolate:
+            return ""
+        name = f"salt:{given or ''}" if self.key is None else f"key:{self.key.name}"
+        return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 def caller(request: Request, keys: Keys) -> Caller:

@@ -62,6 +62,8 @@ class Speculation:
     verify: str = "shared-noise"
     needs_heads: bool = False
     """Whether the request asked for heads explicitly, and fails without them."""
+    takes_history: bool = False
+    """Whether the outputs of earlier requests are proposed."""
     prediction_ids: tuple[int, ...] = ()
     """The predicted output, from which draft tokens are copied."""
 
@@ -76,7 +78,7 @@ ALL_HEADS = 255
 
 SOURCE_NAMES = tuple(pb.Source.Name(value).removeprefix("SOURCE_").lower() for value in sorted(pb.Source.values()))
 """Names of a token's source, indexed by the value of the wire's enumeration."""
-DRAFT_SOURCES = (pb.SOURCE_LOOKUP, pb.SOURCE_MEDUSA, pb.SOURCE_DRAFT, pb.SOURCE_GRAMMAR)
+DRAFT_SOURCES = (pb.SOURCE_LOOKUP, pb.SOURCE_MEDUSA, pb.SOURCE_DRAFT, pb.SOURCE_GRAMMAR, pb.SOURCE_HISTORY)
 """Of accepted draft tokens, in the order in which the wire counts drafts."""
 
 
@@ -134,6 +136,8 @@ class GenerationRequest:
     caller: str = ""
     """The identity of who sent it: callers take turns."""
     cache_salt: str = ""
+    tenant: str = ""
+    """An opaque id of the requests whose outputs are proposed as drafts to each other; empty for none."""
     adapter: Adapter | None = None
     """None for the base model."""
     heads: Heads | None = None

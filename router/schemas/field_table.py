@@ -171,6 +171,7 @@ ROWS: tuple[Row, ...] = (
     # Speculative decoding
     *_applied(ALL, "speculative_tokens", "speculative_method", "speculative_schedule", "speculative_verification",
               "speculative_verify"),
+    *_applied(ALL, "speculative_history", note="whether outputs of earlier requests of this tenant are proposed"),
     *_applied(OPENAI, "prediction", "prediction.type", "prediction.content"),
     *_rejected(NATIVE, "prediction", note="is applied by /v1/completions and /v1/chat/completions"),
     *_rejected(ALL, "speculation", note="is not supported by this server: use `speculative_tokens`"),

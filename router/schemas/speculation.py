@@ -38,6 +38,8 @@ class SpeculationFields:
     """Whether there is a `heads_id`."""
     prediction: str | None = None
     """OpenAI's field: a text that the output may repeat."""
+    history: bool | None = None
+    """Whether the outputs of earlier requests are proposed."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,14 @@ class Offer:
     schedule: str
     verification: str
     has_draft_model: bool
+    has_history: bool = False
+    """Whether shards can propose earlier outputs …"""
+    history: bool = False
+    """… and do so by default."""
 
 
-def make_offer(config: RouterConfig, shards_draft_model: str) -> Offer:
-    """`shards_draft_model` is the draft model that a shard reports, "" for none."""
+def make_offer(config: RouterConfig, shards_draft_model: str = "", has_history: bool = True) -> Offer:
+    """`shards_draft_model` is the draft model that a shard reports, "" for none; `has_history` is reported too."""
     has_draft_model = bool(config.draft_model_id or shards_draft_model)
     num_tokens = config.speculative_tokens
     if num_tokens is None:
@@ -66,6 +72,8 @@ def make_offer(config: RouterConfig, shards_draft_model: str) -> Offer:
         config.speculative_schedule,
         VERIFICATIONS[config.speculative_verification],
         has_draft_model,
+        has_history,
+        config.speculative_history,
     )
 
 
@@ -81,6 +89,7 @@ def read_speculation(fields: Fields) -> SpeculationFields:
         fields.text("speculative_schedule"),
         DEPRECATED_VALUES.get(verification or "", verification),
         fields.take("heads_id") not in (None, "", *BASE_NAMES),
+        history=fields.optional_flag("speculative_history"),
     )
 
 
@@ -150,13 +159,15 @@ def resolve_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: b
         )
     if wanted.names_heads and excludes_heads(wanted.method, wanted.num_tokens):
         raise ValidationError("`heads_id` needs `speculative_method` medusa or auto and draft tokens", "heads_id")
-    if method == "off" and not wanted.method and (wanted.num_tokens or wanted.names_heads or wanted.prediction):
+    wants_drafts = wanted.num_tokens or wanted.names_heads or wanted.prediction or wanted.history
+    if method == "off" and not wanted.method and wants_drafts:
         method = "auto"  # the server's default holds for requests without these fields
     verification = VERIFICATIONS[wanted.verification] if wanted.verification else offer.verification
     if not offer.has_draft_model and wanted.method == "draft":
         raise UnsupportedField("speculative_method", "draft requires --draft-model-id")
     if not offer.has_draft_model and wanted.verification and verification == "rejection":
         raise UnsupportedField("speculative_verification", f"{wanted.verification} requires --draft-model-id")
+    _check_history(wanted, offer, method)
     if method == "off" or wanted.num_tokens == 0:
         return NO_SPECULATION
     uses_draft_model = offer.has_draft_model and method in ("auto", "draft")
@@ -169,12 +180,25 @@ def resolve_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: b
         wanted.schedule or offer.schedule,
         "rejection" if is_rejection else "shared-noise",
         needs_heads=wanted.method == "medusa",
+        takes_history=method in ("auto", "lookup") and (offer.history if wanted.history is None else wanted.history),
     )
+
+
+def _check_history(wanted: SpeculationFields, offer: Offer, method: str) -> None:
+    """Raises ValidationError where `speculative_history` asks for what is not done."""
+    if not wanted.history:
+        return
+    if not offer.has_history:
+        raise UnsupportedField("speculative_history", "needs a shard with --history-memory and a C compiler")
+    if method not in ("auto", "lookup") or wanted.num_tokens == 0:
+        raise ValidationError(
+            "`speculative_history` needs `speculative_method` lookup or auto, and draft tokens", "speculative_history"
+        )
 
 
 def _num_tokens(wanted: SpeculationFields, offer: Offer) -> int:
     """Draft tokens per step at most, of lookup and of the draft model."""
     if wanted.num_tokens is not None:
         return wanted.num_tokens
-    default = PREDICTED_TOKENS if wanted.prediction else DEFAULT_TOKENS if wanted.method else 0
+    default = PREDICTED_TOKENS if wanted.prediction else DEFAULT_TOKENS if wanted.method or wanted.history else 0
     return offer.num_tokens or min(default, offer.max_tokens)

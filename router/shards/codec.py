@@ -72,6 +72,7 @@ def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
             prefill_ranks=request.prefill_ranks,
         ),
         cache_salt=request.cache_salt,
+        tenant=request.tenant,
         adapter=None if adapter is None else adapter_pin(*adapter),
         heads=None if heads is None else adapter_pin(*heads),
         speculation=_speculation(speculation) if adapters.can_speculate else None,

@@ -99,6 +99,7 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         adapter_digest=submit.adapter.digest,
         heads_digest=submit.heads.digest,
         cache_salt=submit.cache_salt,
+        tenant=submit.tenant,
         deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
         speculation=read_speculation(submit),
         isolation_steps=submit.isolation_steps,

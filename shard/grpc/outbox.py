@@ -16,7 +16,7 @@ from lorikeet.shard.scheduler.speculation.types import Source
 AdapterEvent = tuple[Residency, str]
 """Where an adapter is, and why it could not be loaded."""
 NO_SECONDS = (0.0, 0.0, 0.0)
-DRAFTED = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT, Source.GRAMMAR)
+DRAFTED = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT, Source.GRAMMAR, Source.HISTORY)
 """Draft sources in the order of the wire's draft counts."""
 AdapterEvents = Mapping[str, AdapterEvent]
 NO_EVENTS: AdapterEvents = {}

@@ -68,6 +68,8 @@ class DraftLengthController:
             return True
         if params.method not in (Method.LOOKUP, Method.AUTO) or not params.num_tokens:
             return False
+        if request.tenant and not all(self._is_disabled(request, Source.HISTORY, is_long) for is_long in (False, True)):
+            return True
         length = 1 if request.draft_source is None else request.draft_source.match_length
         return length > 0 and not self._is_disabled(request, Source.LOOKUP, length >= sources.ngram_long)
 

@@ -1,9 +1,12 @@
-"""Which source proposes drafts for a request: prompt lookup, Medusa heads or a draft model. Imports no torch."""
+"""Which source proposes drafts for a request: prompt lookup, earlier outputs, Medusa heads or a draft model. Imports no
+torch.
+"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.scheduler.speculation.acceptance import DraftState
+from lorikeet.shard.scheduler.speculation.history import CONTEXT, NoHistory
 from lorikeet.shard.scheduler.speculation.lookup import Lookup
 from lorikeet.shard.scheduler.speculation.types import DraftSource, Method, Source
 
@@ -21,7 +24,7 @@ class Offer:
     draft_state: DraftState | None = None
     """What chooses how many of them are taken; None with a constant schedule."""
     is_long: bool = False
-    """Whether prompt lookup found a long match."""
+    """Whether prompt lookup or history found a long match."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,10 @@ class DraftSources:
     ngram_min: int = 1
     ngram_max: int = 8
     ngram_long: int = 4
-    """Matched tokens from which prompt lookup comes before heads and draft model, with method `auto`."""
+    """Matched tokens from which prompt lookup and history come before heads and draft model, with method `auto`."""
     has_draft_model: bool = False
+    history: NoHistory = field(default_factory=NoHistory)
+    """The outputs of earlier requests."""
 
     def may_draft(self, request: Request, num_running: int) -> bool:
         """Whether the request may have drafts now."""
@@ -63,7 +68,7 @@ class DraftSources:
         self, request: Request, room: int, takes_heads: bool = True, takes_draft_model: bool = True
     ) -> Offer | None:
         """The next drafts of the request, at most `room` tokens. Method `auto` takes the first of: a long match of
-        prompt lookup, heads, the draft model, any match. What the grammar forces comes before all of them.
+        prompt lookup or history, heads, the draft model, any match. What the grammar forces comes before all of them.
         """
         method, num_tokens = request.speculation.method, min(request.speculation.num_tokens, room)
         if forced := request.constraint.forced_ids()[:room]:
@@ -77,7 +82,7 @@ class DraftSources:
         from_heads = self._from_heads(request, room) if takes_heads else None
         if method is Method.MEDUSA:
             return from_heads
-        found = self._from_lookup(request, num_tokens)
+        found = self._from_texts(request, num_tokens)
         if method is Method.LOOKUP or (found is not None and found.is_long):
             return found
         return from_heads or drawn or found
@@ -96,6 +101,24 @@ class DraftSources:
             return None
         is_long = request.draft_source.match_length >= self.ngram_long
         return Offer(request, request.draft_source.source, len(draft_ids), draft_ids, is_long=is_long)
+
+    def _from_texts(self, request: Request, num_tokens: int) -> Offer | None:
+        """Of prompt lookup; where it has no long match, of history if that has a longer one."""
+        found = self._from_lookup(request, num_tokens)
+        if num_tokens <= 0 or not request.tenant or (found is not None and found.is_long):
+            return found
+        pair = (request.tenant, request.adapter_digest)
+        draft_ids, length = self.history.propose(pair, request.token_ids, num_tokens)
+        source = request.draft_source
+        if not draft_ids or (found is not None and source is not None and length <= source.match_length):
+            return found
+        return Offer(request, Source.HISTORY, len(draft_ids), draft_ids, is_long=length >= self.ngram_long)
+
+    def record(self, request: Request) -> None:
+        """Add the output of a request that ends to the history of its tenant and adapter."""
+        if request.tenant and request.num_output:
+            pair = (request.tenant, request.adapter_digest)
+            self.history.add(pair, request.token_ids[max(0, request.num_prompt - CONTEXT) :])
 
     def _from_heads(self, request: Request, room: int) -> Offer | None:
         draft_ids = list(request.head_ids[: max(0, min(room, self.num_heads(request)))])

@@ -98,6 +98,8 @@ class Request:
     heads_digest: str = ""
     """Content whose Medusa heads draft for the request, "" for those of its adapter."""
     cache_salt: str = ""
+    tenant: str = ""
+    """Whose earlier outputs with this adapter are proposed as drafts, and to whom this one's is; "" for none."""
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""
     speculation: Speculation = NO_SPECULATION

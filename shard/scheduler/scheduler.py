@@ -218,6 +218,8 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now; its pages and row are released as soon as no launched step writes them."""
         request.finish_reason = reason
+        if reason is not FinishReason.ERROR:
+            self.proposer.draft_sources.record(request)
         del self.requests[request.key]
         if request.row < 0:
             self.waiting.remove(request)

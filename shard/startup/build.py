@@ -25,9 +25,11 @@ from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
+from lorikeet.shard.scheduler.speculation.history import History, NoHistory
 from lorikeet.shard.startup import prefill_calibration
 from lorikeet.shard.startup.capture import plan_capture
 from lorikeet.shard.startup.model_files import ModelFiles
+from lorikeet.shard.system.native import CompilerMissing
 
 log = structlog.get_logger()
 
@@ -54,7 +56,8 @@ def build_engine(
         config.step_tokens, config.max_running, config.chunked_prefill, adapter_prefill_tokens=adapter_prefill_tokens
     )
     ngrams = config.ngram_min, config.ngram_max, config.ngram_long
-    sources = DraftSources(config.speculation_max_batch_size, *ngrams, has_draft_model=draft_model is not None)
+    has_draft_model, history = draft_model is not None, build_history(config)
+    sources = DraftSources(config.speculation_max_batch_size, *ngrams, has_draft_model, history)
     scheduler = Scheduler(cache, limits, adapters, sources)
     info, watermark = model.info, (config.watermark_gamma, config.watermark_delta)
     sampler = Sampler(info.vocab_size, config.max_running, info.device, *watermark)
@@ -66,6 +69,19 @@ def build_engine(
         drafter = Drafter(draft_model, sampler, info.vocab_size, draft_model.info.vocab_size)
     loop = LoopConfig(lag, config.max_waiting)
     return Engine(model, sampler, scheduler, (inbox, outbox), loop, drafter, build_grammars(config, model, inbox))
+
+
+def build_history(config: ShardConfig) -> NoHistory:
+    """The index of history drafts. Raises CompilerMissing where every request needs it."""
+    if not config.history_memory:
+        return NoHistory()
+    try:
+        return History(config.history_memory)
+    except CompilerMissing as reason:
+        if config.speculative_history:
+            raise
+        log.warning("history_drafts_unavailable", reason=str(reason))
+        return NoHistory()
 
 
 def build_grammars(config: ShardConfig, model: Model, inbox: Inbox) -> NoGrammars:
@@ -120,6 +136,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         draft_model_id="" if config.draft_model is None else config.draft_model_id,
         token_masks=True,
         grammars=has_tokenizer(config),
+        history=engine.scheduler.proposer.draft_sources.history.is_enabled,
     )
     has_adapters, has_draft_model = engine.scheduler.adapters.limits.num_slots > 0, config.draft_model is not None
     num_kv_tokens = cache.num_pages * cache.page_size

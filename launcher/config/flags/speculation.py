@@ -1,6 +1,6 @@
 """Rows of the flag table: speculative decoding and the draft model."""
 
-from lorikeet.launcher.config.flag import INTEGER, ROUTER, SHARD, Flag
+from lorikeet.launcher.config.flag import BYTES, INTEGER, ROUTER, SHARD, SWITCH, Flag
 from lorikeet.launcher.config.flags.model import DTYPES
 from lorikeet.proto.quantization import METHODS
 
@@ -43,6 +43,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "ngram-long", "n-gram length from which prompt lookup takes precedence over heads and draft model", INTEGER,
             4, SHARD, minimum=1, maximum=32, new=True,
+        ),
+        Flag(
+            "speculative-history", "propose the outputs of earlier requests of the same tenant and adapter as drafts, "
+            "unless the request or its alias says otherwise", SWITCH, False, ROUTER | SHARD, new=True,
+        ),
+        Flag(
+            "history-memory", "memory of a shard for outputs of earlier requests, which history drafts propose", BYTES,
+            256 << 20, SHARD, minimum=0, new=True,
         ),
         Flag(
             "draft-model-id", "draft model: hub id, `id@revision` or local folder; needs the base model's tokenizer",

@@ -180,6 +180,7 @@ class NativeRoutes:
             heads=await self._service.heads(caller, parameters.heads, speculation),
             caller=caller.identity,
             cache_salt=caller.cache_salt(parameters.cache_salt),
+            tenant=self._service.tenant(caller, parameters.speculation, speculation, parameters.cache_salt),
             speculation=speculation,
             grammar=await self._service.grammar(
                 parameters.grammar, parameters.constraints, parameters.speculation, caller.identity

@@ -180,6 +180,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             priority=common.priority,
             caller=caller.identity,
             cache_salt=caller.cache_salt(common.cache_salt),
+            tenant=self._service.tenant(caller, common.speculation, speculation, common.cache_salt),
             speculation=speculation,
             grammar=await self._service.grammar(
                 common.grammar, common.constraints, common.speculation, caller.identity

@@ -46,6 +46,9 @@ class _Speculative(Structured):
         description="Verification of a draft model's tokens: shared-noise keeps the text, rejection its distribution; "
         "requests with a `seed` always use shared-noise",
     )
+    speculative_history: bool | None = Field(
+        None, description="Whether outputs of earlier requests of the same tenant and adapter are proposed as drafts"
+    )
     speculative_verify: str | None = Field(None, deprecated=True, description="Use `speculative_verification`")
     priority: int | None = Field(
         0, ge=-(2**31), lt=2**31, description="Of one adapter's waiting requests, lower ones are served first"
@@ -122,9 +125,12 @@ class Token(PrefillToken):
     special: bool
     alternative_tokens: list[AlternativeToken] | None = None
     skipped: bool = Field(description="Emitted by the same step as the token before it")
-    source: Literal["prefill", "target", "lookup", "medusa", "draft", "resample", "bonus"] = Field(
-        description="prefill: the first; target: of a step without draft tokens; lookup, medusa, draft: an accepted "
-        "draft token; resample: the target's token where one was rejected; bonus: its token after all were accepted"
+    source: Literal["prefill", "target", "lookup", "medusa", "draft", "grammar", "history", "resample", "bonus"] = (
+        Field(
+            description="prefill: the first; target: of a step without draft tokens; lookup, medusa, draft, grammar, "
+            "history: an accepted draft token; resample: the target's token where one was rejected; bonus: its token "
+            "after all were accepted"
+        )
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lorikeet.shard.scheduler.speculation.types import DraftKind, Source
 
-PRIOR = {Source.LOOKUP: 0.6, Source.MEDUSA: 0.6, Source.DRAFT: 0.75}
+PRIOR = {Source.LOOKUP: 0.6, Source.MEDUSA: 0.6, Source.DRAFT: 0.75, Source.HISTORY: 0.6}
 """Rates before any draft was verified."""
 PRIOR_WEIGHT = 6.0
 REQUEST_DECAY, GROUP_DECAY, VARIANCE_DECAY = 0.96, 0.995, 0.999

@@ -19,6 +19,7 @@ class Source(IntEnum):
     RESAMPLE = pb.SOURCE_RESAMPLE
     BONUS = pb.SOURCE_BONUS
     GRAMMAR = pb.SOURCE_GRAMMAR
+    HISTORY = pb.SOURCE_HISTORY
 
 
 DraftKind = tuple[str, Source, bool]
