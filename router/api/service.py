@@ -127,6 +127,8 @@ class Service:
         defaults = {} if entry is None else dict(entry.parameters)
         if names_grammar(fields):
             defaults.pop("response_format", None)
+        if caller.key is not None and caller.key.is_marked_isolate:
+            defaults.pop("speculative_history", None)
         return defaults
 
     async def body(self, request: Request) -> dict[str, Any]:

@@ -35,8 +35,8 @@ class Caller:
         return own if given is None else f"{own}\0{given}"
 
     def tenant(self, given: str | None) -> str:
-        """An opaque id of whose outputs may be proposed as drafts to whom: of the key's name; without a key, of the
-        request's salt, which is `given`. Empty for a key that is marked `isolate`.
+        """An opaque id; outputs are proposed as drafts to requests of the same tenant only. It is of the key's name;
+        without a key, of the request's salt, which is `given`. Empty for a key that is marked `isolate`.
         """
         if self.key is not None and self.key.is_marked_isolate:
             return ""

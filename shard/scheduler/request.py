@@ -99,7 +99,7 @@ class Request:
     """Content whose Medusa heads draft for the request, "" for those of its adapter."""
     cache_salt: str = ""
     tenant: str = ""
-    """Whose earlier outputs with this adapter are proposed as drafts, and to whom this one's is; "" for none."""
+    """Requests of one tenant with one adapter get each other's outputs as drafts; "" for none."""
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""
     speculation: Speculation = NO_SPECULATION

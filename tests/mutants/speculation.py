@@ -18,6 +18,34 @@ TEXT = f"{DRAFT}::test_every_text_is_what_it_is_without"
 
 MUTANTS = [
     Mutant(
+        "history drafts come from another tenant",
+        "shard/scheduler/draft_sources.py",
+        "pair = (request.tenant, request.adapter_digest)\n        draft_ids",
+        'pair = ("", request.adapter_digest)\n        draft_ids',
+        "tests/shard/engine/test_history.py::test_another_tenant_gets_no_drafts[two]",
+        more=(
+            (
+                "shard/scheduler/draft_sources.py",
+                "pair = (request.tenant, request.adapter_digest)\n            self.history.add",
+                'pair = ("", request.adapter_digest)\n            self.history.add',
+            ),
+        ),
+    ),
+    Mutant(
+        "outputs of all adapters are one history",
+        "shard/scheduler/draft_sources.py",
+        "pair = (request.tenant, request.adapter_digest)\n            self.history.add",
+        'pair = (request.tenant, "")\n            self.history.add',
+        "tests/shard/engine/test_history.py::test_another_adapter_gets_no_drafts",
+    ),
+    Mutant(
+        "a key that is marked isolate has history drafts",
+        "router/requests/caller.py",
+        "if self.key is not None and self.key.is_marked_isolate:",
+        "if False:",
+        "tests/router/api/routes/test_history.py::test_with_a_key_its_name_is_the_tenant_and_isolated_keys_have_none",
+    ),
+    Mutant(
         "M1 the residual's highest is taken",
         REJECTION,
         "arg_max(residual.log_() - noise)",

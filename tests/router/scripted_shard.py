@@ -119,6 +119,7 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
             max_running=256,
             draft_model_id=shard.draft_model_id,
             grammars=True,
+            history=True,
             prefix_caching=True,
             chunked_prefill=True,
             watermark_gamma=0.25,

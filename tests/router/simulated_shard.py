@@ -95,6 +95,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
             num_pages=model.kv_tokens // 16,
             max_running=model.max_running,
             grammars=True,
+            history=True,
         )
 
     async def Serve(

@@ -33,6 +33,9 @@ def test_keys_are_added_listed_and_removed(tmp_path: Path, capsys: pytest.Captur
     assert keys.read(path).find(key) is None and keys.read(path).knew(key)
     assert run("list") == "ops admin=True"
     assert run("add", "team-a") != key
+    secret = run("add", "apart", "--isolate")
+    isolated = keys.read(path).find(secret)
+    assert isolated is not None and isolated.isolate and isolated.is_marked_isolate
     path.chmod(0o640)
     run("add", "third")
     assert path.stat().st_mode & 0o777 == 0o640
