@@ -42,7 +42,7 @@ FOLDERS = {
         "model/adapters",
         "model/fusion", "model", "ranks", "grpc", "grammar", "engine", "adapters", "startup", "",
     ),
-    "launcher": ("config/flags", "config", "models", "processes", "cli", ""),
+    "launcher": ("config/flags", "config", "models", "processes", "cli", "bench", ""),
     "demo": ("data/tasks", "data", "training", "evaluation", ""),
     "proto": ("",),
 }  # fmt: skip

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import structlog
@@ -166,7 +166,8 @@ class Loading:
             self._events.on_resolved(generation, content)
 
     def _remember(self, adapter: Adapter, content: Loaded) -> None:
-        self._known[adapter.content] = (content, time.monotonic())
+        in_store = replace(content, tier="disk")  # later requests find it there, wherever it came from
+        self._known[adapter.content] = (in_store, time.monotonic())
         self._known.move_to_end(adapter.content)
         while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)

@@ -52,6 +52,7 @@ def _common_headers(service: Service, characters: int, generation: Generation | 
         "x-adapter-source": adapter.source,
         "x-adapter-revision": safe(adapter.revision),
         "x-adapter-digest": generation.digest,
+        "x-lorikeet-adapter-tier": service.tier(generation),
     }
 
 

@@ -296,6 +296,9 @@ class Dispatcher:
     def _dispatch(self, generation: Generation, link: ShardLink, now: float) -> pb.Submit:
         request, routing = generation.request, generation.routing
         link.add(generation, now)
+        if generation.digest and not routing.num_retries:
+            is_resident = link.residency.is_resident(generation.digest)
+            routing.adapter_tier = "slot" if is_resident else generation.adapters.tier
         if generation.timeline is not None:
             self._note_dispatch(generation.timeline, generation, link)
         waited = now - routing.queued_at
@@ -311,9 +314,8 @@ class Dispatcher:
     @staticmethod
     def _note_dispatch(timeline: Timeline, generation: Generation, link: ShardLink) -> None:
         fields: dict[str, str | int] = {"shard": link.address, "attempt": generation.routing.num_retries + 1}
-        if generation.digest:
-            is_resident = link.residency.is_resident(generation.digest)
-            fields["tier"] = "slot" if is_resident else generation.adapters.tier
+        if generation.routing.adapter_tier:
+            fields["tier"] = generation.routing.adapter_tier
         timeline.enter("dispatch", **fields)
 
     # Shards

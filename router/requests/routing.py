@@ -60,6 +60,8 @@ class Routing:
     """Whether that shard has sent any output of it."""
     num_retries: int = 0
     """How often it went back into the queue."""
+    adapter_tier: str = ""
+    """Where its adapter was when it was first sent: `slot` of that shard, `disk` or `source`; "" without one."""
     prefix_keys: tuple[int, ...] | None = None
     """Of its prompt's blocks, once computed."""
     poison_tracker: PoisonRequestTracker = field(default_factory=PoisonRequestTracker)

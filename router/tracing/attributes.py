@@ -66,9 +66,8 @@ def of_response(generations: list[Generation], began_at: float) -> Attributes:
         attributes["lorikeet.spec.accepted_tokens"] = sum(each.num_accepted for each in stats)
     if first.digest:
         attributes["lorikeet.adapter.digest"] = first.digest[:16]
-    if first.timeline is not None:
-        tiers = [period.fields["tier"] for period in first.timeline.periods if "tier" in period.fields]
-        attributes |= {"lorikeet.tier": tiers[0]} if tiers else {}
+    if first.routing.adapter_tier:
+        attributes["lorikeet.tier"] = first.routing.adapter_tier
     return attributes | dict(_latencies(first, began_at))
 
 

@@ -1,0 +1,1 @@
+"""`lorikeet-bench`: load for a server, and what the load measured."""

@@ -1,0 +1,190 @@
+"""Sends planned requests: in a closed loop, or when they arrive, and notes what each saw."""
+
+import asyncio
+import math
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import orjson
+
+from lorikeet.launcher.bench.apis import Api, Seen
+from lorikeet.launcher.bench.connection import Connections, events
+from lorikeet.launcher.bench.workload import Planned
+
+TIER_HEADER = "x-lorikeet-adapter-tier"
+"""Where the adapter was, in answers of Lorikeet."""
+
+
+@dataclass
+class Sample:
+    """What one request saw; seconds count from when it was sent."""
+
+    planned: Planned
+    start: float
+    """From the start of the load."""
+    queue_time: float = 0.0
+    """That it waited here for its turn, where the number of requests at a time is limited."""
+    ttft: float = 0.0
+    itls: list[float] = field(default_factory=list)
+    """Between events with new tokens."""
+    latency: float = 0.0
+    """To the last token."""
+    num_prompt: int = 0
+    num_output: int = 0
+    num_steps: int = 0
+    sources: Counter[str] = field(default_factory=Counter)
+    tier: str = ""
+    text: str = ""
+    error: str = ""
+
+    @property
+    def tpot(self) -> float:
+        """Mean distance of output tokens after the first; 0 for one token."""
+        return (self.latency - self.ttft) / (self.num_output - 1) if self.num_output > 1 else 0.0
+
+
+@dataclass
+class Loaded:
+    """Everything that a load has shown."""
+
+    samples: list[Sample]
+    """In the order of the plan."""
+    duration: float
+    client_cpu_s: float
+    """Processor time of this process during the load."""
+
+
+class Load:
+    """One run against one server."""
+
+    def __init__(
+        self, connections: Connections, api: Api, max_concurrency: int | None, *, shows_progress: bool = False
+    ) -> None:
+        self._connections = connections
+        self._api = api
+        self._max_concurrency = max_concurrency
+        self._progress = _Progress(shows_progress)
+
+    async def warm_up(self, planned: Sequence[Planned]) -> None:
+        """Send these before the measurement. Raises ValueError where one fails: the command line is probably wrong."""
+        found = await asyncio.gather(*(self._one(each, time.perf_counter(), 0.0) for each in planned))
+        if errors := [sample.error for sample in found if sample.error]:
+            raise ValueError(f"a request before the measurement failed: {errors[0]}")
+
+    async def run(self, plan: Sequence[Planned]) -> Loaded:
+        """Send the whole plan. Failed requests are in the result, not raised."""
+        self._progress.begin(len(plan))
+        before, began = _cpu_seconds(), time.perf_counter()
+        if self._max_concurrency is not None and all(each.at == 0 for each in plan):
+            samples = await self._closed(plan, began)
+        else:
+            samples = await self._open(plan, began)
+        duration = time.perf_counter() - began
+        self._progress.end()
+        return Loaded(samples, duration, _cpu_seconds() - before)
+
+    async def _closed(self, plan: Sequence[Planned], began: float) -> list[Sample]:
+        """Each client sends the next request once its last answer is complete."""
+        waiting: Iterator[tuple[int, Planned]] = iter(enumerate(plan))
+        samples: dict[int, Sample] = {}
+
+        async def client() -> None:
+            for index, planned in waiting:
+                samples[index] = await self._one(planned, began, time.perf_counter() - began)
+                self._progress.add(samples[index])
+
+        await asyncio.gather(*(client() for _ in range(min(self._max_concurrency or 1, len(plan)))))
+        return [samples[index] for index in range(len(plan))]
+
+    async def _open(self, plan: Sequence[Planned], began: float) -> list[Sample]:
+        """Requests are sent when they arrive, or once there is room below the limit."""
+        room = asyncio.Semaphore(self._max_concurrency or len(plan))
+
+        async def send(planned: Planned) -> Sample:
+            arrived = time.perf_counter()
+            async with room:
+                sample = await self._one(planned, began, time.perf_counter() - arrived)
+            self._progress.add(sample)
+            return sample
+
+        running: list[asyncio.Task[Sample]] = []
+        for planned in sorted(plan, key=lambda each: each.at):
+            if (wait := began + planned.at - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            running.append(asyncio.create_task(send(planned)))
+        return list(await asyncio.gather(*running))
+
+    async def _one(self, planned: Planned, began: float, queue_time: float) -> Sample:
+        content = orjson.dumps(self._api.body(planned))
+        sent = time.perf_counter()
+        sample = Sample(planned, sent - began, queue_time)
+        try:
+            response = await self._connections.post(self._api.path, content)
+            sample.tier = response.headers.get(TIER_HEADER, "")
+            if response.status != 200:
+                raise ValueError(f"status {response.status}: {response.body[:300].decode(errors='replace')}")
+            seen = Seen()
+            for at, event in events(response.pieces):
+                self._api.read(event, at, seen)
+            _fill(sample, seen, sent)
+        except (OSError, ValueError, KeyError, TypeError, TimeoutError) as error:
+            sample.error = str(error) or type(error).__name__
+        return sample
+
+
+def _fill(sample: Sample, seen: Seen, sent: float) -> None:
+    """Raises ValueError for an answer that is not complete."""
+    if seen.error:
+        raise ValueError(seen.error)
+    if not seen.is_complete or not seen.token_times:
+        raise ValueError("the stream ended early" if seen.token_times else "the stream has no token")
+    times = seen.token_times
+    sample.ttft, sample.latency = times[0] - sent, times[-1] - sent
+    sample.itls = [later - earlier for earlier, later in pairwise(times)]
+    sample.num_prompt, sample.num_output = seen.num_prompt, seen.num_output or len(times)
+    sample.num_steps, sample.sources, sample.text = seen.num_steps, seen.sources, "".join(seen.texts)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class _Progress:
+    """One line on standard error: rewritten on a terminal, else one every ten seconds."""
+
+    def __init__(self, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        self._is_terminal = sys.stderr.isatty()
+        self._every = 0.5 if self._is_terminal else 10.0
+
+    def begin(self, total: int) -> None:
+        self._total, self._done, self._failed, self._tokens = total, 0, 0, 0
+        self._began = self._shown_at = time.perf_counter()
+
+    def add(self, sample: Sample) -> None:
+        self._done += 1
+        self._failed += bool(sample.error)
+        self._tokens += sample.num_output
+        now = time.perf_counter()
+        if self._is_shown and now - self._shown_at >= self._every:
+            self._shown_at = now
+            self._show(now)
+
+    def end(self) -> None:
+        if self._is_shown:
+            self._show(time.perf_counter())
+            if self._is_terminal:
+                print(file=sys.stderr)
+
+    def _show(self, now: float) -> None:
+        speed = self._tokens / max(now - self._began, 1e-9)
+        left = (self._total - self._done) * (now - self._began) / self._done if self._done else math.inf
+        text = f"{self._done}/{self._total} requests, {self._failed} failed, {speed:.0f} tokens/s, {left:.0f} s left"
+        print(f"\r\033[K{text}" if self._is_terminal else text, end="" if self._is_terminal else "\n", file=sys.stderr)
+        sys.stderr.flush()

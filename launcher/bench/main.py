@@ -1,0 +1,261 @@
+"""`lorikeet-bench run` loads a server and prints what it measured; `lorikeet-bench compare` compares two results."""
+
+import argparse
+import gc
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from lorikeet.launcher.bench import apis, compare, draws, printed, report, result, speculation, workload
+from lorikeet.launcher.bench.connection import Connections
+from lorikeet.launcher.bench.load import Load
+from lorikeet.launcher.cli.client import URL_HELP
+from lorikeet.proto import server_url
+
+_EXAMPLES = """examples:
+  lorikeet-bench run --num-prompts 200 --max-concurrency 16
+  lorikeet-bench run --api lorax --adapters json,sql,cite --adapter-distribution zipf --html report.html
+  lorikeet-bench run --request-rate 8 --burstiness 0.5 --goodput ttft:500 tpot:50 --result a.json
+  lorikeet-bench compare a.json b.json
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of this process: 0, 1 with one sentence, or 130 after Ctrl-C."""
+    given = parser().parse_args(arguments)
+    try:
+        return _compare(given) if given.command == "compare" else _run(given)
+    except (ValueError, OSError) as error:
+        print(f"lorikeet-bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="lorikeet-bench",
+        description="Loads an OpenAI- or LoRAX-compatible server and prints what it measured.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run", help="send requests and measure", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    _add_server(run.add_argument_group("server"))
+    _add_load(run.add_argument_group("load"))
+    _add_texts(run.add_argument_group("prompts and outputs"))
+    _add_adapters(run.add_argument_group("adapters"))
+    _add_results(run.add_argument_group("results"))
+    pair = commands.add_parser("compare", help="compare two results of --result")
+    pair.add_argument("first", metavar="A.json")
+    pair.add_argument("second", metavar="B.json")
+    return top
+
+
+def _add_server(group: Any) -> None:
+    group.add_argument("--url", help=URL_HELP)
+    group.add_argument("--api", choices=tuple(apis.APIS), default="openai", help="default: %(default)s")
+    group.add_argument("--model", help="the model's name (default: the first that /v1/models lists)")
+    group.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
+    group.add_argument("--header", action="append", default=[], metavar="NAME: VALUE", help="may be repeated")
+    group.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="fields of every request")
+    group.add_argument("--timeout-s", type=float, default=600.0, help="of one request (default: %(default)g)")
+
+
+def _add_load(group: Any) -> None:
+    group.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests (default: %(default)s)")
+    group.add_argument("--max-concurrency", type=int, metavar="N", help="requests at a time (default: no limit)")
+    group.add_argument(
+        "--request-rate", type=float, default=math.inf, metavar="R",
+        help="arrivals per second: an open loop. Without it, a closed loop of --max-concurrency clients",
+    )  # fmt: skip
+    group.add_argument(
+        "--burstiness", type=float, default=1.0, metavar="B",
+        help="shape of the gamma distribution of gaps: 1 is Poisson (default), less is burstier, inf is constant",
+    )  # fmt: skip
+    group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
+
+
+def _add_texts(group: Any) -> None:
+    forms = "128, uniform:64-256, normal:128,32, lognormal:128,2 or exponential:128"
+    group.add_argument("--input-len", type=draws.Length.read, default="128", metavar="L", help=f"{forms}; default: 128")
+    group.add_argument("--output-len", type=draws.Length.read, default="64", metavar="L", help="tokens; default: 64")
+    group.add_argument(
+        "--tokenizer", metavar="FOLDER", help="with tokenizer.json: --input-len is in its tokens, not words"
+    )
+    group.add_argument("--prefix-len", type=int, default=0, metavar="N", help="further length that prompts share")
+    group.add_argument("--num-prefixes", type=int, default=1, metavar="N", help="different shared beginnings")
+    group.add_argument(
+        "--dataset", type=Path, metavar="FILE",
+        help="JSON lines with `prompt`, and optionally `output_tokens`, `adapter`, `at` (seconds); or ShareGPT's JSON",
+    )  # fmt: skip
+    group.add_argument("--stop-at-eos", action="store_true", help="let outputs end early")
+
+
+def _add_adapters(group: Any) -> None:
+    group.add_argument("--adapters", default="", metavar="A,B", help="names, or @FILE with one per line")
+    group.add_argument(
+        "--adapter-distribution", choices=draws.ADAPTER_DISTRIBUTIONS, default="zipf",
+        help="zipf (default), uniform, distinct: one after another, trace: as the dataset says",
+    )  # fmt: skip
+    group.add_argument("--zipf-exponent", type=float, default=1.0, metavar="S", help="default: %(default)g")
+
+
+def _add_results(group: Any) -> None:
+    group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="objectives: ttft, tpot, e2el")
+    group.add_argument(
+        "--percentile-metrics",
+        default="ttft,tpot,itl",
+        metavar="NAMES",
+        help="ttft, tpot, itl, e2el; default: %(default)s",
+    )
+    group.add_argument("--metric-percentiles", default="99", metavar="P,P", help="default: %(default)s")
+    group.add_argument("--result", type=Path, metavar="FILE", help="write the result as JSON")
+    group.add_argument("--csv", type=Path, metavar="FILE", help="write one line per request")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots")
+    group.add_argument("--label", default="", help="for the report")
+    group.add_argument("--save-texts", action="store_true", help="include generated texts in --result")
+    group.add_argument("--no-progress", action="store_true")
+
+
+def _compare(given: argparse.Namespace) -> int:
+    print(compare.compared(*(json.loads(Path(name).read_text()) for name in (given.first, given.second))))
+    return 0
+
+
+def _run(given: argparse.Namespace) -> int:
+    percentiles = [float(word) for word in given.metric_percentiles.split(",")]
+    shown = given.percentile_metrics.split(",")
+    if unknown := set(shown) - set(result.LATENCIES):
+        raise ValueError(
+            f"--percentile-metrics has {', '.join(sorted(unknown))}: choose of {', '.join(result.LATENCIES)}"
+        )
+    objectives = result.goals(given.goodput)
+    given.url = server_url.normalized(given.url or server_url.default())
+    plan = _plan(given)
+    headers = _headers(given)
+    measured = uvloop.run(_measure(given, plan, headers, percentiles, objectives))
+    block = printed.block(measured, shown, percentiles)
+    print(block)
+    _write(given, measured, block)
+    if errors := sorted({error for error in measured["errors"] if error}):
+        print(f"lorikeet-bench: {measured['failed']} requests failed, among them: {errors[0]}", file=sys.stderr)
+    return 0 if measured["completed"] else 1
+
+
+def _plan(given: argparse.Namespace) -> list[workload.Planned]:
+    for name, least in (("num_prompts", 1), ("num_prefixes", 1), ("prefix_len", 0), ("num_warmups", 0)):
+        if getattr(given, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}")
+    if given.max_concurrency is not None and given.max_concurrency < 1:
+        raise ValueError("--max-concurrency must be at least 1")
+    if not given.request_rate > 0 or not given.burstiness > 0:
+        raise ValueError("--request-rate and --burstiness must be above 0")
+    if given.adapter_distribution == "trace" and given.dataset is None:
+        raise ValueError("--adapter-distribution trace needs --dataset, whose lines name adapters")
+    shape = workload.Shape(
+        given.num_prompts, given.input_len, given.output_len, given.prefix_len, given.num_prefixes,
+        _names(given.adapters), given.adapter_distribution, given.zipf_exponent, given.request_rate, given.burstiness,
+        given.seed,
+    )  # fmt: skip
+    if given.dataset is not None:
+        return workload.read(given.dataset, shape)
+    return workload.drawn(shape, None if given.tokenizer is None else _counter(given.tokenizer))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    if text.startswith("@"):
+        text = ",".join(Path(text[1:]).read_text().split())
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _counter(folder: str) -> workload.Count:
+    import tokenizers
+
+    path = Path(folder) / "tokenizer.json" if Path(folder).is_dir() else Path(folder)
+    if not path.is_file():
+        raise ValueError(f"--tokenizer {folder} is not a folder with tokenizer.json")
+    loaded = tokenizers.Tokenizer.from_file(str(path))
+    return lambda text: len(loaded.encode(text).ids)
+
+
+def _headers(given: argparse.Namespace) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for line in given.header:
+        name, colon, value = line.partition(":")
+        if not colon or any(character in line for character in "\r\n"):
+            raise ValueError(f"--header {line!r} is not NAME: VALUE")
+        headers[name.strip().lower()] = value.strip()
+    if token := given.token or os.environ.get("LORIKEET_TOKEN"):
+        headers["authorization"] = f"Bearer {token}"
+    return headers
+
+
+async def _measure(
+    given: argparse.Namespace,
+    plan: list[workload.Planned],
+    headers: dict[str, str],
+    percentiles: Sequence[float],
+    objectives: dict[str, float],
+) -> result.Result:
+    connections = Connections(given.url, headers, given.timeout_s)
+    try:
+        model = given.model or ("" if given.api == "lorax" else await _first_model(connections))
+        api = apis.APIS[given.api](model, given.extra_body, not given.stop_at_eos)
+        load = Load(connections, api, given.max_concurrency, shows_progress=not given.no_progress)
+        await load.warm_up([plan[index % len(plan)] for index in range(given.num_warmups)])
+        before = await speculation.counts(connections)
+        gc.collect()
+        gc.freeze()  # the collector would pause the client for every thousand events
+        loaded = await load.run(plan)
+        rates = speculation.rates(before, await speculation.counts(connections))
+    finally:
+        await connections.close()
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": given.api,
+        "backend": given.api,
+        "label": given.label,
+        "model_id": model or given.url,
+        "tokenizer_id": given.tokenizer,
+        "num_prompts": len(plan),
+        "request_rate": "inf" if math.isinf(given.request_rate) else given.request_rate,
+        "burstiness": given.burstiness,
+        "max_concurrency": given.max_concurrency,
+        **result.measured(loaded, percentiles, objectives),
+        **rates,
+    }
+
+
+async def _first_model(connections: Connections) -> str:
+    response = await connections.get("/v1/models")
+    try:
+        return str(json.loads(response.body)["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ValueError(f"the server lists no model at /v1/models (status {response.status}): give --model") from None
+
+
+def _write(given: argparse.Namespace, measured: result.Result, block: str) -> None:
+    if given.html is not None:
+        given.html.write_text(report.html(measured, block), encoding="utf-8")
+    if given.csv is not None:
+        given.csv.write_text(report.table(measured), encoding="utf-8")
+    if given.result is not None:
+        if not given.save_texts:
+            measured = measured | {"generated_texts": []}
+        given.result.write_text(json.dumps(measured), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

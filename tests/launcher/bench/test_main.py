@@ -1,0 +1,105 @@
+"""Whole runs against a router with a scripted shard."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from lorikeet.launcher.bench.main import main
+from tests.router.conftest import anyio_backend, one_loop  # noqa: F401
+from tests.router.scripted_shard import Script
+from tests.router.serving import Serving, serving
+
+pytestmark = pytest.mark.anyio
+
+VLLM_KEYS = """
+date endpoint_type backend label model_id tokenizer_id num_prompts request_rate burstiness max_concurrency
+duration completed failed total_input_tokens total_output_tokens request_throughput request_goodput
+output_throughput total_token_throughput input_lens output_lens ttfts itls latencies start_times queue_times
+generated_texts errors max_output_tokens_per_s max_concurrent_requests mean_ttft_ms median_ttft_ms std_ttft_ms
+p99_ttft_ms mean_tpot_ms median_tpot_ms std_tpot_ms p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms
+p99_itl_ms mean_e2el_ms median_e2el_ms std_e2el_ms p99_e2el_ms
+"""
+
+
+async def bench(server: Serving, *arguments: str) -> int:
+    words = ["run", "--url", server.url, "--no-progress", "--num-prompts", "6", "--output-len", "5", *arguments]
+    return await asyncio.to_thread(main, words)
+
+
+@pytest.mark.parametrize("api", ["openai", "openai-chat", "lorax"])
+async def test_every_api_counts_the_same(tmp_path: Path, api: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page, table = (tmp_path / f"result.{kind}" for kind in ("json", "html", "csv"))
+    async with serving(tmp_path / "server") as server:
+        server.shard.answer = lambda submit: Script([5] * submit.max_new_tokens, per_step=2)
+        outputs = ("--result", str(file), "--html", str(page), "--csv", str(table))
+        assert await bench(server, "--api", api, "--max-concurrency", "2", "--num-warmups", "2", *outputs) == 0
+        assert len(server.shard.submits) == 8
+    found = json.loads(file.read_text())
+    assert set(VLLM_KEYS.split()) <= set(found)
+    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (6, 0, 30)
+    assert found["max_concurrent_requests"] == 2
+    assert found["total_input_tokens"] == sum(found["input_lens"]) > 0
+    assert "Successful requests:                     6" in capsys.readouterr().out
+    assert len(table.read_text().splitlines()) == 7 and page.read_text().startswith("<!doctype html>")
+    if api == "lorax":
+        assert found["lorikeet"]["sources"]["steps"] == 18
+    assert found["spec_decode_draft_tokens"] == 12
+    assert await asyncio.to_thread(main, ["compare", str(file), str(file)]) == 0
+    assert "Median TTFT" in capsys.readouterr().out
+
+
+async def test_adapters_and_their_tiers(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    (tmp_path / "server").mkdir()
+    async with serving(tmp_path / "server", adapters=True) as server:
+        names = ",".join(server.adapter(f"fox{index}") for index in range(3))
+        adapters = ("--adapters", names, "--adapter-distribution", "distinct", "--api", "lorax", "--num-warmups", "0")
+        assert await bench(server, *adapters, "--max-concurrency", "1", "--result", str(file)) == 0
+    ours = json.loads(file.read_text())["lorikeet"]
+    assert ours["request_adapters"] == ["fox0", "fox1", "fox2"] * 2
+    assert ours["fairness"]["adapters"] == 3
+    assert set(ours["request_tiers"]) <= {"slot", "disk", "source"} and len(set(ours["request_tiers"])) == 2
+
+
+async def test_an_open_loop_sends_when_requests_arrive(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    async with serving(tmp_path / "server") as server:
+        server.shard.answer = lambda submit: Script([5] * submit.max_new_tokens, step_seconds=0.05)
+        rate = ("--request-rate", "20", "--burstiness", "inf", "--goodput", "e2el:60000")
+        assert await bench(server, *rate, "--result", str(file)) == 0
+    found = json.loads(file.read_text())
+    starts = found["start_times"]
+    assert all(start >= 0.05 * (index + 1) for index, start in enumerate(starts))
+    assert found["request_goodput"] == found["request_throughput"]
+
+
+async def test_failures_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(tmp_path / "server") as server:
+        server.shard.answer = lambda submit: Script([5, 5], error="broken")
+        assert await bench(server, "--num-warmups", "0") == 1
+        assert "6 requests failed" in capsys.readouterr().err
+        assert await bench(server) == 1
+        assert "a request before the measurement failed" in capsys.readouterr().err
+        assert await bench(server, "--model", "unknown", "--num-warmups", "0") == 1
+        assert "status 404" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--num-prompts", "0"],
+        ["--request-rate", "0"],
+        ["--goodput", "itl:3"],
+        ["--percentile-metrics", "ttft,x"],
+        ["--adapter-distribution", "trace"],
+        ["--tokenizer", "/nowhere"],
+        ["--header", "x"],
+        ["--url", "ftp://a"],
+        ["--dataset", "/nowhere"],
+    ],
+)
+def test_settings_that_make_no_sense_are_rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--url", "127.0.0.1:9", *words]) == 1
+    assert capsys.readouterr().err.startswith("lorikeet-bench: ")

@@ -1,0 +1,143 @@
+"""Numbers of results against values computed by hand; the printed block; streams cut anywhere."""
+
+import re
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorikeet.launcher.bench import printed, report, result
+from lorikeet.launcher.bench.apis import APIS, Seen
+from lorikeet.launcher.bench.compare import compared
+from lorikeet.launcher.bench.connection import events
+from lorikeet.launcher.bench.load import Loaded, Sample
+from lorikeet.launcher.bench.workload import Planned
+
+
+def sample(start: float, ttft: float, *gaps: float, adapter: str | None = None, **fields: Any) -> Sample:
+    planned = Planned("p", len(gaps) + 1, adapter)
+    made = Sample(planned, start, 0.0, ttft, list(gaps), ttft + sum(gaps), 10, len(gaps) + 1)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+SAMPLES = [
+    sample(0.0, 0.1, 0.02, 0.04, adapter="a", tier="slot", sources=Counter(target=1, lookup=2), num_steps=2),
+    sample(0.1, 0.3, 0.02, adapter="b", tier="disk", sources=Counter(target=2), num_steps=2),
+    sample(0.2, 0.2, adapter="a", tier="slot", sources=Counter(target=1), num_steps=1),
+    Sample(Planned("p", 4, "c"), 0.3, error="status 429: full"),
+]
+SETTINGS = {"date": "d", "label": "<l>", "model_id": "m", "max_concurrency": 4, "request_rate": 2.0}
+
+
+def made() -> dict[str, Any]:
+    return SETTINGS | result.measured(Loaded(SAMPLES, 2.0, 0.5), [99], {"ttft": 250, "tpot": 30})
+
+
+def test_numbers() -> None:
+    expected = {
+        "completed": 3,
+        "failed": 1,
+        "total_input_tokens": 30,
+        "total_output_tokens": 6,
+        "request_throughput": 1.5,
+        "request_goodput": 1.0,
+        "output_throughput": 3.0,
+        "total_token_throughput": 18.0,
+        "max_concurrent_requests": 2,
+        "mean_ttft_ms": 200.0,
+        "median_ttft_ms": 200.0,
+        "p99_ttft_ms": 298.0,
+        "median_itl_ms": 20.0,
+        "median_tpot_ms": 25.0,
+        "mean_e2el_ms": pytest.approx((160 + 320 + 200) / 3),
+    }
+    found = made()
+    assert {key: found[key] if key == "mean_e2el_ms" else pytest.approx(found[key]) for key in expected} == expected
+
+
+def test_adapters_and_sources() -> None:
+    ours = made()["lorikeet"]
+    assert {tier: values["requests"] for tier, values in ours["tiers"].items()} == {"disk": 1, "slot": 2}
+    assert ours["tiers"]["slot"]["median_ttft_ms"] == pytest.approx(150)
+    assert list(ours["adapters"]) == ["a", "b"]
+    speeds = 4 / 0.36, 2 / 0.32
+    assert ours["fairness"]["jain_index_of_speed"] == pytest.approx(sum(speeds) ** 2 / 2 / sum(s * s for s in speeds))
+    assert ours["fairness"]["worst_over_median_ttft"] == pytest.approx(0.3 / 0.225)
+    assert ours["sources"]["tokens_per_step"] == {"target": 0.8, "lookup": 0.4}
+    assert ours["client_cpu_share"] == 0.25
+
+
+def test_the_block_has_vllm_s_lines() -> None:
+    lines = printed.block(made(), ["ttft", "tpot", "itl"], [99]).splitlines()
+    assert lines[0] == "============ Serving Benchmark Result ============"
+    assert lines[1] == "Successful requests:                     3         "
+    assert "Request goodput (req/s):                 1.00      " in lines
+    assert "---------------Time to First Token----------------" in lines
+    assert "-----Time per Output Token (excl. 1st token)------" in lines
+    assert "P99 TTFT (ms):                           298.00    " in lines
+    assert lines[-1] == "=" * 50
+
+
+def test_the_report_is_one_file_without_links() -> None:
+    text = report.html(made(), "the block")
+    assert text.count("<svg") >= 6
+    assert "&lt;l&gt;" in text and "<l>" not in text
+    assert not re.search(r"(?:src|href|url)\s*[=(]|https?://|@import|<script", text)
+    rows = report.table(made()).splitlines()
+    assert rows[0].startswith("request,adapter,tier,start_s")
+    assert len(rows) == 5 and rows[4].endswith("status 429: full")
+
+
+def test_a_comparison_says_what_is_shown() -> None:
+    slow = [sample(0.0, 0.1 + 0.001 * index, 0.02) for index in range(50)]
+    fast = [sample(0.0, 0.05 + 0.001 * index, 0.02) for index in range(50)]
+    first, second = (result.measured(Loaded(each, 2.0, 0.1), [99], {}) for each in (slow, fast))
+    text = compared(first, second)
+    ttft = next(line for line in text.splitlines() if line.startswith("Median TTFT"))
+    assert "better" in ttft and "better" not in compared(first, first)
+
+
+def test_objectives() -> None:
+    assert result.goals(["ttft:200", "e2el:1.5"]) == {"ttft": 200, "e2el": 1.5}
+    for word in ("ttft", "itl:3", "tpot:-1", "tpot:x"):
+        with pytest.raises(ValueError, match="is not an objective"):
+            result.goals([word])
+
+
+STREAM = b'data: {"a": 1}\r\n\r\n: comment\n\ndata:{"b":2}\n\nevent: x\ndata: [DONE]\n\n'
+
+
+@given(st.lists(st.integers(0, len(STREAM))))
+def test_events_are_the_same_however_the_stream_is_cut(cuts: list[int]) -> None:
+    edges = sorted({0, *cuts, len(STREAM)})
+    pieces = [(float(low), STREAM[low:high]) for low, high in pairwise(edges)]
+    assert [data for _, data in events(pieces)] == [b'{"a": 1}', b'{"b":2}', b"[DONE]"]
+
+
+@pytest.mark.parametrize(
+    ("api", "stream", "times", "num_output"),
+    [
+        ("openai", [b'{"choices":[{"text":"a"}]}', b'{"choices":[{"text":"","finish_reason":"length"}]}',
+                    b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1}}', b"[DONE]"], 1, 1),
+        ("openai-chat", [b'{"choices":[{"delta":{"role":"assistant","content":""}}]}',
+                         b'{"choices":[{"delta":{"content":"a"}}]}', b'{"choices":[{"delta":{"content":"b"}}]}',
+                         b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}', b"[DONE]"], 2, 2),
+        ("lorax", [b'{"token":{"text":"a","skipped":false,"source":"target"}}',
+                   b'{"token":{"text":"b","skipped":true,"source":"lookup"}}',
+                   b'{"token":{"text":"c","skipped":false},"generated_text":"abc","details":'
+                   b'{"prompt_tokens":3,"generated_tokens":3}}'], 2, 3),
+    ],
+)  # fmt: skip
+def test_streams_of_each_api(api: str, stream: list[bytes], times: int, num_output: int) -> None:
+    seen, reader = Seen(), APIS[api]("m", {}, True)
+    for at, event in enumerate(stream):
+        reader.read(event, float(at), seen)
+    assert seen.is_complete and not seen.error
+    assert (len(seen.token_times), seen.num_output, seen.num_prompt) == (times, num_output, 3)
+    reader.read(b'{"error":{"message":"no room"}}', 9.0, seen)
+    assert seen.error == "no room"
