@@ -44,8 +44,8 @@ def _lines(first: Result, second: Result) -> Iterator[str]:
             continue
         low, high = interval
         better, worse = ("better", "worse") if more_is_better else ("worse", "better")
-        verdict = better if low > 1 else worse if high < 1 else "no difference shown"
-        yield f"{line}  {low:.3f} – {high:.3f}, {verdict}"
+        meaning = better if low > 1 else worse if high < 1 else "no difference shown"
+        yield f"{line}  {low:.3f} – {high:.3f}, {meaning}"
     for name in ("failed", "completed"):
         yield f"{name.capitalize() + ' requests':34}{first[name]:12}{second[name]:12}"
 

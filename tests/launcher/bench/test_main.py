@@ -71,7 +71,7 @@ async def test_an_open_loop_sends_when_requests_arrive(tmp_path: Path) -> None:
         assert await bench(server, *rate, "--result", str(file)) == 0
     found = json.loads(file.read_text())
     starts = found["start_times"]
-    assert all(start >= 0.05 * (index + 1) for index, start in enumerate(starts))
+    assert all(start >= 0.05 * (index + 1) - 0.002 for index, start in enumerate(starts))  # timers count milliseconds
     assert found["request_goodput"] == found["request_throughput"]
 
 
