@@ -276,7 +276,10 @@ class Unhealthy(Refused):
 class NotServed(Refused):
     """A route of LoRAX or OpenAI that this server does not support."""
 
-    template = "`{}` is not supported by this server"
+    template = "{}"
+
+    def __init__(self, path: str, alternative: str = "") -> None:
+        super().__init__(f"`{path}` is not supported by this server" + (alternative and f": {alternative}"))
 
 
 class Failed(RouterError):

@@ -20,6 +20,7 @@ from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoute
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
 from lorikeet.router.api.routes.sagemaker import InvocationsRoute, SageMakerAdapterRoutes
 from lorikeet.router.api.routes.tokens import TokenRoutes
+from lorikeet.router.api.routes.unsupported import ALTERNATIVES, METHODS, not_served, out_of_scope
 from lorikeet.router.api.service import Service, make_service
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
@@ -95,12 +96,15 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/tokenize": tokens.tokenize,
         "/chat_tokenize": tokens.chat_tokenize,
         "/detokenize": tokens.detokenize,
-        **dict.fromkeys(("/embed", "/classify", "/classify_batch", "/v1/embeddings"), information.not_served),
+        **dict.fromkeys(("/embed", "/classify", "/classify_batch", "/v1/embeddings"), not_served),
     }
     delete = {
         "/v1/models/{model_id:path}": admin.delete_model,
         "/adapters/{adapter_name:path}": sagemaker.unload,
     }
+    for path in ALTERNATIVES:
+        for each in (path, f"{path}/{{rest:path}}"):
+            app.router.add_route(each, out_of_scope, methods=METHODS)
     for method, routes in (("GET", read), ("POST", write), ("DELETE", delete)):
         for path, handle in routes.items():
             app.router.add_route(path, handle, methods=[method])

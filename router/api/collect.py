@@ -10,7 +10,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.api.service import cancel_all
 from lorikeet.router.errors import IncompleteGeneration
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import SOURCE_NAMES, Chunk, FinishReason, Token
+from lorikeet.router.requests.types import ALL_HEADS, SOURCE_NAMES, Chunk, FinishReason, Token
 
 Alternatives = list[tuple[int, str, float]]
 
@@ -115,6 +115,29 @@ async def _forward(
         raise
     except Exception as error:
         arrivals.put_nowait((index, error))
+
+
+def speculation_metrics(generation: Generation) -> dict[str, Any] | None:
+    """vLLM's `metrics.speculative_decoding` of one sequence; None where no draft token of it was verified.
+
+    An entry of the histogram counts the steps of which that many draft tokens were accepted.
+    """
+    stats = generation.speculation_stats
+    if stats is None or not stats.num_drafted:
+        return None
+    num_steps, speculation = sum(stats.steps.values()), generation.request.speculation
+    most = max(speculation.num_tokens, speculation.num_heads if speculation.num_heads < ALL_HEADS else 0, *stats.steps)
+    return {
+        "mean_acceptance_length": 1 + stats.num_accepted / max(num_steps, 1),
+        "draft_acceptance_rate": stats.num_accepted / stats.num_drafted,
+        "acceptance_histogram": [stats.steps[number] for number in range(most + 1)],
+        "num_accepted_draft_tokens": stats.num_accepted,
+        "num_draft_tokens": stats.num_drafted,
+        "num_spec_steps": num_steps,
+        "num_spec_tokens": most,
+        "per_step_accepted": None,
+        "per_step_drafted": None,
+    }
 
 
 def speculation_report(generations: Sequence[Generation]) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from lorikeet.router.api.failures import ErrorStyle, style_of_path
+from lorikeet.router.api.routes.unsupported import ALTERNATIVES, METHODS
 from lorikeet.router.errors import (
     ANSWERS,
     AdapterProblem,
@@ -160,6 +161,10 @@ OPERATIONS = (
     Operation(Kind.READ, "get", "/docs", "This document as a page", media=(HTML,)),
     *(Operation(Kind.UNSUPPORTED, "post", path, "Not supported: 501")
       for path in ("/embed", "/classify", "/classify_batch", "/v1/embeddings")),
+    *(Operation(Kind.UNSUPPORTED, method.lower(), path, f"Not supported (501): {alternative}")
+      for prefix, alternative in ALTERNATIVES.items()
+      for path in (prefix, f"{prefix}/{{rest}}")
+      for method in METHODS),
 )  # fmt: skip
 _REF = "#/components/schemas/{model}"
 _CONNECTION = {

@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.metrics.histogram import counter_family
-from lorikeet.router.requests.speculation_stats import num_emitted
+from lorikeet.router.requests.speculation_stats import VERIFIED, num_emitted
 from lorikeet.router.requests.types import DRAFT_SOURCES, SOURCE_NAMES
 
 METHODS: dict[int, str] = {source: SOURCE_NAMES[source] for source in DRAFT_SOURCES}
@@ -18,8 +18,6 @@ METHODS: dict[int, str] = {source: SOURCE_NAMES[source] for source in DRAFT_SOUR
 PHASES = ("draft", "verify", "accept")
 BASE = "__base_model__"
 """The label of requests without an adapter."""
-_VERIFIED = frozenset({pb.SOURCE_RESAMPLE, pb.SOURCE_BONUS, *DRAFT_SOURCES})
-"""Sources of tokens of a step that verified draft tokens."""
 _FAMILIES = {
     "drafted_tokens": "Draft tokens verified, by method",
     "accepted_tokens": "Draft tokens accepted into texts, by method",
@@ -99,4 +97,4 @@ def num_verified(output: pb.RequestOutput) -> int:
     At least one for an output with draft tokens: a step may also end with the first output token.
     """
     steps = zip(output.sources, output.step_ends, strict=False)
-    return max(1, sum(bool(is_last) and source in _VERIFIED for source, is_last in steps))
+    return max(1, sum(bool(is_last) and source in VERIFIED for source, is_last in steps))

@@ -1,10 +1,14 @@
 """Statistics of speculative decoding for one request, accumulated from the outputs of its shards."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.requests.types import DRAFT_SOURCES
+
+VERIFIED = frozenset({pb.SOURCE_RESAMPLE, pb.SOURCE_BONUS, *DRAFT_SOURCES})
+"""Sources of tokens of a step that verified draft tokens."""
 
 
 @dataclass(slots=True)
@@ -17,6 +21,8 @@ class SpeculationStats:
     """… and those of them that are in the text."""
     sources: Counter[int] = field(default_factory=Counter)
     """Tokens of the text by their source."""
+    steps: Counter[int] = field(default_factory=Counter)
+    """Steps that verified draft tokens, by the number of those that are in the text."""
     draft_seconds: float = 0.0
     """Of the steps that verified drafts of the request: proposing …"""
     verify_seconds: float = 0.0
@@ -31,9 +37,21 @@ class SpeculationStats:
             return
         self.num_drafted += sum(output.num_drafted)
         self.num_accepted += num_emitted(output, num_kept)
+        self.steps.update(_accepted_by_step(output, num_kept))
         self.draft_seconds += output.draft_seconds
         self.verify_seconds += output.verify_seconds
         self.accept_seconds += output.accept_seconds
+
+
+def _accepted_by_step(output: pb.RequestOutput, num_kept: int) -> Iterator[int]:
+    """Accepted draft tokens of each step that verified some: all of its tokens but the model's own at its end."""
+    num_tokens = 0
+    for index, source in enumerate(output.sources[:num_kept]):
+        num_tokens += 1
+        if output.step_ends[index] or index + 1 == num_kept:
+            if source in VERIFIED:
+                yield num_tokens - (source not in DRAFT_SOURCES)
+            num_tokens = 0
 
 
 def num_emitted(output: pb.RequestOutput, num_kept: int) -> int:

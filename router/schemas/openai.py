@@ -16,8 +16,9 @@ from lorikeet.router.schemas.field_table import Route, check_unread
 from lorikeet.router.schemas.fields import Fields, are_token_ids, check_salt
 from lorikeet.router.schemas.grammar import GrammarFields, read_grammar
 from lorikeet.router.schemas.messages import Conversation, read_conversation
+from lorikeet.router.schemas.report import ReportFields, read_report_fields
 from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
-from lorikeet.router.schemas.vllm import PromptFields, ReportFields, read_prompt_fields, read_report_fields
+from lorikeet.router.schemas.vllm import PromptFields, read_prompt_fields
 from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops
 
@@ -40,7 +41,6 @@ class CommonFields:
     seed: int | None
     stop: tuple[str, ...]
     stream: bool
-    include_usage: bool
     constraints: Constraints
     prompt: PromptFields
     report: ReportFields
@@ -74,6 +74,8 @@ class CompletionRequest(OpenAIRequest):
     """The body of `/v1/completions`."""
 
     prompts: list[str | list[int]]
+    suffix: str = ""
+    """What follows the output; "" for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,9 @@ def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionReq
     model = _model(fields)
     prompt = read_prompt_fields(fields, config.max_input_length, add_special_tokens=True)
     prompts = _prompts(fields.take("prompt"), prompt, config)
-    echo = fields.flag("echo")
+    echo, suffix = fields.flag("echo"), fields.text("suffix") or ""
+    if suffix and (echo or prompt.num_kept is not None or not all(isinstance(each, str) for each in prompts)):
+        raise ValidationError("`suffix` needs texts as `prompt`, without `echo` and `truncate_prompt_tokens`", "suffix")
     max_tokens = _max_tokens(fields)
     num_logprobs = _num_logprobs(fields, "logprobs")
     common = _common(fields, config, model, 16 if max_tokens is None else max_tokens, prompt)
@@ -100,7 +104,9 @@ def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionReq
     best_of = _best_of(fields, common, config)
     _check_num_sequences(len(prompts) * best_of, config)
     check_unread(fields, Route.COMPLETIONS)
-    return CompletionRequest(common, num_logprobs, best_of, fields.ignored(), echo, max_tokens == 0, prompts=prompts)
+    return CompletionRequest(
+        common, num_logprobs, best_of, fields.ignored(), echo, max_tokens == 0, prompts=prompts, suffix=suffix
+    )
 
 
 def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
@@ -199,8 +205,6 @@ def _common(
     stream, request_id = fields.flag("stream"), fields.text("request_id")
     if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
         raise ValidationError("`request_id` must be 1 to 128 letters, digits or any of ._:-", "request_id")
-    if fields.has("stream_options") and not stream:
-        raise ValidationError("`stream_options` needs `stream` to be true", "stream_options")
     constraints = read_constraints(fields)
     return CommonFields(
         adapter=adapter,
@@ -211,7 +215,6 @@ def _common(
         seed=_seed(fields),
         stop=stop,
         stream=stream,
-        include_usage=fields.child("stream_options").flag("include_usage"),
         constraints=constraints,
         prompt=prompt,
         report=read_report_fields(fields, stream=stream),

@@ -1,11 +1,9 @@
-"""Fields of vLLM's OpenAI routes about the tokens of the prompt and about what an answer contains."""
+"""Fields of vLLM's OpenAI routes about the tokens of the prompt."""
 
 from dataclasses import dataclass
 
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.fields import Fields
-
-MAX_PROMPT_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -35,17 +33,6 @@ class PromptFields:
         return ids[:num_kept] if self.keeps_first else ids[len(ids) - num_kept :]
 
 
-@dataclass(frozen=True)
-class ReportFields:
-    """What an answer contains in addition."""
-
-    token_ids: bool
-    tokens_as_ids: bool
-    """Whether tokens in `logprobs` are written as `token_id:<id>`."""
-    num_prompt_logprobs: int | None
-    """Likeliest tokens at each position of the prompt; None for no log probabilities of the prompt."""
-
-
 def read_prompt_fields(fields: Fields, max_input_length: int, *, add_special_tokens: bool) -> PromptFields:
     """`add_special_tokens` is the route's default. Raises WrongJsonType or ValidationError."""
     given = fields.optional_flag("add_special_tokens")
@@ -57,14 +44,3 @@ def read_prompt_fields(fields: Fields, max_input_length: int, *, add_special_tok
     if side not in (None, "left", "right"):
         raise ValidationError("`truncation_side` must be left or right", "truncation_side")
     return PromptFields(add_special_tokens if given is None else given, num_kept, side == "right")
-
-
-def read_report_fields(fields: Fields, *, stream: bool) -> ReportFields:
-    """Raises WrongJsonType or ValidationError."""
-    count = fields.integer("prompt_logprobs", "i32")
-    if count is not None and not 0 <= count <= MAX_PROMPT_LOGPROBS:
-        rule = f"must be >= 0 and <= {MAX_PROMPT_LOGPROBS}"
-        raise ValidationError(f"`prompt_logprobs` {rule}. Given: {count}", "prompt_logprobs")
-    if count is not None and stream:
-        raise ValidationError("`prompt_logprobs` is not supported when streaming tokens", "prompt_logprobs")
-    return ReportFields(fields.flag("return_token_ids"), fields.flag("return_tokens_as_token_ids"), count)

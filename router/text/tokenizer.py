@@ -24,6 +24,7 @@ from lorikeet.router.text.chat_template import (
     template_of,
 )
 from lorikeet.router.text.detokenizer import Detokenizer, detokenizer
+from lorikeet.router.text.fill_in_middle import FillInMiddle
 from lorikeet.router.text.length import token_length
 from lorikeet.router.text.pool import TextPool
 from lorikeet.router.text.tail import Cuts
@@ -79,6 +80,7 @@ class Tokenizer:
         self.length = token_length(backend)
         """How long the text of a token can be."""
         self._cuts = Cuts(backend)
+        self.fill_in_middle = FillInMiddle.find(backend)
         self.vocabulary = Vocabulary(backend, special_ids)
         self.special_ids = self.vocabulary.special_ids
         self.eos_ids = eos_ids

@@ -36,8 +36,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_model_folder(folder: Path, *, chat_template: bool = True) -> Path:
-    """Tokenizer files as a model folder has them."""
+def write_model_folder(folder: Path, *, chat_template: bool = True, special_tokens: tuple[str, ...] = ()) -> Path:
+    """Tokenizer files as a model folder has them; `special_tokens` are further ones."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<s>", "</s>", *alphabet, *("".join(pair) for pair in MERGES)]
@@ -45,7 +45,7 @@ def write_model_folder(folder: Path, *, chat_template: bool = True) -> Path:
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_special_tokens(["<s>", "</s>", *special_tokens])
     backend.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     if chat_template:
@@ -142,7 +142,9 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             "adapter_source": "local",
             **fields,
         }
-    model_folder = write_model_folder(folder / "model", chat_template=fields.pop("chat_template", True))
+    tokens = fields.pop("special_tokens", ())
+    has_template = fields.pop("chat_template", True)
+    model_folder = write_model_folder(folder / "model", chat_template=has_template, special_tokens=tokens)
     device = fields.pop("device", "cuda:0")
     shards_draft = fields.pop("shards_draft_model", "")
     shard = ScriptedShard(folder, lambda submit: Script([5] * submit.max_new_tokens), device, shards_draft)

@@ -5,7 +5,7 @@ from typing import Any
 
 from lorikeet.router.api.collect import Alternatives, Completed
 from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIRoute, Prompt, VisibleTokens
-from lorikeet.router.errors import ValidationError
+from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, Token
@@ -30,6 +30,7 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
 
     async def _prompt(self, given: str | list[int], wanted: CompletionRequest, caller: Caller) -> Prompt:
         if isinstance(given, str):
+            given = self._with_suffix(given, wanted.suffix)
             ids = await self._tokenized(given, wanted.common, caller, "prompt")
             if not ids:
                 raise ValidationError("`prompt` cannot be empty", "prompt")
@@ -39,6 +40,15 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
             self._service.check_ids(given, "prompt")
             ids = given
         return Prompt(ids, self._decode(ids) if wanted.echo else "")
+
+    def _with_suffix(self, text: str, suffix: str) -> str:
+        """Raises UnsupportedField where the model cannot fill in."""
+        if not suffix:
+            return text
+        tokens = self._service.tokenizer.fill_in_middle
+        if tokens is None:
+            raise UnsupportedField("suffix", "is not supported by this model: it has no fill-in-the-middle tokens")
+        return tokens.prompt(text, suffix)
 
     def _choice(self, wanted: CompletionRequest, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         echoed = prompt.text if wanted.echo else ""

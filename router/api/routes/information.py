@@ -1,4 +1,4 @@
-"""Probes, `/info` and other servers' forms of it, `/metrics`, `/v1/models`, and unsupported routes (501)."""
+"""Probes, `/info` and other servers' forms of it, `/metrics`, and `/v1/models`."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ from lorikeet.router.adapters.directory import Listed
 from lorikeet.router.api.collect import collect
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.service import Service, now
-from lorikeet.router.errors import Failed, ModelNotFound, NotServed, Refused, ShuttingDown, Unhealthy
+from lorikeet.router.errors import Failed, ModelNotFound, Refused, ShuttingDown, Unhealthy
 from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.usage.post import shown_url
 
@@ -181,10 +181,6 @@ class InformationRoutes:
             if line.alias == wanted:
                 return _json(self._adapter(line))
         raise ModelNotFound(wanted[:256])
-
-    async def not_served(self, request: Request) -> Response:
-        """Answers 501 rather than 404, which would suggest a misspelt path."""
-        raise NotServed(request.url.path)
 
     def _adapter(self, line: Listed) -> dict[str, Any]:
         """In vLLM's format, with the reason why it is not served, if any."""

@@ -12,11 +12,12 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.collect import Completed, collect_all, interleave, speculation_report
+from lorikeet.router.api.collect import Completed, collect_all, interleave
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, named, now, random_seed
 from lorikeet.router.api.sse import DONE, EventStream, event
+from lorikeet.router.api.usage import metrics, repeated, token_counts, usage
 from lorikeet.router.error_bodies import openai_body
 from lorikeet.router.errors import RouterError, ValidationError
 from lorikeet.router.receipts.receipt import check_receipt
@@ -121,10 +122,12 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         num_skipped = sum(sequence.num_skipped for sequence in sequences)
         request.state.log_fields = log_fields(requests[0], num_generated, sequences[0].finish_reason)
         frame = self._envelope(self.object_name, wanted.common)
-        whole = frame.around(self._choices(wanted, prompts, sequences), usage(wanted, prompts, generations)) | receipts
+        counts = usage(wanted, num_prompt, generations)
+        whole = frame.around(self._choices(wanted, prompts, sequences), counts) | receipts
         whole |= self._prompt_fields(wanted, prompts) | self._answer_fields(wanted, sequences)
-        counts = Counts(characters, num_prompt, num_generated, num_skipped)
-        headers = answer_headers(service, timing, generations[0], counts) | ignored
+        whole |= metrics(generations) | repeated(wanted)
+        sums = Counts(characters, num_prompt, num_generated, num_skipped)
+        headers = answer_headers(service, timing, generations[0], sums) | ignored
         return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
 
     def _named(self, request: Request, common: CommonFields) -> Caller:
@@ -277,10 +280,18 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         if wanted.common.report.token_ids:
             for index, each in enumerate(visible):
                 each.prompt_ids = prompts[index // wanted.best_of].ids
-        no_usage = {"usage": None} if wanted.common.include_usage else {}
-        num_generated = 0
+        report, num_generated = wanted.common.report, 0
+        num_prompt = sum(len(prompt.ids) for prompt in prompts)
+
+        def shared() -> dict[str, Any]:
+            """What every event has."""
+            if not report.usage:
+                return repeated(wanted)
+            so_far = token_counts(num_prompt, num_generated) if report.continuous_usage else None
+            return {"usage": so_far} | repeated(wanted)
+
         if first := self._first_choices(len(generations)):
-            fields = no_usage | self._prompt_fields(wanted, prompts)
+            fields = shared() | self._prompt_fields(wanted, prompts)
             yield b"".join(event(frame.around([choice]) | fields) for choice in first)
         try:
             async for index, chunk in interleave(generations):
@@ -291,14 +302,15 @@ class OpenAIRoute(ABC, Generic[Wanted]):
                     sent = generations[index].request
                     request.state.log_fields = log_fields(sent, num_generated, chunk.finish_reason)
                 for choice in self._chunk_choices(wanted, index, chunk, visible[index]):
-                    yield event(frame.around([choice]) | no_usage)
+                    yield event(frame.around([choice]) | shared())
             receipts = await self._receipt(generations)
         except RouterError as error:
             request.state.failure = error
             yield event(openai_body(error))
             return
-        if wanted.common.include_usage:
-            yield event(frame.around([], usage(wanted, prompts, generations)) | receipts)
+        if report.usage:
+            last = usage(wanted, num_prompt, generations)
+            yield event(frame.around([], last) | receipts | metrics(generations) | repeated(wanted))
         elif receipts:
             yield event(frame.around([]) | receipts)
         yield DONE
@@ -325,27 +337,6 @@ class Envelope:
             **({} if usage is None else {"usage": usage}),
             "system_fingerprint": self.system_fingerprint,
         }
-
-
-def usage(wanted: OpenAIRequest, prompts: list[Prompt], generations: list[Generation]) -> dict[str, Any]:
-    """LoRAX's keys first, in its order; speculative decoding's counts are where OpenAI has those of predictions."""
-    num_prompt = sum(len(prompt.ids) for prompt in prompts)
-    num_completion = 0 if wanted.only_prompt else sum(generation.num_generated for generation in generations)
-    num_cached = sum(generation.num_cached for generation in generations[:: wanted.best_of])
-    counts: dict[str, Any] = {
-        "prompt_tokens": num_prompt,
-        "total_tokens": num_prompt + num_completion,
-        "completion_tokens": num_completion,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }
-    report = speculation_report(generations)
-    if report is not None:
-        counts["completion_tokens_details"] = {
-            "accepted_prediction_tokens": report["accepted"],
-            "rejected_prediction_tokens": report["drafted"] - report["accepted"],
-            "speculation": report,
-        }
-    return counts
 
 
 class VisibleTokens:

@@ -11,6 +11,7 @@ from lorikeet.router.schemas.fields import MAX_SALT
 from lorikeet.router.schemas.openapi.constraints import Constrained
 from lorikeet.router.schemas.openapi.grammars import Structured
 from lorikeet.router.schemas.openapi.receipts import FinishReason, Receipt
+from lorikeet.router.schemas.openapi.report import ReportedAnswer, ReportedRequest
 
 AdapterSource = Literal["hub", "local", "s3"]
 
@@ -224,11 +225,7 @@ class TokenizeToken(BaseModel):
     stop: int
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool | None = False
-
-
-class _OpenAIRequest(_Speculative, Constrained):
+class _OpenAIRequest(_Speculative, Constrained, ReportedRequest):
     model: str = Field(description="The base model, an adapter's id or an alias")
     temperature: float | None = Field(1.0, ge=0, le=2, description="0 is greedy")
     top_p: float | None = Field(1.0, ge=0, le=1)
@@ -244,7 +241,6 @@ class _OpenAIRequest(_Speculative, Constrained):
     seed: int | None = None
     stop: str | list[str] | None = Field(None, description="Ends the text, which excludes it")
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
     user: str | None = None
     add_special_tokens: bool | None = Field(
         None, description="Whether the tokenizer adds its special tokens to the prompt; default: not to a rendered chat"
@@ -276,6 +272,7 @@ class CompletionRequest(_OpenAIRequest):
     echo: bool | None = False
     best_of: int | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
+    suffix: str | None = Field(None, description="What follows the output, for models with fill-in-the-middle tokens")
 
 
 class ContentPart(BaseModel):
@@ -303,9 +300,10 @@ class ChatCompletionRequest(_OpenAIRequest):
 
 
 class CompletionDetails(BaseModel):
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-    speculation: SpeculationReport
+    accepted_prediction_tokens: int | None = Field(None, description="Where speculation was possible, as the next two")
+    rejected_prediction_tokens: int | None = None
+    speculation: SpeculationReport | None = None
+    reasoning_tokens: int | None = Field(None, description="Where the output has reasoning")
 
 
 class Usage(BaseModel):
@@ -313,7 +311,7 @@ class Usage(BaseModel):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: dict[str, int]
-    completion_tokens_details: CompletionDetails | None = Field(None, description="Where speculation was possible")
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class PromptLogprob(BaseModel):
@@ -333,7 +331,7 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = Field(None, description="By token id; if asked for")
 
 
-class _OpenAIResponse(BaseModel):
+class _OpenAIResponse(ReportedAnswer):
     id: str
     created: int
     model: str
@@ -363,7 +361,7 @@ class ChatCompletionResponse(_OpenAIResponse):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = Field(None, description="By token id; if asked for")
 
 
-class _OpenAIChunk(BaseModel):
+class _OpenAIChunk(ReportedAnswer):
     """Data of one event; the last event is `[DONE]`."""
 
     id: str

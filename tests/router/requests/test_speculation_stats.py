@@ -1,6 +1,7 @@
 """Counts of draft tokens are right for any history of steps, however it is divided into messages and truncated."""
 
 import random
+from collections import Counter
 from itertools import pairwise
 from unittest.mock import Mock
 
@@ -76,6 +77,15 @@ def test_accounts_hold(seed: int) -> None:
     assert (
         speculation_stats.num_drafted == sum(sum(drafted) for _, _, drafted in sent) >= speculation_stats.num_accepted
     )
+    assert sum(number * count for number, count in speculation_stats.steps.items()) == emitted
+    expected = Counter[int]()
+    left = num
+    for tokens, sources, drafted in sent:
+        kept = sources[: max(left, 0)]
+        if any(drafted) and kept:
+            expected[sum(source in DRAFT_SOURCES for source in kept)] += 1
+        left -= len(tokens)
+    assert speculation_stats.steps == expected
     # Forwards that gave tokens: emitted less skipped.
     begun = 0
     for tokens, _, _ in sent:
