@@ -99,6 +99,8 @@ proto: $(VENV)/.installed-$(DEV)
 docs: $(VENV)/.installed
 	$(PY) -m lorikeet.launcher.config.reference > docs/launcher.md
 	$(PY) -m lorikeet.router.schemas.field_document > docs/fields.md
+	$(PY) -m lorikeet.router.metrics.reference > docs/reference/metrics.md
+	$(PY) deploy/monitoring/dashboards.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,363 @@
+"""Writes the Grafana dashboards in grafana/dashboards: `python deploy/monitoring/dashboards.py`.
+
+Rows of panels are data; Grafana's JSON is made from them. For Grafana 10.4 and later.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "grafana" / "dashboards"
+RATE = "[$__rate_interval]"
+SELECT = 'job=~"$job", instance=~"$instance"'
+COLUMNS, HEIGHT = 24, 8
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One graph: PromQL by the text of its legend."""
+
+    title: str
+    queries: dict[str, str]
+    unit: str = "short"
+    text: str = ""
+    """What it shows, for those who do not know."""
+    kind: str = "timeseries"
+    width: int = 8
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def rate(metric: str, *by: str, of: str = "") -> str:
+    """Per second, added up over routers."""
+    inside = f"{SELECT}, {of}" if of else SELECT
+    return f"sum{_by(by)} (rate({metric}{{{inside}}}{RATE}))"
+
+
+def total(metric: str, *by: str) -> str:
+    """The current value, added up over routers."""
+    return f"sum{_by(by)} ({metric}{{{SELECT}}})"
+
+
+def quantile(share: float, metric: str, *by: str) -> str:
+    """Of a histogram."""
+    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', 'le', *by)})"
+
+
+def quantiles(metric: str) -> dict[str, str]:
+    return {f"p{round(100 * share)}": quantile(share, metric) for share in (0.5, 0.95, 0.99)}
+
+
+def over(part: str, whole: str) -> str:
+    """A ratio that is absent while the whole is 0."""
+    return f"{part} / ({whole} > 0)"
+
+
+def _by(names: tuple[str, ...]) -> str:
+    return f" by ({', '.join(names)})" if names else ""
+
+
+def top(expression: str, count: int = 10) -> str:
+    return f"topk({count}, {expression})"
+
+
+OVERVIEW = {
+    "Traffic": [
+        Panel("Requests", {"arrived": rate("lorax_request_count"), "answered": rate("lorax_request_success")}, "reqps"),
+        Panel(
+            "Tokens",
+            {"prompt": rate("lorikeet_prompt_tokens_total"), "output": rate("lorikeet_generated_tokens_total")},
+            "short",
+            "Tokens per second.",
+        ),
+        Panel(
+            "Failures by reason",
+            {"{{err}}": rate("lorax_request_failure", "err")},
+            "reqps",
+            "The reasons are those of docs/reference/errors.md.",
+        ),
+    ],
+    "Latency": [
+        Panel("Time to first token", quantiles("lorikeet_time_to_first_token"), "s"),
+        Panel("Inter-token latency", quantiles("lorikeet_inter_token_latency"), "s"),
+        Panel("Whole requests", quantiles("lorax_request_duration"), "s"),
+        Panel("Time in the queue", quantiles("lorikeet_queue_seconds"), "s"),
+        Panel("Steps", {"{{method}} p95": quantile(0.95, "lorax_batch_inference_duration", "method")}, "s"),
+        Panel(
+            "First token within 500 ms",
+            {
+                "share": over(
+                    rate("lorikeet_time_to_first_token_bucket", of='le="0.498789"'),
+                    rate("lorikeet_time_to_first_token_count"),
+                )
+            },
+            "percentunit",
+            "The share of requests that met this objective.",
+        ),
+    ],
+    "Load": [
+        Panel(
+            "Requests now",
+            {
+                "running": total("lorikeet_running_requests"),
+                "queued": total("lorax_queue_length"),
+                "waiting in shards": total("lorikeet_shard_waiting_requests"),
+            },
+        ),
+        Panel(
+            "KV pages",
+            {
+                "used": over(total("lorikeet_kv_pages_used"), total("lorikeet_kv_pages")),
+                "cached prefixes": over(total("lorikeet_kv_pages_cached"), total("lorikeet_kv_pages")),
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Prompt tokens from the prefix cache",
+            {"share": over(rate("lorikeet_cached_prompt_tokens_total"), rate("lorikeet_prompt_tokens_total"))},
+            "percentunit",
+        ),
+        Panel(
+            "Preemptions",
+            {"per second": rate("lorikeet_preemptions_total")},
+            "ops",
+            "Requests that lost their KV pages because memory ran out, and compute again.",
+        ),
+        Panel(
+            "Device idle between steps",
+            {"share": rate("lorikeet_device_idle_seconds_total")},
+            "percentunit",
+            "Seconds per second that devices waited for the host.",
+        ),
+        Panel(
+            "Rejected before any route", {"{{reason}}": rate("lorikeet_connections_rejected_total", "reason")}, "reqps"
+        ),
+    ],
+}
+ADAPTERS = {
+    "Where adapters are": [
+        Panel(
+            "Adapters",
+            {
+                "in slots": total("lorikeet_adapters_resident"),
+                "known": total("lorikeet_adapters_known"),
+                "loading": total("lorikeet_adapters_loading"),
+                "pinned": total("lorikeet_adapters_pinned"),
+            },
+        ),
+        Panel(
+            "Requests by tier",
+            {"{{tier}}": rate("lorikeet_adapter_hits_total", "tier")},
+            "reqps",
+            "Whether the adapter was in a slot when its request was sent.",
+        ),
+        Panel(
+            "Requests whose adapter was in a slot",
+            {"share": over(rate("lorikeet_adapter_hits_total", of='tier="slot"'), rate("lorikeet_adapter_hits_total"))},
+            "percentunit",
+        ),
+        Panel("Loads by tier", {"{{tier}}": rate("lorikeet_adapter_loads_total", "tier")}, "ops"),
+        Panel("Seconds per load", {"{{tier}} p95": quantile(0.95, "lorikeet_adapter_load_seconds", "tier")}, "s"),
+        Panel("Evictions by tier", {"{{tier}}": rate("lorikeet_adapter_evictions_total", "tier")}, "ops"),
+    ],
+    "By adapter": [
+        Panel(
+            "Requests, ten busiest",
+            {"{{adapter}}": top(rate("lorikeet_adapter_requests_total", "adapter"))},
+            "reqps",
+            width=12,
+        ),
+        Panel(
+            "Output tokens, ten busiest",
+            {"{{adapter}}": top(rate("lorikeet_adapter_generated_tokens_total", "adapter"))},
+            width=12,
+        ),
+        Panel("Running", {"{{adapter}}": top(total("lorikeet_adapter_running_requests", "adapter"))}),
+        Panel("Waiting", {"{{adapter}}": top(total("lorikeet_adapter_waiting_requests", "adapter"))}),
+        Panel("Errors of adapters", {"{{adapter}}": top(rate("lorikeet_adapter_errors_total", "adapter"))}, "ops"),
+        Panel("Shards that have it in a slot", {"{{adapter}}": top(total("lorikeet_adapter_resident", "adapter"))}),
+        Panel(
+            "Prompt tokens, ten busiest", {"{{adapter}}": top(rate("lorikeet_adapter_prompt_tokens_total", "adapter"))}
+        ),
+    ],
+}
+SPECULATION = {
+    "All": [
+        Panel(
+            "Acceptance rate",
+            {"share": over(rate("lorikeet_accepted_tokens_total"), rate("lorikeet_drafted_tokens_total"))},
+            "percentunit",
+            "Accepted draft tokens over those that were verified.",
+        ),
+        Panel(
+            "Draft tokens",
+            {"drafted": rate("lorikeet_drafted_tokens_total"), "accepted": rate("lorikeet_accepted_tokens_total")},
+        ),
+        Panel(
+            "Tokens per step",
+            {
+                "{{method}}": "1 + "
+                + over(
+                    rate("lorikeet_speculation_accepted_tokens_total", "method"),
+                    rate("lorikeet_speculation_steps_total", "method"),
+                )
+            },
+            text="Of steps that verified drafts.",
+        ),
+    ],
+    "By method": [
+        Panel(
+            "Acceptance rate",
+            {
+                "{{method}}": over(
+                    rate("lorikeet_speculation_accepted_tokens_total", "method"),
+                    rate("lorikeet_speculation_drafted_tokens_total", "method"),
+                )
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Accepted at each position",
+            {
+                "{{method}} {{position}}": rate(
+                    "lorikeet_speculation_accepted_tokens_per_position_total", "method", "position"
+                )
+            },
+        ),
+        Panel(
+            "Seconds by phase",
+            {"{{method}} {{phase}}": rate("lorikeet_speculation_seconds_total", "method", "phase")},
+            "percentunit",
+            "Seconds per second spent proposing, verifying and accepting.",
+        ),
+    ],
+    "By adapter": [
+        Panel(
+            "Acceptance rate",
+            {
+                "{{adapter}}": over(
+                    rate("lorikeet_speculation_accepted_tokens_total", "adapter"),
+                    rate("lorikeet_speculation_drafted_tokens_total", "adapter"),
+                )
+            },
+            "percentunit",
+            width=12,
+        ),
+        Panel(
+            "Drafted tokens, ten most",
+            {"{{adapter}}": top(rate("lorikeet_speculation_drafted_tokens_total", "adapter"))},
+            width=12,
+        ),
+    ],
+}
+RECOVERY = {
+    "Shards": [
+        Panel(
+            "Routers with a ready shard",
+            {"{{instance}}": total("lorikeet_shard_ready", "instance")},
+            text="0 while no shard accepts requests: they wait, and /ready is 503.",
+        ),
+        Panel(
+            "Streams lost",
+            {"{{instance}}": rate("lorikeet_shard_reconnects_total", "instance")},
+            "ops",
+            "Shards that exited, hung or were replaced.",
+        ),
+        Panel(
+            "Requests retried",
+            {"per second": rate("lorikeet_requests_retried_total")},
+            "reqps",
+            "They continued on another shard; their clients saw a pause.",
+        ),
+        Panel("Failed steps", {"{{method}}": rate("lorax_batch_inference_failure", "method")}, "ops"),
+        Panel("Credit", {"requests": total("lorikeet_credit_requests")}, text="What shards could start now."),
+        Panel("Credit in KV tokens", {"tokens": total("lorikeet_credit_kv_tokens")}),
+    ],
+    "Requests": [
+        Panel("Reason for the shard", {"{{reason}}": rate("lorikeet_routing_decisions_total", "reason")}, "reqps"),
+        Panel(
+            "Ended by the router",
+            {"per second": rate("lorikeet_aborts_total")},
+            "reqps",
+            "Cancelled by clients, or complete at a stop string.",
+        ),
+        Panel("Usage records lost", {"{{to}}": rate("lorikeet_usage_dropped_total", "to")}, "ops"),
+    ],
+}
+DASHBOARDS = {"overview": OVERVIEW, "adapters": ADAPTERS, "speculation": SPECULATION, "recovery": RECOVERY}
+
+
+def dashboard(name: str, rows: dict[str, list[Panel]]) -> dict[str, Any]:
+    """Grafana's JSON."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in rows.items():
+        panels.append({"id": len(panels) + 1, "type": "row", "title": title, "gridPos": _at(0, y, COLUMNS, 1)})
+        x, y = 0, y + 1
+        for panel in row:
+            if x + panel.width > COLUMNS:
+                x, y = 0, y + HEIGHT
+            panels.append(_panel(panel, len(panels) + 1, _at(x, y, panel.width, HEIGHT)))
+            x += panel.width
+        y += HEIGHT
+    return {
+        "uid": f"lorikeet-{name}",
+        "title": f"Lorikeet: {name}",
+        "tags": ["lorikeet"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "links": [{"type": "dashboards", "title": "Lorikeet", "tags": ["lorikeet"], "asDropdown": False}],
+        "templating": {"list": [_datasource(), _variable("job"), _variable("instance")]},
+        "panels": panels,
+    }
+
+
+def _panel(panel: Panel, number: int, position: dict[str, int]) -> dict[str, Any]:
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.text,
+        "gridPos": position,
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "fieldConfig": {
+            "defaults": {"unit": panel.unit, "min": 0, "custom": {"fillOpacity": 8, "showPoints": "never"}},
+            "overrides": [],
+        },
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {"refId": chr(ord("A") + index), "expr": expression, "legendFormat": legend}
+            for index, (legend, expression) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def _at(x: int, y: int, width: int, height: int) -> dict[str, int]:
+    return {"x": x, "y": y, "w": width, "h": height}
+
+
+def _datasource() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}
+
+
+def _variable(name: str) -> dict[str, Any]:
+    """Values of a label that routers have."""
+    query = f"label_values(lorikeet_shard_ready, {name})"
+    return {
+        "name": name, "type": "query", "label": name.capitalize(), "query": {"query": query, "refId": name},
+        "datasource": {"type": "prometheus", "uid": "${datasource}"}, "includeAll": True, "multi": True,
+        "allValue": ".*", "current": {"text": "All", "value": "$__all"}, "refresh": 2,
+    }  # fmt: skip
+
+
+def write(folder: Path = FOLDER) -> None:
+    """All of them."""
+    for name, rows in DASHBOARDS.items():
+        text = json.dumps(dashboard(name, rows), indent=1) + "\n"
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
