@@ -12,9 +12,11 @@ RouterError
 │   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
 │   │   └── one leaf per status
 │   ├── KeyRequired, TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
+│   ├── StreamNotFound, StreamExists, StreamTrimmed
 │   └── ChatTemplateError, ModelNotFound (LoraNotFound), UnknownRoute, UnknownMethod
 ├── Refused                     the server cannot accept it now
-│   └── Overloaded (QueueTimeout), KeyLimitReached, BodyMemoryFull, ShuttingDown, NoShard, Unhealthy, NotServed
+│   ├── Overloaded (QueueTimeout), KeyLimitReached, BodyMemoryFull, TooManyStreams
+│   └── ShuttingDown, NoShard, Unhealthy, NotServed
 └── Failed                      it started and failed
     └── GenerationFailed, PoisonRequest, IncompleteGeneration, DeadlineExceeded, InternalError
 """
@@ -134,6 +136,23 @@ class LoraNotFound(ModelNotFound):
     param = "lora_name"
 
 
+class StreamNotFound(InvalidRequest):
+    """No such resumable stream of this caller: it never was, or its time is over."""
+
+    template = "There is no resumable stream `{}` of this caller, or it is not kept any more"
+
+
+class StreamExists(InvalidRequest):
+    template = "A resumable stream with the id `{}` is running: choose another `x-request-id`"
+
+
+class StreamTrimmed(InvalidRequest):
+    """The beginning of a stream was dropped, because it was too long to keep."""
+
+    template = "The stream is too long to keep whole: its first event that is kept is {}"
+    param = "from"
+
+
 class UnknownRoute(InvalidRequest):
     template = "Not Found"
 
@@ -251,6 +270,13 @@ class BodyMemoryFull(Refused):
     retry_after = 1.0
 
 
+class TooManyStreams(Refused):
+    """Each of them is running or being read."""
+
+    template = "Too many resumable streams are open: the limit is {}"
+    retry_after = 1.0
+
+
 class KeyLimitReached(Refused):
     """A limit of the caller's API key."""
 
@@ -332,6 +358,9 @@ ANSWERS: dict[type[RouterError], Answer] = {
     UnsupportedField: Answer(422, "validation", "validation", 422),
     ChatTemplateError: Answer(422, "template_error", "template", 400),
     ModelNotFound: Answer(404, "model_not_found", "validation", 404, openai_code="model_not_found"),
+    StreamNotFound: Answer(404, "not_found", "bad_request", 404, openai_code="stream_not_found"),
+    StreamExists: Answer(409, "conflict", "bad_request", 409, openai_code="stream_exists"),
+    StreamTrimmed: Answer(410, "gone", "bad_request", 410, openai_code="stream_trimmed"),
     UnknownRoute: Answer(404, "not_found", "bad_request", 404, openai_code="unknown_url"),
     UnknownMethod: Answer(405, "method_not_allowed", "bad_request", 405),
     AdapterUnknown: Answer(404, "generation", "download_adapter", 404, openai_code="model_not_found"),
@@ -348,6 +377,7 @@ ANSWERS: dict[type[RouterError], Answer] = {
     AlreadyLoaded: Answer(400, "validation", "validation", 400),
     ReloadRefused: Answer(409, "validation", "validation", 409),
     Overloaded: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
+    TooManyStreams: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
     BodyMemoryFull: Answer(503, "overloaded", "overloaded", 503, "server_error", "overloaded"),
     KeyLimitReached: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
     ShuttingDown: Answer(503, "shutting_down", "shutting_down", 503, "server_error", "shutting_down"),

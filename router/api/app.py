@@ -10,6 +10,7 @@ from starlette.routing import Match
 
 from lorikeet.router.api import openapi
 from lorikeet.router.api.cors import Cors
+from lorikeet.router.api.disconnect import ClientGone
 from lorikeet.router.api.docs import documentation_routes
 from lorikeet.router.api.failures import failure_response, style_of
 from lorikeet.router.api.middleware import Handle, RequestMiddleware
@@ -19,6 +20,7 @@ from lorikeet.router.api.routes.completions import CompletionsRoute
 from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoutes
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
 from lorikeet.router.api.routes.sagemaker import InvocationsRoute, SageMakerAdapterRoutes
+from lorikeet.router.api.routes.streams import StreamRoutes
 from lorikeet.router.api.routes.tokens import TokenRoutes
 from lorikeet.router.api.routes.unsupported import ALTERNATIVES, METHODS, not_served, out_of_scope
 from lorikeet.router.api.service import Service, make_service
@@ -27,6 +29,8 @@ from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import InternalError, RouterError, UnknownMethod, UnknownRoute
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.text.tokenizer import Tokenizer
+
+_STREAM = "/v1/streams/{stream_id}"
 
 
 def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> FastAPI:
@@ -98,9 +102,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/detokenize": tokens.detokenize,
         **dict.fromkeys(("/embed", "/classify", "/classify_batch", "/v1/embeddings"), not_served),
     }
+    streams = StreamRoutes(service)
+    read[_STREAM] = streams.read
     delete = {
         "/v1/models/{model_id:path}": admin.delete_model,
         "/adapters/{adapter_name:path}": sagemaker.unload,
+        _STREAM: streams.cancel,
     }
     for path in ALTERNATIVES:
         for each in (path, f"{path}/{{rest:path}}"):
@@ -144,4 +151,6 @@ def _methods(request: Request) -> list[str]:
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
     """The exception itself reaches the middleware, which logs where it was raised."""
+    if isinstance(error, ClientGone):
+        return Response()
     return await _answer_failure(request, InternalError())

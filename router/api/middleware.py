@@ -20,12 +20,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorikeet.router.api.authentication import PROBES
 from lorikeet.router.api.cors import Cors
 from lorikeet.router.api.disconnect import ClientGone
-from lorikeet.router.api.failures import failure_response, style_of
+from lorikeet.router.api.failures import ErrorStyle, failure_response, style_of
 from lorikeet.router.api.headers import request_id
+from lorikeet.router.api.resumable import Buffered, Replay, forward, wanted_ttl
 from lorikeet.router.api.service import Service, now
-from lorikeet.router.error_bodies import reason
+from lorikeet.router.api.sse import event
+from lorikeet.router.error_bodies import lorax_body, openai_body, reason
 from lorikeet.router.errors import (
     AdminOnly,
+    GenerationFailed,
     InternalError,
     KeyRequired,
     RouterError,
@@ -35,11 +38,13 @@ from lorikeet.router.errors import (
 )
 from lorikeet.router.http.address import Addresses
 from lorikeet.router.metrics.router import Metrics
+from lorikeet.router.streams.stream import KeptStream
 from lorikeet.router.usage.record import Ending
 
 if TYPE_CHECKING:
     from lorikeet.router.tracing.tracing import RequestTrace
 
+_STREAMS = "/v1/streams/"
 _OPEN_WHILE_DRAINING = PROBES | {"/metrics", "/info"}
 
 _SLASHES = re.compile("/{2,}")
@@ -121,30 +126,83 @@ class RequestMiddleware:
             self._service.authentication.check(request)
             if direct is None:
                 await self._app(scope, receive, call.send)
-            elif (key := self._service.caller(request).key) is None:
-                await (await direct(request))(scope, receive, call.send)
+            elif (ttl_s := wanted_ttl(request.headers)) is None:
+                await self._generate(request, direct, receive, call.send)
             else:
-                self._service.key_limits.begin(key)
-                try:
-                    await (await direct(request))(scope, receive, call.send)
-                finally:
-                    self._service.key_limits.end(key, scope["state"].get("generations", ()))
-        except RouterError as error:
-            await call.fail(error, receive)
-        except (ClientGone, ClientDisconnect):
+                owner, stream_id = self._service.caller(request).identity, scope["state"]["request_id"]
+                stream = self._service.streams.begin(owner, stream_id, ttl_s)
+                await self._generate_kept(stream, scope, receive, call, direct)
+        except BaseException as error:
+            await self._fail(error, receive, call)
+
+    async def _generate(self, request: Request, direct: Handle, receive: Receive, send: Send) -> None:
+        """Call a route to the model, within the limits of the caller's key."""
+        if (key := self._service.caller(request).key) is None:
+            await (await direct(request))(request.scope, receive, send)
+            return
+        self._service.key_limits.begin(key)
+        try:
+            await (await direct(request))(request.scope, receive, send)
+        finally:
+            self._service.key_limits.end(key, request.scope["state"].get("generations", ()))
+
+    async def _generate_kept(
+        self, stream: KeptStream, scope: Scope, receive: Receive, call: "_RequestScope", direct: Handle
+    ) -> None:
+        """The same into a stream, which the client reads while it is connected."""
+        buffered = Buffered(stream, self._service.streams, receive)
+        call.divert(buffered.send)
+        forwarding = asyncio.create_task(forward(Replay(stream), scope, receive, call.send))
+        try:
+            try:
+                await self._generate(Request(scope, buffered.receive), direct, buffered.receive, call.answer)
+            except BaseException as error:
+                await self._fail(error, buffered.receive, call)
+            if stream.cancelled.is_set():
+                _add_cancellation(stream, style_of(scope))
+            stream.finish()
+            await forwarding
+        finally:
+            stream.finish()
+            forwarding.cancel()
+        if stream.cancelled.is_set():
             call.status = CLIENT_CLOSED_REQUEST
-        except asyncio.CancelledError:  # the server ends, and this request was not complete
+
+    async def _fail(self, error: BaseException, receive: Receive, call: "_RequestScope") -> None:
+        """Answer with an error, which is logged where it is unexpected. Raises what ends the process."""
+        if isinstance(error, RouterError):
+            await call.fail(error, receive)
+        elif isinstance(error, ClientGone | ClientDisconnect):
+            call.status = CLIENT_CLOSED_REQUEST
+        elif isinstance(error, asyncio.CancelledError):  # the server ends, and this request was not complete
             await call.fail(ShuttingDown(), receive)
-        except Exception as error:
+        elif isinstance(error, Exception):
             # The exception's text and locals may hold a prompt, so neither is logged.
             frames = traceback.extract_tb(error.__traceback__)
             where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
             _log.error("unhandled_exception", kind=type(error).__name__, where=where)
             await call.fail(InternalError(), receive)
+        else:
+            raise error
+
+
+def _add_cancellation(stream: KeptStream, style: ErrorStyle) -> None:
+    """What other readers of a cancelled stream get as its end."""
+    error = GenerationFailed("the request was cancelled")
+    if not stream.status:
+        response = failure_response(error, style)
+        stream.begin(response.status_code, response.raw_headers)
+        stream.add(bytes(response.body))
+    elif stream.is_events:
+        stream.add(event(openai_body(error) if style is ErrorStyle.OPENAI else lorax_body(error)))
 
 
 def _stays_open(scope: Scope) -> bool:
-    return scope["path"] in _OPEN_WHILE_DRAINING or (scope["path"] == "/" and scope["method"] == "GET")
+    return (
+        scope["path"] in _OPEN_WHILE_DRAINING
+        or scope["path"].startswith(_STREAMS)
+        or (scope["path"] == "/" and scope["method"] == "GET")
+    )
 
 
 def normal_path(path: str, root: str = "") -> str:
@@ -163,6 +221,7 @@ class _RequestScope:
     def __init__(self, scope: Scope, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._scope = scope
         self._send = send
+        self._diverted: Send | None = None
         self.headers = headers
         """To add to the response, with the request's id."""
         self.client = ""
@@ -182,11 +241,23 @@ class _RequestScope:
                 self.trace.is_stream = Headers(raw=message["headers"]).get("content-type", "").startswith(_EVENTS)
         return self._send(message)
 
+    def divert(self, send: Send) -> None:
+        """The answer goes to `send`, and from there to the client."""
+        self._diverted = send
+
+    def answer(self, message: Message) -> Awaitable[None]:
+        """Send a part of the answer to where it goes first."""
+        if self._diverted is None:
+            return self.send(message)
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        return self._diverted(message)
+
     async def fail(self, error: RouterError, receive: Receive) -> None:
         """Answer with `error`, unless an answer has begun."""
         self._scope["state"]["failure"] = error
         if not self.status:
-            await failure_response(error, style_of(self._scope))(self._scope, receive, self.send)
+            await failure_response(error, style_of(self._scope))(self._scope, receive, self.answer)
 
     def finish(self) -> Ending:
         """Log the request; returns how it ended, with the error as metrics count it."""

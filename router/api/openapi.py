@@ -31,6 +31,8 @@ from lorikeet.router.errors import (
     ReloadRefused,
     RouterError,
     ShuttingDown,
+    StreamNotFound,
+    StreamTrimmed,
     Unhealthy,
     UnknownMethod,
     UnknownRoute,
@@ -55,7 +57,10 @@ _OF_KEYS = frozenset(
 )
 _ANY = _leaves(ShuttingDown, InternalError) | _OF_KEYS
 _BODY = _leaves(BodyRejected, BodyMemoryFull, ValidationError)
-_OTHER_ROUTES = _leaves(UnknownRoute, UnknownMethod, AdminOnly, AlreadyLoaded, ReloadRefused, NotServed, Unhealthy)
+_OTHER_ROUTES = _leaves(
+    UnknownRoute, UnknownMethod, AdminOnly, AlreadyLoaded, ReloadRefused, NotServed, Unhealthy, StreamNotFound,
+    StreamTrimmed,
+)  # fmt: skip
 
 
 class Kind(enum.Enum):
@@ -68,6 +73,7 @@ class Kind(enum.Enum):
     ADMIN = _ANY | _BODY | _leaves(
         AdminOnly, AdapterProblem, AlreadyLoaded, ModelNotFound, NotServed, ReloadRefused, Failed
     )  # fmt: skip
+    STREAM = _ANY | _leaves(StreamNotFound, StreamTrimmed, ValidationError)
     UNSUPPORTED = _ANY | _leaves(NotServed)
 
 
@@ -113,6 +119,9 @@ OPERATIONS = (
               models.CompletionRequest, models.CompletionResponse, streams=models.CompletionChunk),
     Operation(Kind.GENERATE, "post", "/v1/chat/completions", "OpenAI's chat completions",
               models.ChatCompletionRequest, models.ChatCompletionResponse, streams=models.ChatCompletionChunk),
+    Operation(Kind.STREAM, "get", "/v1/streams/{stream_id}", "The answer of a resumable request, from an event on",
+              media=(EVENTS, JSON)),
+    Operation(Kind.STREAM, "delete", "/v1/streams/{stream_id}", "Cancel a resumable request, and forget its answer"),
     Operation(Kind.READ, "get", "/v1/models", "The base model and the operator's adapters",
               response=adapter_models.ModelList),
     Operation(Kind.READ, "get", "/v1/models/{model_id}", "One of them",
@@ -208,10 +217,14 @@ def _operation(operation: Operation) -> dict[str, Any]:
     }
     if operation.request is not None:
         shown["requestBody"] = {"required": True, "content": _content(JSON, _ref(operation.request))}
-    if names := re.findall(r"\{(\w+)\}", operation.path):
-        shown["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", operation.path)
+    ]
+    if operation.kind is Kind.STREAM and operation.method == "get":
+        parameters.append({"name": "from", "in": "query", "schema": {"type": "integer", "minimum": 0}})
+    if parameters:
+        shown["parameters"] = parameters
     return shown
 
 
@@ -234,7 +247,8 @@ def _responses(operation: Operation) -> dict[str, Any]:
         content |= _content(EVENTS, _ref(operation.streams))
     responses: dict[str, Any] = {}
     if operation.kind is not Kind.UNSUPPORTED:
-        responses["200"] = {"description": "Success", **({"content": content} if content else {})}
+        success = "204" if operation.kind is Kind.STREAM and operation.method == "delete" else "200"
+        responses[success] = {"description": "Success", **({"content": content} if content else {})}
     for status, media, schema in sorted(_failures(operation), key=lambda failure: failure[:2]):
         response = responses.setdefault(str(status), {"description": HTTPStatus(status).phrase, "content": {}})
         known = response["content"].get(media, {}).get("schema", schema)

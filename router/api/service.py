@@ -35,6 +35,7 @@ from lorikeet.router.schemas.grammar import GrammarFields, names_grammar
 from lorikeet.router.schemas.messages import Conversation
 from lorikeet.router.schemas.openai import check_texts
 from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
+from lorikeet.router.streams.streams import Streams
 from lorikeet.router.text.bad_words import MAX_TOKENS, bad_word_ids
 from lorikeet.router.text.chat_template import Rendered
 from lorikeet.router.text.grammars import Grammars
@@ -74,6 +75,8 @@ class Service:
     bodies: BodyReader
     tracing: "Tracing | None"
     """None where no collector is configured."""
+    streams: Streams
+    """Answers that clients may go on reading on another connection."""
 
     @property
     def admission(self) -> Admission:
@@ -303,6 +306,7 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         KeyLimits(),
         BodyReader(config.max_body_bytes, BodyMemory(config.max_body_memory), config.header_timeout_s),
         _tracing(config),
+        Streams(),
     )
 
 

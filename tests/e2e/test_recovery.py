@@ -1,5 +1,6 @@
 """Shards that exit or hang under load: every answer is the same as without faults, and the server keeps serving."""
 
+import json
 import os
 import signal
 import threading
@@ -82,10 +83,14 @@ def until_tokens(url: str, num_tokens: int) -> None:
         time.sleep(0.01)
 
 
-def until_back(server: Launched, index: int) -> None:
-    """Wait until the router has reconnected to that shard."""
+def num_connected(server: Launched, index: int) -> int:
+    return sum("shard_connected" in line and f"/shard-{index}.sock" in line for line in server.lines)
+
+
+def until_back(server: Launched, index: int, times: int = 2) -> None:
+    """Wait until the router has connected to that shard so many times."""
     end = time.monotonic() + 120
-    while sum("shard_connected" in line and f"/shard-{index}.sock" in line for line in server.lines) < 2:
+    while num_connected(server, index) < times:
         assert time.monotonic() < end, server.output
         time.sleep(0.05)
 
@@ -168,3 +173,36 @@ def test_a_rolling_restart_under_load_changes_no_answer(server: Launched, undist
     assert len(statuses) > 10 and set(statuses) == {200}
     assert not before & set(server.children())
     assert ask_all(Client(server.url)) == undisturbed
+
+
+@pytest.mark.long
+def test_a_resumable_stream_survives_its_connection_and_its_shard(server: Launched) -> None:
+    """The client goes after a few events, the shard is killed, and another connection reads the same text."""
+    body = {
+        "inputs": PROMPTS[0],
+        "parameters": {"max_new_tokens": 400, "ignore_eos_token": True, "do_sample": True, "seed": 3, "details": True},
+    }
+    expected = httpx.post(f"{server.url}/generate_stream", json=body, timeout=120).text
+    headers = {"x-lorikeet-resumable": "60", "x-request-id": "read-on"}
+    first = ""
+    with httpx.stream("POST", f"{server.url}/generate_stream", json=body, headers=headers, timeout=120) as response:
+        for part in response.iter_text():
+            first += part
+            if first.count("\n\n") >= 20:
+                break
+    moved = num_moved(server.url)
+    times = [num_connected(server, index) for index in (0, 1)]
+    for index in (0, 1):  # it runs on one of them
+        os.kill(server.shard(index), signal.SIGKILL)
+    for index in (0, 1):
+        until_back(server, index, times[index] + 1)
+    answer = httpx.get(f"{server.url}/v1/streams/read-on?from={first.count(chr(10) * 2)}", timeout=120)
+    assert texts(first + answer.text) == texts(expected)
+    assert num_moved(server.url) > moved
+
+
+def texts(events: str) -> list[tuple[Any, ...]]:
+    """Everything but which draft source gave a token, and times."""
+    shown = [json.loads(line.removeprefix("data: ")) for line in events.split("\n\n") if line.startswith("data: ")]
+    tokens = [(each["token"]["id"], each["token"]["text"], each["token"]["logprob"]) for each in shown]
+    return [*tokens, (shown[-1]["generated_text"],)]

@@ -2,9 +2,38 @@
 
 from tests.mutants.mutant import Mutant
 
+STREAMS_TEST = "tests/router/streams/test_streams.py"
 LOST_TEST = "tests/router/dispatch/test_recovery.py"
 
 MUTANTS = [
+    Mutant(
+        "a stream is read by any caller",
+        "router/streams/streams.py",
+        "stream = self._streams.get((owner, stream_id))",
+        "stream = next((each for each in self._streams.values() if each.id == stream_id), None)",
+        f"{STREAMS_TEST}::test_streams_belong_to_their_caller",
+    ),
+    Mutant(
+        "complete streams make no room",
+        "router/streams/streams.py",
+        "return stream.is_over and not stream.readers",
+        "return False",
+        f"{STREAMS_TEST}::test_others_make_room_only_with_complete_streams",
+    ),
+    Mutant(
+        "a stream that is not read drops its beginning",
+        "router/streams/stream.py",
+        "        if not self.readers:\n            return 0\n",
+        "        if not self.readers:\n            self.readers = {Reader(self, self.num_events)}\n",
+        f"{STREAMS_TEST}::test_a_stream_that_is_not_read_waits_at_the_bound_and_loses_nothing",
+    ),
+    Mutant(
+        "a resumable request ends with its connection",
+        "router/api/resumable.py",
+        "        if not self._is_read:\n            message",
+        "        if True:\n            message",
+        "tests/router/api/routes/test_streams.py::test_a_stream_that_nobody_reads_is_cancelled_after_its_time",
+    ),
     Mutant(
         "output of an earlier run counts as prompt in the next shard",
         "router/shards/codec.py",

@@ -1,0 +1,40 @@
+"""`/v1/streams/{id}`: the answers of resumable requests, for their own caller."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorikeet.router.api.resumable import Replay
+from lorikeet.router.api.service import Service
+from lorikeet.router.errors import StreamTrimmed, ValidationError
+from lorikeet.router.streams.stream import KeptStream, OutOfRange, Trimmed
+
+_MAX_DIGITS = 15
+
+
+class StreamRoutes:
+    """The handlers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def read(self, request: Request) -> Response:
+        """The answer from event `from` on, and what is added to it. Raises StreamNotFound, StreamTrimmed, …"""
+        stream, given = self._stream(request), request.query_params.get("from", "0")
+        if not (given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS):
+            raise ValidationError("`from` must be the number of events that were received", "from")
+        try:
+            return Replay(stream, int(given))
+        except Trimmed as trimmed:
+            raise StreamTrimmed(str(trimmed.first)) from None
+        except OutOfRange:
+            raise ValidationError(
+                f"`from` is {int(given)}: the stream has {stream.num_events} events", "from"
+            ) from None
+
+    async def cancel(self, request: Request) -> Response:
+        """End the request, if it runs, and forget its answer."""
+        self._service.streams.cancel(self._stream(request))
+        return Response(status_code=204)
+
+    def _stream(self, request: Request) -> KeptStream:
+        return self._service.streams.find(self._service.caller(request).identity, request.path_params["stream_id"])
