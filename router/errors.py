@@ -12,8 +12,8 @@ RouterError
 │   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
 │   │   └── one leaf per status
 │   ├── KeyRequired, TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
-│   ├── StreamNotFound, StreamExists, StreamTrimmed
-│   └── ChatTemplateError, ModelNotFound (LoraNotFound), UnknownRoute, UnknownMethod
+│   ├── StreamNotFound, StreamExists, StreamTrimmed, ChatTemplateError, ModelNotFound (LoraNotFound)
+│   └── UnknownRoute, UnknownMethod
 ├── Refused                     the server cannot accept it now
 │   ├── Overloaded (QueueTimeout), KeyLimitReached, BodyMemoryFull, TooManyStreams
 │   └── ShuttingDown, NoShard, Unhealthy, NotServed
@@ -137,8 +137,6 @@ class LoraNotFound(ModelNotFound):
 
 
 class StreamNotFound(InvalidRequest):
-    """No such resumable stream of this caller: it never was, or its time is over."""
-
     template = "There is no resumable stream `{}` of this caller, or it is not kept any more"
 
 
@@ -147,8 +145,6 @@ class StreamExists(InvalidRequest):
 
 
 class StreamTrimmed(InvalidRequest):
-    """The beginning of a stream was dropped, because it was too long to keep."""
-
     template = "The stream is too long to keep whole: its first event that is kept is {}"
     param = "from"
 
