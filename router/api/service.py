@@ -76,7 +76,7 @@ class Service:
     tracing: "Tracing | None"
     """None where no collector is configured."""
     streams: Streams
-    """Answers that clients may go on reading on another connection."""
+    """Answers that clients may resume on another connection."""
 
     @property
     def admission(self) -> Admission:
