@@ -60,6 +60,7 @@ class RouterServer:
         await self._serve(self._server, service)
         await service.receipts.close()
         await service.templates.close()
+        service.grammars.close()
         await dispatcher.stop()
         await asyncio.to_thread(service.usage.close)
         if service.tracing is not None:

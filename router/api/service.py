@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -301,7 +302,7 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         Reloading(config, selection, preloader),
         receipts,
         Usage(config, metrics, lambda request: caller(request, selection.keys)),
-        Grammars(),
+        Grammars(Path(config.model_path) / "tokenizer.json"),
         Authentication(config, selection),
         KeyLimits(),
         BodyReader(config.max_body_bytes, BodyMemory(config.max_body_memory), config.header_timeout_s),

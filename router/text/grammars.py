@@ -1,89 +1,178 @@
-"""Serializes grammars for shards, after llguidance has accepted them. Runs in threads, in which callers take turns,
-because some take a second.
+"""Serializes grammars for shards, after a process has checked them: one that takes long fails alone.
 
-Options go through `overrides`, so that a schema's own `x-guidance` cannot weaken them.
+A check runs at normal priority at first, and callers take turns. One that takes longer steps back behind all other work
+and leaves its turn to others.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
-import threading
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
-import llguidance
-from llguidance import LLMatcher
-
-from lorikeet.proto.grammars import GRAMMAR_LIMITS
 from lorikeet.router.errors import Overloaded, ValidationError
-from lorikeet.router.text.pool import TextPool
+from lorikeet.router.text.grammar_checker import Checker, CheckerEnded, Checkers, NoCheckers
+from lorikeet.router.text.grammar_process import PROCESSOR_S
+from lorikeet.router.turns import Turns
 
-OVERRIDES: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A]{1,2}"}
-CHECK_TIMEOUT_S = 5.0
-MAX_CHECKED_BYTES = 16 << 20
-"""Of serialized grammars that are kept, least recently used first to go."""
+NUM_FAST = 2
+"""Checks that run at normal priority at once …"""
+FAST_S = 0.1
+"""… and how long they may."""
+SLOW_CALLER_S = 60.0
+"""So long after a slow check the checks of its caller step back at once."""
+MAX_SLOW, MAX_SLOW_OF_CALLER = 6, 2
+"""Most checks that have stepped back, of all callers and of one."""
+SLOW_S = 15.0
+"""Time limit of a check that has stepped back; its processor time has a limit too."""
+QUEUE_S = 5.0
+MAX_KEPT_BYTES = 16 << 20
+"""Of serialized grammars and of refusals that are kept, least recently used first to go."""
+_MAX_CALLERS = 4096
 
 
 class Grammars:
     """Of one router. Keeps the newest results."""
 
-    def __init__(self, num_threads: int = 1) -> None:
-        self._pool = TextPool(num_threads)
-        self._checked: OrderedDict[bytes, str] = OrderedDict()
+    def __init__(self, tokenizer: Path) -> None:
+        """`tokenizer` is the model's tokenizer.json."""
+        self._checkers = Checkers(tokenizer)
+        self._idle: list[Checker] = []
+        self._turns: Turns[asyncio.Future[None]] = Turns()
+        self._num_fast = 0
+        self._slow: Counter[str] = Counter()
+        """Checks that have stepped back, by caller."""
+        self._slow_callers: OrderedDict[str, float] = OrderedDict()
+        self._kept: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._num_bytes = 0
 
     async def serialize(self, kind: str, value: Any, field: str, caller: str) -> str:
         """The grammar as shards take it. Raises ValidationError for one that llguidance refuses, with its reason, and
-        Overloaded where the grammars of other callers leave it no thread.
+        Overloaded where the grammars of other callers leave no room.
         """
-        source = json.dumps([kind, value])
-        key = hashlib.sha256(source.encode()).digest()
-        if key in self._checked:
-            self._checked.move_to_end(key)
-            return self._checked[key]
-        grammar = await self._check(kind, value, field, caller, len(source))
-        if key not in self._checked:
-            self._checked[key] = grammar
-            self._num_bytes += len(grammar)
-        while self._num_bytes > MAX_CHECKED_BYTES:
-            self._num_bytes -= len(self._checked.popitem(last=False)[1])
-        return grammar
+        question = json.dumps([kind, value]).encode()
+        key = hashlib.sha256(question).digest()
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        else:
+            self._keep(key, await self._check(question, field, caller))
+        found = self._kept[key]
+        if "error" in found:
+            raise ValidationError(f"`{field}` is not supported: {found['error']}", field)
+        return found["grammar"]
 
-    async def _check(self, kind: str, value: Any, field: str, caller: str, num_chars: int) -> str:
-        has_started = threading.Event()
+    def close(self) -> None:
+        """End the processes."""
+        for checker in self._idle:
+            checker.close()
+        self._checkers.close()
 
-        def work() -> str:
-            has_started.set()
-            return _serialize(kind, value, field)
+    def _keep(self, key: bytes, found: dict[str, str]) -> None:
+        if key not in self._kept:
+            self._kept[key] = found
+            self._num_bytes += _size(found)
+        while self._num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
+            self._num_bytes -= _size(self._kept.popitem(last=False)[1])
 
+    async def _check(self, question: bytes, field: str, caller: str) -> dict[str, str]:
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S):
-                return await self._pool.run(work, caller, num_chars)
-        except TimeoutError:
-            if not has_started.is_set():
+            if time.monotonic() - self._slow_callers.get(caller, -SLOW_CALLER_S) < SLOW_CALLER_S:
+                async with self._checker() as checker:
+                    await checker.ask(question)
+                    answer = await self._slowly(checker, caller)
+            else:
+                answer = await self._fast(question, caller)
+        except NoCheckers as error:
+            raise ValidationError(f"`{field}` is not supported: {error}", field) from None
+        except CheckerEnded:
+            problem = f"`{field}` is too complex: checking it takes more than {PROCESSOR_S} s, or too much memory"
+            raise ValidationError(problem, field) from None
+        return answer
+
+    async def _fast(self, question: bytes, caller: str) -> dict[str, str]:
+        """At normal priority as long as that is short."""
+        async with contextlib.AsyncExitStack() as running:
+            async with self._turn(caller):
+                checker = await running.enter_async_context(self._checker())
+                await checker.ask(question)
+                answer = asyncio.ensure_future(checker.answer())
+                try:
+                    done, _ = await asyncio.wait([answer], timeout=FAST_S)
+                except BaseException:
+                    answer.cancel()
+                    raise
+            if done:
+                return answer.result()
+            self._slow_callers[caller] = time.monotonic()
+            self._slow_callers.move_to_end(caller)
+            while len(self._slow_callers) > _MAX_CALLERS:
+                self._slow_callers.popitem(last=False)
+            return await self._slowly(checker, caller, answer)
+
+    async def _slowly(
+        self, checker: Checker, caller: str, answer: "asyncio.Future[dict[str, str]] | None" = None
+    ) -> dict[str, str]:
+        """Behind all other work. Raises Overloaded where too many checks do so, or where the machine is too busy."""
+        checker.step_back()
+        checker.is_reusable = False
+        if answer is None:
+            answer = asyncio.ensure_future(checker.answer())
+        try:
+            if self._slow.total() >= MAX_SLOW or self._slow[caller] >= MAX_SLOW_OF_CALLER:
+                raise Overloaded
+            self._slow[caller] += 1
+            try:
+                async with asyncio.timeout(SLOW_S):
+                    return await answer
+            except TimeoutError:
                 raise Overloaded from None
-            sentence = f"`{field}` is too complex: checking it takes longer than {CHECK_TIMEOUT_S:g} s"
-            raise ValidationError(sentence, field) from None
+            finally:
+                self._slow[caller] -= 1
+                self._slow += Counter()  # forgets callers without any
+        finally:
+            answer.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, caller: str) -> AsyncIterator[None]:
+        """One of the checks at normal priority. Raises Overloaded after QUEUE_S."""
+        turn = asyncio.get_running_loop().create_future()
+        self._turns.push(caller, turn, 1.0)
+        self._admit()
+        try:
+            done, _ = await asyncio.wait([turn], timeout=QUEUE_S)
+            if not done:
+                raise Overloaded
+            yield
+        finally:
+            if not self._turns.remove(caller, turn):
+                self._num_fast -= 1
+                self._admit()
+
+    def _admit(self) -> None:
+        while len(self._turns) and self._num_fast < NUM_FAST:
+            self._num_fast += 1
+            self._turns.pop().set_result(None)
+
+    @contextlib.asynccontextmanager
+    async def _checker(self) -> AsyncIterator[Checker]:
+        """One that is free; it is kept for the next check, or ended where that was not fast."""
+        while self._idle and self._idle[-1].has_ended:
+            self._idle.pop().close()
+        checker = self._idle.pop() if self._idle else await self._checkers.fork()
+        is_good = False
+        try:
+            yield checker
+            is_good = checker.is_reusable
+        finally:
+            if is_good and len(self._idle) < NUM_FAST:
+                self._idle.append(checker)
+            else:
+                checker.close()
 
 
-def _serialize(kind: str, value: Any, field: str) -> str:
-    try:
-        grammar = _MAKERS[kind](value)
-        problem = LLMatcher.validate_grammar(grammar, limits=GRAMMAR_LIMITS)
-    except BaseException as error:  # bad input is a ValueError; the library's panics are no subclass of Exception
-        raise ValidationError(f"`{field}` is not supported: {_first_line(str(error))}", field) from None
-    if problem:
-        raise ValidationError(f"`{field}` is not supported: {_first_line(problem)}", field)
-    return grammar
-
-
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["unknown error"])[0][:500]
-
-
-_MAKERS = {
-    "json_schema": lambda value: LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=OVERRIDES),
-    "regex": LLMatcher.grammar_from_regex,
-    "choice": lambda value: llguidance.grammar_from("choice", json.dumps(value)),
-    "grammar": lambda value: llguidance.grammar_from("grammar", value),
-}
+def _size(found: dict[str, str]) -> int:
+    return 200 + sum(map(len, found.values()))

@@ -50,7 +50,7 @@ class Intake:
                 outputs.append(Output(refusal.key, finish_reason=FinishReason.ERROR, error=error, retryable=retryable))
             elif isinstance(submit, Request):
                 if submit.grammar is not None:
-                    submit.constraint = self._grammars.match(submit.grammar)
+                    submit.constraint = self._grammars.match(submit.grammar, submit.token_ids[submit.num_prompt :])
                     self._compiling.append(submit)
                 self._scheduler.add(submit)
                 num_open += 1
@@ -67,7 +67,7 @@ class Intake:
         for request in waiting:
             if request.finish_reason:
                 continue
-            if not request.constraint.start(request.token_ids[request.num_prompt :]):
+            if not request.constraint.start():
                 self._compiling.append(request)
             elif error := request.constraint.error:
                 self._scheduler.finish(request, FinishReason.ERROR)

@@ -4,20 +4,23 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.proto.grammars import GRAMMAR_LIMITS
 from lorikeet.shard.grammar.matcher import Compiled, GrammarMatcher, raise_unless_library, reason
+from lorikeet.shard.grammar.threads import LIMIT_S, Threads
 from lorikeet.shard.scheduler.constraint import Grammar, NoGrammars
 
 MAX_COMPILED = 256
 MAX_COMPILED_BYTES = 4 << 20
 """Most compiled grammars that are kept, and most bytes of their texts; least recently used first to go."""
 NUM_THREADS = 2
+TOO_SLOW = Compiled(None, error=f"the grammar cannot be compiled: it takes longer than {LIMIT_S:g} s")
 
 
 class GrammarCompiler(NoGrammars):
@@ -27,40 +30,67 @@ class GrammarCompiler(NoGrammars):
 
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer], wake: Callable[[], None]) -> None:
         """`wake` is called from a thread whenever a compilation has ended."""
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        self._tokenizer = self._threads.submit(make_tokenizer)
+        self._threads = Threads(NUM_THREADS)
+        self._tokenizer: Future[LLTokenizer] = Future()
+        threading.Thread(target=self._read, args=(make_tokenizer,), name="grammar-tokenizer", daemon=True).start()
         self._wake = wake
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[Future[Compiled], int]] = OrderedDict()
         self._num_bytes = 0
 
-    def match(self, grammar: Grammar) -> GrammarMatcher:
-        return GrammarMatcher(self._compile(grammar.text), grammar.proposes)
+    def match(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> GrammarMatcher:
+        return GrammarMatcher(self._compile(grammar.text), grammar.proposes, output_ids, self._submit)
+
+    def _submit(self, work: Callable[[], None], otherwise: None) -> Future[None]:
+        """Run work of one request in a thread."""
+        running = self._threads.submit(work, otherwise)
+        running.add_done_callback(lambda _: self._wake())
+        return running
 
     def _compile(self, grammar: str) -> Future[Compiled]:
         key = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
         with self._lock:
             found = self._compiled.pop(key, None)
             if found is None:
-                found = self._threads.submit(self._build, grammar), len(grammar)
-                found[0].add_done_callback(lambda _: self._wake())
+                found = self._threads.submit(partial(self._build, grammar), TOO_SLOW), len(grammar)
                 self._num_bytes += len(grammar)
             self._compiled[key] = found
             while len(self._compiled) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES:
-                _, (_, num_bytes) = self._compiled.popitem(last=False)
-                self._num_bytes -= num_bytes
+                self._forget(next(iter(self._compiled)))
+        found[0].add_done_callback(partial(self._compiled_one, key))  # outside the lock, because it may be called now
         return found[0]
 
+    def _compiled_one(self, key: bytes, done: Future[Compiled]) -> None:
+        """One that took too long is compiled again when it is asked for again: the machine may have been busy."""
+        if done.result() is TOO_SLOW:
+            with self._lock:
+                if key in self._compiled and self._compiled[key][0] is done:
+                    self._forget(key)
+        self._wake()
+
+    def _forget(self, key: bytes) -> None:
+        _, num_bytes = self._compiled.pop(key)
+        self._num_bytes -= num_bytes
+
     def _build(self, grammar: str) -> Compiled:
+        """The compiled grammar with its first mask, which is the most expensive one of many grammars."""
         try:
             tokenizer = self._tokenizer.result()
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=GRAMMAR_LIMITS)
+            if not matcher.get_error():
+                matcher.compute_bitmask()
         except BaseException as failure:
             raise_unless_library(failure)
             return Compiled(None, error=f"the grammar cannot be compiled: {type(failure).__name__}")
         if error := reason(matcher):
             return Compiled(None, error=f"the grammar cannot be compiled: {error}")
         return Compiled(matcher, tokenizer.eos_token)
+
+    def _read(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
+        try:
+            self._tokenizer.set_result(make_tokenizer())
+        except BaseException as failure:
+            self._tokenizer.set_exception(failure)
 
 
 def read_tokenizer(path: str | Path, vocab_size: int) -> LLTokenizer:

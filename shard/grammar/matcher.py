@@ -44,11 +44,20 @@ class GrammarMatcher(Unconstrained):
 
     is_constrained = True
 
-    def __init__(self, compiling: Future[Compiled], proposes: bool) -> None:
+    def __init__(
+        self,
+        compiling: Future[Compiled],
+        proposes: bool,
+        output_ids: Sequence[int] = (),
+        submit: Callable[[Callable[[], None], None], Future[None]] | None = None,
+    ) -> None:
+        """`output_ids` is the output of an earlier run, which `submit` lets a thread take in."""
         self.proposes = proposes
         self.eos_id = -1
         """The token that the grammar allows where its text is complete."""
         self._compiling = compiling
+        self._output_ids, self._submit = output_ids, submit
+        self._starting: Future[None] | None = None
         self._matcher: LLMatcher | None = None
         self._forced: list[int] = []
         """Tokens that must follow the committed ones, as far as they are known."""
@@ -63,23 +72,31 @@ class GrammarMatcher(Unconstrained):
         assert self._matcher is not None
         return self._matcher
 
-    def start(self, output_ids: Sequence[int]) -> bool:
-        """Begin after the output of an earlier run. Returns whether the compilation has ended; `error` says how."""
+    def start(self) -> bool:
+        """Begin after the output of an earlier run. Returns whether that has ended; `error` says how."""
+        if self._starting is not None:
+            if self._starting.done() and self._matcher is None:
+                self.error = self.error or "taking the output so far into the grammar takes too long"
+            return self._starting.done()
         if not self._compiling.done():
             return False
         compiled = self._compiling.result()
-        self.error = compiled.error
-        if compiled.matcher is not None:
-            self.checked(partial(self._start, compiled.matcher, output_ids), None)
-            self.eos_id = compiled.eos_id
-        return True
+        self.error, self.eos_id = compiled.error, compiled.eos_id
+        if compiled.matcher is None:
+            return True
+        work = partial(self.checked, partial(self._start, compiled.matcher), None)
+        if not self._output_ids or self._submit is None:
+            work()
+            return True
+        self._starting = self._submit(work, None)
+        return self.start()
 
-    def _start(self, compiled: LLMatcher, output_ids: Sequence[int]) -> None:
+    def _start(self, compiled: LLMatcher) -> None:
         matcher = compiled.deep_copy()
-        if output_ids and not matcher.consume_tokens(list(output_ids)):
+        if self._output_ids and not matcher.consume_tokens(list(self._output_ids)):
             self.error = f"the output so far does not match the grammar: {reason(matcher)}"
-        self._matcher = matcher
         self.is_complete = bool(matcher.is_stopped())
+        self._matcher = matcher
 
     def num_allowed(self, draft_ids: Sequence[int]) -> int:
         return self.checked(lambda: int(self.matcher.validate_tokens(list(draft_ids))), 0)

@@ -28,7 +28,7 @@ class Unconstrained:
     is_complete = False
     """Whether no further token may follow."""
 
-    def start(self, output_ids: Sequence[int]) -> bool:
+    def start(self) -> bool:
         """Begin after the output of an earlier run. Returns whether that is done, or has failed with an `error`."""
         return True
 
@@ -53,6 +53,6 @@ class NoGrammars:
 
     reject_reason = "this shard takes no grammars: its model has no fast tokenizer (tokenizer.json)"
 
-    def match(self, grammar: Grammar) -> Unconstrained:
-        """The constraint of a new request. Never waits."""
+    def match(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> Unconstrained:
+        """The constraint of a new request, which has the output of an earlier run. Never waits."""
         return UNCONSTRAINED

@@ -194,6 +194,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             await running
             keeping.cancel()
             await app.state.service.templates.close()
+            app.state.service.grammars.close()
             await dispatcher.stop()
             await asyncio.to_thread(app.state.service.usage.close)
             app.state.service.bodies.close()

@@ -1,17 +1,13 @@
-"""Grammars in every dialect: what is read, what is rejected by name, and how shards get them."""
+"""Grammars in every dialect: what is read, and what is rejected by name."""
 
-import asyncio
 import json
-import threading
 from typing import Any
 
 import pytest
 
-from lorikeet.router.errors import Overloaded, ValidationError
+from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.grammar import ANY_OBJECT, MAX_DEPTH, MAX_ENUM, MAX_GRAMMAR_BYTES, read_grammar
-from lorikeet.router.text import grammars as grammars_module
-from lorikeet.router.text.grammars import Grammars
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 READ: list[tuple[dict[str, Any], tuple[str, Any] | None]] = [
@@ -80,13 +76,6 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {"const": "\ud800"}}, "contains a lone surrogate"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag` is not supported"),
 ]  # fmt: skip
-REFUSED_BY_THE_LIBRARY: list[tuple[str, Any, str]] = [
-    ("json_schema", {"not": {"type": "string"}}, "not"),
-    ("json_schema", {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
-    ("json_schema", {"type": "nonsense"}, "nonsense"),
-    ("regex", "(a", "(a"),
-    ("grammar", "start: nowhere", "nowhere"),
-]
 
 
 @pytest.mark.parametrize(("body", "expected"), READ, ids=range(len(READ)))
@@ -102,54 +91,8 @@ def test_a_grammar_is_rejected(body: dict[str, Any], words: str) -> None:
     assert words in str(rejected.value)
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize(("kind", "value", "words"), REFUSED_BY_THE_LIBRARY, ids=range(len(REFUSED_BY_THE_LIBRARY)))
-async def test_what_the_library_refuses_is_named(kind: str, value: Any, words: str) -> None:
-    """A schema cannot weaken the guarantee with options of its own."""
-    with pytest.raises(ValidationError) as rejected:
-        await Grammars().serialize(kind, value, "guided_json", "someone")
-    assert "`guided_json` is not supported: " in str(rejected.value) and words in str(rejected.value)
-
-
-@pytest.mark.anyio
-async def test_a_grammar_is_checked_once() -> None:
-    grammars = Grammars()
-    first = await grammars.serialize("json_schema", SCHEMA, "guided_json", "someone")
-    assert await grammars.serialize("json_schema", SCHEMA, "response_format", "someone") is first
-    assert "whitespace_pattern" in first
-
-
 def test_nested_fields_that_are_not_known_are_named() -> None:
     inner = {"name": "x", "strict": True, "schema": SCHEMA, "other": 1}
     fields = Fields({"response_format": {"type": "json_schema", "json_schema": inner, "more": 2}})
     read_grammar(fields)
     assert sorted(fields.ignored()) == ["response_format.json_schema.other", "response_format.more"]
-
-
-@pytest.mark.anyio
-async def test_a_grammar_that_waits_for_others_is_not_too_complex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its caller may try again: the server is busy."""
-    ended = threading.Event()
-    monkeypatch.setattr(grammars_module, "CHECK_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(grammars_module, "_serialize", lambda *_: str(ended.wait(20)))
-    grammars = Grammars()
-    first = asyncio.ensure_future(grammars.serialize("regex", "a", "regex", "one"))
-    await asyncio.sleep(0.05)
-    with pytest.raises(Overloaded):
-        await grammars.serialize("regex", "b", "regex", "two")
-    with pytest.raises(ValidationError, match="too complex"):
-        await first
-    ended.set()
-
-
-@pytest.mark.anyio
-async def test_a_panic_of_the_library_is_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Panic(BaseException):
-        """As a panic of the library: no subclass of Exception."""
-
-    def panic(_: Any) -> str:
-        raise Panic("parser stopped")
-
-    monkeypatch.setitem(grammars_module._MAKERS, "regex", panic)
-    with pytest.raises(ValidationError, match="parser stopped"):
-        await Grammars().serialize("regex", "a", "regex", "someone")

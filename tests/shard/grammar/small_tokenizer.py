@@ -1,6 +1,7 @@
 """A tokenizer of as many tokens as the fake model has: enough for JSON, with tokens of several characters."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
 from typing import Any
@@ -32,7 +33,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def compiler() -> GrammarCompiler:
-    """One whose compilations are over when `match` returns."""
+    """One whose compilations are over when `match` returns, and that takes in earlier outputs at once."""
     return Immediate(tokenizer, lambda: None)
 
 
@@ -41,6 +42,11 @@ class Immediate(GrammarCompiler):
         compiling = super()._compile(grammar)
         compiling.result()
         return compiling
+
+    def _submit(self, work: Callable[[], None], otherwise: None) -> Future[None]:
+        running = super()._submit(work, otherwise)
+        running.result()
+        return running
 
 
 def schema(value: dict[str, Any]) -> str:

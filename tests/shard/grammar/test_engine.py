@@ -191,7 +191,7 @@ def test_a_panic_of_the_library_fails_one_request(monkeypatch: pytest.MonkeyPatc
 def test_forced_tokens_that_take_long_are_not_proposed(is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "MAX_FORCED_S", 0.0 if is_slow else 60.0)
     constraint = small_tokenizer.compiler().match(Grammar(GRAMMARS["object"], proposes=True))
-    constraint.start([])
+    constraint.start()
     begin = constraint.forced_ids()
     digits = [1 + small_tokenizer.LETTERS.index(letter) for letter in "42"]
     for number, token_id in enumerate(begin + digits):

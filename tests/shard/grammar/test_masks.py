@@ -59,8 +59,8 @@ def assert_rows_equal(num_schemas: int, least_rows: int) -> None:
         drafts = rest[:8] + [5]  # the last may be refused; no row follows it
         request = make_request(1, [1, *known], 100, grammar=Grammar(grammar))
         request.num_prompt = 1
-        request.constraint = compiler.match(request.grammar)
-        assert request.constraint.start(known) and not request.constraint.error
+        request.constraint = compiler.match(request.grammar, known)
+        assert request.constraint.start() and not request.constraint.error
         drafts = drafts[: request.constraint.num_allowed(drafts)]
         masks.start([ScheduledRequest(request, 0, len(request.token_ids), True, drafts)])
         logits = torch.zeros(1 + len(drafts), VOCAB)
@@ -91,8 +91,8 @@ def test_stop_tokens_may_end_a_text_where_the_end_token_may() -> None:
     request.constraint = small_tokenizer.compiler().match(request.grammar)
     a = small_tokenizer.LETTERS.index("a") + 1
     for known, expected in (([], {a}), ([a], {0, 55, a})):
-        request.constraint = small_tokenizer.compiler().match(request.grammar)
-        assert request.constraint.start(known)
+        request.constraint = small_tokenizer.compiler().match(request.grammar, known)
+        assert request.constraint.start()
         masks.start([ScheduledRequest(request, 0, 2, True)])
         logits = torch.zeros(1, small_tokenizer.VOCAB_SIZE)
         masks.apply(logits)
@@ -106,7 +106,7 @@ def test_other_rows_are_unchanged() -> None:
         make_request(2, [1, 2], 9, grammar=Grammar(small_tokenizer.regex("a"))),
     )
     constrained.constraint = small_tokenizer.compiler().match(constrained.grammar)
-    constrained.constraint.start([])
+    constrained.constraint.start()
     masks.start([ScheduledRequest(plain, 0, 2, True, [3, 4]), ScheduledRequest(constrained, 0, 2, True)])
     logits = torch.zeros(4, small_tokenizer.VOCAB_SIZE)
     masks.apply(logits)

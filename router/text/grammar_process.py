@@ -1,0 +1,122 @@
+"""Checks grammars in processes that can be killed, because llguidance's own limits do not bound all of its work.
+
+`python -m lorikeet.router.text.grammar_process FD TOKENIZER` reads the tokenizer once and has one thread, so that it
+can fork. For each socket that arrives over the socket FD it forks a process, which writes its id and answers each line
+of JSON with another. The check is what the shard does: it compiles the grammar and computes the first mask.
+"""
+
+import gc
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llguidance
+from llguidance import LLMatcher, LLTokenizer
+
+from lorikeet.proto.grammars import GRAMMAR_LIMITS
+from lorikeet.proto.process import signal_at_parent_death
+
+OVERRIDES: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A]{1,2}"}
+"""Options that a schema's own `x-guidance` cannot weaken."""
+PROCESSOR_S = 1
+"""Processor time of one check, rounded up to a whole second."""
+MEMORY = 512 << 20
+"""What a check may allocate, in bytes …"""
+STACK = 4 << 20
+"""… and its stack, a part of what a shard's thread has: a deep grammar that passes here does not end a shard."""
+MAX_ANSWER_BYTES = 4 << 20
+READY = "ready"
+"""What the process says first; a reason where it cannot start."""
+
+
+def check(tokenizer: LLTokenizer, kind: str, value: Any) -> dict[str, str]:
+    """`grammar`, as shards take it, or `error`, the reason why it is refused."""
+    try:
+        grammar = MAKERS[kind](value)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=GRAMMAR_LIMITS)
+        if not matcher.get_error():
+            matcher.compute_bitmask()
+        problem = matcher.get_error()
+    except BaseException as failure:  # bad input is a ValueError; the library's panics are no subclass of Exception
+        problem = str(failure) or type(failure).__name__
+    if problem:
+        return {"error": problem.strip().splitlines()[0][:500]}
+    return {"grammar": grammar}
+
+
+def _choice(texts: list[str]) -> str:
+    """One token of the grammar, not one rule per text: the parser's rows are bounded, and 4 096 rules exceed them."""
+    return str(llguidance.grammar_from("grammar", "start: CHOICE\nCHOICE: " + " | ".join(map(_literal, texts))))
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+MAKERS: dict[str, Callable[[Any], str]] = {
+    "json_schema": lambda value: str(LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=OVERRIDES)),
+    "regex": lambda value: str(LLMatcher.grammar_from_regex(value)),
+    "choice": _choice,
+    "grammar": lambda value: str(llguidance.grammar_from("grammar", value)),
+}
+
+
+def _work(connection: socket.socket, tokenizer: LLTokenizer) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with connection, connection.makefile("rwb") as stream:
+        stream.write(b"%d\n" % os.getpid())
+        stream.flush()
+        for line in stream:
+            kind, value = json.loads(line)
+            used = math.ceil(time.process_time())
+            resource.setrlimit(resource.RLIMIT_CPU, (used + PROCESSOR_S, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+            answer = json.dumps(check(tokenizer, kind, value)).encode()
+            if len(answer) > MAX_ANSWER_BYTES:
+                answer = json.dumps({"error": f"it has more than {MAX_ANSWER_BYTES} bytes"}).encode()
+            stream.write(answer + b"\n")
+            stream.flush()
+
+
+def main() -> None:
+    """Fork until the other end closes."""
+    signal_at_parent_death()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the router ends this process when it has drained
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process has to be waited for
+    control = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        tokenizer = LLTokenizer(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    except BaseException as failure:
+        control.send(f"the model's tokenizer cannot be used: {failure}"[:1000].encode())
+        raise
+    control.send(READY.encode())
+    gc.freeze()  # so that collections in forked processes copy no page
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        connection = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            try:
+                control.close()
+                signal_at_parent_death()
+                _work(connection, tokenizer)
+            finally:
+                os._exit(0)
+        connection.close()
+
+
+if __name__ == "__main__":
+    main()
