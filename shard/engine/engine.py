@@ -288,7 +288,10 @@ class Engine:
         item = part.item
         token_ids = part.accepted_ids(results.sampled)
         if error := item.request.constraint.error:
-            self._fail(item, error, retryable=False)
+            if not item.request.finish_reason and self._intake.match_apart(item.request):
+                self.scheduler.requeue(item)
+            else:
+                self._fail(item, error, retryable=False)
             return
         if item.samples and not token_ids:
             self._fail(item, ALL_EXCLUDED if item.request.sampling.has_masks else BAD_LOGITS, retryable=False)

@@ -69,12 +69,26 @@ class Intake:
                 continue
             if not request.constraint.start():
                 self._compiling.append(request)
-            elif error := request.constraint.error:
+            elif (error := request.constraint.error) and not self.match_apart(request):
                 self._scheduler.finish(request, FinishReason.ERROR)
                 outputs.append(Output(request.key, finish_reason=FinishReason.ERROR, error=error))
-            elif request.constraint.is_complete:  # only the end was lost with an earlier shard
+            elif (
+                request.constraint.is_ready and request.constraint.is_complete
+            ):  # only the end was lost with an earlier shard
                 self._scheduler.finish(request, FinishReason.EOS)
                 outputs.append(Output(request.key, finish_reason=FinishReason.EOS))
+
+    def match_apart(self, request: Request) -> bool:
+        """Compile a request's grammar for it alone, where others may have caused its error. Returns whether they may.
+
+        The request must not run: it waits for the compilation.
+        """
+        if request.grammar is None or not request.constraint.may_be_shared:
+            return False
+        output_ids = request.token_ids[request.num_prompt :]
+        request.constraint = self._grammars.match(request.grammar, output_ids, is_private=True)
+        self._compiling.append(request)
+        return True
 
     def _move_adapters(self, commands: Commands) -> None:
         adapters = self._scheduler.adapters

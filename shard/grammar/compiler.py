@@ -16,7 +16,7 @@ from lorikeet.shard.grammar.matcher import Compiled, GrammarMatcher, raise_unles
 from lorikeet.shard.grammar.threads import LIMIT_S, Threads
 from lorikeet.shard.scheduler.constraint import Grammar, NoGrammars
 
-MAX_COMPILED = 256
+MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 << 20
 """Most compiled grammars that are kept, and most bytes of their texts; least recently used first to go."""
 NUM_THREADS = 2
@@ -38,8 +38,19 @@ class GrammarCompiler(NoGrammars):
         self._compiled: OrderedDict[bytes, tuple[Future[Compiled], int]] = OrderedDict()
         self._num_bytes = 0
 
-    def match(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> GrammarMatcher:
-        return GrammarMatcher(self._compile(grammar.text), grammar.proposes, output_ids, self._submit)
+    def match(self, grammar: Grammar, output_ids: Sequence[int] = (), is_private: bool = False) -> GrammarMatcher:
+        """Requests of one grammar share its lexer, whose number of states is limited; a private one has its own."""
+        compiling = self._compile_apart(grammar.text) if is_private else self._compile(grammar.text)
+        return GrammarMatcher(compiling, grammar.proposes, output_ids, self._submit, is_private)
+
+    def _compile_apart(self, grammar: str) -> Future[Compiled]:
+        """Also lets the next request compile it anew, because the shared lexer may be full."""
+        with self._lock:
+            if (key := _key(grammar)) in self._compiled:
+                self._forget(key)
+        compiling: Future[Compiled] = self._threads.submit(partial(self._build, grammar), TOO_SLOW)
+        compiling.add_done_callback(lambda _: self._wake())
+        return compiling
 
     def _submit(self, work: Callable[[], None], otherwise: None) -> Future[None]:
         """Run work of one request in a thread."""
@@ -48,7 +59,7 @@ class GrammarCompiler(NoGrammars):
         return running
 
     def _compile(self, grammar: str) -> Future[Compiled]:
-        key = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
+        key = _key(grammar)
         with self._lock:
             found = self._compiled.pop(key, None)
             if found is None:
@@ -91,6 +102,10 @@ class GrammarCompiler(NoGrammars):
             self._tokenizer.set_result(make_tokenizer())
         except BaseException as failure:
             self._tokenizer.set_exception(failure)
+
+
+def _key(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
 
 
 def read_tokenizer(path: str | Path, vocab_size: int) -> LLTokenizer:

@@ -50,6 +50,7 @@ class GrammarMatcher(Unconstrained):
         proposes: bool,
         output_ids: Sequence[int] = (),
         submit: Callable[[Callable[[], None], None], Future[None]] | None = None,
+        is_private: bool = False,
     ) -> None:
         """`output_ids` is the output of an earlier run, which `submit` lets a thread take in."""
         self.proposes = proposes
@@ -57,6 +58,7 @@ class GrammarMatcher(Unconstrained):
         """The token that the grammar allows where its text is complete."""
         self._compiling = compiling
         self._output_ids, self._submit = output_ids, submit
+        self._is_private = is_private
         self._starting: Future[None] | None = None
         self._matcher: LLMatcher | None = None
         self._forced: list[int] = []
@@ -65,6 +67,10 @@ class GrammarMatcher(Unconstrained):
     @property
     def is_ready(self) -> bool:  # type: ignore[override]
         return self._matcher is not None
+
+    @property
+    def may_be_shared(self) -> bool:  # type: ignore[override]
+        return not self._is_private and self._compiling.done() and self._compiling.result().matcher is not None
 
     @property
     def matcher(self) -> LLMatcher:

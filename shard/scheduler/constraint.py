@@ -25,6 +25,8 @@ class Unconstrained:
     """Whether the tokens that must follow are proposed as drafts."""
     error = ""
     """Why no further token can be computed."""
+    may_be_shared = False
+    """Whether the error may have been caused by other requests of the same grammar."""
     is_complete = False
     """Whether no further token may follow."""
 
@@ -53,6 +55,6 @@ class NoGrammars:
 
     reject_reason = "this shard takes no grammars: its model has no fast tokenizer (tokenizer.json)"
 
-    def match(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> Unconstrained:
-        """The constraint of a new request, which has the output of an earlier run. Never waits."""
+    def match(self, grammar: Grammar, output_ids: Sequence[int] = (), is_private: bool = False) -> Unconstrained:
+        """The constraint of a request that has some output, shared with no other if it is private. Never waits."""
         return UNCONSTRAINED

@@ -43,6 +43,11 @@ class Immediate(GrammarCompiler):
         compiling.result()
         return compiling
 
+    def _compile_apart(self, grammar: str) -> Future[Any]:
+        compiling = super()._compile_apart(grammar)
+        compiling.result()
+        return compiling
+
     def _submit(self, work: Callable[[], None], otherwise: None) -> Future[None]:
         running = super()._submit(work, otherwise)
         running.result()

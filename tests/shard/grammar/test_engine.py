@@ -10,7 +10,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLParserLimits
 
+from lorikeet.shard.grammar import compiler as compiler_module
 from lorikeet.shard.grammar import masks, matcher
 from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.scheduler.constraint import Grammar
@@ -170,21 +172,37 @@ def test_a_panic_of_the_library_fails_one_request(monkeypatch: pytest.MonkeyPatc
     class Panic(BaseException):
         """As a panic of the library: no subclass of Exception."""
 
-    fill, guilty = masks.fill_next_token_bitmask_par, list[Any]()
+    fill = masks.fill_next_token_bitmask_par
+    requests = [make(number, "object", SAMPLING[1]) for number in (1, 2, 3)]
+    expected = [alone(request) for request in requests]
 
     def panic(executor: Any, jobs: Any, bitmask: Any) -> None:
-        guilty.append(jobs[0][0])
-        if any(matcher is guilty[0] for matcher, _ in jobs):
+        guilty = requests[0].constraint
+        if any(isinstance(guilty, matcher.GrammarMatcher) and each is guilty.matcher for each, _ in jobs):
             raise Panic
         fill(executor, jobs, bitmask)
 
-    requests = [make(number, "object", SAMPLING[1]) for number in (1, 2, 3)]
-    expected = [alone(request) for request in requests]
     monkeypatch.setattr(masks, "fill_next_token_bitmask_par", panic)
     found = rig().run(*requests)
-    assert [found[number].finish_reason for number in (1, 2, 3)].count(FinishReason.ERROR) == 1
-    for number, output in enumerate(expected, 1):
-        assert found[number].error or found[number].token_ids == output.token_ids
+    assert found[1].finish_reason is FinishReason.ERROR and "cannot be continued: Panic" in found[1].error
+    for number in (2, 3):
+        assert found[number].token_ids == expected[number - 1].token_ids
+
+
+def test_requests_of_one_grammar_do_not_fill_the_lexer_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a matcher share a lexer of limited size: a request fails only if it would fail alone."""
+    monkeypatch.setattr(compiler_module, "GRAMMAR_LIMITS", LLParserLimits(max_lexer_states=250))
+    grammar = Grammar(regex("([abc]*a[abc]{7})?[abc]{40}"))
+    sampling = [replace(SAMPLING[1], seed=number) for number in range(1, 13)]
+    requests = [
+        make_request(number, [number], 60, sampling=each, grammar=grammar, stop_ids=frozenset({EOS}))
+        for number, each in enumerate(sampling, 1)
+    ]
+    expected = {request.key[1]: alone(request) for request in requests}
+    assert FinishReason.ERROR not in {output.finish_reason for output in expected.values()}
+    found = rig().run(*requests)
+    for number, output in expected.items():
+        assert (found[number].error, found[number].token_ids) == ("", output.token_ids)
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
