@@ -39,9 +39,15 @@ class Row:
     num_bytes: int | None = None
 
 
+_EXAMPLES = """examples:
+  lorikeet-adapters check adapters.yaml --model-id owner/name
+  lorikeet-adapters check adapters.yaml --model-id ./model --local-adapter-root ./adapters --json
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if every adapter would be served, 1 if one would not, 2 if the check itself failed."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         rows = asyncio.run(_check(options))
     except (catalogue.CatalogueError, AdapterError, ValueError, OSError) as error:
@@ -51,9 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(row.state == "refused" for row in rows) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lorikeet-adapters", description="Check adapters before serving them.")
-    check = parser.add_subparsers(dest="verb", required=True).add_parser(
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="lorikeet-adapters",
+        description="Check adapters before serving them.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check = made.add_subparsers(dest="verb", required=True).add_parser(
         "check", help="list which adapters of a catalogue would be served, and why not others"
     )
     check.add_argument("file", help="the catalogue: a YAML file of aliases")
@@ -65,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--max-adapter-size", type=int, default=DEFAULT_MAX_ADAPTER_BYTES, help="limit in bytes")
     check.add_argument("--trust-remote-code", action="store_true", help="run code from the base model's repository")
     check.add_argument("--json", action="store_true", help="one JSON object per adapter")
-    return parser
+    return made
 
 
 async def _check(options: argparse.Namespace) -> list[Row]:

@@ -37,10 +37,17 @@ class _Parser(argparse.ArgumentParser):
         raise HeadsError(f"{message} (see {self.prog} --help)")
 
 
+_EXAMPLES = """examples:
+  lorikeet-heads train --model-id owner/name --adapter-id you/adapter --prompts prompts.jsonl --out heads
+  lorikeet-heads train --model-id owner/name --url http://localhost:3000 --out heads
+  lorikeet-heads eval --model-id owner/name --heads heads --prompts prompts.jsonl
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     try:
-        options = _parser().parse_args(arguments)
+        options = parser().parse_args(arguments)
         _check(options)
         code: int = options.run(options)
     except HeadsError as error:
@@ -52,9 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="lorikeet-heads", description="Train and evaluate Medusa heads for speculative decoding.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = _Parser(
+        prog="lorikeet-heads",
+        description="Train and evaluate Medusa heads for speculative decoding.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = made.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     train = commands.add_parser("train", help="generate texts with the target and train heads on them")
     train.set_defaults(run=_train)
     _add_target(train)
@@ -74,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_target(evaluate)
     evaluate.add_argument("--heads", required=True, help="folder or hub id of heads, version 1 or 2, joined or not")
     evaluate.add_argument("--work", type=Path, help="keep the texts here, to resume a stopped run")
-    return parser
+    return made
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lorikeet.launcher.bench.connection import Connections
+from lorikeet.launcher.cli.metrics_page import Page
 
 _NAMES = {
     "num_drafts": ("lorikeet_speculation_steps_total", "vllm:spec_decode_num_drafts_total"),
@@ -21,16 +22,12 @@ async def counts(connections: Connections) -> Counts | None:
         return None
     if response.status != 200:
         return None
-    samples: dict[str, float] = {}
-    for line in response.body.decode(errors="replace").splitlines():
-        name, _, value = line.rpartition(" ")
-        if name and not line.startswith("#"):
-            plain = name.partition("{")[0]
-            try:
-                samples[plain] = samples.get(plain, 0.0) + float(value)
-            except ValueError:
-                continue
-    return {key: next((samples[name] for name in names if name in samples), 0.0) for key, names in _NAMES.items()}
+    try:
+        page = Page.read(response.body.decode(), 0.0)
+    except ValueError:
+        return None
+    known = {key: [name for name in names if name in page.samples] for key, names in _NAMES.items()}
+    return {key: page.total(names[0]) if names else 0.0 for key, names in known.items()}
 
 
 def rates(before: Counts | None, after: Counts | None) -> dict[str, Any]:

@@ -17,6 +17,12 @@ _REQUEST = (
 )
 """Options that are fields of a request with the same names."""
 
+_EXAMPLES = """examples:
+  lorikeet-generate -v "def read_lines(path):"
+  lorikeet-generate --adapter-id json --max-new-tokens 64 --speculative-tokens 3 "Record:"
+  echo "import os" | lorikeet-generate --url :8080 -
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
@@ -44,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        prog="lorikeet-generate", description="Streams one completion of a running server."
+        prog="lorikeet-generate",
+        description="Streams one completion of a running server.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("prompt", help="the prompt; - reads standard input")
     result.add_argument("--url", help=URL_HELP)

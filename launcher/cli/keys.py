@@ -18,6 +18,13 @@ from lorikeet.adapters.catalogue import CatalogueError
 
 _FIELDS = ("admin", "isolate", "adapters", "requests_per_minute", "tokens_per_minute", "concurrency")
 
+_EXAMPLES = """examples:
+  lorikeet-keys add team-a --adapters support triage --rate 600
+  lorikeet-keys add ops --admin
+  lorikeet-keys list
+  lorikeet-keys remove team-a
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process: 0, or 1 with one sentence."""
@@ -34,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        prog="lorikeet-keys", description="API keys of a server. SIGHUP to its launcher makes it read the file again."
+        prog="lorikeet-keys",
+        description="API keys of a server. SIGHUP to its launcher makes it read the file again.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     text = "the file of --api-keys (default: the variable API_KEYS, else keys.yaml)"
     result.add_argument("--file", help=text)

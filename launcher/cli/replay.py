@@ -29,6 +29,12 @@ class Outcome:
     """Why there was no response to compare."""
 
 
+_EXAMPLES = """examples:
+  lorikeet-replay answer.json
+  lorikeet-replay receipts.jsonl --url http://another:3000 --prompt prompts.jsonl
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process: 0 if every output was identical, else 1."""
     given = parser().parse_args(arguments)
@@ -52,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="lorikeet-replay",
         description="Repeats the request of a receipt: exit code 0 if the tokens are the same, else 1.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument(
         "receipt", help="file with a receipt, a response that includes one, or one per line; - reads standard input"

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from lorikeet.launcher.config import config_file
 from lorikeet.launcher.config.flag import Flag, Kind, Process, variable_of
-from lorikeet.launcher.config.flags import FLAGS, FORMER_NAMES, GROUPS
+from lorikeet.launcher.config.flags import FLAGS, FORMER_NAMES, GROUPS, MOST_USED
 from lorikeet.launcher.exits import LauncherError, refuse
 
 
@@ -122,18 +122,39 @@ def parser() -> argparse.ArgumentParser:
     result = _Parser(
         prog="lorikeet-launcher",
         usage="lorikeet-launcher [--model-id ID] [flags]",
-        description="Serves a base language model over HTTP: downloads it, starts its processes and ends them.",
-        epilog="Each flag may also be set by its environment variable. Exit codes are listed in docs/launcher.md.",
+        description="Serves a base language model over HTTP: downloads it, starts its processes, ends them.",
+        epilog=_EXAMPLES,
+        formatter_class=_Formatter,
         allow_abbrev=False,
         add_help=False,
     )
     result.add_argument("--help", "-h", action="help", help="print this message and exit")
     result.add_argument("--version", action="store_true", dest="version", help="print the version and exit")
-    for title, flags in GROUPS.items():
+    groups = {"Most used": tuple(FLAGS[name] for name in MOST_USED), **GROUPS}
+    for title, flags in groups.items():
         group = result.add_argument_group(title)
         for flag in flags:
-            _add(group, flag)
+            if title == "Most used" or flag.name not in MOST_USED:
+                _add(group, flag)
     return result
+
+
+_EXAMPLES = """examples:
+  lorikeet-launcher                                                  the built-in demo model
+  lorikeet-launcher --model-id owner/name --local-adapter-root ./adapters
+  lorikeet-launcher --model-id owner/name --speculative-tokens 3 --port 8080
+  lorikeet-launcher --model-id owner/name --draft-model-id owner/small --replicas 2
+  lorikeet-launcher --config server.yaml --print-config
+
+Each flag may also be set by its environment variable. docs/launcher.md has all of this, and the exit codes.
+"""
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Wider columns for names, and lines of examples as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -13,3 +13,10 @@ FLAGS: dict[str, Flag] = {flag.name: flag for group in GROUPS.values() for flag 
 
 FORMER_NAMES: dict[str, str] = {flag.formerly: name for name, flag in FLAGS.items() if flag.formerly}
 """Deprecated names of flags, and the names of today."""
+
+MOST_USED = (
+    *("model-id", "port", "hostname", "local-adapter-root", "adapters", "adapter-id", "speculative-tokens"),
+    *("speculative-method", "draft-model-id", "max-total-tokens", "max-concurrent-requests", "dtype", "quantize"),
+    *("device", "num-shard", "replicas", "api-keys", "json-output", "config", "print-config"),
+)
+"""Flags that `--help` shows first."""

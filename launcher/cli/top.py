@@ -1,0 +1,237 @@
+"""`lorikeet-top`: what a server does now, in a terminal. Reads its metrics, which hold no text of any request."""
+
+import argparse
+import http.client
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lorikeet.launcher.cli.client import URL_HELP
+from lorikeet.launcher.cli.metrics_page import Interval, Page
+from lorikeet.proto import server_url
+
+_EXAMPLES = """examples:
+  lorikeet-top                          the server at http://127.0.0.1:3000
+  lorikeet-top --url :8080 --interval 5
+  lorikeet-top --once                   one screen, for scripts
+"""
+_MOST_ROWS = 12
+_TIMEOUT_S = 5.0
+
+
+class Unreachable(Exception):
+    """The server did not show its metrics; the message says why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where metrics come from."""
+
+    url: str
+    token: str | None
+
+    def read(self) -> Page:
+        """Raises Unreachable."""
+        status, body = self._get("/metrics")
+        if status in (401, 403):
+            raise Unreachable(f"{self.url}/metrics needs a key: give --token, or serve with --metrics-without-key")
+        if status != 200:
+            raise Unreachable(f"{self.url}/metrics answers {status}")
+        try:
+            return Page.read(body.decode(), time.monotonic())
+        except ValueError:
+            raise Unreachable(f"{self.url}/metrics is not Prometheus text") from None
+
+    def model(self) -> str:
+        """The model's name; "" where the server does not tell it."""
+        try:
+            status, body = self._get("/info")
+            return str(json.loads(body).get("model_id", "")) if status == 200 else ""
+        except (Unreachable, ValueError, AttributeError):
+            return ""
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        where = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+        connection = kind(where.netloc, timeout=_TIMEOUT_S)
+        try:
+            headers = {} if self.token is None else {"authorization": f"Bearer {self.token}"}
+            connection.request("GET", where.path + path, headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"cannot connect to {self.url}: {error}") from None
+        finally:
+            connection.close()
+
+
+def screen(interval: Interval, title: str) -> RenderableType:
+    """Everything, for one interval."""
+    page = interval.last
+    columns = Table.grid(expand=True, padding=(0, 1))
+    columns.add_column(ratio=1)
+    columns.add_column(ratio=1)
+    columns.add_row(Panel(_traffic(interval), title="traffic"), Panel(_memory(interval), title="memory and shards"))
+    speculation = _speculation(interval)
+    parts: list[RenderableType] = [Text(title, style="bold"), columns, Panel(_adapters(interval), title="adapters")]
+    if speculation.row_count:
+        parts.append(Panel(speculation, title="speculation"))
+    failures = interval.rates("lorax_request_failure", "err")
+    if failures:
+        shown = ", ".join(f"{name} {rate:.2f}/s" for name, rate in sorted(failures.items(), key=lambda pair: -pair[1]))
+        parts.append(Panel(Text(shown, style="red"), title="failures"))
+    if page.total("lorikeet_shard_ready") == 0:
+        parts.append(Text("no shard accepts requests: they wait", style="bold red"))
+    return Group(*parts)
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    return table
+
+
+def _traffic(interval: Interval) -> Table:
+    page, table = interval.last, _grid()
+    waiting = page.total("lorax_queue_length") + page.total("lorikeet_shard_waiting_requests")
+    table.add_row("requests/s", f"{interval.rate('lorax_request_count'):.1f}")
+    table.add_row("output tokens/s", f"{interval.rate('lorikeet_generated_tokens_total'):.0f}")
+    table.add_row("prompt tokens/s", f"{interval.rate('lorikeet_prompt_tokens_total'):.0f}")
+    table.add_row("running", f"{page.total('lorikeet_running_requests'):.0f}")
+    table.add_row("waiting", f"{waiting:.0f}")
+    table.add_row("first token p50, p95", _milliseconds(interval, "lorikeet_time_to_first_token"))
+    table.add_row("between tokens p50, p95", _milliseconds(interval, "lorikeet_inter_token_latency"))
+    return table
+
+
+def _milliseconds(interval: Interval, histogram: str) -> str:
+    found = [interval.quantile(share, histogram) for share in (0.5, 0.95)]
+    return ", ".join("–" if value is None else f"{1000 * value:.1f} ms" for value in found)
+
+
+def _memory(interval: Interval) -> Table:
+    page, table = interval.last, _grid()
+    pages, used = page.total("lorikeet_kv_pages"), page.total("lorikeet_kv_pages_used")
+    table.add_row("KV pages", _bar(used, pages))
+    table.add_row("kept for prefixes", _bar(page.total("lorikeet_kv_pages_cached"), pages))
+    prompt, cached = (interval.rate(f"lorikeet_{name}_total") for name in ("prompt_tokens", "cached_prompt_tokens"))
+    table.add_row("prompt from the cache", f"{cached / prompt:.0%}" if prompt else "–")
+    table.add_row("preemptions/s", f"{interval.rate('lorikeet_preemptions_total'):.1f}")
+    table.add_row("adapters in slots", f"{page.total('lorikeet_adapters_resident'):.0f}")
+    table.add_row("adapters loading", f"{page.total('lorikeet_adapters_loading'):.0f}")
+    table.add_row("lost shards, retried", "{:.0f}, {:.0f}".format(
+        page.total("lorikeet_shard_reconnects_total"), page.total("lorikeet_requests_retried_total")))  # fmt: skip
+    return table
+
+
+def _bar(part: float, whole: float) -> RenderableType:
+    if not whole:
+        return "–"
+    row = Table.grid(padding=(0, 1))
+    row.add_row(ProgressBar(total=whole, completed=part, width=20), f"{part / whole:4.0%}")
+    return row
+
+
+def _adapters(interval: Interval) -> Table:
+    page, table = interval.last, Table(box=None, expand=True, header_style="dim")
+    table.add_column("adapter", ratio=1, no_wrap=True)
+    for name in ("running", "waiting", "requests/s", "tokens/s", "shards with it"):
+        table.add_column(name, justify="right")
+    running, waiting, resident = (
+        page.by(f"lorikeet_adapter_{name}", "adapter") for name in ("running_requests", "waiting_requests", "resident")
+    )
+    requests, tokens = (
+        interval.rates(f"lorikeet_adapter_{name}_total", "adapter") for name in ("requests", "generated_tokens")
+    )
+    names = sorted({*running, *requests, *tokens})
+    busiest = sorted(names, key=lambda name: (-tokens.get(name, 0), -running.get(name, 0), -waiting.get(name, 0)))
+    for name in busiest[:_MOST_ROWS]:
+        counts = (f"{values.get(name, 0):.0f}" for values in (running, waiting))
+        speeds = (f"{requests.get(name, 0):.1f}", f"{tokens.get(name, 0):.0f}", f"{resident.get(name, 0):.0f}")
+        table.add_row(name, *counts, *speeds)
+    if len(busiest) > _MOST_ROWS:
+        table.add_row(Text(f"{len(busiest) - _MOST_ROWS} more", style="dim"))
+    return table
+
+
+def _speculation(interval: Interval) -> Table:
+    table = Table(box=None, expand=True, header_style="dim")
+    table.add_column("drafts from", ratio=1)
+    for name in ("drafted/s", "accepted/s", "acceptance", "tokens per step"):
+        table.add_column(name, justify="right")
+    drafted, accepted, steps = (
+        interval.rates(f"lorikeet_speculation_{name}_total", "method")
+        for name in ("drafted_tokens", "accepted_tokens", "steps")
+    )
+    for method in sorted(drafted):
+        taken = accepted.get(method, 0.0)
+        per_step = f"{1 + taken / steps[method]:.2f}" if steps.get(method) else "–"
+        table.add_row(method, f"{drafted[method]:.0f}", f"{taken:.0f}", f"{taken / drafted[method]:.0%}", per_step)
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of this process: 0, 1 with one sentence, or 130 after Ctrl-C."""
+    given = parser().parse_args(arguments)
+    try:
+        if given.interval <= 0:
+            raise ValueError("--interval must be above 0")
+        url = server_url.normalized(given.url or server_url.default())
+        watch(Source(url, given.token or os.environ.get("LORIKEET_TOKEN")), given.interval, once=given.once)
+    except (Unreachable, ValueError) as error:
+        print(f"lorikeet-top: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        prog="lorikeet-top",
+        description="Shows what a server does now. Ctrl-C ends it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("--url", help=URL_HELP)
+    result.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (default: %(default)g)")
+    result.add_argument("--once", action="store_true", help="print one interval and exit")
+    result.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
+    return result
+
+
+def watch(source: Source, seconds: float, *, once: bool) -> None:
+    """Draw every interval until Ctrl-C; later a server that is away is waited for. Raises Unreachable."""
+    page = source.read()
+    title = f"{source.model() or 'server'} at {source.url}"
+    if once:
+        time.sleep(seconds)
+        Console().print(screen(Interval(page, source.read()), title))
+        return
+    with Live(Text(f"{title} …"), auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(seconds)
+            try:
+                later = source.read()
+            except Unreachable as error:
+                live.update(Text(f"{title}\n{error}", style="red"), refresh=True)
+                continue
+            live.update(screen(Interval(page, later), title), refresh=True)
+            page = later
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Completions of every command, as bash computes them; and the help of every command."""
+
+import importlib
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from lorikeet.launcher.cli.completion import PARSERS, main, script
+from lorikeet.launcher.config.flags import FLAGS, MOST_USED
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_command_is_completed() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(PARSERS) == set(scripts)
+
+
+def completed(*words: str) -> set[str]:
+    """What bash proposes for the last word."""
+    name = words[0].replace("-", "_")
+    asked = (
+        f"COMP_WORDS=({' '.join(map(shlex.quote, words))}); COMP_CWORD={len(words) - 1}; compopt() {{ :; }}; "
+        f"_shtab_{name} {words[0]} {shlex.quote(words[-1])} {shlex.quote(words[-2])}; "
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    run = subprocess.run(["bash", "-c", f"{script('bash')}\n{asked}"], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "proposed"),
+    [
+        (["lorikeet-launcher", "--speculative-m"], {"--speculative-method"}),
+        (["lorikeet-launcher", "--dtype", ""], set(FLAGS["dtype"].choices)),
+        (["lorikeet-launcher", "--chunked-prefill", ""], {"true", "false"}),
+        (["lorikeet-bench", "com"], {"compare"}),
+        (["lorikeet-bench", "run", "--adapter-distribution", "z"], {"zipf"}),
+        (["lorikeet-keys", "add", "--conc"], {"--concurrency"}),
+        (["lorikeet-heads", "train", "--held"], {"--held-out"}),
+        (["lorikeet-completion", "b"], {"bash"}),
+    ],
+)
+def test_what_bash_proposes(words: list[str], proposed: set[str]) -> None:
+    assert completed(*words) == proposed
+
+
+def test_files_are_proposed(tmp_path: Path) -> None:
+    (tmp_path / "a.json").touch()
+    assert completed("lorikeet-bench", "run", "--result", f"{tmp_path}/a.") == {f"{tmp_path}/a.json"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_scripts_for_shells_are_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([shell]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in PARSERS)
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_help_ends_with_examples_that_are_valid(command: str) -> None:
+    made = importlib.import_module(PARSERS[command]).parser()
+    shown = made.format_help()
+    before = r"^ +(?:echo .* \| |source <\(|eval \"\$\()?"
+    examples = re.findall(rf"{before}({command}\b[^\n]*)", shown.split("examples:")[1], re.M)
+    assert len(examples) >= 2, shown
+    for example in examples:
+        line = re.split(r"  +| > |\)\"?$|\)\"? {2}", example)[0]
+        made.parse_args(shlex.split(line)[1:])
+
+
+def test_the_most_used_flags_come_first() -> None:
+    made = importlib.import_module(PARSERS["lorikeet-launcher"]).parser()
+    shown = re.findall(r"^  (--[a-z-]+)", made.format_help(), re.M)
+    assert shown[2 : 2 + len(MOST_USED)] == [f"--{name}" for name in MOST_USED]
+    assert len(shown) == len(set(shown)) == len(FLAGS) + 2
